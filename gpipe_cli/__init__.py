@@ -1,0 +1,1 @@
+"""gpipe: pipeline-parallel PyTorch from declarative configs."""

@@ -1,0 +1,1 @@
+"""Ways to divide layers among partitions, one file per method."""

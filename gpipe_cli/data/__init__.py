@@ -1,0 +1,1 @@
+"""Datasets, one file per family; reached through a YAML _target_."""

@@ -1,0 +1,1 @@
+"""Ways to run one training step; all answer to the same protocol."""

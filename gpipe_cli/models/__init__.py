@@ -1,0 +1,1 @@
+"""Model families, one file each; reached through a YAML _target_."""

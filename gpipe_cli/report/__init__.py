@@ -1,0 +1,1 @@
+"""Facts become lines, tables, bars and JSON."""

@@ -1,0 +1,1 @@
+"""Models as sequences of layers that keep the original parameter names."""

@@ -1,0 +1,1 @@
+"""The training loop and what lives at its step boundaries."""

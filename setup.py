@@ -1,0 +1,14 @@
+"""Maps the top-level conf/ and recipes/ into the package; everything else is in pyproject.toml."""
+
+from setuptools import find_packages, setup
+
+setup(
+    packages=[*find_packages(include=["gpipe_cli", "gpipe_cli.*"]), "gpipe_cli.conf", "gpipe_cli.recipes"],
+    package_dir={"gpipe_cli.conf": "conf", "gpipe_cli.recipes": "recipes"},
+    package_data={
+        "gpipe_cli": ["py.typed"],
+        "gpipe_cli.conf": ["**/*.yaml"],
+        "gpipe_cli.recipes": ["*.yaml"],
+        "gpipe_cli.data": ["files/*"],
+    },
+)
