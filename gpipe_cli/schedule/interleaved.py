@@ -35,8 +35,8 @@ def _worker(worker: int, partitions: int, chunks: int, devices: int) -> tuple[Ac
 def _clock(action: Action, partitions: int, devices: int) -> int:
     """Two ticks per slot, one for a forward and one for a backward; the next device is one tick later.
 
-    A slot belongs to one micro-batch on one of a device's partitions. The last partition turns round: its first
-    backward stands one tick after its first forward.
+    A slot belongs to one micro-batch on one of a device's partitions. The last partition turns round: its
+    first backward stands one tick after its first forward.
     """
     turn, worker = divmod(action.partition, devices)
     last_turn, last_worker = divmod(partitions - 1, devices)

@@ -1,0 +1,144 @@
+"""What every schedule promises, for 1 to 8 partitions and 1 to 16 chunks."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+
+from gpipe_cli.schedule import Action, Kind, Order, names, order
+from gpipe_cli.schedule.check import bubble, check, live_activations
+
+PARTITIONS = range(1, 9)
+CHUNKS = range(1, 17)
+SIZES = list(itertools.product(PARTITIONS, CHUNKS))
+ONE_EACH = ("gpipe", "1f1b", "zero_bubble")
+
+
+def written(orders: Order) -> list[str]:
+    return [" ".join(map(str, actions)) for actions in orders]
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
+@pytest.mark.parametrize("partitions", PARTITIONS)
+def test_every_order_with_one_partition_per_device_is_legal(name: str, partitions: int) -> None:
+    for chunks in CHUNKS:
+        check(order(name, partitions, chunks, partitions), partitions, chunks)
+
+
+@pytest.mark.parametrize("partitions", PARTITIONS)
+def test_every_interleaved_order_is_legal_whether_devices_divide_partitions_or_not(partitions: int) -> None:
+    for devices, chunks in itertools.product(range(1, partitions + 1), CHUNKS):
+        made = order("interleaved", partitions, chunks, devices)
+        assert len(made) == devices
+        assert all(
+            action.partition % devices == worker for worker, actions in enumerate(made) for action in actions
+        )
+        check(made, partitions, chunks)
+
+
+def test_the_orders_of_two_partitions_and_three_chunks_are_these() -> None:
+    assert written(order("gpipe", 2, 3, 2)) == [
+        "F0.0 F0.1 F0.2 B0.0 B0.1 B0.2",
+        "F1.0 F1.1 F1.2 B1.0 B1.1 B1.2",
+    ]
+    assert written(order("1f1b", 2, 3, 2)) == [
+        "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2",
+        "F1.0 B1.0 F1.1 B1.1 F1.2 B1.2",
+    ]
+    assert written(order("zero_bubble", 2, 3, 2)) == [
+        "F0.0 F0.1 I0.0 W0.0 F0.2 I0.1 W0.1 I0.2 W0.2",
+        "F1.0 I1.0 F1.1 I1.1 W1.0 F1.2 I1.2 W1.1 W1.2",
+    ]
+    assert written(order("interleaved", 4, 2, 2)) == [
+        "F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1",
+        "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1",
+    ]
+
+
+def test_interleaved_on_as_many_devices_as_partitions_is_1f1b() -> None:
+    for partitions, chunks in SIZES:
+        assert order("interleaved", partitions, chunks, partitions) == order(
+            "1f1b", partitions, chunks, partitions
+        )
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_the_bubble_of_gpipe_and_1f1b_is_the_closed_form_whatever_a_backward_costs(name: str) -> None:
+    for (partitions, chunks), backward in itertools.product(SIZES, (1, 2, 3)):
+        made = order(name, partitions, chunks, partitions)
+        expected = (partitions - 1) / (chunks + partitions - 1)
+        assert bubble(made, {Kind.FORWARD: 1, Kind.BACKWARD: backward}) == pytest.approx(expected)
+
+
+def test_interleaving_divides_the_bubble_by_the_partitions_per_device() -> None:
+    for devices, turns, groups in itertools.product((2, 3, 4), (1, 2), (1, 2, 4)):
+        chunks = devices * groups
+        made = order("interleaved", devices * turns, chunks, devices)
+        assert bubble(made) == pytest.approx((devices - 1) / (chunks * turns + devices - 1))
+
+
+def test_zero_bubble_waits_a_third_as_long_as_1f1b() -> None:
+    """With F = I = W = 1 a worker of ZB-H1 waits (partitions - 1) (F + I - W), of 1f1b three times that."""
+    for partitions, chunks in SIZES:
+        if chunks >= partitions:
+            idle = partitions - 1
+            made = order("zero_bubble", partitions, chunks, partitions)
+            assert bubble(made) == pytest.approx(idle / (3 * chunks + idle))
+
+
+def test_gpipe_keeps_all_micro_batches_alive() -> None:
+    for partitions, chunks in SIZES:
+        assert live_activations(order("gpipe", partitions, chunks, partitions)) == (chunks,) * partitions
+
+
+def test_1f1b_keeps_no_more_alive_than_partitions_follow() -> None:
+    for partitions, chunks in SIZES:
+        expected = tuple(min(chunks, partitions - index) for index in range(partitions))
+        assert live_activations(order("1f1b", partitions, chunks, partitions)) == expected
+
+
+def test_zero_bubble_keeps_as_many_alive_everywhere_as_1f1b_on_its_first_partition() -> None:
+    for partitions, chunks in SIZES:
+        expected = (min(chunks, partitions),) * partitions
+        assert live_activations(order("zero_bubble", partitions, chunks, partitions)) == expected
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_more_partitions_than_devices_are_refused_with_both_numbers_and_the_cure(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"'{name}' runs one partition per device, got 4 for 2 devices; 'interleaved'"
+    ):
+        order(name, 4, 8, 2)
+
+
+@pytest.mark.parametrize("name", names())
+def test_fewer_partitions_than_devices_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"'{name}' .* got 2 for 3 devices$"):
+        order(name, 2, 8, 3)
+
+
+def test_an_unknown_schedule_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(
+        ValueError, match="unknown schedule 'f1b1'; known are 1f1b, gpipe, interleaved, zero_bubble"
+    ):
+        order("f1b1", 2, 2, 2)
+
+
+def test_no_partitions_chunks_or_devices_are_refused_by_name() -> None:
+    for numbers, word in (((0, 1, 1), "partitions"), ((1, 0, 1), "chunks"), ((1, 1, 0), "devices")):
+        with pytest.raises(ValueError, match=f"at least one of {word}, got 0"):
+            order("gpipe", *numbers)
+
+
+def test_an_action_is_written_as_kind_partition_and_micro_batch() -> None:
+    assert str(Action(Kind.FORWARD, 1, 3)) == "F1.3"
+
+
+def test_schedules_do_without_torch() -> None:
+    program = (
+        "import sys, gpipe_cli.schedule as s; s.order('1f1b', 2, 2, 2); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
