@@ -1,0 +1,64 @@
+"""The thread-local state of the thread that calls a pipe, carried to the threads that run its layers.
+
+Decides which state counts: grad mode, inference mode, autocast per device type, the default device. Knows
+nothing of workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+__all__ = ["CallerState"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CallerState:
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, torch.dtype], ...]
+    device: torch.device
+
+    @classmethod
+    def capture(cls) -> CallerState:
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple(
+                (kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
+            ),
+            device=torch.get_default_device(),
+        )
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """The caller's state for the forward of layers.
+
+        The cast weights that autocast caches are shared by all threads and may have been cast without grad
+        in a checkpointed forward; recomputation would find them there and lose their gradients. So nothing
+        is cached.
+        """
+        with contextlib.ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, dtype in self.autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+            if self.device != torch.get_default_device():
+                stack.enter_context(self.device)
+            yield
+
+    def without_autocast(self) -> contextlib.AbstractContextManager[object]:
+        """For backward, whose ops must run in the types of their forward and not be cast again."""
+        if not self.autocast:
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        for kind, _ in self.autocast:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        return stack

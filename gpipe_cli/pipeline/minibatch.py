@@ -1,0 +1,58 @@
+"""One mini-batch on its way through a pipe: its key, its micro-batches, and what must hold when it is done.
+
+Decides the frame that every pipe runs a mini-batch in. Knows nothing of how the layers inside it are run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from gpipe_cli.pipeline.caller_state import CallerState
+from gpipe_cli.pipeline.context import MicroBatch
+from gpipe_cli.pipeline.keys import DefaultGenerators, GeneratorMoved, draw_key
+from gpipe_cli.pipeline.layer import Layer
+from gpipe_cli.pipeline.microbatch import Value, batch_size, check, micro_batches, scatter
+
+__all__ = ["MiniBatch", "guarded"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    key: int
+    rows: int
+    micro_batches: tuple[MicroBatch, ...]
+    inputs: list[Value]
+    state: CallerState
+
+    @classmethod
+    def of(cls, input: Value, chunks: int, key: int | None) -> MiniBatch:
+        rows = batch_size(check(input))
+        pieces = micro_batches(rows, chunks)
+        return cls(
+            key=draw_key() if key is None else key,
+            rows=rows,
+            micro_batches=pieces,
+            inputs=scatter(input, len(pieces)),
+            state=CallerState.capture(),
+        )
+
+
+@contextlib.contextmanager
+def guarded(layers: Sequence[Layer], devices: Sequence[torch.device]) -> Iterator[None]:
+    """Inside, layers may draw only under their keys; a draw from a default generator is an error
+    afterwards.
+    """
+    generators = DefaultGenerators(devices)
+    yield
+    try:
+        generators.check_unmoved()
+    except GeneratorMoved:
+        for layer in layers:
+            layer.always_keyed()
+        raise

@@ -1,0 +1,90 @@
+"""The plain pipe: the sequence in one thread, micro-batch by micro-batch.
+
+It is what every other way of running is compared with, to the bit: same micro-batches, same keys, backward
+in ascending order. Knows nothing of partitions, workers or schedules.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.pipeline.context import Running
+from gpipe_cli.pipeline.layer import Layer
+from gpipe_cli.pipeline.loss import LossFunction, StepLoss
+from gpipe_cli.pipeline.microbatch import Value, check, detached, gather
+from gpipe_cli.pipeline.minibatch import MiniBatch, guarded
+from gpipe_cli.pipeline.wrapped import WrappedSequence
+from gpipe_cli.torch_internals.keyed_random import KeyedRandom
+
+__all__ = ["PlainPipe"]
+
+
+@final
+class PlainPipe(WrappedSequence):
+    """An nn.Sequential run micro-batch by micro-batch in the calling thread."""
+
+    def __init__(self, module: nn.Sequential, *, chunks: int = 1, deferred_batch_norm: bool = False) -> None:
+        super().__init__(module)
+        self.chunks = int(chunks)
+        if self.chunks <= 0:
+            raise ValueError(f"number of chunks must be positive integer (chunks: {chunks})")
+        named = self.module.named_children()
+        self._layers = tuple(Layer(layer, name, position) for position, (name, layer) in enumerate(named))
+
+    def forward(self, input: Value) -> Value:
+        batch = MiniBatch.of(input, self.chunks, key=None)
+        with guarded(self._layers, self._devices()), batch.state.entered():
+            random = KeyedRandom()
+            outputs = [self._run(batch, index, random) for index in range(len(batch.inputs))]
+        return gather(outputs)
+
+    def step(
+        self,
+        input: Value,
+        target: Value,
+        loss_fn: LossFunction,
+        key: int | None = None,
+        return_output: bool = False,
+    ) -> Tensor | tuple[Tensor, Value]:
+        """Forward and backward of the whole mini-batch: gradients in `.grad`, the detached mean loss
+        returned.
+        """
+        batch = MiniBatch.of(input, self.chunks, key)
+        loss = StepLoss(loss_fn, target, batch.rows, len(batch.inputs), len(self._layers))
+        random = KeyedRandom()
+        outputs: list[Value] = []
+        with guarded(self._layers, self._devices()):
+            for micro_batch in batch.micro_batches:
+                with batch.state.entered():
+                    output = self._run(batch, micro_batch.index, random)
+                    weighted = loss.weighted(output, micro_batch, batch.key, random)
+                with batch.state.without_autocast():
+                    torch.autograd.backward(weighted)
+                if return_output:
+                    outputs.append(detached(output))
+        return (loss.total(), gather(outputs)) if return_output else loss.total()
+
+    def close(self) -> None:
+        """Nothing to end: there are no workers. Pipes have the same face."""
+
+    def __enter__(self) -> PlainPipe:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _devices(self) -> list[torch.device]:
+        return [parameter.device for parameter in self.parameters()]
+
+    def _run(self, batch: MiniBatch, index: int, random: KeyedRandom) -> Value:
+        value = batch.inputs[index]
+        with Running(batch.micro_batches[index]):
+            for layer in self._layers:
+                value = layer.run(value, batch.key, index, random)
+        return check(value)

@@ -1,0 +1,129 @@
+"""The reference: one thread, micro-batch by micro-batch, under keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gpipe_cli.pipeline.keys import GeneratorMoved
+from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.torch_internals.keyed_random import UnkeyedRandomError
+
+
+def gradients(pipe: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad.clone() for parameter in pipe.parameters() if parameter.grad is not None]
+
+
+def test_loss_and_gradients_of_uneven_micro_batches_are_those_of_the_whole_batch() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    input, target = torch.randn(10, 4).double(), torch.randint(3, (10,))
+    loss = PlainPipe(model, chunks=4).step(input, target, functional.cross_entropy)
+    by_chunks = gradients(model)
+    model.zero_grad()
+    whole = functional.cross_entropy(model(input), target)
+    whole.backward()
+    torch.testing.assert_close(loss, whole.detach(), rtol=1e-12, atol=0)
+    for mine, plain in zip(by_chunks, gradients(model), strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-14)
+
+
+def test_the_key_alone_decides_every_random_number() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 8),
+        nn.Dropout(0.5),
+        nn.TransformerEncoderLayer(8, 2, 16, 0.3, batch_first=True),
+        nn.AlphaDropout(0.2),
+        nn.RReLU(),
+    )
+    pipe = PlainPipe(model, chunks=3)
+    input, target = torch.randn(7, 5, 4), torch.randn(7, 5, 8)
+
+    def outputs(key: int) -> torch.Tensor:
+        return pipe.step(input, target, functional.mse_loss, key=key, return_output=True)[1]
+
+    assert torch.equal(outputs(1), outputs(1))
+    assert not torch.equal(outputs(1), outputs(2))
+
+
+def test_without_a_key_manual_seed_governs_the_step() -> None:
+    pipe = PlainPipe(nn.Sequential(nn.Dropout(0.5)), chunks=2)
+    input = torch.ones(8, 8)
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        outputs.append(pipe(input))
+    assert torch.equal(*outputs)
+    assert not torch.equal(pipe(input), pipe(input))
+
+
+def test_different_layers_and_micro_batches_draw_different_masks() -> None:
+    class Keep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[torch.Tensor] = []
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.seen.append(functional.dropout(torch.ones(64), 0.5))
+            return input
+
+    model = nn.Sequential(Keep(), Keep())
+    PlainPipe(model, chunks=2)(torch.zeros(2, 1))
+    masks = [tuple(mask.tolist()) for layer in model for mask in layer.seen]
+    assert len(set(masks)) == 4
+
+
+def test_every_random_function_without_a_generator_of_its_own_is_keyed() -> None:
+    class Noise(nn.Module):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            shape = input.shape
+            noise = (
+                torch.randn(shape) + torch.rand(shape) + torch.randperm(shape[-1]) + torch.randint(5, shape)
+            )
+            noise = noise + torch.randn_like(input) + torch.rand_like(input) + torch.randint_like(input, 3)
+            return input + noise + torch.normal(0.0, 1.0, shape) + torch.bernoulli(torch.full(shape, 0.5))
+
+    pipe = PlainPipe(nn.Sequential(Noise()))
+    loss = [pipe.step(torch.ones(4, 4, requires_grad=True), torch.zeros(4, 4), functional.mse_loss, key=5)]
+    loss.append(
+        pipe.step(torch.ones(4, 4, requires_grad=True), torch.zeros(4, 4), functional.mse_loss, key=5)
+    )
+    assert torch.equal(*loss)
+
+
+def test_a_generator_of_the_layers_own_is_refused_by_name() -> None:
+    class Own(nn.Module):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return input + torch.rand(input.shape, generator=torch.Generator())
+
+    with pytest.raises(UnkeyedRandomError, match=r"aten\.rand\.generator was given a generator of its own"):
+        PlainPipe(nn.Sequential(Own()))(torch.ones(2, 2))
+
+
+def test_a_layer_that_begins_to_draw_later_is_an_error_once_and_keyed_from_then_on() -> None:
+    dropout = nn.Dropout(0.0)
+    pipe = PlainPipe(nn.Sequential(dropout))
+    input = torch.ones(8, 8)
+    pipe(input)
+    dropout.p = 0.5
+    with pytest.raises(GeneratorMoved, match="default generator moved while the layers ran"):
+        pipe(input)
+    torch.manual_seed(0)
+    first = pipe(input)
+    torch.manual_seed(0)
+    assert torch.equal(first, pipe(input))
+
+
+def test_target_and_input_of_different_length_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"target and input must agree on the batch size \(target: 3, input: 4"
+    ):
+        PlainPipe(nn.Sequential(nn.Identity())).step(torch.ones(4, 1), torch.ones(3, 1), functional.mse_loss)
+
+
+def test_a_loss_of_more_than_one_number_is_refused() -> None:
+    pipe = PlainPipe(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"loss_fn must give one number per call, got a tensor of shape \(4"):
+        pipe.step(torch.ones(4, 2), torch.ones(4, 2), lambda output, target: output - target)
