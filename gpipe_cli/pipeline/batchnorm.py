@@ -1,0 +1,153 @@
+"""Batch norm whose running statistics are those of the mini-batch, though it sees only micro-batches.
+
+Each micro-batch is normalised by its own statistics. Their counts, means and squared deviations are merged
+(Chan's parallel update, which does not cancel at large means) and reach the running statistics in one commit
+per mini-batch, as if it had come at once. Who runs a mini-batch must commit, or discard, at its end.
+Knows nothing of workers: micro-batches arrive at a layer in ascending order, so the bits are fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias, TypeGuard, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gpipe_cli.pipeline.context import is_recomputing
+
+BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
+_DIMENSIONS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
+
+
+def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
+    """Replace, in place, each batch norm that tracks statistics; returns the module, or what replaces it.
+
+    Parameters and buffers are the same objects under the same names.
+    """
+    replacements: dict[nn.Module, DeferredBatchNorm] = {}  # a layer used at several places stays one layer
+    for path, layer in list(module.named_modules(remove_duplicate=False)):
+        if _is_deferrable(layer):
+            replacement = replacements.setdefault(layer, DeferredBatchNorm(layer))
+            if layer is module:
+                return replacement
+            module.set_submodule(path, replacement)
+    return module
+
+
+def commit_deferred_batch_norm(module: nn.Module) -> None:
+    """End a mini-batch: update the running statistics of every deferred batch norm in the module."""
+    for layer in deferred_batch_norms(module):
+        layer.commit()
+
+
+def discard_deferred_batch_norm(module: nn.Module) -> None:
+    """Forget a mini-batch that failed midway, so that it does not mix with the next."""
+    for layer in deferred_batch_norms(module):
+        layer.discard()
+
+
+def deferred_batch_norms(module: nn.Module) -> Iterator[DeferredBatchNorm]:
+    return (layer for layer in module.modules() if isinstance(layer, DeferredBatchNorm))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Moments:
+    """Per channel: how many values, their mean, and the sum of their squared deviations from it."""
+
+    count: int
+    mean: Tensor
+    deviation: Tensor
+
+    def merge(self, other: _Moments) -> _Moments:
+        count = self.count + other.count
+        apart = other.mean - self.mean
+        return _Moments(
+            count,
+            self.mean + apart * (other.count / count),
+            self.deviation + other.deviation + apart.square() * (self.count * other.count / count),
+        )
+
+
+@final
+class DeferredBatchNorm(nn.Module):
+    """Stands for a BatchNorm1d, 2d or 3d: the same in evaluation; for training see the top of the file."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(self, original: BatchNorm) -> None:
+        super().__init__()
+        self.num_features = original.num_features
+        self.eps = original.eps
+        self.momentum = original.momentum
+        self.training = original.training
+        self._dimensions = next(
+            allowed for kind, allowed in _DIMENSIONS.items() if isinstance(original, kind)
+        )
+        self.register_parameter("weight", original.weight)
+        self.register_parameter("bias", original.bias)
+        for name, buffer in original.named_buffers():
+            self.register_buffer(name, buffer)
+        self._pending: _Moments | None = None
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() not in self._dimensions:
+            allowed = " or ".join(f"{dimensions}D" for dimensions in self._dimensions)
+            raise ValueError(f"expected {allowed} input (got {input.dim()}D input)")
+        if not self.training:
+            return self._normalise(input, self.running_mean, self.running_var, training=False)
+        # A momentum of 1 makes torch leave the micro-batch's own statistics here, without a second pass.
+        mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+        output = self._normalise(input, mean, variance, training=True)
+        if not is_recomputing():
+            self._remember(input.numel() // self.num_features, mean, variance)
+        return output
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Update the running statistics by the micro-batches seen since the last commit, if any."""
+        if self._pending is None:
+            return
+        self.num_batches_tracked.add_(1)
+        share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        variance = self._pending.deviation / (self._pending.count - 1)
+        self.running_mean.mul_(1 - share).add_(share * self._pending.mean)
+        self.running_var.mul_(1 - share).add_(share * variance)
+        self._pending = None
+
+    def discard(self) -> None:
+        """Forget the micro-batches seen since the last commit."""
+        self._pending = None
+
+    def extra_repr(self) -> str:
+        affine = self.weight is not None
+        return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={affine}"
+
+    def _normalise(self, input: Tensor, mean: Tensor, variance: Tensor, *, training: bool) -> Tensor:
+        return functional.batch_norm(
+            input, mean, variance, self.weight, self.bias, training, momentum=1.0, eps=self.eps
+        )
+
+    @torch.no_grad()
+    def _remember(self, count: int, mean: Tensor, variance: Tensor) -> None:
+        precise = torch.promote_types(mean.dtype, torch.float32)
+        seen = _Moments(count, mean.to(precise), variance.to(precise) * (count - 1))
+        self._pending = seen if self._pending is None else self._pending.merge(seen)
+
+
+def _is_deferrable(layer: nn.Module) -> TypeGuard[BatchNorm]:
+    if not isinstance(layer, BatchNorm) or not layer.track_running_stats:
+        return False
+    if type(layer).forward is not nn.BatchNorm1d.forward:  # all three kinds share it
+        raise TypeError(
+            f"{type(layer).__name__} has a forward of its own, so its statistics cannot be deferred; "
+            "use deferred_batch_norm=False"
+        )
+    return True
