@@ -1,0 +1,129 @@
+"""Everything about a configuration that can be judged without torch, in one place, all problems at once.
+
+`check` looks at ranges, choices and combinations of a typed configuration. What needs the model (how many
+layers there are) or the machine (which devices there are) is judged where that is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from gpipe_cli.config.locate import options
+from gpipe_cli.config.schema import OPEN_GROUPS, Eval, Shared, Train
+from gpipe_cli.config.suggest import or_list
+from gpipe_cli.errors import ConfigError
+
+CHOICES = {
+    "checkpoint": ("always", "except_last", "never"),
+    "precision": ("fp32", "bf16", "fp16"),
+    "split": ("test", "train"),
+}
+AT_LEAST = {
+    "chunks": 1,
+    "eval_chunks": 1,
+    "partitions": 1,
+    "batch_size": 1,
+    "epochs": 1,
+    "steps": 1,
+    "log.every": 1,
+    "seed": 0,
+}
+POSITIVE = ("clip_grad_norm", "step_timeout")
+LARGEST_SEED = 2**63 - 1
+
+
+def check(settings: Shared) -> None:
+    """Raise one ConfigError that names every problem."""
+    problems = list(_problems(settings))
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _problems(settings: Shared) -> Iterator[str]:
+    flat = dict(_flat(asdict(settings)))
+    yield from _numbers(flat)
+    yield from _choices(flat)
+    yield from _devices(settings)
+    yield from _balance(settings)
+    for group in OPEN_GROUPS:
+        if hasattr(settings, group) and not getattr(settings, group).get("_target_"):
+            yield f"{group}: nothing chosen; give {group}=<option>, see `gpipe {_command(settings)} --help`"
+    if isinstance(settings, Eval) and settings.run is None:
+        yield "run: say which run to evaluate, run=runs/train/..."
+
+
+def _numbers(flat: Mapping[str, Any]) -> Iterator[str]:
+    for key, least in AT_LEAST.items():
+        if flat.get(key) is not None and flat[key] < least:
+            yield f"{key}={flat[key]}: must be at least {least}"
+    for key in POSITIVE:
+        if flat.get(key) is not None and not flat[key] > 0:
+            yield f"{key}={flat[key]}: must be positive, or null for none"
+    if flat["seed"] > LARGEST_SEED:
+        yield f"seed={flat['seed']}: must be at most {LARGEST_SEED}"
+    threads = flat["threads"]
+    if threads != "auto" and (not _is_count(threads) or threads < 1):
+        yield f"threads={threads}: must be auto or a whole number from 1"
+    for key, value in flat.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{key}={value}: must be finite"
+
+
+def _choices(flat: Mapping[str, Any]) -> Iterator[str]:
+    for key, choices in CHOICES.items():
+        if key in flat and flat[key] not in choices:
+            yield f"{key}={flat[key]}: {or_list(str(flat[key]), choices)}"
+    schedules = [option.name for option in options("schedule")]
+    if flat["schedule.name"] not in schedules:
+        yield f"schedule.name={flat['schedule.name']}: {or_list(flat['schedule.name'], schedules)}"
+
+
+def _devices(settings: Shared) -> Iterator[str]:
+    devices, partitions = settings.devices, settings.partitions
+    if isinstance(devices, list):
+        if not devices or not all(
+            isinstance(one, str | int) and not isinstance(one, bool) for one in devices
+        ):
+            yield f"devices={devices}: a list of names or numbers is needed, such as [cpu,cpu] or [0,1]"
+        elif (
+            partitions is not None and partitions != len(devices) and settings.schedule.name != "interleaved"
+        ):
+            yield (
+                f"partitions={partitions}: devices lists {len(devices)}; one device per partition is needed "
+                f"(only schedule=interleaved puts several partitions on one)"
+            )
+    elif devices != "auto" and (not _is_count(devices) or devices < 1):
+        yield f"devices={devices}: must be auto, a number of devices or a list such as [cpu,cpu]"
+
+
+def _balance(settings: Shared) -> Iterator[str]:
+    layers = settings.balance.get("layers")
+    if not isinstance(layers, list):
+        return
+    if not layers or not all(_is_count(one) and one > 0 for one in layers):
+        yield f"balance.layers={layers}: every entry must be a positive whole number"
+    elif settings.partitions is not None and settings.partitions != len(layers):
+        yield f"partitions={settings.partitions}: balance.layers={layers} makes {len(layers)} partitions"
+
+
+def _command(settings: Shared) -> str:
+    return "train" if isinstance(settings, Train) else "eval"
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of every leaf."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list | tuple):
+            yield f"{prefix}{key}", value
+            yield from ((f"{prefix}{key}[{i}]", one) for i, one in enumerate(value))
+        else:
+            yield f"{prefix}{key}", value

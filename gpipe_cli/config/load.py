@@ -1,0 +1,280 @@
+"""From YAML and overrides to a typed, checked configuration; the only lower module that knows Hydra.
+
+`compose_all` composes what a command line asks for before Hydra runs it, so that every mistake becomes one
+ConfigError. `settings_of` turns a composed tree into the dataclass of the command and loses no key on the way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from yaml import YAMLError
+
+from gpipe_cli.config.check import check
+from gpipe_cli.config.fields import fields
+from gpipe_cli.config.locate import conf_dir, home, options
+from gpipe_cli.config.schema import GROUPS, OPEN_GROUPS, SCHEMAS, Shared
+from gpipe_cli.config.suggest import did_you_mean, or_list
+from gpipe_cli.config.targets import check_targets
+from gpipe_cli.errors import ConfigError
+
+KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "text"}
+CUSTOM = "custom"  # the empty option of an open group: nothing but what is given
+
+
+class RecipesSearchPath(SearchPathPlugin):
+    """Makes the folder recipes/ a config group."""
+
+    def manipulate_search_path(self, search_path: Any) -> None:
+        search_path.append("gpipe", f"file://{home()}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is composed: the command's primary config, or another one by name, and where else to look."""
+
+    command: str
+    overrides: tuple[str, ...]
+    config_name: str | None = None
+    config_dir: str | None = None
+
+
+def register() -> None:
+    """Tell Hydra of the schemas and of recipes/."""
+    for command, schema in SCHEMAS.items():
+        ConfigStore.instance().store(f"{command}_schema", schema)
+    for group in OPEN_GROUPS:
+        ConfigStore.instance().store(group=group, name=CUSTOM, node={"_target_": "???"})
+    Plugins.instance().register(RecipesSearchPath)
+
+
+def compose_all(request: Request, *, complete: bool = True, multirun: bool = False) -> tuple[str, ...]:
+    """Compose and check every job of a command line; returns the overrides to hand to Hydra.
+
+    With `complete` off only the composition is judged, as `--cfg` may show an unfinished configuration.
+    A sweep is checked value by value, each with the first values of the other keys.
+    """
+    with _initialised(request), _as_config_error(request.command):
+        parsed = _parse(request.overrides)
+        several = [one for one in parsed if one.is_sweep_override()]
+        if several and not multirun:
+            raise ConfigError(
+                f"{several[0].input_line}: several values need -m (a sweep), or [..] for a list"
+            )
+        replaced = [
+            group for group in OPEN_GROUPS if any(one.key_or_group == f"{group}._target_" for one in parsed)
+        ]
+        for overrides in _probes(parsed):
+            tree = _compose(request, _without_predecessors(overrides, replaced))
+            if newly := [group for group in _replaced(tree) if group not in replaced]:
+                replaced += newly
+                tree = _compose(request, _without_predecessors(overrides, replaced))
+            _check_hydra_node(tree)
+            if complete:
+                settings_of(tree, request.command, request.overrides)
+        return tuple(_without_predecessors(request.overrides, replaced))
+
+
+def settings_of(tree: DictConfig, command: str, overrides: Sequence[str]) -> Shared:
+    """The typed configuration: no key lost, none unknown, every value judged."""
+    with _as_config_error(command):
+        own = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
+        plain = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
+        assert isinstance(plain, dict)
+        settings = typed({str(key): value for key, value in plain.items()}, command)
+    _check_allow(settings, overrides)
+    check_targets(
+        {group: getattr(settings, group) for group in OPEN_GROUPS if hasattr(settings, group)}, settings.allow
+    )
+    check(settings)
+    return settings
+
+
+def typed(plain: dict[str, Any], command: str) -> Shared:
+    """The command's dataclass from a plain mapping that must hold each of its keys and no other."""
+    schema = SCHEMAS[command]
+    for name in schema.__dataclass_fields__:
+        if name not in plain:
+            raise ConfigError(f"'{name}' was removed, but it is required")
+    # Merging into the schema raises on an unknown key, where to_object alone would drop it silently.
+    merged = OmegaConf.merge(OmegaConf.structured(schema), plain)
+    settings = OmegaConf.to_object(merged)
+    assert isinstance(settings, Shared)
+    return settings
+
+
+def _check_allow(settings: Shared, overrides: Sequence[str]) -> None:
+    """`allow` opens the door to code, so only the person at the command line may set it, never a file."""
+    given = any(word.lstrip("+").startswith("allow=") for word in overrides)
+    if settings.allow and not given:
+        raise ConfigError(f"allow={settings.allow}: may only be given on the command line, not in a file")
+    for package in settings.allow:
+        if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", package):
+            raise ConfigError(f"allow={settings.allow}: {package!r} is no package name")
+
+
+@contextmanager
+def _initialised(request: Request) -> Iterator[None]:
+    if request.config_dir is not None and not Path(request.config_dir).is_dir():
+        raise ConfigError(f"--config-dir {request.config_dir}: no such folder")
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name=request.command):
+        yield
+
+
+def _compose(request: Request, overrides: Sequence[str]) -> DictConfig:
+    extra = [f"hydra.searchpath=[file://{Path(request.config_dir).resolve()}]"] if request.config_dir else []
+    name = request.config_name or request.command
+    return compose(name, overrides=[*overrides, *extra], return_hydra_config=True)
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    for word in overrides:
+        if "=" not in word and not word.startswith("~"):
+            raise ConfigError(f"'{word}' is neither a flag nor key=value")
+    parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(list(overrides))
+    for one in parsed:
+        if one.key_or_group in GROUPS and isinstance(one.value(), int | float | list | dict):
+            names = [option.name for option in options(one.key_or_group)]
+            hint = f"balance=manual balance.layers={one.get_value_element_as_str()}"
+            cure = hint if one.key_or_group == "balance" else or_list("", names)
+            raise ConfigError(f"{one.input_line}: choose an option by its name; {cure}")
+    return parsed
+
+
+def _probes(parsed: Sequence[Override]) -> Iterator[list[str]]:
+    """One list of plain overrides for every value of every swept key."""
+    values = [list(one.sweep_string_iterator()) if one.is_discrete_sweep() else [""] for one in parsed]
+    first = [_plain(one, choices[0]) for one, choices in zip(parsed, values, strict=True)]
+    yield first
+    for position, (one, others) in enumerate(zip(parsed, values, strict=True)):
+        for value in others[1:]:
+            yield [*first[:position], _plain(one, value), *first[position + 1 :]]
+
+
+def _plain(override: Override, value: str) -> str:
+    line = override.input_line
+    assert line is not None
+    return f"{override.get_key_element()}={value}" if override.is_discrete_sweep() else line
+
+
+def _without_predecessors(overrides: Sequence[str], groups: Sequence[str]) -> list[str]:
+    """Start each of the groups from nothing: its option gives way, its keys need no plus sign to be new."""
+    kept = [word for word in overrides if word.partition("=")[0] not in groups]
+    forced = [
+        f"++{word.lstrip('+')}" if word.lstrip("+").partition(".")[0] in groups and word[0] != "~" else word
+        for word in kept
+    ]
+    return [*(f"{group}={CUSTOM}" for group in groups), *forced]
+
+
+def _replaced(tree: DictConfig) -> list[str]:
+    """Open groups whose `_target_` is not the one of the option chosen: that option's keys must not linger."""
+    found = []
+    for group in OPEN_GROUPS:
+        choice = OmegaConf.select(tree, f"hydra.runtime.choices.{group}")
+        target = OmegaConf.select(tree, f"{group}._target_", throw_on_missing=False)
+        if choice is None or choice == CUSTOM or target is None:
+            continue
+        if target != _own_target(group, choice):
+            found.append(group)
+    return found
+
+
+def _own_target(group: str, choice: str) -> str | None:
+    loader: Any = GlobalHydra.instance().config_loader()
+    result = loader.repository.load_config(f"{group}/{choice}")
+    return None if result is None else OmegaConf.select(result.config, "_target_", throw_on_missing=False)
+
+
+def _check_hydra_node(tree: DictConfig) -> None:
+    """Hydra builds its own plugins from its node; nothing but Hydra's own may be named there."""
+    for path, value in _leaves(OmegaConf.to_container(tree.hydra, resolve=False), "hydra"):
+        name = path.rpartition(".")[2]
+        if name == "_target_" and not str(value).startswith(("hydra._internal.", "hydra_plugins.")):
+            raise ConfigError(f"{path}={value}: only Hydra's own plugins may be named there")
+        if name == "()" or (name == "class" and not str(value).startswith("logging.")):
+            raise ConfigError(f"{path}={value}: only the logging package may be named there")
+
+
+def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _leaves(value, f"{path}.{key}")
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _leaves(value, f"{path}[{index}]")
+    else:
+        yield path, node
+
+
+@contextmanager
+def _as_config_error(command: str) -> Iterator[None]:
+    """Everything Hydra and OmegaConf raise over a configuration, as one line."""
+    try:
+        yield
+    except MissingConfigException as error:
+        raise ConfigError(_missing_option(error)) from error
+    except OverrideParseException as error:
+        raise ConfigError(
+            f"{error.override}: cannot be read ({_first_line(error)}); quote it for the shell"
+        ) from error
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise ConfigError(_describe(error, command)) from error
+
+
+def _missing_option(error: MissingConfigException) -> str:
+    missing = str(error.missing_cfg_file)
+    group, _, option = missing.rpartition("/")
+    available = [name for name in (error.options or []) if name != CUSTOM]
+    label = "recipe" if group == "recipes" else group
+    wanted = f"{label}={option}: no such option" if group else f"--config-name {missing}: no such config"
+    return f"{wanted}; {or_list(option, available)}" if available else wanted
+
+
+def _describe(error: Exception, command: str) -> str:
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    key = getattr(cause, "full_key", None) or ""
+    text = _first_line(cause)
+    unknown = re.search(
+        r"Key '(.+?)' (?:is )?not in|Could not override '(.+?)'", f"{text} {_first_line(error)}"
+    )
+    if unknown:
+        key = key or next(name for name in unknown.groups() if name)
+        hint = did_you_mean(key, _known_keys(command)) or f"see `gpipe {command} --help` for every key"
+        return f"unknown key '{key}'; {hint}"
+    line = re.search(r"Error merging override (.+)", str(error))
+    if wrong := re.search(r"could not be converted to (\w+)", text):
+        text = f"expected {KINDS.get(wrong[1], wrong[1])}"
+    elif isinstance(cause, MissingMandatoryValue):
+        text = "must be given"
+    elif "is not Optional" in text:
+        text = "must not be null"
+    elif "is not a subclass of" in text:
+        text = f"holds several keys; set one of them, {key}.<key>=..."
+    return f"{line[1] if line else key or 'configuration'}: {text[0].lower()}{text[1:]}"
+
+
+def _known_keys(command: str) -> list[str]:
+    """Every key that exists: those of the schema and those of the shipped options of each group."""
+    inside = [f"{group}.{key}" for group in GROUPS for option in options(group) for key in option.keys]
+    return [*(one.key for one in fields(command)), *dict.fromkeys(inside)]
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

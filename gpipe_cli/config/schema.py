@@ -1,0 +1,106 @@
+"""What can be set: one dataclass per command, each field followed by the sentence the help shows.
+
+The classes hold types and defaults only. Ranges and combinations are judged in `check`, composition from
+YAML happens in `load`; nothing here knows Hydra, OmegaConf or torch. A component that can be replaced
+(model, data, optimizer, ...) is an open mapping with a `_target_`; `targets` decides what may be named there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Schedule:
+    name: str = "gpipe"
+    """Order of forward and backward actions: see `gpipe ls schedules`."""
+
+
+@dataclass
+class Log:
+    every: int = 10
+    """Steps between two rows of metrics.jsonl and two lines of output."""
+    partitions: bool = False
+    """Write every (micro-batch, partition) to train.log."""
+    layers: bool = False
+    """Write every layer that runs to train.log."""
+
+
+@dataclass
+class Shared:
+    """The keys that training and evaluation have in common."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    """The model: an option of the group, or `model._target_=mypkg.build allow=[mypkg]`."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """Where the samples come from."""
+    transform: dict[str, Any] = field(default_factory=dict)
+    """What is done to each sample before it is batched."""
+    loss: dict[str, Any] = field(default_factory=dict)
+    """What is minimised."""
+    balance: dict[str, Any] = field(default_factory=dict)
+    """How layers are divided among partitions; `--by X` is short for balance=X."""
+    schedule: Schedule = field(default_factory=Schedule)
+    """In which order the workers run their actions."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """What runs a step: one thread, or one worker per partition."""
+    chunks: int = 4
+    """Micro-batches per mini-batch."""
+    eval_chunks: int | None = None
+    """Micro-batches per mini-batch in evaluation; null: as many as `chunks`."""
+    checkpoint: str = "except_last"
+    """Which micro-batches recompute their activations in backward: always, except_last or never."""
+    deferred_batch_norm: bool = False
+    """Batch-norm statistics of the whole mini-batch instead of each micro-batch."""
+    devices: Any = "auto"
+    """auto (all GPUs, else the CPU), a number of devices, or a list such as [cpu,cpu] or [cuda:0,cuda:1]."""
+    partitions: int | None = None
+    """Number of partitions; null: one per device, 2 on a CPU."""
+    threads: Any = "auto"
+    """Intra-op threads per worker; auto: 1 where several partitions share the CPU, else all cores."""
+    batch_size: int = 64
+    """Samples per mini-batch."""
+    precision: str = "fp32"
+    """fp32, bf16 or fp16 (autocast; fp16 scales the loss)."""
+    seed: int = 0
+    """All randomness of a run is derived from it: initialisation, data order, augmentation, dropout."""
+    step_timeout: float | None = None
+    """Seconds after which a step that does not end is given up; null: never."""
+    run_dir: str | None = None
+    """Directory of the run; null: runs/<command>/<model>/<time>."""
+    log: Log = field(default_factory=Log)
+    """What is written while it runs."""
+    allow: list[str] = field(default_factory=list)
+    """Packages of yours that `_target_` may name; on the command line only."""
+
+
+@dataclass
+class Train(Shared):
+    """gpipe train"""
+
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """What updates the parameters."""
+    lr_schedule: dict[str, Any] = field(default_factory=dict)
+    """How the learning rate moves over the run."""
+    epochs: int = 5
+    """Passes over the training data."""
+    steps: int | None = None
+    """Total number of steps; overrides `epochs`."""
+    clip_grad_norm: float | None = None
+    """Largest norm of all gradients together; null: no clipping."""
+
+
+@dataclass
+class Eval(Shared):
+    """gpipe eval"""
+
+    run: str | None = None
+    """The run directory whose newest snapshot is evaluated, with the settings it was trained with."""
+    split: str = "test"
+    """Which samples: test or train."""
+
+
+SCHEMAS: dict[str, type[Shared]] = {"train": Train, "eval": Eval}
+OPEN_GROUPS = ("model", "data", "transform", "loss", "balance", "engine", "optimizer", "lr_schedule")
+GROUPS = (*OPEN_GROUPS, "schedule")
