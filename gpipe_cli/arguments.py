@@ -1,0 +1,109 @@
+"""The words of the command line: flags, sugar and overrides, in any order.
+
+Hydra 1.3 wants its flags before the overrides and knows none of ours; here they are told apart. Nothing is
+imported that costs time, so `gpipe --help` and completion stay quick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from gpipe_cli.config.suggest import or_list
+from gpipe_cli.errors import ConfigError
+
+# Flags of ours: a switch sets the field of Invocation of that name.
+SWITCHES = {
+    "--help": "help",
+    "-h": "help",
+    "--json": "json",
+    "--dry-run": "dry_run",
+    "--debug": "debug",
+    "--version": "version",
+    "-V": "version",
+}
+# Flags that Hydra answers. `--experimental-rerun` loads a pickle and is left out.
+HYDRA_SWITCHES = ("--multirun", "-m", "--run", "-r", "--resolve", "--hydra-help")
+HYDRA_VALUES = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-name", "-cn")
+INFO = ("--info", "-i")
+INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+FLAGS = (*SWITCHES, *HYDRA_SWITCHES, *HYDRA_VALUES, *INFO, "--by")
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """One command line, sorted."""
+
+    words: tuple[str, ...] = ()
+    """What is no flag: overrides, or the arguments of `ls`."""
+    hydra: tuple[str, ...] = ()
+    """Flags for Hydra, with their values."""
+    help: bool = False
+    json: bool = False
+    dry_run: bool = False
+    debug: bool = False
+    version: bool = False
+
+    @property
+    def prints_config(self) -> bool:
+        """Hydra only shows something and runs no job."""
+        return any(flag in self.hydra for flag in ("--cfg", "-c", *INFO, "--hydra-help"))
+
+    @property
+    def multirun(self) -> bool:
+        return "--multirun" in self.hydra or "-m" in self.hydra
+
+    def with_words(self, *words: str) -> Invocation:
+        return replace(self, words=(*self.words, *words))
+
+
+def parse(arguments: list[str]) -> Invocation:
+    """Sort the words that follow the command."""
+    words: list[str] = []
+    hydra: list[str] = []
+    switches: dict[str, bool] = {}
+    rest = iter(_split_equals(arguments))
+    pending: str | None = None
+    while (word := pending if pending is not None else next(rest, None)) is not None:
+        pending = None
+        if word in SWITCHES:
+            switches[SWITCHES[word]] = True
+        elif word in HYDRA_SWITCHES:
+            hydra.append(word)
+        elif word in HYDRA_VALUES:
+            hydra += [word, _value(word, rest)]
+        elif word in INFO:
+            pending = next(rest, None)
+            topic = pending if pending in INFO_TOPICS else None
+            pending = None if topic else pending
+            hydra += [word, topic or "all"]
+        elif word == "--by":
+            words.append(f"balance={_value(word, rest)}")
+        elif word.startswith("-") and word != "-":
+            raise ConfigError(f"unknown flag {word}; {or_list(word, FLAGS)}")
+        else:
+            words.append(_recipe(word))
+    return Invocation(words=tuple(words), hydra=tuple(hydra), **switches)
+
+
+def _split_equals(arguments: list[str]) -> Iterator[str]:
+    """`--by=time` is `--by time`; overrides keep their equals sign."""
+    for word in arguments:
+        flag, equals, value = word.partition("=")
+        if word.startswith("--") and equals:
+            yield flag
+            yield value
+        else:
+            yield word
+
+
+def _value(flag: str, rest: Iterator[str]) -> str:
+    value = next(rest, None)
+    if value is None or value.startswith("--"):
+        raise ConfigError(f"{flag} needs a value")
+    return value
+
+
+def _recipe(word: str) -> str:
+    """The folder is called recipes, so is Hydra's group; the key people write is recipe."""
+    return f"recipes={word.removeprefix('recipe=')}" if word.startswith("recipe=") else word

@@ -1,0 +1,23 @@
+"""gpipe env: the machine and the versions, ready to paste into an issue."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from gpipe_cli.arguments import Invocation
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.report.environment import environment
+from gpipe_cli.report.text import plain
+
+
+def run(invocation: Invocation) -> None:
+    if invocation.words:
+        raise ConfigError(f"'{invocation.words[0]}': gpipe env takes no arguments")
+    facts = environment()
+    if invocation.json:
+        sys.stdout.write(f"{json.dumps(facts)}\n")
+        return
+    for name, value in facts.items():
+        shown = ", ".join(value) if isinstance(value, list) else value
+        sys.stdout.write(f"- {name}: {plain(str(shown))}\n")

@@ -1,0 +1,146 @@
+"""The jobs of one command line: one, or those of a sweep. Results and failures are kept; nothing is lost to Hydra."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from gpipe_cli.arguments import Invocation
+from gpipe_cli.config.load import settings_of
+from gpipe_cli.errors import GpipeError
+from gpipe_cli.report.tables import print_rows
+from gpipe_cli.report.text import plain
+
+Summary = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a command is told besides its settings."""
+
+    command: str
+    overrides: tuple[str, ...]
+    tree: DictConfig
+    """The composed configuration as it is saved: references unresolved, so no secret is written."""
+    model: str
+    """The option chosen, for names."""
+    number: int | None
+    """Its place in a sweep."""
+    json: bool
+    dry_run: bool
+
+    @property
+    def line(self) -> str:
+        """The command that repeats it."""
+        return shlex.join(["gpipe", self.command, *self.overrides])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    overrides: tuple[str, ...]
+    summary: Summary | None = None
+    error: BaseException | None = None
+
+    @property
+    def exit_code(self) -> int:
+        if self.error is None:
+            return 0
+        return self.error.exit_code if isinstance(self.error, GpipeError) else 1
+
+
+@final
+class Jobs:
+    def __init__(
+        self,
+        command: str,
+        run: Callable[[Any, Job], Summary],
+        invocation: Invocation,
+        overrides: Sequence[str],
+    ) -> None:
+        self._command, self._run, self._invocation = command, run, invocation
+        self._overrides = tuple(overrides)
+        self._outcomes: list[Outcome] = []
+
+    def task(self, tree: DictConfig) -> float | None:
+        """Run one job for Hydra. Its failure is kept for `finish`: a sweep goes on with the next job."""
+        job = self._job(tree)
+        try:
+            settings = settings_of(tree, self._command, self._overrides)
+            summary = self._run(settings, job)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a layer may raise anything; `finish` reports it
+            self._outcomes.append(Outcome(job.overrides, error=error))
+            return None
+        self._outcomes.append(Outcome(job.overrides, summary=summary))
+        loss = summary.get("loss")
+        return float(loss) if loss is not None else None
+
+    def finish(self) -> int:
+        """Show what a sweep did, or raise what the one job raised; the exit code."""
+        if self._invocation.multirun:
+            self._show_sweep()
+            return next((one.exit_code for one in self._outcomes if one.exit_code), 0)
+        for outcome in self._outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+            if self._invocation.json:
+                sys.stdout.write(f"{json.dumps(outcome.summary)}\n")
+        return 0
+
+    def _job(self, tree: DictConfig) -> Job:
+        hydra = HydraConfig.get()
+        return Job(
+            command=self._command,
+            overrides=tuple(hydra.overrides.task),
+            tree=tree,
+            model=_model_name(hydra.runtime.choices.get("model"), tree),
+            number=hydra.job.num if self._invocation.multirun else None,
+            json=self._invocation.json,
+            dry_run=self._invocation.dry_run,
+        )
+
+    def _show_sweep(self) -> None:
+        if self._invocation.json:
+            rows = [
+                {
+                    "overrides": one.overrides,
+                    "exit_code": one.exit_code,
+                    "error": _reason(one),
+                    **(one.summary or {}),
+                }
+                for one in self._outcomes
+            ]
+            sys.stdout.write(f"{json.dumps(rows)}\n")
+            return
+        columns = ("job", "overrides", "top1", "loss", "seconds", "result")
+        rows_ = [
+            (
+                index,
+                " ".join(one.overrides),
+                *((one.summary or {}).get(name) for name in ("top1", "loss", "seconds")),
+                _reason(one) or (one.summary or {}).get("run_dir"),
+            )
+            for index, one in enumerate(self._outcomes)
+        ]
+        failed = sum(one.exit_code != 0 for one in self._outcomes)
+        print_rows(f"{len(rows_)} jobs, {failed} failed", columns, rows_)
+
+
+def _reason(outcome: Outcome) -> str | None:
+    if outcome.error is None:
+        return None
+    return plain(f"FAILED ({outcome.exit_code}): {outcome.error or type(outcome.error).__name__}")
+
+
+def _model_name(choice: str | None, tree: DictConfig) -> str:
+    if choice not in (None, "custom"):
+        return str(choice)
+    return str(OmegaConf.select(tree, "model._target_", default="model")).rpartition(".")[2]

@@ -1,0 +1,32 @@
+"""train.log: what the loggers under `gpipe_cli` say during a run. Off the terminal, on disk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOGGER = "gpipe_cli"
+PIPELINE = "gpipe_cli.pipeline"
+
+
+@contextmanager
+def run_log(path: Path, *, partitions: bool, layers: bool) -> Iterator[logging.Logger]:
+    """Inside, gpipe's loggers write to the file; the pipeline's own lines only if asked for."""
+    logger, pipeline = logging.getLogger(LOGGER), logging.getLogger(PIPELINE)
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    before = (logger.level, logger.propagate, pipeline.level)
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False
+    pipeline.setLevel(logging.DEBUG if layers else logging.INFO if partitions else logging.WARNING)
+    try:
+        yield logging.getLogger(f"{LOGGER}.commands")
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+        pipeline.setLevel(before[2])

@@ -1,0 +1,148 @@
+"""What `gpipe --help` and `gpipe <command> --help` show; made from the schema, the folders and this table.
+
+Imports nothing heavy: no Hydra, no torch.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+from gpipe_cli.config.fields import fields
+from gpipe_cli.config.locate import options
+from gpipe_cli.config.schema import GROUPS, SCHEMAS
+
+WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Command:
+    """A word after `gpipe`."""
+
+    summary: str
+    usage: str
+    examples: tuple[str, ...]
+    configured: bool = True
+    """Composed by Hydra; the others take plain words."""
+
+
+COMMANDS = {
+    "train": Command(
+        "train a model",
+        "gpipe train [key=value ...] [flags]",
+        (
+            "gpipe train                                  # ResNet-18 on handwritten digits, two partitions",
+            "gpipe train model=resnet101 chunks=8         # another model, more micro-batches",
+            "gpipe train engine=single epochs=1           # the plain model, for comparison",
+            "gpipe train -m chunks=2,4,8                  # a sweep, with a table at the end",
+        ),
+    ),
+    "eval": Command(
+        "evaluate a trained run",
+        "gpipe eval run=<directory> [key=value ...] [flags]",
+        (
+            "gpipe eval run=runs/train/resnet18/20260101-120000",
+            "gpipe eval run=<directory> split=train       # on the training samples",
+            "gpipe eval run=<directory> partitions=4      # split otherwise than in training",
+            "gpipe eval run=<directory> --json            # one JSON document on stdout",
+        ),
+    ),
+    "ls": Command(
+        "list what can be chosen",
+        "gpipe ls [models|data|recipes|balance|schedules|engines|...] [--json]",
+        ("gpipe ls", "gpipe ls models", "gpipe ls recipes", "gpipe ls models --json"),
+        configured=False,
+    ),
+    "env": Command(
+        "describe this machine, ready to paste into an issue",
+        "gpipe env [--json]",
+        ("gpipe env", "gpipe env --json", "gpipe env > env.txt", "gpipe env --help"),
+        configured=False,
+    ),
+}
+FLAGS = {
+    "--by X": "balance by X: short for balance=X",
+    "--json": "print the result as one JSON document on stdout",
+    "--dry-run": "check and build everything, show the partitions, write nothing",
+    "--debug": "show the full traceback of an error",
+    "-m, --multirun": "run a sweep: comma-separated values, every combination",
+    "--cfg job": "print the composed configuration and stop (--resolve fills in ${...})",
+    "--info X": "ask Hydra: all, config, defaults, defaults-tree, plugins, searchpath",
+    "--config-dir D": "look for options in your own folder too",
+    "--config-name N": "start from another primary config",
+    "--hydra-help": "Hydra's own flags",
+    "-sc install=bash": 'tab completion (before any command): eval "$(gpipe -sc install=bash)"',
+    "--version, -V": "the version of gpipe",
+}
+
+
+def overview() -> str:
+    """gpipe --help"""
+    commands = _table({name: command.summary for name, command in COMMANDS.items()})
+    examples = [COMMANDS["train"].examples[0], COMMANDS["train"].examples[1]]
+    examples += [
+        "gpipe ls models                              # what there is",
+        COMMANDS["train"].examples[3],
+    ]
+    parts = [
+        "gpipe: train PyTorch models as a pipeline, from declarative configs.",
+        "Usage: gpipe <command> [key=value ...] [flags]",
+        _section("Commands", commands),
+        _section("Examples", examples),
+        _section("Groups (group=option)", _groups(GROUPS)),
+        _section("Keys (key=value)", _keys("train")),
+        _section("Flags", _table(FLAGS)),
+        "`gpipe <command> --help` tells more of one command.",
+    ]
+    return "\n\n".join(parts)
+
+
+def command_help(name: str) -> str:
+    """gpipe <command> --help"""
+    command = COMMANDS[name]
+    parts = [
+        f"gpipe {name}: {command.summary}.",
+        f"Usage: {command.usage}",
+        _section("Examples", command.examples),
+    ]
+    if command.configured:
+        groups = [group for group in GROUPS if group in SCHEMAS[name].__dataclass_fields__]
+        parts += [
+            _section("Groups (group=option)", _groups(groups)),
+            _section("Keys (key=value)", _keys(name)),
+        ]
+        parts.append(_section("Flags", _table(FLAGS)))
+    else:
+        parts.append(_section("Flags", _table({flag: FLAGS[flag] for flag in ("--json", "--debug")})))
+    return "\n\n".join(parts)
+
+
+def _groups(groups: tuple[str, ...] | list[str]) -> list[str]:
+    names = {group: ", ".join(one.name for one in options(group)) for group in groups}
+    recipes = ", ".join(one.name for one in options("recipes"))
+    return _table({**names, **({"recipe": recipes} if recipes else {})})
+
+
+def _keys(command: str) -> list[str]:
+    rows = {}
+    for field in fields(command):
+        if field.type == "group":
+            continue
+        kind = " ".join(part for part in (field.type, f"= {field.default}" if field.default else "") if part)
+        rows[f"{field.key}  {kind}".strip()] = field.meaning
+    return _table(rows)
+
+
+def _section(title: str, lines: list[str] | tuple[str, ...]) -> str:
+    return "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
+
+
+def _table(rows: dict[str, str]) -> list[str]:
+    """Two columns, the second wrapped under itself."""
+    left = max((len(name) for name in rows), default=0) + 2
+    lines = []
+    for name, text in rows.items():
+        first, *more = textwrap.wrap(text, WIDTH - left - 2) or [""]
+        lines.append(f"{name:<{left}}{first}".rstrip())
+        lines += [" " * left + line for line in more]
+    return lines

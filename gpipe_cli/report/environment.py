@@ -1,0 +1,72 @@
+"""What a run ran on: versions, processor, devices, and the state of the checkout."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from gpipe_cli.version import VERSION
+
+PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "rich", "numpy", "safetensors")
+
+
+def environment() -> dict[str, Any]:
+    """Facts only; nothing of the process's environment variables, which may hold secrets."""
+    return {
+        "gpipe": VERSION,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": _memory(),
+        **_devices(),
+        **_checkout(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> dict[str, Any]:
+    import torch
+
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"cuda": torch.version.cuda, "devices": names or ["cpu"], "threads": torch.get_num_threads()}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _memory() -> float | None:
+    if sys.platform != "linux":
+        return None
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+
+
+def _checkout() -> dict[str, Any]:
+    """The commit of the folder the run was started in, where that is a checkout."""
+    commit = _git("rev-parse", "HEAD")
+    return {} if commit is None else {"git": commit, "git_dirty": bool(_git("status", "--porcelain"))}
+
+
+def _git(*words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):  # no git, or one that hangs on a slow disk
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

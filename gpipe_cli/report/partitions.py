@@ -1,0 +1,40 @@
+"""Which layers run where: a row per partition, for people and for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe_cli.report.tables import print_rows
+
+
+def partition_rows(
+    model: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
+) -> list[dict[str, Any]]:
+    """Index, device, layers, first and last name, parameters."""
+    return list(_rows(list(model.named_children()), balance, devices))
+
+
+def print_partitions(rows: Sequence[Mapping[str, Any]]) -> None:
+    columns = list(rows[0])
+    print_rows("partitions", columns, [[row[column] for column in columns] for row in rows])
+
+
+def _rows(
+    layers: list[tuple[str, nn.Module]], balance: Sequence[int], devices: Sequence[torch.device]
+) -> Iterator[dict[str, Any]]:
+    begin = 0
+    for index, count in enumerate(balance):
+        mine = layers[begin : begin + count]
+        begin += count
+        yield {
+            "partition": index,
+            "device": str(devices[index % len(devices)]),
+            "layers": count,
+            "first": mine[0][0],
+            "last": mine[-1][0],
+            "parameters": sum(one.numel() for _, layer in mine for one in layer.parameters()),
+        }
