@@ -1,0 +1,114 @@
+"""A step on a pipe in this process: the engine behind both `single` and `threads`, which differ in their pipe only."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, final
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.engines.protocol import Batch, Objective, StepFacts, Value
+from gpipe_cli.engines.update import Update
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Pipe(Protocol):
+    """What `GPipe` and `PlainPipe` have in common."""
+
+    chunks: int
+
+    def __call__(self, input: Any) -> Any: ...
+    def step(self, input: Any, target: Any, loss_fn: Any, *, key: int | None, return_output: bool) -> Any: ...
+    def train(self, mode: bool = True) -> Any: ...
+    def close(self) -> None: ...
+
+
+@final
+class PipeEngine:
+    def __init__(
+        self,
+        pipe: Pipe,
+        module: nn.Module,
+        objective: Objective,
+        *,
+        first: torch.device,
+        last: torch.device,
+        eval_chunks: int,
+    ) -> None:
+        self.module = module
+        self._pipe = pipe
+        self._objective = objective
+        self._first, self._last = first, last
+        self._chunks, self._eval_chunks = pipe.chunks, eval_chunks
+        self._update = self._make_update()
+
+    def train_step(self, batch: Batch, key: int, lr: float) -> StepFacts:
+        assert self._update is not None, "an engine without an optimizer cannot train"
+        scaler = self._update.scaler
+        input, target = self._place(batch)
+        self._pipe.train()
+        self._pipe.chunks = self._chunks
+        self._update.begin()
+        with self._autocast():
+            scaled, output = self._pipe.step(
+                input,
+                target,
+                lambda output, target: scaler.scale(self._loss(output, target)),
+                key=key,
+                return_output=True,
+            )
+        loss = float(scaled) / scaler.get_scale()
+        facts = self._update.apply(loss, lr)
+        sums = self._objective.measure(output, target)
+        return StepFacts(loss, len(target), sums, facts.grad_norm, facts.skipped)
+
+    @torch.no_grad()
+    def eval_step(self, batch: Batch) -> StepFacts:
+        input, target = self._place(batch)
+        self._pipe.train(False)
+        self._pipe.chunks = self._eval_chunks
+        with self._autocast():
+            output = self._pipe(input)
+            loss = self._loss(output, target)
+        return StepFacts(float(loss), len(target), self._objective.measure(output, target))
+
+    def close(self) -> None:
+        self._pipe.close()
+
+    def _make_update(self) -> Update | None:
+        make = self._objective.optimizer
+        if make is None:
+            return None
+        parameters = [one for one in self.module.parameters() if one.requires_grad]
+        return Update(
+            make(parameters),
+            parameters,
+            clip_grad_norm=self._objective.clip_grad_norm,
+            scale_loss=self._objective.precision == "fp16",
+            device=self._last,
+        )
+
+    def _loss(self, output: Any, target: Tensor) -> Tensor:
+        # Autocast leaves scores in half precision; a loss summed there would lose most of its digits.
+        return self._objective.loss(_float(output), target)
+
+    def _place(self, batch: Batch) -> tuple[Value, Tensor]:
+        input, target = batch
+        moved = (
+            tuple(one.to(self._first, non_blocking=True) for one in input)
+            if isinstance(input, tuple)
+            else input.to(self._first, non_blocking=True)
+        )
+        return moved, target.to(self._last, non_blocking=True)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = DTYPES.get(self._objective.precision)
+        return nullcontext() if dtype is None else torch.autocast(self._first.type, dtype=dtype)
+
+
+def _float(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output.float() if output.dtype in DTYPES.values() else output
+    return tuple(_float(one) for one in output)

@@ -1,0 +1,80 @@
+"""From gradients to new parameters: unscale, clip, judge, step.
+
+Norms are taken per parameter and reduced in the order of the model's own names, so the result does not depend
+on how the model was partitioned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.errors import NumericError
+
+
+@dataclass(frozen=True)
+class UpdateFacts:
+    grad_norm: float | None = None
+    skipped: bool = False
+
+
+@final
+class Update:
+    """Owns the optimizer and, for fp16, the loss scale."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter],
+        *,
+        clip_grad_norm: float | None,
+        scale_loss: bool,
+        device: torch.device,
+    ) -> None:
+        self.optimizer = optimizer
+        self._parameters = parameters
+        self._clip = clip_grad_norm
+        self.scaler = torch.amp.GradScaler(device.type, enabled=scale_loss)
+
+    def begin(self) -> None:
+        """Forget the gradients of the step before."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def apply(self, loss: float, lr: float) -> UpdateFacts:
+        """Update every parameter, or leave the step out where scaled gradients overflowed."""
+        if not math.isfinite(loss):
+            raise NumericError(
+                f"the loss is {loss}; try a smaller optimizer.lr, clip_grad_norm=1 or precision=fp32"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.scaler.unscale_(self.optimizer)
+        norm = None if self._clip is None else self._clip_gradients(self._clip)
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return UpdateFacts(grad_norm=norm, skipped=self.scaler.get_scale() < before)
+
+    def _clip_gradients(self, largest: float) -> float:
+        gradients = [one.grad for one in self._parameters if one.grad is not None]
+        norm = global_norm(gradients)
+        if math.isfinite(norm):
+            factor = min(1.0, largest / (norm + 1e-6))
+            for gradient in gradients:
+                gradient.mul_(factor)
+        elif not self.scaler.is_enabled():  # an fp16 overflow is the scaler's to handle
+            raise NumericError(f"the gradient norm is {norm}; try a smaller optimizer.lr")
+        return norm
+
+
+def global_norm(gradients: Sequence[Tensor]) -> float:
+    """The 2-norm of all gradients together: norms per tensor, then the norm of those, in the order given."""
+    if not gradients:
+        return 0.0
+    norms = [torch.linalg.vector_norm(one.detach()).to("cpu", torch.float64) for one in gradients]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))

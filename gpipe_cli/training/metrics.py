@@ -1,0 +1,66 @@
+"""What is counted while training, and the file it goes to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, final
+
+from torch import Tensor
+
+
+def accuracy(output: Any, target: Tensor) -> dict[str, float]:
+    """How many samples have their class as the first, or among the first five, of the scores.
+
+    Nothing is counted where the target is no class per sample (a regression, say).
+    """
+    if not isinstance(output, Tensor) or output.ndim != 2 or target.ndim != 1 or target.is_floating_point():
+        return {}
+    best = output.detach().topk(min(5, output.shape[1]), dim=1).indices
+    right = best == target.unsqueeze(1)
+    return {"top1": float(right[:, :1].sum()), "top5": float(right.sum())}
+
+
+@final
+class Tally:
+    """Loss and counts of many batches, weighted by their samples."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._loss = 0.0
+        self._sums: dict[str, float] = {}
+
+    def add(self, loss: float, samples: int, sums: Mapping[str, float]) -> None:
+        self.samples += samples
+        self._loss += loss * samples
+        for name, value in sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
+    @property
+    def loss(self) -> float:
+        return self._loss / self.samples
+
+    @property
+    def means(self) -> dict[str, float]:
+        return {name: value / self.samples for name, value in self._sums.items()}
+
+
+@final
+class MetricsFile:
+    """metrics.jsonl: one JSON object per line, each on disk as soon as it is known."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(f"{json.dumps(row)}\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()

@@ -1,0 +1,83 @@
+"""The directory of a run: made once, never shared, never overwritten."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gpipe_cli.errors import ConfigError, ResourceError, RunError
+
+LONGEST_NAME = 80
+
+
+def check_run_dir(run_dir: str | None, number: int | None) -> None:
+    """Complain of a directory that cannot be used before anything expensive is done."""
+    if run_dir is None:
+        return
+    path = _explicit(run_dir, number)
+    if path.is_dir() and any(path.iterdir()):
+        raise ConfigError(f"run_dir={path}: exists and is not empty; choose another one, or remove it")
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"run_dir={path}: is a file")
+    parent = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    if not os.access(parent, os.W_OK):
+        raise ResourceError(f"run_dir={path}: {parent} cannot be written to")
+
+
+def make_run_directory(run_dir: str | None, command: str, name: str, number: int | None) -> Path:
+    """The given directory (a numbered folder of it for a job of a sweep), else a new one named by the time."""
+    check_run_dir(run_dir, number)
+    try:
+        if run_dir is None:
+            return _new(Path("runs") / command / _safe(name))
+        path = _explicit(run_dir, number)
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ResourceError(f"the run directory cannot be made: {error}") from error
+    return path
+
+
+def _explicit(run_dir: str, number: int | None) -> Path:
+    return Path(run_dir) if number is None else Path(run_dir) / str(number)
+
+
+def _new(base: Path) -> Path:
+    """A directory nobody else has: `mkdir` decides between runs that start in the same second."""
+    base.mkdir(parents=True, exist_ok=True)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for attempt in itertools.count(1):
+        path = base / (stamp if attempt == 1 else f"{stamp}-{attempt}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("unreachable: the loop above has no end")
+
+
+def _safe(name: str) -> str:
+    """A name as one component of a path."""
+    return re.sub(r"[^\w.-]+", "_", name).strip(".")[:LONGEST_NAME] or "model"
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(f"{json.dumps(content, indent=2)}\n", encoding="utf-8")
+
+
+def newest_weights(run: str) -> Path:
+    """The weights of the newest snapshot of a run."""
+    directory = Path(run)
+    if not directory.is_dir():
+        raise RunError(f"run={run}: no such directory")
+    if not (directory / "config.yaml").is_file():
+        raise RunError(f"run={run}: is no run directory, it has no config.yaml")
+    found = sorted(directory.glob("snapshots/step-*/model.safetensors"))
+    if not found:
+        raise RunError(f"run={run}: has no snapshot")
+    return found[-1]
