@@ -23,8 +23,8 @@ def build(name: str = "resnet18", num_classes: int = 10, weights: str | Path | N
     """A ResNet with fresh parameters from torch's default generator, or with those of the file `weights`."""
     if name not in NAMES:
         raise ConfigError(f"model.name={name}: unknown ResNet; choose one of {', '.join(NAMES)}")
-    if num_classes < 1:
-        raise ConfigError(f"model.num_classes={num_classes}: must be at least 1")
+    if not isinstance(num_classes, int) or num_classes < 1:
+        raise ConfigError(f"model.num_classes={num_classes}: must be a whole number of at least 1")
     sequence = _as_sequence(getattr(torchvision.models, name)(weights=None, num_classes=num_classes))
     if weights is not None:
         _load(sequence, weights, num_classes)

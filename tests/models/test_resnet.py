@@ -91,5 +91,5 @@ def test_weights_with_other_classes_say_what_to_set(tmp_path: Path) -> None:
 def test_unknown_names_and_numbers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.name=resnet19: unknown ResNet; choose one of resnet18, "):
         build("resnet19")
-    with pytest.raises(ConfigError, match=r"model\.num_classes=0: must be at least 1"):
+    with pytest.raises(ConfigError, match=r"model\.num_classes=0: must be a whole number of at least 1"):
         build(num_classes=0)

@@ -1,0 +1,97 @@
+"""Images in one folder per class: <root>/train/<class>/<image> and the same under test, or val.
+
+Decides which files count and how an image becomes a tensor of the wished size. Images are read when asked
+for; a broken one is an error that names its file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import final
+
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from gpipe_cli.data.datasets import Data, scaled
+from gpipe_cli.data.keys import check_common_keys
+from gpipe_cli.errors import DataError
+
+SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+_HELD_OUT = ("test", "val")
+
+
+def build(root: str = "data/images", size: int | None = 224, workers: int = 0) -> Data:
+    """Classes are the folders under <root>/train, in alphabetical order; size=null needs images all alike."""
+    check_common_keys(size, workers)
+    train_folder = _folder(root, "train")
+    classes = sorted(path.name for path in train_folder.iterdir() if path.is_dir())
+    if not classes:
+        raise DataError(f"data.root={root}: {train_folder} holds no folders; put one folder per class there")
+    train = FolderSamples(train_folder, classes, size)
+    test = FolderSamples(_folder(root, *_HELD_OUT), classes, size)
+    return Data(
+        train,
+        test,
+        classes=len(classes),
+        shape=tuple(train[0][0].shape),
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+        flips=True,
+        workers=workers,
+    )
+
+
+@final
+class FolderSamples:
+    def __init__(self, folder: Path, classes: list[str], size: int | None) -> None:
+        self._size = size
+        strangers = {path.name for path in folder.iterdir() if path.is_dir()} - set(classes)
+        if strangers:
+            raise DataError(f"{folder}: {', '.join(sorted(strangers))}: no such class under train")
+        self._files = [
+            (path, target) for target, name in enumerate(classes) for path in _images(folder / name)
+        ]
+        if not self._files:
+            raise DataError(f"{folder}: no images ({', '.join(sorted(SUFFIXES))}) in its class folders")
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path, target = self._files[index]
+        image = _read(path)
+        return (image if self._size is None else _cropped(image, self._size)), target
+
+
+def _folder(root: str, *names: str) -> Path:
+    for name in names:
+        if (Path(root) / name).is_dir():
+            return Path(root) / name
+    wanted = " or ".join(str(Path(root) / name) for name in names)
+    raise DataError(f"data.root={root}: {wanted} is missing; put a folder of images per class there")
+
+
+def _images(folder: Path) -> list[Path]:
+    # Sorted: the order in which a file system lists its files is not the same everywhere.
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
+
+
+def _read(path: Path) -> Tensor:
+    """Colours from 0 to 1 as [3, height, width]."""
+    try:
+        with Image.open(path) as image:
+            rgb = image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise DataError(f"{path}: not a readable image ({error})") from error
+    pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
+    return pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1).float().div_(255)
+
+
+def _cropped(image: Tensor, size: int) -> Tensor:
+    """The middle square at the wished size: nothing is stretched."""
+    height, width = image.shape[-2:]
+    side = min(height, width)
+    top, left = (height - side) // 2, (width - side) // 2
+    square = image[:, top : top + side, left : left + side]
+    return scaled(square.unsqueeze(0), size, size).squeeze(0)

@@ -1,0 +1,105 @@
+"""What is done to an input between the dataset and the model: nothing, normalising, or random changes too.
+
+Each builder takes the data, whose facts are the defaults, and gives two transforms: held-out samples are
+never changed at random. Chance comes only from the generator that is handed in, one per (seed, epoch,
+sample), so it depends neither on the order of samples nor on the number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gpipe_cli.data.datasets import Data
+from gpipe_cli.data.keys import check_whole_number
+from gpipe_cli.errors import ConfigError
+
+
+class Transform(Protocol):
+    @property
+    def random(self) -> bool:
+        """False: the generator is not looked at, and a whole batch may be given instead of a sample."""
+
+    def __call__(self, input: Tensor, generator: torch.Generator | None, /) -> Tensor: ...
+
+
+@final
+@dataclass(frozen=True)
+class Transforms:
+    train: Transform | None
+    test: Transform | None
+
+
+def none(data: Data) -> Transforms:
+    """Inputs as the dataset gives them: images from 0 to 1."""
+    return Transforms(None, None)
+
+
+def basic(data: Data, mean: Sequence[float] | None = None, std: Sequence[float] | None = None) -> Transforms:
+    """Normalised inputs; mean and std per channel, by default the data's own."""
+    normalize = _normalize(data, mean, std)
+    return Transforms(normalize, normalize)
+
+
+def augment(
+    data: Data,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    padding: int = 4,
+    flip: bool | None = None,
+) -> Transforms:
+    """To train on: moved by up to `padding` pixels, and, with `flip`, mirrored half the time."""
+    check_whole_number("transform.padding", padding, least=0)
+    if len(data.shape) != 3:
+        raise ConfigError(f"transform=augment: changes images, and the data has the shape {list(data.shape)}")
+    normalize = _normalize(data, mean, std)
+    return Transforms(Augment(padding, data.flips if flip is None else flip, normalize), normalize)
+
+
+@final
+class Normalize:
+    random = False
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        self._mean = torch.tensor(mean).view(-1, 1, 1)
+        self._std = torch.tensor(std).view(-1, 1, 1)
+
+    def __call__(self, input: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return (input - self._mean).div_(self._std)
+
+
+@final
+class Augment:
+    random = True
+
+    def __init__(self, padding: int, flip: bool, normalize: Normalize | None) -> None:
+        self._padding, self._flip, self._normalize = padding, flip, normalize
+
+    def __call__(self, input: Tensor, generator: torch.Generator | None) -> Tensor:
+        assert generator is not None, "what is random needs a generator"
+        height, width = input.shape[-2:]
+        top, left = torch.randint(0, 2 * self._padding + 1, (2,), generator=generator).tolist()
+        output = pad(input, (self._padding,) * 4)[..., top : top + height, left : left + width]
+        if self._flip and torch.randint(0, 2, (), generator=generator):
+            output = output.flip(-1)
+        return output if self._normalize is None else self._normalize(output)
+
+
+def _normalize(data: Data, mean: Sequence[float] | None, std: Sequence[float] | None) -> Normalize | None:
+    mean, std = data.mean if mean is None else mean, data.std if std is None else std
+    if mean is None or std is None:
+        if mean is not std:
+            raise ConfigError(f"transform.mean={mean}, transform.std={std}: give both or neither")
+        return None
+    if not len(mean) == len(std) == data.shape[0]:
+        raise ConfigError(
+            f"transform.mean={list(mean)}, transform.std={list(std)}: the data has {data.shape[0]} channels"
+        )
+    if min(std) <= 0:
+        raise ConfigError(f"transform.std={list(std)}: must be greater than 0")
+    return Normalize(mean, std)

@@ -1,0 +1,86 @@
+"""Batches fetched by processes of their own, ahead of time and in order.
+
+Decides how workers start, fail and end. It knows nothing of samples: what is wanted goes to a worker, the
+function that fetches runs there, and the batch comes back.
+"""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from gpipe_cli.errors import DataError
+
+Batch = tuple[Tensor, Tensor]
+
+
+def fetched_by_workers(
+    fetch: Callable[[Any], Batch], wanted: list[Any], workers: int, timeout: float
+) -> Generator[Batch, None, None]:
+    loader: DataLoader[Any] = DataLoader(
+        _WorkerSide(fetch),  # type: ignore[arg-type]  # a dataset by its methods, which is all torch asks for
+        sampler=wanted,
+        batch_size=None,
+        num_workers=min(workers, len(wanted)),
+        collate_fn=_as_it_is,
+        worker_init_fn=_leave_interrupts_to_the_parent,
+        timeout=timeout,
+        generator=torch.Generator(),  # the loader draws a seed, by default from torch's default generator
+    )
+    incoming = iter(loader)
+    try:
+        for _ in wanted:
+            yield _unpacked(next(incoming))
+    except RuntimeError as error:  # a worker was killed or took too long; torch has no type of its own for it
+        reason = str(error).partition("\n")[0]
+        # Without its traceback, whose frames would keep the loader and its workers alive.
+        raise DataError(f"loading data in workers failed: {reason}") from error.with_traceback(None)
+    finally:
+        del incoming  # the last reference: torch ends the workers with it
+
+
+@final
+@dataclass(frozen=True)
+class _Failure:
+    """An error on its way from a worker: torch would make a text of many lines of it."""
+
+    message: str
+    trace: str
+
+
+@final
+class _WorkerSide:
+    """What a worker sees as its dataset: here an index is a whole batch that is wanted."""
+
+    def __init__(self, fetch: Callable[[Any], Batch]) -> None:
+        self._fetch = fetch
+
+    def __getitem__(self, wanted: Any) -> Batch | _Failure:
+        try:
+            return self._fetch(wanted)
+        except DataError as error:
+            return _Failure(str(error), traceback.format_exc())
+
+
+def _unpacked(batch: Batch | _Failure) -> Batch:
+    if isinstance(batch, _Failure):
+        failure = DataError(batch.message)
+        failure.add_note(f"In a data worker:\n{batch.trace}")
+        raise failure
+    return batch
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _leave_interrupts_to_the_parent(_worker: int) -> None:
+    # Ctrl-C reaches every process of the terminal; the parent decides, and its workers end with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
