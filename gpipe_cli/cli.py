@@ -55,13 +55,13 @@ def _dispatch(arguments: list[str]) -> int:
         return _say(f"gpipe {VERSION}")
     if invocation.help:
         return _say(command_help(command))
-    module = importlib.import_module(f"gpipe_cli.commands.{command}")
-    if not COMMANDS[command].configured:
-        return int(module.run(invocation) or 0)
-    return _configured(command, invocation, module.run)
+    if COMMANDS[command].configured:
+        return _configured(command, invocation)
+    importlib.import_module(f"gpipe_cli.commands.{command}").run(invocation)
+    return 0
 
 
-def _configured(command: str, invocation: Invocation, run: Callable[..., Any]) -> int:
+def _configured(command: str, invocation: Invocation) -> int:
     """Check the configuration, then let Hydra compose and run it, once or as a sweep."""
     from gpipe_cli.commands.jobs import Jobs
     from gpipe_cli.config.load import Request, compose_all, register
@@ -76,7 +76,7 @@ def _configured(command: str, invocation: Invocation, run: Callable[..., Any]) -
     )
     multirun = invocation.multirun
     overrides = compose_all(request, complete=not invocation.prints_config, multirun=multirun)
-    jobs = Jobs(command, run, invocation, overrides)
+    jobs = Jobs(command, invocation, overrides)
     if multirun:  # Hydra insists on a folder for its own notes on a sweep: it gets one that nobody sees
         notes = tempfile.mkdtemp(prefix="gpipe-sweep-")
         try:

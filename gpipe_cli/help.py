@@ -9,8 +9,8 @@ import textwrap
 from dataclasses import dataclass
 
 from gpipe_cli.config.fields import fields
-from gpipe_cli.config.locate import options
-from gpipe_cli.config.schema import GROUPS, SCHEMAS
+from gpipe_cli.config.locate import default_options, options
+from gpipe_cli.config.schema import GROUPS
 
 WIDTH = 110
 
@@ -89,9 +89,7 @@ def overview() -> str:
         "Usage: gpipe <command> [key=value ...] [flags]",
         _section("Commands", commands),
         _section("Examples", examples),
-        _section("Groups (group=option)", _groups(GROUPS)),
-        _section("Keys (key=value)", _keys("train")),
-        _section("Flags", _table(FLAGS)),
+        *_configuration("train"),
         "`gpipe <command> --help` tells more of one command.",
     ]
     return "\n\n".join(parts)
@@ -106,30 +104,51 @@ def command_help(name: str) -> str:
         _section("Examples", command.examples),
     ]
     if command.configured:
-        groups = [group for group in GROUPS if group in SCHEMAS[name].__dataclass_fields__]
-        parts += [
-            _section("Groups (group=option)", _groups(groups)),
-            _section("Keys (key=value)", _keys(name)),
-        ]
-        parts.append(_section("Flags", _table(FLAGS)))
+        parts += _configuration(name)
     else:
         parts.append(_section("Flags", _table({flag: FLAGS[flag] for flag in ("--json", "--debug")})))
     return "\n\n".join(parts)
 
 
-def _groups(groups: tuple[str, ...] | list[str]) -> list[str]:
-    names = {group: ", ".join(one.name for one in options(group)) for group in groups}
+def _configuration(command: str) -> list[str]:
+    return [
+        _section("Groups (group=option, * is the default)", _groups(command)),
+        _section("Keys (key=value)", _keys(command)),
+        _section("Keys of the default options", _component_keys(command)),
+        _section("Flags", _table(FLAGS)),
+    ]
+
+
+def _groups(command: str) -> list[str]:
+    """Each group with what it decides and its options, the default marked."""
+    chosen = default_options(command)
+    rows = {}
+    for field in fields(command):
+        group = field.key.partition(".")[0]
+        if group in GROUPS:
+            names = [f"{one.name}*" if chosen[group].name == one.name else one.name for one in options(group)]
+            rows[group] = f"{field.meaning} Options: {', '.join(names)}."
     recipes = ", ".join(one.name for one in options("recipes"))
-    return _table({**names, **({"recipe": recipes} if recipes else {})})
+    return _table({**rows, **({"recipe": f"A whole proven run. Options: {recipes}."} if recipes else {})})
 
 
 def _keys(command: str) -> list[str]:
     rows = {}
     for field in fields(command):
-        if field.type == "group":
-            continue
-        kind = " ".join(part for part in (field.type, f"= {field.default}" if field.default else "") if part)
-        rows[f"{field.key}  {kind}".strip()] = field.meaning
+        if field.key.partition(".")[0] not in GROUPS:
+            kind = " ".join(
+                part for part in (field.type, f"= {field.default}" if field.default else "") if part
+            )
+            rows[f"{field.key}  {kind}".strip()] = field.meaning
+    return _table(rows)
+
+
+def _component_keys(command: str) -> list[str]:
+    """The keys of the options that are chosen when nothing is said."""
+    rows = {}
+    for group, option in default_options(command).items():
+        for key, (default, meaning) in option.keys.items():
+            rows[f"{group}.{key}  = {default}"] = meaning
     return _table(rows)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -57,14 +58,8 @@ class Outcome:
 
 @final
 class Jobs:
-    def __init__(
-        self,
-        command: str,
-        run: Callable[[Any, Job], Summary],
-        invocation: Invocation,
-        overrides: Sequence[str],
-    ) -> None:
-        self._command, self._run, self._invocation = command, run, invocation
+    def __init__(self, command: str, invocation: Invocation, overrides: Sequence[str]) -> None:
+        self._command, self._invocation = command, invocation
         self._overrides = tuple(overrides)
         self._outcomes: list[Outcome] = []
 
@@ -73,7 +68,9 @@ class Jobs:
         job = self._job(tree)
         try:
             settings = settings_of(tree, self._command, self._overrides)
-            summary = self._run(settings, job)
+            # Only now: composing, printing and refusing a configuration must not wait for torch.
+            command = importlib.import_module(f"gpipe_cli.commands.{self._command}")
+            summary: Summary = command.run(settings, job)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - a layer may raise anything; `finish` reports it

@@ -62,7 +62,7 @@ def _numbers(flat: Mapping[str, Any]) -> Iterator[str]:
     for key in POSITIVE:
         if flat.get(key) is not None and not flat[key] > 0:
             yield f"{key}={flat[key]}: must be positive, or null for none"
-    if flat["seed"] > LARGEST_SEED:
+    if flat.get("seed", 0) > LARGEST_SEED:
         yield f"seed={flat['seed']}: must be at most {LARGEST_SEED}"
     threads = flat["threads"]
     if threads != "auto" and (not _is_count(threads) or threads < 1):

@@ -70,7 +70,9 @@ def compose_all(request: Request, *, complete: bool = True, multirun: bool = Fal
     A sweep is checked value by value, each with the first values of the other keys.
     """
     with _initialised(request), _as_config_error(request.command):
-        parsed = _parse(request.overrides)
+        # The components of an evaluation are those of its run, so their keys need not be those of the defaults.
+        asked = _forced(request.overrides, OPEN_GROUPS if request.command == "eval" else ())
+        parsed = _parse(asked)
         several = [one for one in parsed if one.is_sweep_override()]
         if several and not multirun:
             raise ConfigError(
@@ -87,7 +89,7 @@ def compose_all(request: Request, *, complete: bool = True, multirun: bool = Fal
             _check_hydra_node(tree)
             if complete:
                 settings_of(tree, request.command, request.overrides)
-        return tuple(_without_predecessors(request.overrides, replaced))
+        return tuple(_without_predecessors(asked, replaced))
 
 
 def settings_of(tree: DictConfig, command: str, overrides: Sequence[str]) -> Shared:
@@ -174,13 +176,17 @@ def _plain(override: Override, value: str) -> str:
 
 
 def _without_predecessors(overrides: Sequence[str], groups: Sequence[str]) -> list[str]:
-    """Start each of the groups from nothing: its option gives way, its keys need no plus sign to be new."""
+    """Start each of the groups from nothing: its option gives way to what is given."""
     kept = [word for word in overrides if word.partition("=")[0] not in groups]
-    forced = [
-        f"++{word.lstrip('+')}" if word.lstrip("+").partition(".")[0] in groups and word[0] != "~" else word
-        for word in kept
+    return [*(f"{group}={CUSTOM}" for group in groups), *_forced(kept, groups)]
+
+
+def _forced(overrides: Sequence[str], groups: Sequence[str]) -> list[str]:
+    """Overrides whose keys below the groups may be new without a plus sign."""
+    return [
+        f"++{word.lstrip('+')}" if word[0] != "~" and word.lstrip("+").partition(".")[0] in groups else word
+        for word in overrides
     ]
-    return [*(f"{group}={CUSTOM}" for group in groups), *forced]
 
 
 def _replaced(tree: DictConfig) -> list[str]:

@@ -33,9 +33,13 @@ class Option:
         return first.removeprefix("#").strip() if first.startswith("#") else ""
 
     @property
-    def keys(self) -> list[str]:
-        """Its top-level keys."""
-        return re.findall(r"^(\w+):", self.path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    def keys(self) -> dict[str, tuple[str, str]]:
+        """Its top-level keys with default and meaning, the comment behind each."""
+        text = self.path.read_text(encoding="utf-8")
+        found = re.findall(r"^(\w+): *(.*?)(?: +# (.*))?$", text, flags=re.MULTILINE)
+        return {
+            key: (default, meaning) for key, default, meaning in found if key not in ("_target_", "defaults")
+        }
 
     @property
     def facts(self) -> dict[str, str]:
@@ -50,3 +54,12 @@ def options(group: str) -> list[Option]:
     """The shipped options of a group, by name; `recipes` is one too."""
     folder = home() / "recipes" if group == "recipes" else conf_dir() / group
     return [Option(path.stem, path) for path in sorted(folder.glob("*.yaml"))]
+
+
+def default_options(command: str) -> dict[str, Option]:
+    """The option each group has when nothing is said, as the command's primary config lists them."""
+    text = (conf_dir() / f"{command}.yaml").read_text(encoding="utf-8")
+    chosen = dict(re.findall(r"^  - (\w+): (\w+)$", text, flags=re.MULTILINE))
+    return {
+        group: option for group, name in chosen.items() for option in options(group) if option.name == name
+    }

@@ -49,10 +49,6 @@ class Shared:
     """Micro-batches per mini-batch."""
     eval_chunks: int | None = None
     """Micro-batches per mini-batch in evaluation; null: as many as `chunks`."""
-    checkpoint: str = "except_last"
-    """Which micro-batches recompute their activations in backward: always, except_last or never."""
-    deferred_batch_norm: bool = False
-    """Batch-norm statistics of the whole mini-batch instead of each micro-batch."""
     devices: Any = "auto"
     """auto (all GPUs, else the CPU), a number of devices, or a list such as [cpu,cpu] or [cuda:0,cuda:1]."""
     partitions: int | None = None
@@ -63,14 +59,8 @@ class Shared:
     """Samples per mini-batch."""
     precision: str = "fp32"
     """fp32, bf16 or fp16 (autocast; fp16 scales the loss)."""
-    seed: int = 0
-    """All randomness of a run is derived from it: initialisation, data order, augmentation, dropout."""
     step_timeout: float | None = None
     """Seconds after which a step that does not end is given up; null: never."""
-    run_dir: str | None = None
-    """Directory of the run; null: runs/<command>/<model>/<time>."""
-    log: Log = field(default_factory=Log)
-    """What is written while it runs."""
     allow: list[str] = field(default_factory=list)
     """Packages of yours that `_target_` may name; on the command line only."""
 
@@ -87,8 +77,18 @@ class Train(Shared):
     """Passes over the training data."""
     steps: int | None = None
     """Total number of steps; overrides `epochs`."""
+    checkpoint: str = "except_last"
+    """Which micro-batches recompute their activations in backward: always, except_last or never."""
+    deferred_batch_norm: bool = False
+    """Batch-norm statistics of the whole mini-batch instead of each micro-batch."""
     clip_grad_norm: float | None = None
     """Largest norm of all gradients together; null: no clipping."""
+    seed: int = 0
+    """All randomness of a run is derived from it: initialisation, data order, augmentation, dropout."""
+    run_dir: str | None = None
+    """Directory of the run; null: runs/<command>/<model>/<time>."""
+    log: Log = field(default_factory=Log)
+    """What is written while it runs."""
 
 
 @dataclass

@@ -50,12 +50,12 @@ class Cosine:
 @dataclass(frozen=True)
 class Step:
     milestones: list[float]
-    factor_each: float = 0.1
+    drop: float = 0.1
     warmup: float = 0
 
     def factor(self, step: int, total: int) -> float:
         passed = sum(step >= milestone * total for milestone in self.milestones)
-        return float(_warm(step, total, self.warmup)[0] * self.factor_each**passed)
+        return float(_warm(step, total, self.warmup)[0] * self.drop**passed)
 
 
 @final

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.errors import ConfigError, ResourceError, RunError
+from gpipe_cli.errors import ConfigError, ResourceError
 
 LONGEST_NAME = 80
 
@@ -68,16 +68,3 @@ def _safe(name: str) -> str:
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(f"{json.dumps(content, indent=2)}\n", encoding="utf-8")
-
-
-def newest_weights(run: str) -> Path:
-    """The weights of the newest snapshot of a run."""
-    directory = Path(run)
-    if not directory.is_dir():
-        raise RunError(f"run={run}: no such directory")
-    if not (directory / "config.yaml").is_file():
-        raise RunError(f"run={run}: is no run directory, it has no config.yaml")
-    found = sorted(directory.glob("snapshots/step-*/model.safetensors"))
-    if not found:
-        raise RunError(f"run={run}: has no snapshot")
-    return found[-1]

@@ -38,3 +38,15 @@ def load_weights(module: nn.Module, path: Path) -> None:
     except RuntimeError as error:
         first = " ".join(str(error).split())
         raise RunError(f"{path}: does not fit the model: {first}") from error
+
+
+def newest_weights(run: str) -> Path:
+    """The weights of the newest snapshot of a run."""
+    found = sorted(Path(run).glob("snapshots/step-*/model.safetensors"))
+    if not Path(run).is_dir():
+        raise RunError(f"run={run}: no such directory")
+    if not found:
+        raise RunError(
+            f"run={run}: is no run directory, or its training saved nothing: there is no snapshot in it"
+        )
+    return found[-1]

@@ -1,0 +1,156 @@
+"""The parts every configured command puts together: data, model, partitions, engine.
+
+Each function takes settings and gives an object; the commands call them from top to bottom.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe_cli.config.schema import OPEN_GROUPS, Shared, Train
+from gpipe_cli.config.targets import accepted, bind, instantiate
+from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_threads
+from gpipe_cli.engines.protocol import Engine, Objective
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.training.metrics import accuracy
+
+# Settings that say how a model is spread out and run; an engine takes those its `build` names.
+ENGINE_KEYS = ("balance", "schedule", "checkpoint", "partitions", "step_timeout", "deferred_batch_norm")
+
+
+@dataclass(frozen=True)
+class Split:
+    """A model cut into partitions."""
+
+    balance: list[int]
+    devices: list[torch.device]
+
+
+def open_current_folder(settings: Shared) -> None:
+    """Packages allowed on the command line may lie in the current folder."""
+    if settings.allow:
+        sys.path.insert(0, str(Path.cwd()))
+
+
+def make_model(settings: Shared, classes: int) -> nn.Sequential:
+    """The model, initialised from the seed; without `num_classes` it gets as many as the data has."""
+    torch.manual_seed(settings.seed if isinstance(settings, Train) else 0)
+    node = {key: value for key, value in settings.model.items() if key != "num_classes" or value is not None}
+    offered = {} if "num_classes" in node else {"num_classes": classes}
+    model = instantiate(node, "model", settings.allow, **offered)
+    if not isinstance(model, nn.Sequential):
+        raise ConfigError(
+            f"model._target_={node['_target_']}: gives a {type(model).__name__}, an nn.Sequential is needed"
+        )
+    return model
+
+
+def split_model(settings: Shared, model: nn.Sequential) -> Split:
+    """The balance the settings ask for, and one device per partition."""
+    if "balance" not in _takes(settings):  # an engine without partitions runs on one device
+        device = resolve_devices(settings.devices, 1)
+        if len(device) > 1:
+            raise ConfigError(f"devices={settings.devices}: {_engine_name(settings)} runs on one device")
+        return Split([len(model)], device)
+    layers = settings.balance.get("layers")
+    partitions = settings.partitions or (len(layers) if layers else default_partitions(settings.devices))
+    balance = instantiate(
+        settings.balance, "balance", settings.allow, layer_count=len(model), partitions=partitions
+    )
+    devices = resolve_devices(settings.devices, partitions)
+    if len(devices) < len(balance) and settings.schedule.name != "interleaved":
+        raise ConfigError(
+            f"partitions={len(balance)}: there are {len(devices)} devices; "
+            f"give fewer partitions, or more devices such as devices=[cpu,cpu]"
+        )
+    return Split(balance, devices)
+
+
+def make_engine(settings: Shared, model: nn.Sequential, split: Split, objective: Objective) -> Engine:
+    """The engine, with what its `build` asks for."""
+    set_threads(settings.threads, split.devices)
+    engine: Engine = instantiate(
+        settings.engine,
+        "engine",
+        settings.allow,
+        module=model,
+        objective=objective,
+        balance=split.balance,
+        partitions=len(split.balance),
+        devices=split.devices,
+        device=split.devices[0],
+        schedule=settings.schedule.name,
+        chunks=settings.chunks,
+        eval_chunks=settings.eval_chunks or settings.chunks,
+        checkpoint=settings.checkpoint if isinstance(settings, Train) else "never",
+        deferred_batch_norm=isinstance(settings, Train) and settings.deferred_batch_norm,
+        step_timeout=settings.step_timeout,
+        log_layers=isinstance(settings, Train) and settings.log.layers,
+    )
+    return engine
+
+
+def make_objective(settings: Shared) -> Objective:
+    loss = instantiate(settings.loss, "loss", settings.allow)
+    if not isinstance(settings, Train):
+        return Objective(loss, accuracy, precision=settings.precision)
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = instantiate(
+            settings.optimizer, "optimizer", settings.allow, params=parameters
+        )
+        return made
+
+    return Objective(
+        loss,
+        accuracy,
+        optimizer=optimizer,
+        clip_grad_norm=settings.clip_grad_norm,
+        precision=settings.precision,
+    )
+
+
+def check_components(settings: Shared, overrides: Sequence[str]) -> None:
+    """Look at the arguments of every component before any is built."""
+    takes = _takes(settings)
+    offers = {
+        "model": {"num_classes": None},
+        "transform": {"data": None},
+        "balance": {"layer_count": None, "partitions": None},
+        "engine": dict.fromkeys(takes),
+        "optimizer": {"params": None},
+    }
+    for group in OPEN_GROUPS:
+        if hasattr(settings, group):
+            node = {
+                key: value for key, value in getattr(settings, group).items() if key != "num_classes" or value
+            }
+            offered = {name: one for name, one in offers.get(group, {}).items() if name not in node}
+            bind(node, group, settings.allow, offered)
+    used = takes | ({"partitions"} if "balance" in takes else set())
+    for key in ENGINE_KEYS:
+        if key not in used and _is_given(settings, key, overrides):
+            raise ConfigError(f"{key}: has no effect with {_engine_name(settings)}; leave it out")
+
+
+def _takes(settings: Shared) -> frozenset[str]:
+    return accepted(settings.engine, "engine", settings.allow)
+
+
+def _engine_name(settings: Shared) -> str:
+    return f"engine={settings.engine['_target_'].split('.')[-2]}"
+
+
+def _is_given(settings: Shared, key: str, overrides: Sequence[str]) -> bool:
+    """On the command line, or by a recipe that moved it from its default."""
+    if any(re.match(rf"[+~]*{key}[.=]", word) for word in overrides):
+        return True
+    return key != "balance" and getattr(settings, key, None) != getattr(type(settings)(), key, None)

@@ -1,0 +1,58 @@
+"""gpipe eval: a trained run's newest weights on its held-out samples, split as asked for."""
+
+from __future__ import annotations
+
+from gpipe_cli.commands.assemble import (
+    check_components,
+    make_engine,
+    make_model,
+    make_objective,
+    open_current_folder,
+    split_model,
+)
+from gpipe_cli.commands.feed import make_feed
+from gpipe_cli.commands.jobs import Job, Summary
+from gpipe_cli.commands.saved import saved_config, with_overrides
+from gpipe_cli.config.load import settings_of
+from gpipe_cli.config.schema import Eval
+from gpipe_cli.report.tables import print_facts
+from gpipe_cli.training.loop import evaluate
+from gpipe_cli.training.snapshot import load_weights, newest_weights
+
+
+def run(settings: Eval, job: Job) -> Summary:
+    assert settings.run is not None, "the configuration was checked"
+    weights = newest_weights(settings.run)
+    settings = _as_trained(settings.run, job)
+    open_current_folder(settings)
+    check_components(settings, job.overrides)
+    feed = make_feed(settings)
+    model = make_model(settings, feed.data.classes)
+    load_weights(model, weights)
+    engine = make_engine(settings, model, split_model(settings, model), make_objective(settings))
+    try:
+        found, seconds = evaluate(engine, feed.ordered(settings.split))
+    finally:
+        engine.close()
+    summary = {
+        "loss": found.loss,
+        "top1": found.means.get("top1"),
+        **{name: value for name, value in found.means.items() if name != "top1"},
+        "samples": found.samples,
+        "samples_per_second": found.samples / seconds,
+        "seconds": seconds,
+        "split": settings.split,
+        "weights": str(weights),
+        "command": job.line,
+    }
+    if not job.json:
+        print_facts("", summary)
+    return summary
+
+
+def _as_trained(run: str, job: Job) -> Eval:
+    """The run's own settings, with what was given for the evaluation in their place."""
+    tree = with_overrides(saved_config(run), job.tree, job.overrides)
+    settings = settings_of(tree, job.command, job.overrides)
+    assert isinstance(settings, Eval)
+    return settings

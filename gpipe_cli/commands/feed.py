@@ -1,0 +1,75 @@
+"""Where the mini-batches of a run come from: the data chosen, in the order the seed decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+from gpipe_cli.config.schema import Shared, Train
+from gpipe_cli.config.targets import instantiate
+from gpipe_cli.data.checks import check_batch, check_labels
+from gpipe_cli.data.datasets import Data, Samples
+from gpipe_cli.data.loading import batch_count, batches
+from gpipe_cli.data.transforms import Transform, Transforms
+from gpipe_cli.engines.protocol import Batch
+from gpipe_cli.errors import ConfigError
+
+
+@final
+@dataclass(frozen=True)
+class Feed:
+    data: Data
+    transforms: Transforms
+    batch_size: int
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return batch_count(len(self.data.train), self.batch_size)
+
+    def train(self, epoch: int) -> Iterator[Batch]:
+        """The training samples as this epoch shuffles them."""
+        return self._batches(self.data.train, self.transforms.train, epoch, shuffle=True)
+
+    def test(self, epoch: int = 0) -> Iterator[Batch]:
+        """The held-out samples, first to last."""
+        return self.ordered("test")
+
+    def ordered(self, split: str) -> Iterator[Batch]:
+        """All samples of a split once, first to last, none of them changed at random."""
+        samples = self.data.train if split == "train" else self.data.test
+        return self._batches(samples, self.transforms.test, epoch=0, shuffle=False)
+
+    def samples_after(self, steps: int) -> int:
+        """How many training samples that many steps have seen."""
+        epochs, rest = divmod(steps, self.steps_per_epoch)
+        return epochs * len(self.data.train) + rest * self.batch_size
+
+    def _batches(
+        self, samples: Samples, transform: Transform | None, epoch: int, *, shuffle: bool
+    ) -> Iterator[Batch]:
+        for input, target in batches(
+            samples,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            epoch=epoch,
+            shuffle=shuffle,
+            workers=self.data.workers,
+            transform=transform,
+        ):
+            check_batch(input, target)
+            if not target.is_floating_point():
+                check_labels(target, self.data.classes)
+            yield input, target
+
+
+def make_feed(settings: Shared) -> Feed:
+    data = instantiate(settings.data, "data", settings.allow)
+    if not isinstance(data, Data):
+        raise ConfigError(
+            f"data._target_={settings.data['_target_']}: must give a gpipe_cli.data.datasets.Data, "
+            f"gives a {type(data).__name__}"
+        )
+    transforms = instantiate(settings.transform, "transform", settings.allow, data=data)
+    return Feed(data, transforms, settings.batch_size, settings.seed if isinstance(settings, Train) else 0)

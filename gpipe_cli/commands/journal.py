@@ -1,0 +1,107 @@
+"""What becomes of the facts of a run: rows of metrics.jsonl, lines of train.log, progress on stderr."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from gpipe_cli.commands.logs import run_log
+from gpipe_cli.config.schema import Log
+from gpipe_cli.report.progress import Watcher, watcher
+from gpipe_cli.report.tables import readable
+from gpipe_cli.training.loop import Evaluated, Fact, Plan, Trained
+from gpipe_cli.training.metrics import MetricsFile
+
+
+@final
+@dataclass(frozen=True)
+class Journal:
+    metrics: MetricsFile
+    log: logging.Logger
+    watching: Watcher
+    every: int
+
+    @staticmethod
+    @contextmanager
+    def open(directory: Path, plan: Plan, settings: Log) -> Iterator[Journal]:
+        with (
+            run_log(directory / "train.log", partitions=settings.partitions, layers=settings.layers) as log,
+            MetricsFile(directory / "metrics.jsonl") as metrics,
+            watcher(plan.steps, plan.epochs, settings.every) as watching,
+        ):
+            yield Journal(metrics, log, watching, settings.every)
+
+    def say(self, line: str) -> None:
+        """To the person and to the log."""
+        self.watching.say(line)
+        self.log.info("%s", line)
+
+    def follow(self, facts: Iterable[Fact]) -> Evaluated:
+        """Write every fact where it belongs; the last evaluation is returned."""
+        last: Evaluated | None = None
+        pace = Pace()
+        for fact in facts:
+            if isinstance(fact, Evaluated):
+                last = fact
+                pace.pause(fact.took)
+                self._evaluated(fact)
+            else:
+                self._trained(fact, pace.after(fact))
+                if fact.step % self.every == 0:
+                    pace.restart()
+        assert last is not None, "training ends with an evaluation"
+        return last
+
+    def _trained(self, fact: Trained, speed: float) -> None:
+        self.watching.step(fact.step, fact.epoch, fact.loss, fact.lr, speed)
+        if fact.skipped:
+            self.say(f"step {fact.step}: fp16 gradients overflowed, update left out, loss scale lowered")
+        if fact.step % self.every == 0:
+            extra = {} if fact.grad_norm is None else {"grad_norm": fact.grad_norm}
+            self.metrics.write({**_row(fact, "train", speed), **extra})
+            self.log.info(
+                "step %d | loss %.6g | lr %.3g | %.1f samples/s", fact.step, fact.loss, fact.lr, speed
+            )
+
+    def _evaluated(self, fact: Evaluated) -> None:
+        self.metrics.write(_row(fact, "eval", fact.samples / fact.took))
+        found = "".join(f" | {name} {readable(name, value)}" for name, value in fact.means.items())
+        self.say(f"epoch {fact.epoch + 1} | step {fact.step} | eval loss {fact.loss:.4f}{found}")
+
+
+@final
+class Pace:
+    """Training samples per second since the last row, evaluations left out."""
+
+    def __init__(self) -> None:
+        self._samples = 0
+        self._since = self._now = 0.0
+
+    def after(self, fact: Trained) -> float:
+        self._samples += fact.samples
+        self._now = fact.seconds
+        return self._samples / (self._now - self._since)
+
+    def pause(self, seconds: float) -> None:
+        self._since += seconds
+
+    def restart(self) -> None:
+        self._samples, self._since = 0, self._now
+
+
+def _row(fact: Fact, split: str, samples_per_second: float) -> dict[str, Any]:
+    return {
+        "step": fact.step,
+        "epoch": fact.epoch,
+        "split": split,
+        "loss": fact.loss,
+        "top1": fact.means.get("top1"),
+        **{name: value for name, value in fact.means.items() if name != "top1"},
+        "lr": fact.lr,
+        "samples_per_second": samples_per_second,
+        "seconds": fact.seconds,
+    }

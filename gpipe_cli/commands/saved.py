@@ -1,0 +1,48 @@
+"""The configuration a run was started with, read back, and what is given anew put on top of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from gpipe_cli.errors import RunError
+
+
+def saved_config(run: str) -> DictConfig:
+    """config.yaml of a run directory: data, nothing of it is executed."""
+    path = Path(run) / "config.yaml"
+    if not path.is_file():
+        raise RunError(f"run={run}: is no run directory, it has no config.yaml")
+    try:
+        tree = OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        raise RunError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, DictConfig):
+        raise RunError(f"{path}: is no configuration")
+    return tree
+
+
+def with_overrides(saved: DictConfig, composed: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """The composed tree with all its keys as saved, except those the overrides speak of.
+
+    An option chosen anew (`balance=uniform`) replaces the whole component, a key (`chunks=2`) that key.
+    """
+    result = OmegaConf.create(OmegaConf.to_container(composed))
+    assert isinstance(result, DictConfig)
+    given = [word.lstrip("+~").partition("=")[0] for word in overrides]
+    for key in composed:
+        if key in saved and key not in given:
+            result[key] = saved[key]
+    for path in given:
+        if "." in path and path.partition(".")[0] not in given:
+            OmegaConf.update(result, path, _value(composed, path), force_add=True)
+    return result
+
+
+def _value(tree: DictConfig, path: str) -> Any:
+    return OmegaConf.select(tree, path)

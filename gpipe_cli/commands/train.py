@@ -1,0 +1,94 @@
+"""gpipe train: data, model, partitions, engine, loop, in this order."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from gpipe_cli.commands.assemble import (
+    check_components,
+    make_engine,
+    make_model,
+    make_objective,
+    open_current_folder,
+    split_model,
+)
+from gpipe_cli.commands.feed import Feed, make_feed
+from gpipe_cli.commands.jobs import Job, Summary
+from gpipe_cli.commands.journal import Journal
+from gpipe_cli.config.schema import Train
+from gpipe_cli.config.targets import instantiate
+from gpipe_cli.report.environment import environment
+from gpipe_cli.report.partitions import partition_rows, print_partitions
+from gpipe_cli.report.tables import print_facts
+from gpipe_cli.training.loop import Evaluated, Plan, train
+from gpipe_cli.training.run_directory import check_run_dir, make_run_directory, write_json
+from gpipe_cli.training.snapshot import save_weights
+
+
+def run(settings: Train, job: Job) -> Summary:
+    check_run_dir(settings.run_dir, job.number)
+    open_current_folder(settings)
+    check_components(settings, job.overrides)
+    feed = make_feed(settings)
+    model = make_model(settings, feed.data.classes)
+    split = split_model(settings, model)
+    plan = _plan(settings, feed)
+    partitions = partition_rows(model, split.balance, split.devices)
+    if job.dry_run:
+        if not job.json:
+            print_partitions(partitions)
+        return {"partitions": partitions, "steps": plan.steps, "command": job.line}
+
+    engine = make_engine(settings, model, split, make_objective(settings))
+    try:
+        directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
+        _write_origin(directory, job)
+        with Journal.open(directory, plan, settings.log) as journal:
+            journal.say(f"run directory: {directory}")
+            began = time.perf_counter()
+            last = journal.follow(train(engine, plan, feed.train, feed.test))
+            save_weights(engine.module, directory, last.step)
+            summary = _summary(last, plan, feed, time.perf_counter() - began, directory, job)
+            write_json(directory / "summary.json", summary)
+    finally:
+        engine.close()
+    if not job.json:
+        print_facts("", summary)
+    return summary
+
+
+def _plan(settings: Train, feed: Feed) -> Plan:
+    return Plan(
+        steps=settings.steps or settings.epochs * feed.steps_per_epoch,
+        steps_per_epoch=feed.steps_per_epoch,
+        lr=float(settings.optimizer["lr"]),
+        lr_schedule=instantiate(settings.lr_schedule, "lr_schedule", settings.allow),
+        seed=settings.seed,
+    )
+
+
+def _write_origin(directory: Path, job: Job) -> None:
+    """Where the run came from: enough to repeat it."""
+    (directory / "config.yaml").write_text(OmegaConf.to_yaml(job.tree), encoding="utf-8")
+    (directory / "overrides.yaml").write_text(OmegaConf.to_yaml(list(job.overrides)), encoding="utf-8")
+    write_json(directory / "env.json", environment())
+
+
+def _summary(
+    last: Evaluated, plan: Plan, feed: Feed, seconds: float, directory: Path, job: Job
+) -> dict[str, Any]:
+    return {
+        "loss": last.loss,
+        "top1": last.means.get("top1"),
+        **{name: value for name, value in last.means.items() if name != "top1"},
+        "epochs": plan.epochs,
+        "steps": last.step,
+        "samples_per_second": feed.samples_after(last.step) / seconds,
+        "seconds": seconds,
+        "run_dir": str(directory),
+        "command": job.line,
+    }
