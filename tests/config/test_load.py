@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from gpipe_cli.config.load import Request, compose_all, register, settings_of
+from gpipe_cli.config.locate import conf_dir, options
+from gpipe_cli.config.schema import GROUPS, SCHEMAS, Train
+from gpipe_cli.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    register()
+
+
+def settings(*overrides: str, command: str = "train", config_dir: Path | None = None) -> Any:
+    """The typed configuration of a command line."""
+    request = Request(command, overrides, config_dir=None if config_dir is None else str(config_dir))
+    final = compose_all(request)
+    extra = [] if config_dir is None else [f"hydra.searchpath=[file://{config_dir}]"]
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        tree = compose(command, overrides=[*final, *extra])
+        return settings_of(tree, command, final)
+
+
+def test_the_defaults_are_a_complete_configuration() -> None:
+    made = settings()
+    assert isinstance(made, Train)
+    assert made.model["name"] == "resnet18"
+    assert made.data["_target_"] == "gpipe_cli.data.digits.build"
+
+
+EVERY_OPTION = [
+    f"{group}={option.name}"
+    for group in (*GROUPS, "recipes")
+    for option in options(group)
+    if option.name != "manual"
+]
+
+
+@pytest.mark.parametrize("choice", EVERY_OPTION)
+def test_every_yaml_composes(choice: str) -> None:
+    needs = {"data=image_folder": ["data.root=x"]}.get(choice, [])
+    assert isinstance(settings(choice, *needs), Train)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_option_says_what_it_is(group: str) -> None:
+    for option in options(group):
+        assert option.description.endswith((".", ":")) or len(option.description) > 10, option.path
+
+
+def test_a_component_replaced_on_the_command_line_keeps_nothing_of_its_predecessor() -> None:
+    made = settings("optimizer._target_=torch.optim.SGD", "optimizer.lr=0.5")
+    assert made.optimizer == {"_target_": "torch.optim.SGD", "lr": 0.5}
+
+
+def test_a_component_replaced_by_a_recipe_keeps_nothing_of_its_predecessor(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipes" / "mine.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text(
+        "# @package _global_\nchunks: 3\noptimizer:\n  _target_: torch.optim.SGD\n  lr: 0.5\n",
+        encoding="utf-8",
+    )
+    made = settings("recipes=mine", config_dir=tmp_path)
+    assert made.chunks == 3
+    assert made.optimizer == {"_target_": "torch.optim.SGD", "lr": 0.5}
+
+
+def test_a_recipe_wins_over_the_defaults_and_the_command_line_over_the_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipes" / "mine.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text(
+        "# @package _global_\ndefaults:\n  - override /model: resnet50\n  - override /optimizer: sgd\n\n"
+        "chunks: 3\nepochs: 9\n",
+        encoding="utf-8",
+    )
+    made = settings("recipes=mine", "epochs=7", config_dir=tmp_path)
+    assert (made.chunks, made.epochs, made.model["name"]) == (3, 7, "resnet50")
+    assert made.optimizer["_target_"] == "torch.optim.SGD"
+
+
+def test_a_model_chooses_its_data_and_the_command_line_wins(tmp_path: Path) -> None:
+    model = tmp_path / "model" / "mine.yaml"
+    model.parent.mkdir()
+    model.write_text(
+        "defaults:\n  - override /data@_global_.data: synthetic\n  - override /loss@_global_.loss: mse\n"
+        "_target_: gpipe_cli.models.resnet.build\n",
+        encoding="utf-8",
+    )
+    made = settings("model=mine", config_dir=tmp_path)
+    assert made.data["_target_"] == "gpipe_cli.data.synthetic.build"
+    assert made.loss["_target_"] == "torch.nn.MSELoss"
+    assert (
+        settings("model=mine", "data=digits", config_dir=tmp_path).data["_target_"]
+        == "gpipe_cli.data.digits.build"
+    )
+
+
+def test_a_file_cannot_allow_code(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipes" / "evil.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text("# @package _global_\nallow: [os]\nmodel:\n  _target_: os.system\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="may only be given on the command line"):
+        settings("recipes=evil", config_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("# @package _global_\nchunks: [1\n", "evil.yaml"),
+        ("# @package _global_\nchunk: 3\n", "unknown key 'chunk'"),
+        ("# @package _global_\nchunks: \x01\n", "evil.yaml|special characters"),
+        ("# @package _global_\nmodel:\n  _target_: os.system\n", "not allowed here"),
+        (
+            "# @package _global_\nmodel: !!python/object/apply:os.system ['true']\n",
+            "could not determine|python/object",
+        ),
+    ],
+)
+def test_a_broken_or_hostile_file_is_one_error(tmp_path: Path, text: str, says: str) -> None:
+    recipe = tmp_path / "recipes" / "evil.yaml"
+    recipe.parent.mkdir()
+    recipe.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=says):
+        settings("recipes=evil", config_dir=tmp_path)
+
+
+@pytest.mark.parametrize("command", SCHEMAS)
+def test_no_key_is_lost_between_yaml_and_the_typed_object(command: str) -> None:
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        tree = compose(command, overrides=["run=x"] if command == "eval" else [])
+    plain = OmegaConf.to_container(tree)
+    assert isinstance(plain, dict)
+    assert set(plain) == set(SCHEMAS[command].__dataclass_fields__)

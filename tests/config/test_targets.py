@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpipe_cli.config.targets import accepted, check_targets, instantiate
+from gpipe_cli.errors import ConfigError
+
+FORBIDDEN = [
+    "os.system",
+    "logging.os.system",
+    "builtins.open",
+    "builtins.eval",
+    "subprocess.run",
+    "pathlib.Path.unlink",
+    "pickle.loads",
+    "numpy.load",
+    "torch.load",
+    "torch.hub.load",
+    "torch.utils.data.DataLoader",
+    "torch.nn.modules.module.torch.load",
+    "torch.nn.parallel.torch.load",
+    "torch.nn._reduction.warnings.warn",
+    "torch.nn.__builtins__",
+    "torchvision.models._utils.load_state_dict_from_url",
+    "torchvision.datasets.CIFAR10",
+    "hydra.utils.instantiate",
+    "yaml.unsafe_load",
+    "gpipe_cli.cli.main",
+    "gpipe_cli.training.snapshot.load_weights",
+    "torch.nnx.Linear",
+    "torch",
+    "",
+    "..",
+]
+
+
+@pytest.mark.parametrize("target", FORBIDDEN)
+@pytest.mark.parametrize("group", ["model", "data", "optimizer", "loss", "engine"])
+def test_nothing_outside_the_allow_list_is_accepted(group: str, target: str) -> None:
+    with pytest.raises(ConfigError):
+        check_targets({group: {"_target_": target}})
+    with pytest.raises(ConfigError):
+        instantiate({"_target_": target}, group)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "torch.nn.Sequential", "layers": [{"_target_": "os.system", "command": "true"}]},
+        {"_target_": "torch.nn.Linear", "in_features": {"deep": {"_target_": "os.system"}}},
+        {"_target_": "torch.nn.Linear", "_partial_": True},
+        {"_target_": "torch.nn.Linear", "_args_": [1, 2]},
+        {"_target_": ["os", "system"]},
+        {"_target_": None},
+    ],
+)
+def test_the_whole_tree_is_looked_at(node: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        check_targets({"model": node})
+
+
+def test_a_group_that_builds_nothing_may_not_name_a_target() -> None:
+    with pytest.raises(ConfigError, match="nothing is built from log"):
+        check_targets({"log": {"_target_": "torch.nn.Linear"}})
+
+
+def test_checking_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"imported {name}"))
+    check_targets({"model": {"_target_": "torch.nn.Linear", "in_features": 2}})
+    with pytest.raises(ConfigError, match=r"add allow=\[mypkg\] to the command line"):
+        check_targets({"model": {"_target_": "mypkg.build"}})
+
+
+def test_an_alias_of_something_else_does_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name inside an allowed module may stand for anything; what it stands for is judged."""
+    (tmp_path / "aliasing.py").write_text("from os import system as build\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="is no class or function|is really posix.system"):
+        instantiate({"_target_": "aliasing.build", "command": "true"}, "model", ["aliasing"])
+    with pytest.raises(ConfigError, match=r"is really torch\.serialization\.load"):
+        (tmp_path / "loading_alias.py").write_text("from torch import load as build\n")
+        instantiate({"_target_": "loading_alias.build", "f": "x"}, "model", ["loading_alias"])
+
+
+def test_own_packages_are_allowed_when_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_allowed.py").write_text(
+        "from torch import nn\n\ndef build(width: int, num_classes: int):\n    return nn.Linear(width, num_classes)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    node = {"_target_": "mine_allowed.build", "width": 3}
+    made = instantiate(node, "model", ["mine_allowed"], num_classes=5, not_asked_for=1)
+    assert (made.in_features, made.out_features) == (3, 5)
+    assert accepted(node, "model", ["mine_allowed"]) == {"width", "num_classes"}
+    sys.modules.pop("mine_allowed")
+
+
+def test_arguments_are_held_against_the_signature() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'model.in_feature'.*did you mean 'in_features'\?"):
+        instantiate({"_target_": "torch.nn.Linear", "in_feature": 2, "out_features": 2}, "model")
+    with pytest.raises(ConfigError, match=r"model.in_features=two: expected a whole number"):
+        instantiate({"_target_": "torch.nn.Linear", "in_features": "two", "out_features": 2}, "model")
+    with pytest.raises(ConfigError, match=r"model.out_features: torch.nn.Linear needs it"):
+        instantiate({"_target_": "torch.nn.Linear", "in_features": 2}, "model")
+    with pytest.raises(ConfigError, match="optimizer.lr=fast: expected a number"):
+        instantiate({"_target_": "torch.optim.SGD", "lr": "fast"}, "optimizer", params=[])
+
+
+def test_no_config_can_give_what_gpipe_gives() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'optimizer.params'"):
+        instantiate({"_target_": "torch.optim.SGD", "params": [1]}, "optimizer", params=[])
+
+
+def test_values_the_target_refuses_become_a_config_error() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(
+        ConfigError, match=r"torch.optim.SGD does not take these values: Invalid learning rate"
+    ):
+        instantiate({"_target_": "torch.optim.SGD", "lr": -1.0}, "optimizer", params=[parameter])
+
+
+def test_nested_components_are_built_too() -> None:
+    node = {
+        "_target_": "torch.nn.TransformerEncoder",
+        "encoder_layer": {
+            "_target_": "torch.nn.TransformerEncoderLayer",
+            "d_model": 8,
+            "nhead": 2,
+            "batch_first": True,
+        },
+        "num_layers": 1,
+    }
+    assert isinstance(instantiate(node, "model"), torch.nn.TransformerEncoder)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "torchvision.models.resnet18", "weights": "DEFAULT"},
+        {"_target_": "torchvision.models.resnet18", "pretrained": True},
+        {"_target_": "torchvision.models.get_model", "name": "resnet18", "weights": "DEFAULT"},
+        {"_target_": "torchvision.datasets.MNIST", "root": ".", "download": True},
+    ],
+)
+def test_an_argument_that_would_download_is_refused(node: dict[str, Any]) -> None:
+    group = "data" if "datasets" in node["_target_"] else "model"
+    with pytest.raises(ConfigError, match="would download|does not take it"):
+        instantiate(node, group)
+
+
+def test_a_default_that_would_download_is_replaced() -> None:
+    node = {"_target_": "torchvision.models.segmentation.lraspp_mobilenet_v3_large"}
+    with torch.device("meta"):
+        assert instantiate(node, "model") is not None

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe_cli.arguments import parse
+from gpipe_cli.errors import ConfigError
+
+
+def test_flags_and_overrides_may_be_mixed_in_any_order() -> None:
+    first = parse(["chunks=8", "--json", "-m", "--config-dir", "mine", "model=x", "--debug"])
+    second = parse(["--debug", "-m", "--config-dir=mine", "--json", "chunks=8", "model=x"])
+    assert first.words == second.words == ("chunks=8", "model=x")
+    assert sorted(first.hydra) == sorted(second.hydra) == ["--config-dir", "-m", "mine"]
+    assert first.json and first.debug and second.json and second.debug
+
+
+@given(st.permutations(["--json", "--by time", "chunks=8", "-m", "recipe=x", "--cfg job"]))
+def test_no_order_of_words_changes_what_is_meant(order: list[str]) -> None:
+    invocation = parse([word for pair in order for word in pair.split()])
+    assert sorted(invocation.words) == ["balance=time", "chunks=8", "recipes=x"]
+    assert invocation.hydra[invocation.hydra.index("--cfg") + 1] == "job"
+    assert invocation.json and invocation.multirun and invocation.prints_config
+
+
+def test_by_is_short_for_the_balance_group() -> None:
+    assert parse(["--by", "time"]).words == ("balance=time",)
+    assert parse(["--by=time"]).words == ("balance=time",)
+
+
+def test_recipe_reaches_the_folder_recipes() -> None:
+    assert parse(["recipe=digits"]).words == ("recipes=digits",)
+
+
+def test_info_takes_a_topic_or_none() -> None:
+    assert parse(["--info", "defaults", "chunks=2"]).hydra == ("--info", "defaults")
+    assert parse(["--info", "chunks=2"]).hydra == ("--info", "all")
+    assert parse(["--info", "chunks=2"]).words == ("chunks=2",)
+    assert parse(["--info", "--json"]).json
+
+
+def test_an_equals_sign_in_an_override_is_left_alone() -> None:
+    assert parse(["model.name=a=b"]).words == ("model.name=a=b",)
+
+
+@pytest.mark.parametrize("flag", ["--experimental-rerun", "--config-path", "--jason", "-x"])
+def test_an_unknown_flag_is_refused_by_name(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown flag {flag}; "):
+        parse([flag])
+
+
+def test_a_flag_without_its_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--config-dir needs a value"):
+        parse(["--config-dir", "--json"])

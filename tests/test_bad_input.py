@@ -1,0 +1,100 @@
+"""Whatever is wrong with a command line: the right exit code, one line on stderr, nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# (words, exit code, what the line must say)
+CASES: list[tuple[str, int, str]] = [
+    ("trian", 2, "unknown command 'trian'; did you mean 'train'?"),
+    ("frobnicate", 2, "one of: env, eval, ls, train"),
+    ("train --jsn", 2, "unknown flag --jsn; did you mean '--json'?"),
+    ("train --by", 2, "--by needs a value"),
+    ("train --by tmie", 2, "balance=tmie: no such option"),
+    ("train chunks", 2, "'chunks' is neither a flag nor key=value"),
+    ("train chunk=8", 2, "unknown key 'chunk'; did you mean 'chunks'?"),
+    ("train +chunk=8", 2, "unknown key 'chunk'; did you mean 'chunks'?"),
+    ("train ++chunk=8", 2, "unknown key 'chunk'; did you mean 'chunks'?"),
+    ("train ++balance.x=1", 2, "unknown key 'balance.x'"),
+    ("train ~seed", 2, "'seed' was removed, but it is required"),
+    ("train ~model", 2, "model: nothing chosen"),
+    ("train log.evry=1", 2, "unknown key 'log.evry'; did you mean 'log.every'?"),
+    ("train optimizer.lrr=1", 2, "unknown key 'optimizer.lrr'; did you mean 'optimizer.lr'?"),
+    ("train +optimizer.lrr=1", 2, "unknown key 'optimizer.lrr': torch.optim.AdamW does not take it"),
+    ("train lr=1", 2, "unknown key 'lr'; did you mean 'optimizer.lr'?"),
+    ("train optimizer.lr=abc", 2, "optimizer.lr=abc: expected a number"),
+    ("train optimizer.lr=", 2, "optimizer.lr=: expected a number"),
+    ("train optimizer.lr=null", 2, "optimizer.lr=None: expected a number"),
+    ("train optimizer.lr=-1", 2, "Invalid learning rate: -1"),
+    ("train optimizer.lr=nan", 2, "optimizer.lr=nan: must be finite"),
+    ("train optimizer.lr=inf", 2, "optimizer.lr=inf: must be finite"),
+    ("train optimizer=3", 2, "optimizer=3: choose an option by its name"),
+    ("train optimizer=sdg", 2, "optimizer=sdg: no such option; did you mean 'sgd'?"),
+    ("train model=resnet1010", 2, "did you mean 'resnet101'?"),
+    ("train recipe=nope", 2, "recipe=nope: no such option"),
+    ("train engine=foo", 2, "engine=foo: no such option; one of: single, threads"),
+    ("train steps=0", 2, "steps=0: must be at least 1"),
+    ("train steps=1.5", 2, "steps=1.5: expected a whole number"),
+    ("train batch_size=-5", 2, "batch_size=-5: must be at least 1"),
+    ("train batch_size=0 chunks=0", 2, "chunks=0: must be at least 1; batch_size=0: must be at least 1"),
+    ("train chunks=abc", 2, "chunks=abc: expected a whole number"),
+    ("train chunks=null", 2, "chunks=null: must not be null"),
+    ("train chunks=[1", 2, "chunks=[1: cannot be read"),
+    ("train chunks=2,4", 2, "chunks=2,4: several values need -m"),
+    ("train -m chunks=2,0", 2, "chunks=0: must be at least 1"),
+    ("train balance=[4,6]", 2, "balance=manual balance.layers=[4,6]"),
+    ("train balance=manual", 2, "balance.layers: must be given"),
+    ("train balance=manual balance.layers=[4,4]", 2, "covers 8 layers, the model has 10"),
+    ("train balance=manual balance.layers=[10,0]", 2, "every entry must be a positive whole number"),
+    ("train balance=manual balance.layers=[4,6] partitions=3", 2, "makes 2 partitions"),
+    ("train partitions=11", 2, "partitions=11: the model has only 10 layers"),
+    ("train partitions=3 devices=[cpu,cpu]", 2, "partitions=3: devices lists 2"),
+    ("train devices=[cuda:7]", 2, "'cuda:7' is not here"),
+    ("train devices=[gpu]", 2, "'gpu' is no device"),
+    ("train devices=[]", 2, "devices=[]: a list of names or numbers is needed"),
+    ("train devices=0", 2, "devices=0: must be auto, a number of devices or a list"),
+    ("train threads=some", 2, "threads=some: must be auto or a whole number from 1"),
+    (
+        "train engine=single balance=manual balance.layers=[10]",
+        2,
+        "balance: has no effect with engine=single",
+    ),
+    ("train engine=single schedule=gpipe", 2, "schedule: has no effect with engine=single"),
+    ("train engine=single partitions=2", 2, "partitions: has no effect with engine=single"),
+    ("train checkpoint=sometimes", 2, "checkpoint=sometimes: one of: always, except_last, never"),
+    ("train precision=fp8", 2, "precision=fp8: one of: bf16, fp16, fp32"),
+    ("train seed=-1", 2, "seed=-1: must be at least 0"),
+    ("train clip_grad_norm=0", 2, "clip_grad_norm=0.0: must be positive, or null for none"),
+    ("train log=3", 2, "log=3: holds several keys"),
+    ("train model.num_classes=${foo}", 2, "model.num_classes: interpolation key 'foo' not found"),
+    ("train model.num_classes=ten", 2, "model.num_classes=ten: expected a whole number"),
+    ("train model._target_=os.system", 2, "model._target_=os.system: not allowed here"),
+    ("train model._target_=gpipe_cli.models.nothing.build", 2, "No module named 'gpipe_cli.models.nothing'"),
+    ("train allow=['a;b']", 2, "is no package name"),
+    ("train data=mnist data.root=nowhere", 3, "nowhere"),
+    ("train data.size=0", 2, "data.size=0"),
+    ("train --config-name nope", 2, "--config-name nope: no such config"),
+    ("train --config-dir nowhere", 2, "--config-dir nowhere: no such folder"),
+    ("train +hydra.callbacks.x._target_=os.system", 2, "only Hydra's own plugins may be named there"),
+    ("eval", 2, "run: say which run to evaluate"),
+    ("eval run=nowhere", 4, "run=nowhere: no such directory"),
+    ("eval run=.", 4, "there is no snapshot in it"),
+    ("ls modles", 2, "nothing called 'modles' to list; did you mean 'models'?"),
+    ("env now", 2, "gpipe env takes no arguments"),
+]
+
+
+@pytest.mark.parametrize(("words", "code", "says"), CASES, ids=[case[0] for case in CASES])
+def test_bad_input_ends_in_one_line_and_the_right_exit_code(
+    gpipe: Callable[..., object], tmp_path: Path, words: str, code: int, says: str
+) -> None:
+    answer = gpipe(*words.split())
+    assert says in answer.err
+    assert answer.code == code
+    assert answer.err.startswith("gpipe: error: ")
+    assert answer.err.count("\n") == 1
+    assert answer.out == ""
+    assert list(tmp_path.iterdir()) == []
