@@ -23,7 +23,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from yaml import YAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from gpipe_cli.config.check import check
 from gpipe_cli.config.fields import fields
@@ -83,7 +83,7 @@ def compose_all(request: Request, *, complete: bool = True, multirun: bool = Fal
         ]
         for overrides in _probes(parsed):
             tree = _compose(request, _without_predecessors(overrides, replaced))
-            if newly := [group for group in _replaced(tree) if group not in replaced]:
+            if newly := [group for group in _replaced(tree, request) if group not in replaced]:
                 replaced += newly
                 tree = _compose(request, _without_predecessors(overrides, replaced))
             _check_hydra_node(tree)
@@ -189,23 +189,26 @@ def _forced(overrides: Sequence[str], groups: Sequence[str]) -> list[str]:
     ]
 
 
-def _replaced(tree: DictConfig) -> list[str]:
+def _replaced(tree: DictConfig, request: Request) -> list[str]:
     """Open groups whose `_target_` is not the one of the option chosen: that option's keys must not linger."""
     found = []
     for group in OPEN_GROUPS:
         choice = OmegaConf.select(tree, f"hydra.runtime.choices.{group}")
         target = OmegaConf.select(tree, f"{group}._target_", throw_on_missing=False)
-        if choice is None or choice == CUSTOM or target is None:
-            continue
-        if target != _own_target(group, choice):
+        if choice not in (None, CUSTOM) and target not in (None, _own_target(request, group, choice)):
             found.append(group)
     return found
 
 
-def _own_target(group: str, choice: str) -> str | None:
-    loader: Any = GlobalHydra.instance().config_loader()
-    result = loader.repository.load_config(f"{group}/{choice}")
-    return None if result is None else OmegaConf.select(result.config, "_target_", throw_on_missing=False)
+def _own_target(request: Request, group: str, choice: str) -> str | None:
+    """What the option's file itself names, the user's folder first."""
+    folders = [Path(request.config_dir)] if request.config_dir else []
+    for folder in (*folders, conf_dir()):
+        path = folder / group / f"{choice}.yaml"
+        if path.is_file():
+            target: str | None = OmegaConf.select(OmegaConf.load(path), "_target_", throw_on_missing=False)
+            return target
+    return None
 
 
 def _check_hydra_node(tree: DictConfig) -> None:
@@ -254,26 +257,33 @@ def _missing_option(error: MissingConfigException) -> str:
 
 
 def _describe(error: Exception, command: str) -> str:
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
+        mark = error.problem_mark
+        return f"{mark.name}:{mark.line + 1}:{mark.column + 1}: {error.problem}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    whole = " ".join(str(error).split())
     key = getattr(cause, "full_key", None) or ""
-    text = _first_line(cause)
-    unknown = re.search(
-        r"Key '(.+?)' (?:is )?not in|Could not override '(.+?)'", f"{text} {_first_line(error)}"
-    )
+    unknown = re.search(r"Key '(.+?)' (?:is )?not in|Could not override '(.+?)'", f"{cause} {whole}")
     if unknown:
         key = key or next(name for name in unknown.groups() if name)
         hint = did_you_mean(key, _known_keys(command)) or f"see `gpipe {command} --help` for every key"
-        return f"unknown key '{key}'; {hint}"
+        place = re.match(r"In '(.+?)':", whole)
+        return f"unknown key '{key}'{f' in {place[1]}.yaml' if place else ''}; {hint}"
     line = re.search(r"Error merging override (.+)", str(error))
+    return f"{line[1] if line else key or 'configuration'}: {_reason(cause, key)}"
+
+
+def _reason(error: Exception, key: str) -> str:
+    text = _first_line(error)
     if wrong := re.search(r"could not be converted to (\w+)", text):
-        text = f"expected {KINDS.get(wrong[1], wrong[1])}"
-    elif isinstance(cause, MissingMandatoryValue):
-        text = "must be given"
-    elif "is not Optional" in text:
-        text = "must not be null"
-    elif "is not a subclass of" in text:
-        text = f"holds several keys; set one of them, {key}.<key>=..."
-    return f"{line[1] if line else key or 'configuration'}: {text[0].lower()}{text[1:]}"
+        return f"expected {KINDS.get(wrong[1], wrong[1])}"
+    if isinstance(error, MissingMandatoryValue):
+        return "must be given"
+    if "is not Optional" in text:
+        return "must not be null"
+    if "is not a subclass of" in text:
+        return f"holds several keys; set one of them, {key}.<key>=..."
+    return f"{text[0].lower()}{text[1:]}"
 
 
 def _known_keys(command: str) -> list[str]:

@@ -28,9 +28,10 @@ class Option:
 
     @property
     def description(self) -> str:
-        """Its first comment line."""
-        first = self.path.read_text(encoding="utf-8").partition("\n")[0]
-        return first.removeprefix("#").strip() if first.startswith("#") else ""
+        """Its first comment line; one that begins with @ is for Hydra."""
+        lines = self.path.read_text(encoding="utf-8").splitlines()
+        comments = (line.lstrip("# ") for line in lines if line.startswith("#"))
+        return next((comment for comment in comments if not comment.startswith("@")), "")
 
     @property
     def keys(self) -> dict[str, tuple[str, str]]:

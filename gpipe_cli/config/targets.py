@@ -175,11 +175,14 @@ def _check_arguments(
     parameters = inspect.signature(function).parameters
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     hints = _hints(function)
+    if target.startswith("torchvision."):
+        _refuse_downloads(parameters, target, path, arguments)
     for key, value in arguments.items():
         if key in offered or (key not in parameters and not takes_any):
             known = [name for name in parameters if name not in offered]
             raise ConfigError(f"unknown key '{path}.{key}': {target} does not take it; {or_list(key, known)}")
-        problem = mismatch(value, hints.get(key, Any))
+        built = isinstance(value, Mapping) and "_target_" in value
+        problem = None if built else mismatch(value, hints.get(key, Any))
         if problem:
             raise ConfigError(f"{path}.{key}={value}: {problem}")
     for name, parameter in parameters.items():
@@ -189,8 +192,6 @@ def _check_arguments(
         )
         if required and name not in arguments and name not in offered:
             raise ConfigError(f"{path}.{name}: {target} needs it; give {path}.{name}=...")
-    if target.startswith("torchvision."):
-        _refuse_downloads(parameters, target, path, arguments)
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
