@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
 
 from gpipe_cli.arguments import Invocation, parse
@@ -84,15 +85,26 @@ def _configured(command: str, invocation: Invocation) -> int:
         finally:
             shutil.rmtree(notes)
     else:
-        _run_hydra(command, invocation.hydra, overrides, jobs.task)
+        runs = not invocation.prints_config
+        _run_hydra(command, invocation.hydra, overrides, jobs.task, task_runs=runs)
     return jobs.finish()
 
 
-def _run_hydra(command: str, flags: tuple[str, ...], overrides: Any, task: Callable[..., Any]) -> None:
+def _run_hydra(
+    command: str,
+    flags: Sequence[str],
+    overrides: Sequence[str],
+    task: Callable[..., Any],
+    *,
+    task_runs: bool = True,
+) -> None:
     import hydra
 
     from gpipe_cli.config.locate import conf_dir
 
+    if not task_runs:
+        # Hydra prints and nothing else happens: if the reader goes (`| head`), so do we, without a word.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.argv = ["gpipe", *flags, *overrides]
     hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
 
@@ -116,7 +128,7 @@ def _complete(rest: list[str]) -> int:
     from gpipe_cli.config.load import register
 
     register()
-    _run_hydra(configured, ("-sc",), rest, _no_task)
+    _run_hydra(configured, ("-sc",), rest, _no_task, task_runs=False)
     return 0
 
 

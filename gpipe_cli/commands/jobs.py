@@ -75,6 +75,8 @@ class Jobs:
             raise
         except BaseException as error:  # noqa: BLE001 - a layer may raise anything; `finish` reports it
             self._outcomes.append(Outcome(job.overrides, error=error))
+            if job.number is not None:
+                sys.stderr.write(f"job {job.number} {_reason(self._outcomes[-1])}\n")
             return None
         self._outcomes.append(Outcome(job.overrides, summary=summary))
         loss = summary.get("loss")
@@ -118,10 +120,11 @@ class Jobs:
             sys.stdout.write(f"{json.dumps(rows)}\n")
             return
         columns = ("job", "overrides", "top1", "loss", "seconds", "result")
+        common = set.intersection(*(set(one.overrides) for one in self._outcomes))
         rows_ = [
             (
                 index,
-                " ".join(one.overrides),
+                " ".join(word for word in one.overrides if word not in common),
                 *((one.summary or {}).get(name) for name in ("top1", "loss", "seconds")),
                 _reason(one) or (one.summary or {}).get("run_dir"),
             )

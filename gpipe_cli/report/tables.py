@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,15 +12,17 @@ from rich.text import Text
 
 from gpipe_cli.report.text import plain
 
+WIDE = 500
+
 
 def print_facts(title: str, facts: Mapping[str, Any]) -> None:
     """Two columns: name and value."""
-    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table = Table(title=title or None, title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts.items():
         table.add_row(name, Text(plain(readable(name, value))))
-    Console(soft_wrap=True).print(table)
+    _console().print(table)
 
 
 def print_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -28,7 +31,12 @@ def print_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(Text(plain(readable(name, cell))) for name, cell in zip(columns, row, strict=True)))
-    Console(soft_wrap=True).print(table)
+    _console().print(table)
+
+
+def _console() -> Console:
+    """stdout; in a pipe there is no edge to fold at, and a folded path could not be copied."""
+    return Console() if sys.stdout.isatty() else Console(width=WIDE)
 
 
 def readable(name: str, value: Any) -> str:
