@@ -85,17 +85,18 @@ class Fetch:
 
     def __init__(self, samples: Samples, transform: Transform | None, seed: int) -> None:
         self._samples, self._transform, self._seed = samples, transform, seed
+        self._batched = samples if isinstance(samples, BatchedSamples) else None
 
     def __call__(self, wanted: Wanted) -> Batch:
-        if isinstance(self._samples, BatchedSamples):
-            return self._together(self._samples, wanted)
-        return self._one_by_one(wanted)
+        return self._one_by_one(wanted) if self._batched is None else self._together(self._batched, wanted)
 
     def _together(self, samples: BatchedSamples, wanted: Wanted) -> Batch:
         with _naming(f"samples {wanted.indices[0]}, ..."):
             inputs, targets = samples.batch(torch.tensor(wanted.indices))
-            if self._transform is None or not self._transform.random:
-                return inputs if self._transform is None else self._transform(inputs, None), targets
+            if self._transform is None:
+                return inputs, targets
+            if not self._transform.random:
+                return self._transform(inputs, None), targets
         changed = []
         for input, index in zip(inputs, wanted.indices, strict=True):
             with _naming(f"sample {index}"):

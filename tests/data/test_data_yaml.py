@@ -1,0 +1,49 @@
+"""The YAML files of models, data and transforms say what the builders take, and their facts are true."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+FILES = sorted(path for group in ("model", "data", "transform") for path in (CONF / group).glob("*.yaml"))
+OURS = [path for path in FILES if "_target_: gpipe_cli." in path.read_text()]
+
+
+def builder_of(target: str) -> inspect.Signature:
+    module, _, name = target.rpartition(".")
+    return inspect.signature(getattr(import_module(module), name))
+
+
+@pytest.mark.parametrize("path", OURS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_its_keys_are_those_of_the_builder_with_the_same_defaults(path: Path) -> None:
+    written = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(written, dict)
+    keys = {key: value for key, value in written.items() if key not in ("_target_", "defaults")}
+    parameters = dict(builder_of(str(written["_target_"])).parameters)
+    parameters.pop("data", None)  # given by the command, not by the file
+    assert set(keys) == set(parameters)
+    for name, value in keys.items():
+        default = parameters[name].default
+        # null for the number of classes and the name of a family are the file's own.
+        if default is not inspect.Parameter.empty and name not in ("name", "num_classes"):
+            assert value == (list(default) if isinstance(default, tuple) else default), name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_its_first_line_describes_it(path: Path) -> None:
+    first = path.read_text().splitlines()[0]
+    assert first.startswith("# ") and first.endswith(".") and len(first) <= 100
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic"])
+def test_the_facts_of_data_that_needs_no_files_are_true(name: str) -> None:
+    path = CONF / "data" / f"{name}.yaml"
+    data = import_module(f"gpipe_cli.data.{name}").build()
+    shape = "x".join(map(str, data.shape))
+    facts = f"# facts: classes={data.classes} train={len(data.train)} test={len(data.test)} input={shape}"
+    assert path.read_text().splitlines()[1] == facts
