@@ -27,7 +27,7 @@ def run(settings: Eval, job: Job) -> Summary:
     open_current_folder(settings)
     check_components(settings, job.overrides)
     feed = make_feed(settings)
-    model = make_model(settings, feed.data.classes)
+    model = make_model(settings, feed.classes)
     load_weights(model, weights)
     engine = make_engine(settings, model, split_model(settings, model), make_objective(settings))
     try:

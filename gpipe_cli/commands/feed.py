@@ -21,6 +21,8 @@ from gpipe_cli.errors import ConfigError
 class Feed:
     data: Data
     transforms: Transforms
+    classes: int
+    """How many the model tells apart: its own key, else as many as the data has."""
     batch_size: int
     seed: int
 
@@ -60,7 +62,7 @@ class Feed:
         ):
             check_batch(input, target)
             if not target.is_floating_point():
-                check_labels(target, self.data.classes)
+                check_labels(target, self.classes)
             yield input, target
 
 
@@ -72,4 +74,6 @@ def make_feed(settings: Shared) -> Feed:
             f"gives a {type(data).__name__}"
         )
     transforms = instantiate(settings.transform, "transform", settings.allow, data=data)
-    return Feed(data, transforms, settings.batch_size, settings.seed if isinstance(settings, Train) else 0)
+    classes = settings.model.get("num_classes") or data.classes
+    seed = settings.seed if isinstance(settings, Train) else 0
+    return Feed(data, transforms, classes, settings.batch_size, seed)

@@ -107,6 +107,8 @@ class Jobs:
         )
 
     def _show_sweep(self) -> None:
+        if not self._outcomes:  # Hydra only printed the configuration
+            return
         if self._invocation.json:
             rows = [
                 {

@@ -34,7 +34,7 @@ def run(settings: Train, job: Job) -> Summary:
     open_current_folder(settings)
     check_components(settings, job.overrides)
     feed = make_feed(settings)
-    model = make_model(settings, feed.data.classes)
+    model = make_model(settings, feed.classes)
     split = split_model(settings, model)
     plan = _plan(settings, feed)
     partitions = partition_rows(model, split.balance, split.devices)

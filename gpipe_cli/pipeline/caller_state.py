@@ -1,7 +1,7 @@
 """The thread-local state of the thread that calls a pipe, carried to the threads that run its layers.
 
-Decides which state counts: grad mode, inference mode, autocast per device type, the default device. Knows
-nothing of workers.
+Decides which state counts: grad mode, inference mode, autocast per device type, the default device, and the
+number of intra-op threads. Knows nothing of workers.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class CallerState:
     inference: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
     device: torch.device
+    threads: int
 
     @classmethod
     def capture(cls) -> CallerState:
@@ -34,6 +35,7 @@ class CallerState:
                 (kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
             ),
             device=torch.get_default_device(),
+            threads=torch.get_num_threads(),
         )
 
     @contextlib.contextmanager
@@ -44,6 +46,10 @@ class CallerState:
         in a checkpointed forward; recomputation would find them there and lose their gradients. So nothing
         is cached.
         """
+        # OpenMP counts threads for each thread anew, and torch tells a new thread of the count only at its first
+        # own parallel loop. A convolution that comes before would run on all cores, with other bits.
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
         with contextlib.ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())

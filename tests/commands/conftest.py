@@ -1,0 +1,54 @@
+"""A model so small that whole runs take a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TINY = """
+from torch import nn
+
+
+def build(num_classes: int, width: int = 4) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.Dropout(0.2),
+        nn.Conv2d(width, width, 3), nn.ReLU(), nn.Flatten(), nn.Linear(width * 16, num_classes),
+    )
+
+
+def broken(num_classes: int) -> nn.Sequential:
+    class Broken(nn.Module):
+        def forward(self, input):
+            raise ZeroDivisionError("as \\x1b[31mwritten")
+
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes), Broken())
+"""
+TINY_RUN = (
+    "model._target_=tiny_for_tests.build",
+    "allow=[tiny_for_tests]",
+    "data=synthetic",
+    "data.shape=[3,8,8]",
+    "data.length=64",
+    "batch_size=20",
+    "chunks=3",
+    "epochs=2",
+    "log.every=1",
+)
+
+
+@pytest.fixture
+def tiny(gpipe: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """gpipe, with a tiny model in the current folder and the words that train it; later words win."""
+    (tmp_path / "tiny_for_tests.py").write_text(TINY, encoding="utf-8")
+
+    def run(command: str, *words: str) -> Any:
+        given = {word.partition("=")[0] for word in words}
+        base = (
+            [word for word in TINY_RUN if word.partition("=")[0] not in given] if command == "train" else []
+        )
+        return gpipe(command, *base, *words)
+
+    return run

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Gpipe = Callable[..., Any]
+ALLOW = "allow=[tiny_for_tests]"
+
+
+@pytest.fixture
+def trained(tiny: Gpipe) -> dict[str, Any]:
+    summary: dict[str, Any] = tiny("train", "threads=1", "--json").json
+    return summary
+
+
+def test_evaluating_a_run_gives_what_training_ended_with(tiny: Gpipe, trained: dict[str, Any]) -> None:
+    found = tiny("eval", f"run={trained['run_dir']}", ALLOW, "--json").json
+    assert found["loss"] == trained["loss"]
+    assert found["top1"] == trained["top1"]
+    assert found["samples"] == 16
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["partitions=4"], ["engine=single"], ["balance=manual", "balance.layers=[1,7]"], ["eval_chunks=1"]],
+)
+def test_a_run_can_be_evaluated_otherwise_than_it_was_trained(
+    tiny: Gpipe, trained: dict[str, Any], words: list[str]
+) -> None:
+    found = tiny("eval", f"run={trained['run_dir']}", ALLOW, *words, "--json").json
+    assert found["top1"] == trained["top1"]
+    assert found["loss"] == pytest.approx(trained["loss"], rel=1e-6)
+
+
+def test_the_training_samples_can_be_evaluated_too(tiny: Gpipe, trained: dict[str, Any]) -> None:
+    assert tiny("eval", f"run={trained['run_dir']}", ALLOW, "split=train", "--json").json["samples"] == 64
+
+
+def test_keys_of_the_runs_own_data_can_be_changed(tiny: Gpipe, trained: dict[str, Any]) -> None:
+    """The default data has no key `length`; the run's has."""
+    found = tiny("eval", f"run={trained['run_dir']}", ALLOW, "data.length=128", "--json").json
+    assert found["samples"] == 32
+
+
+def test_code_named_by_a_run_is_not_trusted_because_a_file_says_so(
+    tiny: Gpipe, trained: dict[str, Any]
+) -> None:
+    answer = tiny("eval", f"run={trained['run_dir']}")
+    assert answer.code == 2
+    assert "may only be given on the command line" in answer.err
+
+
+def test_a_hostile_run_directory_executes_nothing(
+    tiny: Gpipe, trained: dict[str, Any], tmp_path: Path
+) -> None:
+    config = Path(trained["run_dir"]) / "config.yaml"
+    text = config.read_text()
+    for hostile in (
+        text.replace("tiny_for_tests.build", "os.mkdir\n  path: canary"),
+        "model: !!python/object/apply:os.mkdir [canary]\n",
+        "- a\n- list\n",
+        "\x00",
+        "a: [1\n",
+    ):
+        config.write_text(hostile)
+        answer = tiny("eval", f"run={trained['run_dir']}", ALLOW)
+        assert answer.code in (2, 4)
+        assert answer.err.startswith("gpipe: error: ") and answer.err.count("\n") == 1
+        assert not (tmp_path / "canary").exists()
+
+
+def test_damaged_or_misfitting_weights_end_with_code_4(tiny: Gpipe, trained: dict[str, Any]) -> None:
+    (path,) = Path(trained["run_dir"]).glob("snapshots/*/model.safetensors")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    answer = tiny("eval", f"run={trained['run_dir']}", ALLOW)
+    assert (answer.code, "damaged" in answer.err) == (4, True)
+    path.write_bytes(whole)
+    answer = tiny("eval", f"run={trained['run_dir']}", ALLOW, "+model.width=5")
+    assert (answer.code, "does not fit the model" in answer.err) == (4, True)
+    shutil.rmtree(path.parent)
+    assert tiny("eval", f"run={trained['run_dir']}", ALLOW).code == 4
+
+
+def test_evaluation_changes_no_weights_on_disk(tiny: Gpipe, trained: dict[str, Any]) -> None:
+    (path,) = Path(trained["run_dir"]).glob("snapshots/*/model.safetensors")
+    before = path.read_bytes()
+    tiny("eval", f"run={trained['run_dir']}", ALLOW)
+    assert path.read_bytes() == before

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+Gpipe = Callable[..., Any]
+
+
+def weights(run_dir: str) -> dict[str, torch.Tensor]:
+    (path,) = Path(run_dir).glob("snapshots/step-*/model.safetensors")
+    return load_file(path)
+
+
+def rows(run_dir: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_everything_needed_to_repeat_and_to_judge_it(tiny: Gpipe) -> None:
+    answer = tiny("train", "--json", "seed=3")
+    assert answer.code == 0
+    summary = answer.json
+    assert {"loss", "top1", "steps", "samples_per_second", "seconds", "run_dir", "command"} <= summary.keys()
+    assert summary["steps"] == 8
+    assert summary["command"].startswith("gpipe train ") and "seed=3" in summary["command"]
+    directory = Path(summary["run_dir"])
+    assert directory.parent == Path("runs/train/build")
+    assert {path.name for path in directory.iterdir()} == {
+        "config.yaml",
+        "overrides.yaml",
+        "env.json",
+        "train.log",
+        "metrics.jsonl",
+        "summary.json",
+        "snapshots",
+    }
+    assert json.loads((directory / "summary.json").read_text()) == summary
+    assert json.loads((directory / "env.json").read_text())["torch"] == torch.__version__
+
+
+def test_metrics_have_a_row_per_logged_step_and_one_per_evaluation(tiny: Gpipe) -> None:
+    found = rows(tiny("train", "--json", "log.every=2").json["run_dir"])
+    assert [(row["step"], row["split"]) for row in found] == [
+        (2, "train"),
+        (4, "train"),
+        (4, "eval"),
+        (6, "train"),
+        (8, "train"),
+        (8, "eval"),
+    ]
+    keys = {"step", "epoch", "split", "loss", "top1", "lr", "samples_per_second", "seconds"}
+    assert all(keys <= row.keys() for row in found)
+    assert [row["epoch"] for row in found] == [0, 0, 0, 1, 1, 1]
+
+
+def test_results_do_not_depend_on_engine_partitions_schedule_or_checkpointing(tiny: Gpipe) -> None:
+    reference = tiny("train", "engine=single", "threads=1", "--json").json
+    expected = weights(reference["run_dir"])
+    for words in (
+        ["partitions=1", "checkpoint=never"],
+        ["partitions=2", "checkpoint=always"],
+        ["partitions=3", "schedule=1f1b"],
+        ["balance=manual", "balance.layers=[1,5,2]"],
+        ["partitions=4", "devices=[cpu,cpu]", "schedule=interleaved"],
+    ):
+        other = tiny("train", "threads=1", *words, "--json").json
+        assert other["loss"] == reference["loss"], words
+        found = weights(other["run_dir"])
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected), words
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tiny: Gpipe) -> None:
+    first, again, other = (
+        weights(tiny("train", f"seed={seed}", "--json").json["run_dir"])["0.weight"] for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_steps_override_epochs_and_end_with_an_evaluation(tiny: Gpipe) -> None:
+    summary = tiny("train", "steps=5", "epochs=1", "--json").json
+    assert (summary["steps"], summary["epochs"]) == (5, 2)
+    assert [row["step"] for row in rows(summary["run_dir"]) if row["split"] == "eval"] == [4, 5]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("engine", ["single", "threads"])
+def test_half_precision_trains(tiny: Gpipe, engine: str, precision: str) -> None:
+    summary = tiny("train", f"engine={engine}", f"precision={precision}", "clip_grad_norm=1", "--json").json
+    found = rows(summary["run_dir"])
+    assert all(row["loss"] < 10 for row in found)
+    assert all(row["grad_norm"] > 0 for row in found if row["split"] == "train")
+
+
+def test_the_log_holds_partitions_and_layers_when_asked(tiny: Gpipe) -> None:
+    plain = Path(tiny("train", "steps=1", "--json").json["run_dir"])
+    assert "Micro-batch" not in (plain / "train.log").read_text()
+    told = Path(tiny("train", "steps=1", "log.partitions=true", "log.layers=true", "--json").json["run_dir"])
+    log = (told / "train.log").read_text()
+    assert "INFO Micro-batch 0 (partition 1): checkpoint_stop=2, using_checkpointing=True" in log
+    assert "DEBUG Executing layer '0' in partition 0: Conv2d [micro-batch 0]" in log
+    assert "DEBUG Executing layer '0' in partition 0: Conv2d [micro-batch 0, recompute]" in log
+
+
+def test_an_existing_directory_is_refused_and_an_empty_one_taken(tiny: Gpipe, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    assert tiny("train", "steps=1", "run_dir=mine").code == 0
+    before = sorted((tmp_path / "mine").rglob("*"))
+    answer = tiny("train", "steps=1", "run_dir=mine")
+    assert answer.code == 2
+    assert "run_dir=mine: exists and is not empty" in answer.err
+    assert sorted((tmp_path / "mine").rglob("*")) == before
+
+
+def test_a_sweep_numbers_its_directories_and_ends_in_a_table(tiny: Gpipe, tmp_path: Path) -> None:
+    answer = tiny("train", "-m", "steps=1", "partitions=1,2", "run_dir=sweep")
+    assert answer.code == 0
+    assert "2 jobs, 0 failed" in answer.out
+    assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["0", "1"]
+    assert not list(tmp_path.rglob("multirun.yaml"))
+
+
+def test_a_sweep_goes_on_after_a_failure_and_names_it(tiny: Gpipe) -> None:
+    answer = tiny("train", "-m", "steps=2", "partitions=99,1", "--json")
+    first, second = answer.json
+    assert answer.code == first["exit_code"] == 2
+    assert "the model has only 8 layers" in first["error"]
+    assert second["exit_code"] == 0 and second["steps"] == 2
+
+
+def test_a_dry_run_shows_the_partitions_and_writes_nothing(tiny: Gpipe, tmp_path: Path) -> None:
+    answer = tiny("train", "--dry-run", "balance=manual", "balance.layers=[3,5]", "--json")
+    assert [row["layers"] for row in answer.json["partitions"]] == [3, 5]
+    assert answer.json["partitions"][1]["first"] == "3"
+    assert not (tmp_path / "runs").exists()
+    assert "partition" in tiny("train", "--dry-run").out
+
+
+def test_an_error_in_a_layer_is_one_line_with_its_place_and_no_control_characters(tiny: Gpipe) -> None:
+    answer = tiny("train", "model._target_=tiny_for_tests.broken", "partitions=2")
+    assert answer.code == 1
+    (line,) = [line for line in answer.err.splitlines() if line.startswith("gpipe: error")]
+    assert "ZeroDivisionError: as [31mwritten" in line
+    assert "partition 1" in line and "layer '2'" in line and "\x1b" not in answer.err
+
+
+def test_a_loss_that_is_not_finite_ends_with_code_5(tiny: Gpipe) -> None:
+    answer = tiny("train", "optimizer=sgd", "optimizer.lr=1e30")
+    assert answer.code == 5
+    assert "the loss is" in answer.err and "step " in answer.err
+
+
+def test_labels_that_the_model_does_not_have_end_with_code_3(tiny: Gpipe) -> None:
+    answer = tiny("train", "data.classes=7", "model.num_classes=3")
+    assert answer.code == 3
+    assert "out of range" in answer.err
