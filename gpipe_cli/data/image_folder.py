@@ -61,7 +61,7 @@ class FolderSamples:
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, target = self._files[index]
         image = _read(path)
-        return (image if self._size is None else _cropped(image, self._size)), target
+        return (image if self._size is None else middle_square(image, self._size)), target
 
 
 def _folder(root: str, *names: str) -> Path:
@@ -78,20 +78,24 @@ def _images(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> Tensor:
-    """Colours from 0 to 1 as [3, height, width]."""
     try:
         with Image.open(path) as image:
-            rgb = image.convert("RGB")
+            return pixels(image)
     except (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise DataError(f"{path}: not a readable image ({error})") from error
-    pixels = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
-    return pixels.view(rgb.height, rgb.width, 3).permute(2, 0, 1).float().div_(255)
 
 
-def _cropped(image: Tensor, size: int) -> Tensor:
+def middle_square(image: Tensor, size: int) -> Tensor:
     """The middle square at the wished size: nothing is stretched."""
     height, width = image.shape[-2:]
     side = min(height, width)
     top, left = (height - side) // 2, (width - side) // 2
     square = image[:, top : top + side, left : left + side]
     return scaled(square.unsqueeze(0), size, size).squeeze(0)
+
+
+def pixels(image: Image.Image) -> Tensor:
+    """Colours from 0 to 1 as [3, height, width]."""
+    rgb = image.convert("RGB")
+    flat = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
+    return flat.view(rgb.height, rgb.width, 3).permute(2, 0, 1).float().div_(255)

@@ -47,7 +47,7 @@ EVERY_OPTION = [
 
 @pytest.mark.parametrize("choice", EVERY_OPTION)
 def test_every_yaml_composes(choice: str) -> None:
-    needs = {"data=image_folder": ["data.root=x"]}.get(choice, [])
+    needs = {"data=pair": ["data.train={}", "data.test={}", "data.classes=2"]}.get(choice, [])
     assert isinstance(settings(choice, *needs), Train)
 
 
