@@ -140,7 +140,13 @@ class Partition:
         self._habits[mode] = habits
         if visit.checkpointed and any(habits.outputs_need_grad):
             buffers = tuple(item for item in before if item.buffer in habits.changes)
-            return output, Kept(visit, mailbox, (), parcel, habits.writes_input, buffers)
+            return output, Kept(
+                visit,
+                mailbox,
+                parcel=parcel,
+                writes_input=habits.writes_input,
+                buffers=buffers,
+            )
         return output, Kept(visit, mailbox, roots_of(tensors))
 
     def _forward_checkpointed(self, parcel: Parcel, visit: Visit, habits: Habits) -> tuple[Parcel, Kept]:
@@ -155,7 +161,13 @@ class Partition:
                 "it cannot be recomputed. Use checkpoint='never' or a layer that does not write its input"
             )
         output = Parcel(Parcel.of(tensors, single).tensors, habits.outputs_need_grad, single)
-        return output, Kept(visit, Mailbox(parcel.needs_grad), (), parcel, habits.writes_input, buffers)
+        return output, Kept(
+            visit,
+            Mailbox(parcel.needs_grad),
+            parcel=parcel,
+            writes_input=habits.writes_input,
+            buffers=buffers,
+        )
 
     def recompute(self, kept: Kept) -> None:
         """Make the graph that a checkpointed visit did not keep."""

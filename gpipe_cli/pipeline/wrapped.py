@@ -27,11 +27,11 @@ class WrappedSequence(nn.Module):
 
     def __init__(self, module: nn.Sequential, chunks: int, deferred_batch_norm: bool) -> None:
         super().__init__()
+        if not isinstance(module, nn.Sequential):
+            raise TypeError("non-sequential module cannot be partitioned")
         self.chunks = int(chunks)
         if self.chunks <= 0:
             raise ValueError(f"number of chunks must be positive integer (chunks: {chunks})")
-        if not isinstance(module, nn.Sequential):
-            raise TypeError("non-sequential module cannot be partitioned")
         if len(set(module.children())) < len(module):
             raise ValueError("module with duplicate children is not supported")
         verify_skippables(module)
