@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from gpipe_cli.pipeline.context import MicroBatch
+from gpipe_cli.pipeline.context import MicroBatch, is_recomputing
 from gpipe_cli.pipeline.keys import layer_seed
 from gpipe_cli.pipeline.microbatch import Value, batch_size, check, scatter
 from gpipe_cli.torch_internals.keyed_random import KeyedRandom
@@ -27,6 +27,8 @@ class StepLoss:
     """Computes and remembers the weighted losses of one step; one thread uses it."""
 
     def __init__(self, function: LossFunction, target: Value, rows: int, count: int, layers: int) -> None:
+        if not torch.is_grad_enabled():
+            raise RuntimeError("step computes gradients and cannot run under no_grad: call the pipe instead")
         target_rows = batch_size(check(target), "target")
         if target_rows != rows:
             raise ValueError(
@@ -53,7 +55,8 @@ class StepLoss:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(f"loss_fn must give one number per call, got {_shape(loss)}")
         weighted = loss.reshape(()) * (micro_batch.size / self._rows)
-        self._weighted.append(weighted.detach())
+        if not is_recomputing():
+            self._weighted.append(weighted.detach())
         return weighted
 
     def total(self) -> Tensor:

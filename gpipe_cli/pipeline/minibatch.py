@@ -12,6 +12,7 @@ from typing import final
 
 import torch
 
+from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
 from gpipe_cli.pipeline.caller_state import CallerState
 from gpipe_cli.pipeline.context import MicroBatch
 from gpipe_cli.pipeline.keys import DefaultGenerators, GeneratorMoved, draw_key
@@ -44,15 +45,24 @@ class MiniBatch:
 
 
 @contextlib.contextmanager
-def guarded(layers: Sequence[Layer], devices: Sequence[torch.device]) -> Iterator[None]:
-    """Inside, layers may draw only under their keys; a draw from a default generator is an error
-    afterwards.
+def guarded(
+    layers: Sequence[Layer], devices: Sequence[torch.device], batch_norms: Sequence[DeferredBatchNorm]
+) -> Iterator[None]:
+    """Inside, one mini-batch goes forward. What it leaves behind is made good or taken back at the end.
+
+    Layers may draw only under their keys: a draw from a default generator is an error afterwards.
+    Statistics of deferred batch norm are committed once, and not at all if a layer failed.
     """
     generators = DefaultGenerators(devices)
-    yield
     try:
+        yield
         generators.check_unmoved()
-    except GeneratorMoved:
-        for layer in layers:
-            layer.always_keyed()
+    except BaseException as error:
+        for batch_norm in batch_norms:
+            batch_norm.discard()
+        if isinstance(error, GeneratorMoved):
+            for layer in layers:
+                layer.always_keyed()
         raise
+    for batch_norm in batch_norms:
+        batch_norm.commit()

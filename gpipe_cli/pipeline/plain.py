@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.pipeline.context import Running
-from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.loss import LossFunction, StepLoss
 from gpipe_cli.pipeline.microbatch import Value, check, detached, gather
 from gpipe_cli.pipeline.minibatch import MiniBatch, guarded
 from gpipe_cli.pipeline.wrapped import WrappedSequence
+from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 from gpipe_cli.torch_internals.keyed_random import KeyedRandom
 
 __all__ = ["PlainPipe"]
@@ -28,16 +28,11 @@ class PlainPipe(WrappedSequence):
     """An nn.Sequential run micro-batch by micro-batch in the calling thread."""
 
     def __init__(self, module: nn.Sequential, *, chunks: int = 1, deferred_batch_norm: bool = False) -> None:
-        super().__init__(module)
-        self.chunks = int(chunks)
-        if self.chunks <= 0:
-            raise ValueError(f"number of chunks must be positive integer (chunks: {chunks})")
-        named = self.module.named_children()
-        self._layers = tuple(Layer(layer, name, position) for position, (name, layer) in enumerate(named))
+        super().__init__(module, chunks, deferred_batch_norm)
 
     def forward(self, input: Value) -> Value:
         batch = MiniBatch.of(input, self.chunks, key=None)
-        with guarded(self._layers, self._devices()), batch.state.entered():
+        with guarded(self._layers, self._devices(), self._batch_norms), batch.state.entered():
             random = KeyedRandom()
             outputs = [self._run(batch, index, random) for index in range(len(batch.inputs))]
         return gather(outputs)
@@ -57,13 +52,14 @@ class PlainPipe(WrappedSequence):
         loss = StepLoss(loss_fn, target, batch.rows, len(batch.inputs), len(self._layers))
         random = KeyedRandom()
         outputs: list[Value] = []
-        with guarded(self._layers, self._devices()):
+        with guarded(self._layers, self._devices(), self._batch_norms):
             for micro_batch in batch.micro_batches:
                 with batch.state.entered():
                     output = self._run(batch, micro_batch.index, random)
                     weighted = loss.weighted(output, micro_batch, batch.key, random)
-                with batch.state.without_autocast():
-                    torch.autograd.backward(weighted)
+                if weighted.requires_grad:
+                    with batch.state.without_autocast():
+                        torch.autograd.backward(weighted)
                 if return_output:
                     outputs.append(detached(output))
         return (loss.total(), gather(outputs)) if return_output else loss.total()
@@ -84,7 +80,7 @@ class PlainPipe(WrappedSequence):
 
     def _run(self, batch: MiniBatch, index: int, random: KeyedRandom) -> Value:
         value = batch.inputs[index]
-        with Running(batch.micro_batches[index]):
+        with Running(batch.micro_batches[index]), use_skip_tracker(DictionarySkipTracker()):
             for layer in self._layers:
                 value = layer.run(value, batch.key, index, random)
         return check(value)

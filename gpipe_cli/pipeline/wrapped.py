@@ -13,6 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gpipe_cli.pipeline.batchnorm import convert_deferred_batch_norm, deferred_batch_norms
+from gpipe_cli.pipeline.layer import Layer
+from gpipe_cli.skip.verify import verify_skippables
+
 __all__ = ["WrappedSequence"]
 
 _TORCHGPIPE_PREFIX = re.compile(r"^partitions\.\d+\.")
@@ -21,11 +25,25 @@ _TORCHGPIPE_PREFIX = re.compile(r"^partitions\.\d+\.")
 class WrappedSequence(nn.Module):
     """Base of the pipes: an nn.Module that answers as the sequence in `module` would."""
 
-    def __init__(self, module: nn.Sequential) -> None:
+    def __init__(self, module: nn.Sequential, chunks: int, deferred_batch_norm: bool) -> None:
         super().__init__()
+        self.chunks = int(chunks)
+        if self.chunks <= 0:
+            raise ValueError(f"number of chunks must be positive integer (chunks: {chunks})")
         if not isinstance(module, nn.Sequential):
             raise TypeError("non-sequential module cannot be partitioned")
+        if len(set(module.children())) < len(module):
+            raise ValueError("module with duplicate children is not supported")
+        verify_skippables(module)
+        if deferred_batch_norm:
+            converted = convert_deferred_batch_norm(module)
+            assert isinstance(converted, nn.Sequential), "the children are converted, not the sequence"
+            module = converted
         self.module = module
+        self._layers = tuple(
+            Layer(child, name, position) for position, (name, child) in enumerate(module.named_children())
+        )
+        self._batch_norms = tuple(deferred_batch_norms(module))
 
     def __len__(self) -> int:
         return len(self.module)

@@ -45,6 +45,10 @@ class KeyedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._generators: dict[torch.device, torch.Generator] = {}
         self._seeded: set[torch.device] = set()
 
+    def __reduce__(self) -> tuple[type[KeyedRandom], tuple[()]]:
+        # Generators are made when needed and always seeded first: there is nothing to copy.
+        return KeyedRandom, ()
+
     def reseed(self, seed: int) -> KeyedRandom:
         self._seed = seed
         self._seeded.clear()

@@ -1,0 +1,79 @@
+"""Buffers that change when a layer runs, such as the running statistics of batch norm.
+
+Decides how to find them, and that recomputation works on copies of their values before the forward, so that
+it repeats what the forward did and changes nothing. Knows nothing of partitions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Buffer", "SavedBuffer", "all_buffers", "changed", "restore", "save", "swapped_in"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    module: nn.Module
+    name: str
+
+    def get(self) -> Tensor:
+        tensor: Tensor = getattr(self.module, self.name)
+        return tensor
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SavedBuffer:
+    buffer: Buffer
+    original: Tensor
+    value: Tensor
+
+
+def all_buffers(layers: Sequence[nn.Module]) -> list[Buffer]:
+    modules = dict.fromkeys(module for layer in layers for module in layer.modules())
+    return [Buffer(module, name) for module in modules for name, _ in module.named_buffers(recurse=False)]
+
+
+def save(buffers: Sequence[Buffer]) -> tuple[SavedBuffer, ...]:
+    return tuple(SavedBuffer(buffer, buffer.get(), buffer.get().clone()) for buffer in buffers)
+
+
+def changed(saved: Sequence[SavedBuffer]) -> tuple[Buffer, ...]:
+    """All buffers of the modules that changed any: a mean that happened to stay will move the next time."""
+    modules = {
+        item.buffer.module
+        for item in saved
+        if item.buffer.get() is not item.original or not torch.equal(item.original, item.value)
+    }
+    return tuple(item.buffer for item in saved if item.buffer.module in modules)
+
+
+def restore(saved: Sequence[SavedBuffer]) -> None:
+    """Undo what happened since `save`."""
+    for item in saved:
+        item.original.copy_(item.value)
+        setattr(item.buffer.module, item.buffer.name, item.original)
+
+
+@contextlib.contextmanager
+def swapped_in(saved: Sequence[SavedBuffer]) -> Iterator[None]:
+    """Inside, the modules see copies of the saved values in place of their buffers.
+
+    Copying into the buffers and back would not do: batch norm saves them for backward, and a write would be
+    noticed.
+    """
+    now = [item.buffer.get() for item in saved]
+    for item in saved:
+        setattr(item.buffer.module, item.buffer.name, item.value.clone())
+    try:
+        yield
+    finally:
+        for item, tensor in zip(saved, now, strict=True):
+            setattr(item.buffer.module, item.buffer.name, tensor)

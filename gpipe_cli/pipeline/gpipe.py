@@ -1,0 +1,214 @@
+"""GPipe: an nn.Module that runs a sequence as a pipeline.
+
+Decides what may be asked of a pipe and checks it. How a mini-batch is run is the runner's business.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from itertools import accumulate
+from types import TracebackType
+from typing import Any, NoReturn, Self, final
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.pipeline.devices import Device, choose_devices, denies_move
+from gpipe_cli.pipeline.executor import Executor
+from gpipe_cli.pipeline.loss import LossFunction, StepLoss
+from gpipe_cli.pipeline.microbatch import Value, gather, tensors_of, value_like
+from gpipe_cli.pipeline.minibatch import MiniBatch
+from gpipe_cli.pipeline.partition import Partition
+from gpipe_cli.pipeline.runner import Runner
+from gpipe_cli.pipeline.tied import TiedParameters
+from gpipe_cli.pipeline.walk import Recorder
+from gpipe_cli.pipeline.wrapped import WrappedSequence
+from gpipe_cli.schedule import names as schedule_names
+from gpipe_cli.skip.layout import skip_layout
+
+__all__ = ["GPipe"]
+
+_CHECKPOINT_MODES = ("always", "except_last", "never")
+_REPEATS_DEVICES = "interleaved"
+_RECIPE = "Find one with gpipe_cli.balance, for example balance_by_time(partitions, module, sample)."
+
+
+@final
+class GPipe(WrappedSequence):
+    """A sequence cut into partitions that work on micro-batches at the same time.
+
+        pipe = GPipe(module, balance=[2, 3], chunks=8)
+        output = pipe(input)                        # then loss_fn(output, target).backward()
+        loss = pipe.step(input, target, loss_fn)    # forward and backward by the whole schedule
+
+    `balance` is the number of layers per partition. The input belongs on `devices[0]`, the output is on
+    `devices[-1]`. Names of parameters are those of `module`.
+    """
+
+    partitions: nn.ModuleList
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[Device] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+        schedule: str = "gpipe",
+    ) -> None:
+        if balance is None:
+            raise ValueError(f"balance is required: how many layers go to each partition. {_RECIPE}")
+        self_balance = list(balance)
+        super().__init__(module, chunks, deferred_batch_norm)
+        self.balance = self_balance
+        self.checkpoint = str(checkpoint)
+        if self.checkpoint not in _CHECKPOINT_MODES:
+            raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never' ({checkpoint!r})")
+        self.schedule = str(schedule)
+        if self.schedule not in schedule_names():
+            raise ValueError(f"schedule is not one of {', '.join(schedule_names())} ({schedule!r})")
+        self._check_balance()
+        count = len(self.balance)
+        self.devices = choose_devices(devices, count, repeats=self.schedule == _REPEATS_DEVICES)
+        views = self._views()
+        # Not a registered child: the layers already are children of `module`, under their own names.
+        self.__dict__["partitions"] = views
+        self._place(views)
+        self._runner = self._make_runner(views)
+
+    def forward(self, input: Value) -> Value:
+        batch = MiniBatch.of(input, self.chunks, key=None)
+        output = self._runner.forward(batch, input, self._checkpoint_stop(batch))
+        # Interleaved partitions may end on another device than the last one.
+        device = self.devices[-1] if self.devices else None
+        if all(tensor.device == device for tensor in tensors_of(output)):
+            return output
+        return value_like(output, tuple(tensor.to(device) for tensor in tensors_of(output)))
+
+    def step(
+        self,
+        input: Value,
+        target: Value,
+        loss_fn: LossFunction,
+        key: int | None = None,
+        return_output: bool = False,
+    ) -> Tensor | tuple[Tensor, Value]:
+        """Forward and backward by the whole schedule: gradients in `.grad`, the detached mean loss
+        returned.
+        """
+        batch = MiniBatch.of(input, self.chunks, key)
+
+        def make_loss() -> StepLoss:
+            return StepLoss(loss_fn, target, batch.rows, len(batch.inputs), len(self))
+
+        loss, outputs = self._runner.step(batch, input, make_loss, self._checkpoint_stop(batch))
+        return (loss, gather(outputs)) if return_output else loss
+
+    @property
+    def step_timeout(self) -> float | None:
+        """Seconds after which a call whose workers have not ended raises StepTimeout; None waits for ever."""
+        return self._runner.executor.timeout
+
+    @step_timeout.setter
+    def step_timeout(self, seconds: float | None) -> None:
+        self._runner.executor.timeout = seconds
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Told of every action when it has ended; None costs nothing."""
+        return self._runner.executor.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._runner.executor.recorder = recorder
+
+    def close(self) -> None:
+        """End the workers. Closing twice is fine, and using the pipe again starts new ones."""
+        self._runner.executor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.partitions.train(mode)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        if denies_move(args, kwargs):
+            _deny_moving()
+        return super().to(*args, **kwargs)
+
+    def cuda(self, device: Device | None = None) -> NoReturn:
+        _deny_moving()
+
+    def cpu(self) -> NoReturn:
+        _deny_moving()
+
+    def _checkpoint_stop(self, batch: MiniBatch) -> int:
+        """The first micro-batch that is not checkpointed; `except_last` means the last one that exists."""
+        if not (self.training and batch.state.grad):
+            return 0
+        count = len(batch.micro_batches)
+        return {"always": count, "except_last": count - 1, "never": 0}[self.checkpoint]
+
+    def _check_balance(self) -> None:
+        if len(self) != sum(self.balance):
+            raise ValueError(
+                "module and sum of balance have different length "
+                f"(module: {len(self)}, sum of balance: {sum(self.balance)}). {_RECIPE}"
+            )
+        if any(layers <= 0 for layers in self.balance):
+            raise ValueError(f"all balance numbers must be positive integer (balance: {self.balance})")
+
+    def _views(self) -> nn.ModuleList:
+        """The partitions as sequences of the same layers under the same names."""
+        named = list(self.module.named_children())
+        ends = list(accumulate(self.balance))
+        return nn.ModuleList(
+            nn.Sequential(OrderedDict(named[end - length : end]))
+            for end, length in zip(ends, self.balance, strict=True)
+        )
+
+    def _place(self, views: nn.ModuleList) -> None:
+        homes: dict[nn.Parameter, torch.device] = {}
+        for index, view in enumerate(views):
+            device = self.devices[index % len(self.devices)]
+            for name, parameter in view.named_parameters():
+                if homes.setdefault(parameter, device) != device:
+                    raise ValueError(
+                        f"parameter '{name}' is shared by partitions on {homes[parameter]} and {device}; "
+                        "partitions that share parameters must be on one device"
+                    )
+            view.to(device)
+
+    def _make_runner(self, views: nn.ModuleList) -> Runner:
+        layout = skip_layout(list(views))
+        ends = list(accumulate(self.balance))
+        partitions = [
+            Partition(
+                index=index,
+                layers=self._layers[ends[index] - length : ends[index]],
+                device=self.devices[index % len(self.devices)],
+                receives=layout.receives[index],
+                sends=layout.sends[index],
+                others=[view for view in views if view is not views[index]],
+            )
+            for index, length in enumerate(self.balance)
+        ]
+        # Without layers a pipe is the identity, and one partition without layers is just that.
+        partitions = partitions or [Partition(index=0, layers=(), device=torch.device("cpu"))]
+        executor = Executor(partitions, self.schedule, max(1, len(self.devices)))
+        return Runner(partitions, executor, TiedParameters(list(views) or [nn.Identity()]), self._batch_norms)
+
+
+def _deny_moving() -> NoReturn:
+    raise TypeError("denied to move parameters and buffers, because GPipe should manage device placement")

@@ -1,0 +1,235 @@
+"""One partition: consecutive layers, run forward, recomputed and run backward for one micro-batch at a time.
+
+Decides what is kept between forward and backward. What its layers do besides computing (write their input,
+change buffers, need grad) is learnt from the first micro-batch in each mode. Knows nothing of threads,
+queues or order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from gpipe_cli.pipeline.boundary import ANCHOR, Gradients, Mailbox, Parcel, enter, roots_of
+from gpipe_cli.pipeline.buffers import (
+    Buffer,
+    SavedBuffer,
+    all_buffers,
+    changed,
+    restore,
+    save,
+    swapped_in,
+)
+from gpipe_cli.pipeline.context import MicroBatch, Running
+from gpipe_cli.pipeline.entangled import Watch
+from gpipe_cli.pipeline.layer import Layer
+from gpipe_cli.pipeline.microbatch import Value, check, tensors_of
+from gpipe_cli.pipeline.minibatch import MiniBatch
+from gpipe_cli.pipeline.skips import PartitionSkips
+from gpipe_cli.pipeline.tied import Aliases
+from gpipe_cli.skip.layout import SkipRoute
+from gpipe_cli.skip.tracker import use_skip_tracker
+from gpipe_cli.torch_internals.keyed_random import KeyedRandom
+from gpipe_cli.torch_internals.tensor_version import version_of
+
+__all__ = ["Head", "Kept", "Partition", "Visit"]
+
+Head = Callable[[Value, MicroBatch, KeyedRandom], Tensor]
+"""What follows the last layer in a step: the loss."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One micro-batch at one partition."""
+
+    batch: MiniBatch
+    micro_batch: MicroBatch
+    checkpointed: bool
+    head: Head | None
+    aliases: Aliases
+    attached: bool
+    """Whether nothing is cut at boundaries: the graph stays whole and backward is the caller's."""
+
+
+@final
+@dataclass(slots=True)
+class Kept:
+    """What a visit leaves for its backward: a graph, or what is needed to make it again."""
+
+    visit: Visit
+    mailbox: Mailbox
+    roots: tuple[GradientEdge | None, ...] = ()
+    parcel: Parcel | None = None
+    """The input of a checkpointed visit; None for one whose graph was kept from the beginning."""
+    writes_input: bool = False
+    buffers: tuple[SavedBuffer, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """What the layers do besides computing, in one mode."""
+
+    outputs_need_grad: tuple[bool, ...]
+    writes_input: bool
+    changes: tuple[Buffer, ...]
+
+
+@final
+@dataclass(slots=True)
+class Partition:
+    index: int
+    layers: tuple[Layer, ...]
+    device: torch.device
+    receives: tuple[SkipRoute, ...] = ()
+    sends: tuple[SkipRoute, ...] = ()
+    others: Sequence[nn.Module] = ()
+    """The layers of all other partitions: their tensors may only come through a boundary."""
+    running: Layer | None = None
+    """For whoever has to say where an error happened."""
+    _random: KeyedRandom = field(default_factory=KeyedRandom)
+    _mode: tuple[Any, ...] = ()
+    _habits: dict[tuple[Any, ...], Habits] = field(default_factory=dict)
+    _before: tuple[SavedBuffer, ...] = ()
+
+    def begin(self) -> None:
+        """Look once per mini-batch at what decides how the layers behave."""
+        self._before = ()
+        self._mode = (
+            tuple(layer.module.training for layer in self.layers),
+            tuple(leaf.requires_grad for layer in self.layers for leaf in layer.module.parameters()),
+        )
+
+    def forward(self, parcel: Parcel, visit: Visit) -> tuple[Parcel, Kept | None]:
+        if visit.attached:
+            tensors, single = self._run(parcel.tensors, parcel.single, visit)
+            return Parcel(tensors, (), single), None
+        mode = (*self._mode, parcel.needs_grad, visit.batch.state.grad)
+        habits = self._habits.get(mode)
+        if habits is None:
+            return self._forward_learning(parcel, visit, mode)
+        if visit.checkpointed and any(habits.outputs_need_grad):
+            return self._forward_checkpointed(parcel, visit, habits)
+        mailbox = Mailbox(parcel.needs_grad)
+        tensors, single = self._run(enter(parcel, mailbox), parcel.single, visit)
+        return Parcel.of(tensors, single), Kept(visit, mailbox, roots_of(tensors))
+
+    def _forward_learning(self, parcel: Parcel, visit: Visit, mode: tuple[Any, ...]) -> tuple[Parcel, Kept]:
+        """As if not checkpointed, to see what happens; then what a checkpointed visit need not keep is
+        dropped.
+        """
+        before = save(all_buffers([layer.module for layer in self.layers]))
+        self._before = self._before or before
+        mailbox = Mailbox(parcel.needs_grad)
+        given = parcel.cloned() if visit.checkpointed else parcel
+        versions = _versions(given)
+        watch = Watch(mailbox, [layer.module for layer in self.layers], self.others)
+        with torch.set_grad_enabled(visit.batch.state.grad):
+            tensors, single = self._run(
+                enter(given, mailbox), parcel.single, visit, checkpointing=visit.checkpointed, watch=watch
+            )
+        output = Parcel.of(tensors, single)
+        habits = Habits(output.needs_grad, versions != _versions(given), changed(before))
+        self._habits[mode] = habits
+        if visit.checkpointed and any(habits.outputs_need_grad):
+            buffers = tuple(item for item in before if item.buffer in habits.changes)
+            return output, Kept(visit, mailbox, (), parcel, habits.writes_input, buffers)
+        return output, Kept(visit, mailbox, roots_of(tensors))
+
+    def _forward_checkpointed(self, parcel: Parcel, visit: Visit, habits: Habits) -> tuple[Parcel, Kept]:
+        buffers = save(habits.changes)
+        given = parcel.cloned() if habits.writes_input else parcel
+        versions = _versions(parcel)
+        with torch.no_grad():
+            tensors, single = self._run(given.tensors, parcel.single, visit, checkpointing=True)
+        if versions != _versions(parcel):
+            raise RuntimeError(
+                f"partition {self.index} wrote its input in place, which it did not do when it ran first, so "
+                "it cannot be recomputed. Use checkpoint='never' or a layer that does not write its input"
+            )
+        output = Parcel(Parcel.of(tensors, single).tensors, habits.outputs_need_grad, single)
+        return output, Kept(visit, Mailbox(parcel.needs_grad), (), parcel, habits.writes_input, buffers)
+
+    def recompute(self, kept: Kept) -> None:
+        """Make the graph that a checkpointed visit did not keep."""
+        parcel = kept.parcel
+        assert parcel is not None, "only a checkpointed visit can be recomputed"
+        # A second backward, or another partition, may need the input as it is.
+        entered = enter(parcel.cloned() if kept.writes_input else parcel, kept.mailbox)
+        with torch.enable_grad(), swapped_in(kept.buffers):
+            tensors, _ = self._run(entered, parcel.single, kept.visit, recomputing=True)
+        kept.roots = roots_of(tensors)
+
+    def backward(
+        self, kept: Kept, gradients: Gradients, *, keep_graph: bool, parameters: bool = True
+    ) -> Gradients:
+        """The gradients of what entered; those of parameters are added to theirs, unless only inputs
+        count.
+        """
+        pairs = [
+            (root, gradient)
+            for root, gradient in zip(kept.roots, gradients, strict=True)
+            if root is not None and gradient is not None
+        ]
+        if pairs and (parameters or kept.mailbox.expects_any):
+            roots, root_gradients = zip(*pairs, strict=True)
+            with kept.mailbox, kept.visit.batch.state.without_autocast():
+                torch.autograd.backward(
+                    roots, root_gradients, retain_graph=keep_graph, inputs=None if parameters else (ANCHOR,)
+                )
+        return kept.mailbox.take()
+
+    def whereabouts(self, phase: str) -> str:
+        """The layer that runs, in words; in backward autograd does not say which of them it is."""
+        if phase == "backward":
+            first, last = self.layers[0], self.layers[-1]
+            return f"layer {first!r}" if first is last else f"layers {first!r} to {last!r}"
+        return "the loss function" if self.running is None else f"layer {self.running!r}"
+
+    def undo(self) -> None:
+        """Give the buffers the values they had when this mini-batch began to be learnt from."""
+        restore(self._before)
+        self._before = ()
+
+    def _run(
+        self,
+        tensors: tuple[Tensor | None, ...],
+        single: bool,
+        visit: Visit,
+        *,
+        checkpointing: bool = False,
+        recomputing: bool = False,
+        watch: Watch | None = None,
+    ) -> tuple[tuple[Tensor | None, ...], bool]:
+        """The layers one after the other; gives the value's tensors with the skips that leave, and its
+        form.
+        """
+        count = len(tensors) - len(self.receives)
+        value: Any = tensors[0] if single else tensors[:count]
+        skips = PartitionSkips(self.receives, tensors[count:], self.sends)
+        micro_batch, key = visit.micro_batch, visit.batch.key
+        with (
+            Running(micro_batch, checkpointing=checkpointing, recomputing=recomputing),
+            use_skip_tracker(skips),
+            visit.aliases,
+        ):
+            for layer in self.layers:
+                self.running = layer
+                value = layer.run(value, key, micro_batch.index, self._random)
+                if watch is not None:
+                    watch.look(layer, tensors_of(value) if isinstance(value, Tensor | tuple) else ())
+            self.running = None
+            check(value)
+            if visit.head is not None:
+                value = visit.head(value, micro_batch, self._random)
+        return (*tensors_of(value), *skips.sent()), isinstance(value, Tensor)
+
+
+def _versions(parcel: Parcel) -> list[int]:
+    return [version_of(tensor) for tensor in parcel.tensors if tensor is not None]

@@ -1,0 +1,54 @@
+"""The skips of one partition and one micro-batch: some arrive, some leave, some stay.
+
+Decides what a layer's stash and pop mean inside a partition. Knows nothing of how skips travel between
+partitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from torch import Tensor
+
+from gpipe_cli.skip.layout import SkipRoute
+from gpipe_cli.skip.name import SkipName
+from gpipe_cli.torch_internals.tensor_version import version_of
+
+__all__ = ["PartitionSkips"]
+
+
+@final
+class PartitionSkips:
+    """A SkipTracker: what layers stash and pop while one partition runs one micro-batch."""
+
+    __slots__ = ("_sent", "_values", "_versions")
+
+    def __init__(
+        self, receives: Sequence[SkipRoute], received: Sequence[Tensor | None], sends: Sequence[SkipRoute]
+    ) -> None:
+        self._values = {route.name: value for route, value in zip(receives, received, strict=True)}
+        self._versions = {name: _version(value) for name, value in self._values.items()}
+        self._sent: dict[SkipName, Tensor | None] = {route.name: None for route in sends}
+
+    def save(self, name: SkipName, value: Tensor | None) -> None:
+        target = self._sent if name in self._sent else self._values
+        target[name] = value
+
+    def load(self, name: SkipName) -> Tensor | None:
+        value = self._values.pop(name)
+        if _version(value) != self._versions.get(name, _version(value)):
+            # The writer's own graph knows of the change, the graph behind the skip does not.
+            raise RuntimeError(
+                f"skip '{name.name}' was written in place between stash and pop, so its gradient would be "
+                "wrong. Stash a clone, or stop the layer that writes (perhaps a ReLU with inplace=True)"
+            )
+        return value
+
+    def sent(self) -> tuple[Tensor | None, ...]:
+        """What leaves the partition, in the order of its routes."""
+        return tuple(self._sent.values())
+
+
+def _version(value: Tensor | None) -> int:
+    return 0 if value is None else version_of(value)

@@ -1,0 +1,89 @@
+"""Parameters that layers of several partitions share.
+
+Decides that each partition uses an alias of its own, so that no two workers add to one gradient, and that
+the aliases' gradients are summed in the order of the partitions. Knows nothing of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from torch import Tensor, nn
+
+__all__ = ["Aliases", "TiedParameters"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Use:
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+
+
+@final
+class Aliases:
+    """Context manager: inside, the modules of one partition use aliases of their shared parameters."""
+
+    __slots__ = ("_aliases", "_uses")
+
+    def __init__(self, uses: Sequence[_Use]) -> None:
+        self._uses = uses
+        distinct = dict.fromkeys(use.parameter for use in uses)
+        self._aliases = {
+            parameter: nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+            for parameter in distinct
+        }
+
+    def __enter__(self) -> None:
+        for use in self._uses:
+            setattr(use.module, use.name, self._aliases[use.parameter])
+
+    def __exit__(self, *exception: object) -> None:
+        for use in self._uses:
+            setattr(use.module, use.name, use.parameter)
+
+    def take_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        alias = self._aliases.get(parameter)
+        if alias is None or alias.grad is None:
+            return None
+        gradient, alias.grad = alias.grad, None
+        return gradient
+
+
+NO_ALIASES = Aliases(())
+
+
+@final
+class TiedParameters:
+    """Who shares what among the partitions, found once."""
+
+    def __init__(self, partitions: Sequence[nn.Module]) -> None:
+        uses = [_uses(partition) for partition in partitions]
+        holders = [{use.parameter for use in of_one} for of_one in uses]
+        everywhere = dict.fromkeys(use.parameter for of_one in uses for use in of_one)
+        self._shared = [leaf for leaf in everywhere if sum(leaf in held for held in holders) > 1]
+        shared = set(self._shared)
+        self._uses = [[use for use in of_one if use.parameter in shared] for of_one in uses]
+
+    def aliases(self) -> list[Aliases]:
+        """Fresh ones for one mini-batch, one per partition."""
+        return [Aliases(uses) if uses else NO_ALIASES for uses in self._uses]
+
+    def add_up(self, aliases: Sequence[Aliases]) -> None:
+        """Add the aliases' gradients to their parameters, partition by partition."""
+        for parameter in self._shared:
+            for of_partition in aliases:
+                gradient = of_partition.take_gradient(parameter)
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def _uses(partition: nn.Module) -> list[_Use]:
+    return [
+        _Use(module, name, parameter)
+        for module in partition.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]

@@ -1,0 +1,169 @@
+"""Workers walking their lists of actions.
+
+Decides what an action does and what a failure does: the first one wins, everybody who waits learns of it,
+and no action begins after it. Knows nothing of threads' lives or of schedules.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol, final
+
+from gpipe_cli.pipeline.flight import Flight
+from gpipe_cli.pipeline.partition import Partition
+from gpipe_cli.pipeline.routes import Routes, WayClosed
+from gpipe_cli.schedule.action import Action, Kind, Order
+
+__all__ = ["Recorder", "Walk"]
+
+logger = logging.getLogger("gpipe_cli.pipeline")
+
+
+class Recorder(Protocol):
+    """Told of each piece of work when it has ended; `phase` is forward, recompute or backward."""
+
+    def __call__(self, action: Action, phase: str, begin: float, end: float) -> None: ...
+
+
+@final
+class Walk:
+    """One pass of all workers over their actions."""
+
+    def __init__(
+        self,
+        flight: Flight,
+        partitions: Sequence[Partition],
+        order: Order,
+        *,
+        keep_graph: bool = False,
+        parameters: bool = True,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._flight = flight
+        self._partitions = partitions
+        self._order = order
+        self._keep_graph = keep_graph
+        self._parameters = parameters
+        self._recorder = recorder
+        self._routes = Routes(partitions, flight)
+        self._first = threading.Lock()
+        self._failure: BaseException | None = None
+        self._logs = logger.isEnabledFor(logging.INFO)
+
+    def run(self, worker: int) -> None:
+        """Walk one worker's list; never raises."""
+        place = _Place()
+        try:
+            with self._flight.batch.state.entered():
+                for place.action in self._order[worker]:
+                    if self._failure is not None:
+                        return
+                    self._perform(place)
+        except WayClosed:
+            return
+        except BaseException as error:  # noqa: BLE001 - whatever a layer raises is the caller's to see
+            if place.action is not None:
+                error.add_note(place.describe(self._partitions[place.action.partition]))
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Remember the first failure and let nobody wait in vain."""
+        with self._first:
+            if self._failure is None:
+                self._failure = error
+        self._routes.close()
+
+    def raise_failure(self) -> None:
+        """In the caller, when all workers have ended."""
+        failure, self._failure = self._failure, None
+        if failure is None:
+            return
+        try:
+            raise failure
+        finally:
+            # The traceback knows this frame: without this, error and tensors would keep each other alive.
+            del failure
+
+    def _perform(self, place: _Place) -> None:
+        action = place.action
+        assert action is not None, "a place has its action before it is performed"
+        partition = self._partitions[action.partition]
+        if action.kind is Kind.FORWARD:
+            self._forward(place, partition, action)
+        else:
+            self._backward(place, partition, action)
+
+    def _forward(self, place: _Place, partition: Partition, action: Action) -> None:
+        place.phase = "forward"
+        parcel = self._routes.receive(partition, action.micro_batch)
+        visit = self._flight.visit(action.partition, action.micro_batch)
+        if self._logs:
+            logger.info(
+                "Micro-batch %d (partition %d): checkpoint_stop=%d, using_checkpointing=%s",
+                action.micro_batch,
+                action.partition,
+                self._flight.checkpoint_stop,
+                visit.checkpointed,
+            )
+        if self._failure is not None:
+            raise WayClosed
+        begin = time.perf_counter()
+        output, kept = partition.forward(parcel, visit)
+        self._record(place, begin)
+        if kept is not None:
+            self._flight.kept[action.partition, action.micro_batch] = kept
+        self._routes.send(partition, action.micro_batch, output)
+
+    def _backward(self, place: _Place, partition: Partition, action: Action) -> None:
+        kept = self._flight.kept[action.partition, action.micro_batch]
+        if kept.parcel is not None:
+            # Before the gradient is waited for: this is what makes recomputation cheap in a pipeline.
+            place.phase = "recompute"
+            begin = time.perf_counter()
+            partition.recompute(kept)
+            self._record(place, begin)
+        place.phase = "backward"
+        gradients = self._routes.receive_gradients(partition, action.micro_batch)
+        if self._failure is not None:
+            raise WayClosed
+        begin = time.perf_counter()
+        entered = partition.backward(
+            kept, gradients, keep_graph=self._keep_graph, parameters=self._parameters
+        )
+        self._record(place, begin)
+        if not self._keep_graph:
+            del self._flight.kept[action.partition, action.micro_batch]
+        elif kept.parcel is not None:
+            kept.roots = ()
+        self._routes.send_gradients(partition, action.micro_batch, entered)
+
+    def _record(self, place: _Place, begin: float) -> None:
+        if self._recorder is not None and place.action is not None:
+            self._recorder(place.action, place.phase, begin, time.perf_counter())
+
+
+@final
+class _Place:
+    """Where a worker is, for the note on an error."""
+
+    __slots__ = ("action", "phase")
+
+    def __init__(self) -> None:
+        self.action: Action | None = None
+        self.phase = ""
+
+    def describe(self, partition: Partition) -> str:
+        assert self.action is not None, "described only when an action failed"
+        note = (
+            f"in partition {partition.index}, {partition.whereabouts(self.phase)}, micro-batch "
+            f"{self.action.micro_batch}, action {self.action} ({self.phase})"
+        )
+        if self.phase == "recompute":
+            note += (
+                ". The forward went well: what a layer keeps outside of itself may be gone by now; "
+                "hand tensors from layer to layer with @skippable"
+            )
+        return note

@@ -1,0 +1,124 @@
+"""The threads that run partitions: started at first use, kept between steps, ended with their pipe.
+
+Decides the life of threads and how a caller waits for them. Knows nothing of what they run.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import final
+
+from gpipe_cli.errors import StepTimeout
+from gpipe_cli.pipeline.stacks import print_stacks
+
+__all__ = ["WorkerPool"]
+
+Job = Callable[[], None]
+"""Something that never raises: it keeps its failure for the caller."""
+Stop = Callable[[BaseException], None]
+"""Tells the running jobs not to begin anything more, and why."""
+
+
+@final
+class WorkerPool:
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._commands: list[SimpleQueue[Job | None]] = []
+        self._threads: list[threading.Thread] = []
+        self._process = os.getpid()
+        # Two callers of one pipe take turns: their jobs would wait for each other's actions otherwise.
+        self._turn = threading.Lock()
+        weakref.finalize(self, _end, self._commands)
+
+    def __reduce__(self) -> tuple[type[WorkerPool], tuple[int]]:
+        # A copied or unpickled pipe starts threads of its own.
+        return WorkerPool, (self._size,)
+
+    def run(self, jobs: Sequence[Job], stop: Stop, timeout: float | None) -> None:
+        """Run one job per worker and return when all have ended.
+
+        Ctrl-C stops them first; a second one, or `timeout` seconds, leaves them to themselves: the next run
+        gets new threads.
+        """
+        with self._turn:
+            self._start()
+            done: SimpleQueue[None] = SimpleQueue()
+            for commands, job in zip(self._commands, jobs, strict=True):
+                commands.put(_reporting(job, done))
+            self._wait(done, len(jobs), stop, timeout)
+
+    def _wait(self, done: SimpleQueue[None], running: int, stop: Stop, timeout: float | None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        interrupted = False
+        while running:
+            try:
+                done.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+                running -= 1
+            except queue.Empty:
+                print_stacks()
+                self._abandon()
+                late = StepTimeout(f"{running} of {self._size} workers did not end within {timeout} seconds")
+                stop(late)
+                raise late from None
+            except BaseException as interruption:
+                if interrupted:
+                    self._abandon()
+                    raise
+                interrupted = True
+                stop(interruption)
+
+    def close(self) -> None:
+        """End the threads and wait for them. Closing twice is fine; a closed pool starts anew when used."""
+        threads = self._threads
+        self._abandon()
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _abandon(self) -> None:
+        _end(self._commands)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._commands.clear()
+        self._threads = []
+
+    def _start(self) -> None:
+        if self._process != os.getpid():
+            # Threads do not survive a fork.
+            self._forget()
+            self._process = os.getpid()
+        while len(self._threads) < self._size:
+            commands: SimpleQueue[Job | None] = SimpleQueue()
+            name = f"gpipe-worker-{len(self._threads)}"
+            # Daemons: a pipe that nobody closed must not keep the process from ending.
+            thread = threading.Thread(target=_serve, args=(commands,), name=name, daemon=True)
+            thread.start()
+            self._commands.append(commands)
+            self._threads.append(thread)
+
+
+def _end(commands: Sequence[SimpleQueue[Job | None]]) -> None:
+    for queue_of_one in commands:
+        queue_of_one.put(None)
+
+
+def _serve(commands: SimpleQueue[Job | None]) -> None:
+    """A worker's life. It holds nothing of a pipe while it waits, so a dropped pipe can be collected."""
+    while (job := commands.get()) is not None:
+        job()
+        del job
+
+
+def _reporting(job: Job, done: SimpleQueue[None]) -> Job:
+    def run_and_report() -> None:
+        job()
+        done.put(None)
+
+    return run_and_report

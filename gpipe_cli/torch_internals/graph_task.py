@@ -1,0 +1,24 @@
+"""What the running backward was asked for: to keep the graph, to fill leaves.
+
+torch tells its own checkpointing these things through private functions; a bridge needs them as much.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["fills_leaf", "keeps_graph"]
+
+
+def keeps_graph() -> bool:
+    """Whether the backward running in this thread was given retain_graph=True."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def fills_leaf(leaf: Tensor) -> bool:
+    """Whether the backward running in this thread reaches `leaf`: autograd.grad and inputs= leave leaves
+    out.
+    """
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    return bool(torch._C._will_engine_execute_node(node))
