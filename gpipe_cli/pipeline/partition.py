@@ -34,6 +34,7 @@ from gpipe_cli.pipeline.skips import PartitionSkips
 from gpipe_cli.pipeline.tied import Aliases
 from gpipe_cli.skip.layout import SkipRoute
 from gpipe_cli.skip.tracker import use_skip_tracker
+from gpipe_cli.torch_internals.engine import run_backward
 from gpipe_cli.torch_internals.keyed_random import KeyedRandom
 from gpipe_cli.torch_internals.tensor_version import version_of
 
@@ -180,8 +181,11 @@ class Partition:
         if pairs and (parameters or kept.mailbox.expects_any):
             roots, root_gradients = zip(*pairs, strict=True)
             with kept.mailbox, kept.visit.batch.state.without_autocast():
-                torch.autograd.backward(
-                    roots, root_gradients, retain_graph=keep_graph, inputs=None if parameters else (ANCHOR,)
+                run_backward(
+                    roots,
+                    root_gradients,
+                    keep_graph=keep_graph,
+                    inputs=() if parameters else (ANCHOR,),
                 )
         return kept.mailbox.take()
 

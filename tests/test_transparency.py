@@ -1,0 +1,216 @@
+"""A pipe gives the bits of the plain sequence: whatever the balance, chunks, checkpoint mode and schedule."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gpipe_cli import GPipe
+from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.skip import pop, skippable, stash
+
+
+@pytest.fixture(autouse=True)
+def one_intra_op_thread() -> Iterator[None]:
+    """Workers are the threads here; more of them on two cores would only spin."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+LAYERS = 6
+BALANCES = [
+    [end - begin for begin, end in itertools.pairwise([0, *cuts, LAYERS])]
+    for count in range(LAYERS)
+    for cuts in itertools.combinations(range(1, LAYERS), count)
+]
+
+
+@skippable(stash=["early"])
+class Begin(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 8)
+
+    def forward(self, input: Tensor):
+        hidden = self.linear(input)
+        yield stash("early", hidden * 2)
+        return hidden
+
+
+@skippable(pop=["early"])
+class Add(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, input: Tensor):
+        early = yield pop("early")
+        return self.linear(input) + early
+
+
+def model_with_everything(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    middle = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3))
+    layers = [Begin(), nn.BatchNorm1d(8), middle, nn.ReLU(inplace=True), Add(), nn.Linear(8, 3)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    balance: tuple[int, ...]
+    chunks: int
+    checkpoint: str
+    schedule: str
+    dtype: torch.dtype
+
+    def pipe(self, module: nn.Sequential) -> GPipe:
+        devices = ["cpu"] * 2 if self.schedule == "interleaved" else None
+        return GPipe(
+            module,
+            self.balance,
+            devices=devices,
+            chunks=self.chunks,
+            checkpoint=self.checkpoint,
+            schedule=self.schedule,
+        )
+
+
+def all_cases() -> list[Case]:
+    return [
+        Case(tuple(balance), *rest)
+        for balance, *rest in itertools.product(
+            BALANCES,
+            [1, 2, 3, 4, 7],
+            ["always", "except_last", "never"],
+            ["gpipe", "1f1b", "interleaved"],
+            [torch.float32, torch.float64],
+        )
+    ]
+
+
+def assert_same(plain: nn.Module, pipe: nn.Module) -> None:
+    for (name, mine), (other_name, theirs) in zip(
+        plain.named_parameters(), pipe.named_parameters(), strict=True
+    ):
+        assert name == other_name
+        assert torch.equal(mine, theirs), name
+        assert torch.equal(mine.grad, theirs.grad), f"gradient of {name}"
+    for (name, mine), (_, theirs) in zip(plain.named_buffers(), pipe.named_buffers(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def check_equal(case: Case) -> None:
+    torch.manual_seed(1)
+    input = torch.randn(21, 5, dtype=case.dtype)
+    target = torch.randint(3, (21,))
+    model = model_with_everything(case.dtype)
+    plain = PlainPipe(copy.deepcopy(model), chunks=case.chunks)
+    with case.pipe(model) as pipe:
+        optimizers = [torch.optim.AdamW(each.parameters()) for each in (plain, pipe)]
+        for key in range(2):
+            results = []
+            for each, optimizer in zip((plain, pipe), optimizers, strict=True):
+                optimizer.zero_grad()
+                results.append(
+                    each.step(input, target, functional.cross_entropy, key=key, return_output=True)
+                )
+                optimizer.step()
+            (loss, output), (pipe_loss, pipe_output) = results
+            assert torch.equal(loss, pipe_loss)
+            assert torch.equal(output, pipe_output)
+            assert_same(plain, pipe)
+
+
+def test_there_are_32_balances_of_6_layers() -> None:
+    assert len(BALANCES) == 32
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_a_pipe_gives_the_bits_of_the_plain_sequence(seed: int) -> None:
+    check_equal(random.Random(seed).choice(all_cases()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("balance", BALANCES, ids=str)
+def test_every_pipe_gives_the_bits_of_the_plain_sequence(balance: list[int]) -> None:
+    for case in all_cases():
+        if case.balance == tuple(balance):
+            check_equal(case)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_gradients_are_those_of_the_whole_batch(dtype: torch.dtype, tolerance: float, schedule: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)).to(
+        dtype
+    )
+    input, target = torch.randn(23, 5, dtype=dtype), torch.randint(3, (23,))
+    functional.cross_entropy(model(input), target).backward()
+    whole = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with GPipe(model, [2, 2, 1], chunks=4, schedule=schedule) as pipe:
+        pipe.step(input, target, functional.cross_entropy)
+        for expected, parameter in zip(whole, pipe.parameters(), strict=True):
+            difference = (parameter.grad - expected).abs().max() / expected.abs().max()
+            assert difference <= tolerance
+
+
+@pytest.fixture
+def hurried_interpreter() -> Iterator[None]:
+    """Threads change as often as Python can make them."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+class Dawdle(nn.Module):
+    """A layer that takes its time, each time another."""
+
+    def __init__(self, layer: nn.Module, clock: random.Random) -> None:
+        super().__init__()
+        self.layer = layer
+        self.clock = clock
+
+    def forward(self, input: Tensor) -> Tensor:
+        time.sleep(self.clock.uniform(0, 0.005))
+        return self.layer(input)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_fifty_runs_with_random_delays_have_one_result(hurried_interpreter: None, schedule: str) -> None:
+    clock = random.Random(0)
+    torch.manual_seed(0)
+    layers = [
+        nn.Linear(5, 8),
+        nn.BatchNorm1d(8),
+        nn.Dropout(0.3),
+        nn.Linear(8, 8),
+        nn.ReLU(),
+        nn.Linear(8, 3),
+    ]
+    model = nn.Sequential(*(Dawdle(layer, clock) for layer in layers))
+    input, target = torch.randn(12, 5), torch.randint(3, (12,))
+    fresh = copy.deepcopy(model.state_dict())
+    results = set()
+    with GPipe(model, [2, 2, 2], chunks=3, schedule=schedule) as pipe:
+        for _ in range(25):
+            model.load_state_dict(fresh)
+            pipe.zero_grad()
+            loss, output = pipe.step(input, target, functional.cross_entropy, key=7, return_output=True)
+            tensors = [loss, output, *(leaf.grad for leaf in pipe.parameters()), *pipe.buffers()]
+            results.add(tuple(tensor.detach().numpy().tobytes() for tensor in tensors))
+    assert len(results) == 1
