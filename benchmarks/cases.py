@@ -1,0 +1,90 @@
+"""What is trained in a benchmark: a model as a sequence, one mini-batch, a loss, and where the model is cut.
+
+Every system gets the same case, built from the same seed. Knows nothing of systems and of time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""The mean loss of a batch."""
+
+
+@final
+@dataclass(frozen=True)
+class Case:
+    model: nn.Sequential
+    input: Tensor
+    target: Tensor
+    loss: Loss
+    balance: list[int]
+    """For two partitions."""
+    interleaved_balance: list[int]
+    """For four, dealt to two devices."""
+
+
+def build(name: str) -> Case:
+    torch.manual_seed(0)
+    return CASES[name]()
+
+
+def _resnet50() -> Case:
+    # Late, because it imports torchvision, which the other cases do without.
+    from gpipe_cli.models import resnet
+
+    return Case(
+        nn.Sequential(*resnet.build("resnet50", num_classes=1000)),
+        torch.randn(32, 3, 64, 64),
+        torch.randint(1000, (32,)),
+        functional.cross_entropy,
+        # At micro-batches of 4 the last stage's wide convolutions take half the time.
+        [14, 4],
+        [5, 9, 2, 2],
+    )
+
+
+def _transformer() -> Case:
+    layers = [
+        # Dropout off: peers draw other masks, so that results could not be compared.
+        nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
+        for _ in range(12)
+    ]
+    batch = torch.randn(2, 32, 128, 256)
+    return Case(nn.Sequential(*layers), batch[0], batch[1], functional.mse_loss, [6, 6], [3, 3, 3, 3])
+
+
+def _mlp() -> Case:
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(64)]
+    batch = torch.randn(2, 256, 256)
+    return Case(nn.Sequential(*layers), batch[0], batch[1], functional.mse_loss, [32, 32], [16, 16, 16, 16])
+
+
+def _empty() -> Case:
+    """Layers that do nothing: what is left is the system's own cost."""
+    batch = torch.randn(2, 8, 1, requires_grad=True)
+    layers = [nn.Identity() for _ in range(4)]
+    input, target = batch.detach()[0].requires_grad_(), batch.detach()[1]
+    return Case(nn.Sequential(*layers), input, target, functional.mse_loss, [2, 2], [1, 1, 1, 1])
+
+
+def _tiny() -> Case:
+    """Small enough for a test of the harness."""
+    batch = torch.randn(2, 16, 4)
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    return Case(nn.Sequential(*layers), batch[0], batch[1], functional.mse_loss, [2, 2], [1, 1, 1, 1])
+
+
+CASES: Mapping[str, Callable[[], Case]] = {
+    "resnet50": _resnet50,
+    "transformer": _transformer,
+    "mlp": _mlp,
+    "empty": _empty,
+    "tiny": _tiny,
+}

@@ -1,0 +1,83 @@
+"""Weights from a file into a model.
+
+Decides which files are read (safetensors, and torch's own format with code execution off) and what is said
+when a file is missing, damaged or made for another model. Nothing is ever downloaded. The file knows nothing
+of any model family: it compares names and shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from gpipe_cli.errors import ConfigError, RunError
+
+_SHOWN = 5  # names in a message; a wrong file differs in hundreds
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """Read the tensors of a `.safetensors`, `.pth` or `.pt` file by name, onto the CPU."""
+    path = Path(path)
+    readers = {".safetensors": _read_safetensors, ".pth": _read_torch, ".pt": _read_torch}
+    if path.suffix not in readers:
+        raise ConfigError(f"model.weights={path}: unknown kind of file; give one of {', '.join(readers)}")
+    if not path.is_file():
+        raise RunError(f"model.weights={path}: no such file")
+    return readers[path.suffix](path)
+
+
+def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], path: str | Path) -> None:
+    """Load all of the model's tensors; the path is for the message when they are not exactly its own."""
+    expected = model.state_dict()
+    misshapen = [
+        f"{name} {_shape(tensors[name])} instead of {_shape(tensor)}"
+        for name, tensor in expected.items()
+        if name in tensors and tensors[name].shape != tensor.shape
+    ]
+    if not misshapen:
+        report = model.load_state_dict(tensors, strict=False)
+        problems = {"missing": report.missing_keys, "unexpected": report.unexpected_keys}
+    else:
+        problems = {"of another shape": misshapen}
+    told = "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names)
+    if told:
+        raise ConfigError(f"model.weights={path}: made for another model ({told})")
+
+
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise RunError(f"model.weights={path}: damaged, or not a safetensors file ({error})") from error
+
+
+def _read_torch(path: Path) -> dict[str, Tensor]:
+    try:
+        # Said aloud, because TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD turns the default into running the file's code.
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged bytes make torch.load raise nearly anything
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise RunError(
+            f"model.weights={path}: damaged, or holds more than tensors, which is not loaded ({reason})"
+        ) from error
+    if not isinstance(content, dict) or not all(_is_named_tensor(item) for item in content.items()):
+        raise RunError(f"model.weights={path}: holds a {type(content).__name__}, but not of tensors by name")
+    return content
+
+
+def _is_named_tensor(item: tuple[Any, Any]) -> bool:
+    return isinstance(item[0], str) and isinstance(item[1], Tensor)
+
+
+def _shape(tensor: Tensor) -> str:
+    return "x".join(map(str, tensor.shape)) or "scalar"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

@@ -1,0 +1,95 @@
+"""The ResNets are torchvision's, cut into layers: same names, same bits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.models.resnet import NAMES, build
+from gpipe_cli.vision import torchvision
+
+CONF = Path(__file__).resolve().parents[2] / "conf" / "model"
+NUMERIC = [
+    "resnet18",
+    pytest.param("resnet34", marks=pytest.mark.slow),
+    "resnet50",
+    pytest.param("resnet101", marks=pytest.mark.slow),
+    pytest.param("resnet152", marks=pytest.mark.slow),
+]
+
+
+def original_of(name: str, num_classes: int = 10) -> nn.Module:
+    model = getattr(torchvision.models, name)(weights=None, num_classes=num_classes)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+@pytest.mark.parametrize("name", NUMERIC)
+def test_outputs_gradients_and_buffers_are_bitwise_the_originals(name: str) -> None:
+    torch.manual_seed(1)
+    original = original_of(name)
+    torch.manual_seed(1)
+    sequence = build(name)
+    input = torch.randn(2, 3, 32, 32)
+    for training in (True, False):
+        outputs = [model.train(training)(input) for model in (original, sequence)]
+        assert torch.equal(*outputs)
+        for model, output in zip((original, sequence), outputs, strict=True):
+            model.zero_grad()
+            output.square().sum().backward()
+        for (name_there, there), (name_here, here) in zip(
+            original.named_parameters(), sequence.named_parameters(), strict=True
+        ):
+            assert name_there == name_here
+            assert there.grad is not None and here.grad is not None
+            assert torch.equal(there, here) and torch.equal(there.grad, here.grad), name_here
+    for (name_there, there), (name_here, here) in zip(
+        original.named_buffers(), sequence.named_buffers(), strict=True
+    ):
+        assert name_there == name_here and torch.equal(there, here), name_here
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_layers_and_the_facts_of_its_yaml_are_true(name: str) -> None:
+    with torch.device("meta"):
+        sequence, original = build(name), original_of(name)
+    assert list(sequence.state_dict()) == list(original.state_dict())
+    assert sequence.layer_names[0] == "stem" and sequence.layer_names[-1] == "head"
+    assert sequence.layer_names[1:3] == ("layer1.0", "layer1.1")
+    parameters = sum(parameter.numel() for parameter in sequence.parameters())
+    lines = (CONF / f"{name}.yaml").read_text().splitlines()
+    assert re.fullmatch(rf"# ResNet-\d+ .* {len(sequence)} layers.*", lines[0])
+    assert lines[1] == f"# facts: parameters={parameters} layers={len(sequence)} input=3x32x32"
+
+
+def test_weights_of_torchvision_load(tmp_path: Path) -> None:
+    original = original_of("resnet18", num_classes=7).eval()
+    path = tmp_path / "resnet18.safetensors"
+    save_file(original.state_dict(), path)
+    sequence = build("resnet18", num_classes=7, weights=str(path)).eval()
+    input = torch.randn(1, 3, 32, 32)
+    assert torch.equal(sequence(input), original(input))
+
+
+def test_weights_with_other_classes_say_what_to_set(tmp_path: Path) -> None:
+    path = tmp_path / "resnet18.pth"
+    torch.save(original_of("resnet18", num_classes=7).state_dict(), path)
+    with pytest.raises(
+        ConfigError, match=r"has 7 classes, model\.num_classes is 10; set model\.num_classes=7"
+    ):
+        build("resnet18", weights=str(path))
+    with pytest.raises(ConfigError, match="made for another model"):
+        build("resnet34", num_classes=7, weights=str(path))
+
+
+def test_unknown_names_and_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.name=resnet19: unknown ResNet; choose one of resnet18, "):
+        build("resnet19")
+    with pytest.raises(ConfigError, match=r"model\.num_classes=0: must be at least 1"):
+        build(num_classes=0)

@@ -1,0 +1,300 @@
+"""A Sequence has the names of the model it was made from, whatever is done to it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gpipe_cli.sequential import Sequence
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.norm(self.linear(input)).relu()
+
+
+class Original(nn.Module):
+    """Everything that makes names hard: nesting, members of the root, a tie, a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(4, 4, bias=False)
+        self.first = nn.Linear(4, 4)
+        self.offset = nn.Parameter(torch.ones(4))
+        self.register_buffer("scale", torch.full((4,), 2.0))
+        self.register_buffer("scratch", torch.zeros(4), persistent=False)
+        self.head.weight = self.first.weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.head(self.blocks(self.first(input) * self.scale + self.offset + self.scratch))
+
+
+class Start(nn.Module):
+    """The part of the root that runs first, under the names it has there."""
+
+    def __init__(self, original: Original) -> None:
+        super().__init__()
+        self.first, self.offset = original.first, original.offset
+        self.register_buffer("scale", original.scale)
+        self.register_buffer("scratch", original.scratch, persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.first(input) * self.scale + self.offset + self.scratch
+
+
+def make_sequence(original: Original) -> Sequence:
+    layers = [Start(original), *original.blocks, original.head]
+    return Sequence(layers, paths=["", "blocks.0", "blocks.1", "head"], original=original)
+
+
+@pytest.fixture
+def original() -> Original:
+    torch.manual_seed(0)
+    return Original()
+
+
+@pytest.fixture
+def sequence(original: Original) -> Sequence:
+    return make_sequence(original)
+
+
+def through_pickle(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # our own bytes
+
+
+def same_members(left: Iterable[tuple[str, Tensor]], right: Iterable[tuple[str, Tensor]]) -> bool:
+    left, right = list(left), list(right)
+    return [name for name, _ in left] == [name for name, _ in right] and all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(left, right, strict=True)
+    )
+
+
+def assert_same_names_and_values(sequence: nn.Module, original: nn.Module) -> None:
+    assert same_members(sequence.state_dict().items(), original.state_dict().items())
+    for remove_duplicate in (True, False):
+        settings = {"remove_duplicate": remove_duplicate}
+        assert same_members(sequence.named_parameters(**settings), original.named_parameters(**settings))
+        assert same_members(sequence.named_buffers(**settings), original.named_buffers(**settings))
+
+
+def test_names_values_and_order_are_those_of_the_original(sequence: Sequence, original: Original) -> None:
+    assert_same_names_and_values(sequence, original)
+    assert [id(a) for a in sequence.parameters()] == [id(b) for b in original.parameters()]
+    assert same_members(sequence.named_parameters("pipe"), original.named_parameters("pipe"))
+
+
+@pytest.mark.parametrize("change", [copy.deepcopy, through_pickle, nn.Module.double, nn.Module.eval])
+def test_names_survive_copies_and_conversions(
+    change: Callable[[nn.Module], nn.Module], sequence: Sequence, original: Original
+) -> None:
+    changed, expected = change(sequence), change(original)
+    assert_same_names_and_values(changed, expected)
+    before = copy.deepcopy(expected.state_dict())
+    assert str(changed.load_state_dict(before)) == "<All keys matched successfully>"
+    assert changed.state_dict()["head.weight"].data_ptr() == changed.state_dict()["first.weight"].data_ptr()
+
+
+def test_a_copy_renames_by_itself_and_leaves_the_first_alone(sequence: Sequence) -> None:
+    clone = copy.deepcopy(sequence)
+    clone.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in clone.state_dict().items()})
+    assert not clone.state_dict()["blocks.1.linear.weight"].any()
+    assert sequence.state_dict()["blocks.1.linear.weight"].any()
+
+
+@pytest.mark.parametrize("assign", [True, False])
+def test_weights_go_from_the_original_to_the_sequence_and_back(sequence: Sequence, assign: bool) -> None:
+    other = Original().eval()
+    sequence.eval().load_state_dict(other.state_dict(), assign=assign)
+    input = torch.randn(3, 4)
+    assert torch.equal(sequence(input), other(input))
+    third = Original().eval()
+    third.load_state_dict(sequence.state_dict(), assign=assign)
+    assert torch.equal(third(input), other(input))
+
+
+def test_loading_leaves_the_given_state_dict_alone(sequence: Sequence, original: Original) -> None:
+    state = original.state_dict()
+    names = list(state)
+    sequence.load_state_dict(state)
+    assert list(state) == names
+
+
+def test_missing_unexpected_and_misshapen_are_reported_by_their_original_names(sequence: Sequence) -> None:
+    state = sequence.state_dict()
+    del state["blocks.1.linear.bias"]
+    state["blocks.1.linear.extra"] = torch.zeros(1)  # inside a module of a layer
+    state["elsewhere.weight"] = torch.zeros(1)  # in no layer
+    state["1.linear.weight"] = torch.zeros(4, 4)  # a layer key is no name
+    report = sequence.load_state_dict(state, strict=False)
+    assert report.missing_keys == ["blocks.1.linear.bias"]
+    assert sorted(report.unexpected_keys) == [
+        "1.linear.weight",
+        "blocks.1.linear.extra",
+        "elsewhere.weight",
+    ]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "blocks\.1\.linear\.bias"'):
+        sequence.load_state_dict(state)
+
+    state = sequence.state_dict()
+    state["blocks.0.linear.weight"] = torch.zeros(5, 4)
+    with pytest.raises(RuntimeError, match=r"size mismatch for blocks\.0\.linear\.weight: copying"):
+        sequence.load_state_dict(state, strict=False)
+    assert "blocks.0.linear.weight" in sequence.state_dict()
+
+
+class Outer(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(4, 4), inner, nn.Linear(4, 4)
+
+
+def test_inside_another_module_keys_carry_its_prefix(sequence: Sequence, original: Original) -> None:
+    outer, plain = Outer(sequence), Outer(original)
+    assert list(outer.state_dict()) == list(plain.state_dict())
+    outer.load_state_dict(plain.state_dict())
+    assert same_members(outer.state_dict().items(), plain.state_dict().items())
+
+    state = plain.state_dict()
+    del state["inner.blocks.0.norm.weight"], state["before.bias"], state["after.bias"]
+    state["inner.blocks.0.norm.other"] = state["outer"] = torch.zeros(1)
+    report = outer.load_state_dict(state, strict=False)
+    assert report.missing_keys == ["before.bias", "inner.blocks.0.norm.weight", "after.bias"]
+    assert sorted(report.unexpected_keys) == ["inner.blocks.0.norm.other", "outer"]
+    with pytest.raises(RuntimeError, match=r"size mismatch for inner\.offset: copying"):
+        outer.load_state_dict(plain.state_dict() | {"inner.offset": torch.zeros(7)})
+
+
+class Renamed(nn.Linear):
+    """Like several modules of torchvision, it accepts what it was called in an older version."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: object) -> None:
+        if prefix + "matrix" in state_dict:
+            state_dict[prefix + "weight"] = state_dict.pop(prefix + "matrix")
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def test_a_module_still_sees_the_old_names_it_knows_how_to_load() -> None:
+    sequence = Sequence([nn.Sequential(Renamed(2, 2, bias=False))], paths=["encoder"])
+    sequence.load_state_dict({"encoder.0.matrix": torch.full((2, 2), 7.0)})
+    assert torch.equal(sequence.state_dict()["encoder.0.weight"], torch.full((2, 2), 7.0))
+
+
+def test_one_module_in_two_layers_has_one_name() -> None:
+    shared = nn.Linear(4, 4)
+    sequence = Sequence([shared, nn.ReLU(), shared], paths=["shared", "relu", "shared"])
+    assert list(sequence.state_dict()) == ["shared.weight", "shared.bias"]
+    assert [name for name, _ in sequence.named_parameters(remove_duplicate=False)] == [
+        "shared.weight",
+        "shared.bias",
+    ]
+    assert sequence.load_state_dict({}, strict=False).missing_keys == ["shared.weight", "shared.bias"]
+    sequence.load_state_dict({"shared.weight": torch.zeros(4, 4), "shared.bias": torch.ones(4)})
+    assert torch.equal(sequence(torch.randn(2, 4)), torch.ones(2, 4))
+
+
+def test_original_names_that_look_like_layer_keys_are_not_mixed_up() -> None:
+    layers = [nn.Linear(1, 1, bias=False) for _ in range(12)]
+    original = nn.Sequential(*reversed(layers))
+    sequence = Sequence(layers, paths=[str(11 - index) for index in range(12)], original=original)
+    values = {f"{index}.weight": torch.full((1, 1), float(index)) for index in range(12)}
+    sequence.load_state_dict(values)
+    assert same_members(sequence.state_dict().items(), values.items())
+    assert same_members(original.state_dict().items(), values.items())
+
+
+def test_a_plain_list_of_layers_has_the_names_of_nn_sequential() -> None:
+    layers = [nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)]
+    assert_same_names_and_values(Sequence(layers), nn.Sequential(*layers))
+
+
+def test_layers_have_names_for_people(sequence: Sequence) -> None:
+    assert sequence.layer_names == ("0", "blocks.0", "blocks.1", "head")
+    assert Sequence([nn.ReLU(), nn.ReLU()], names=["stem", "end"]).layer_names == ("stem", "end")
+
+
+def test_a_slice_keeps_the_names_of_its_layers(sequence: Sequence, original: Original) -> None:
+    part = sequence[1:3]
+    assert isinstance(part, Sequence)
+    assert part.layer_names == ("blocks.0", "blocks.1")
+    assert list(part.state_dict()) == [name for name in original.state_dict() if name.startswith("blocks")]
+    assert sequence[3] is original.head
+    assert set(sequence[:1].state_dict()) | set(sequence[1:].state_dict()) == set(original.state_dict())
+
+
+def test_hooks_of_torch_see_the_original_names(sequence: Sequence, original: Original) -> None:
+    seen: list[list[str]] = []
+    sequence.register_state_dict_post_hook(lambda module, state, prefix, metadata: seen.append(list(state)))
+    sequence.register_forward_hook(lambda module, arguments, output: output + 1)
+    sequence.state_dict()
+    assert seen == [list(original.state_dict())]
+    input = torch.randn(3, 4)
+    assert torch.equal(sequence.eval()(input), original.eval()(input) + 1)
+
+
+def test_what_does_not_fit_together_is_refused(original: Original) -> None:
+    with pytest.raises(ValueError, match=r"1 paths for 2 layers \(paths: \['a'\]\)"):
+        Sequence([nn.ReLU(), nn.ReLU()], paths=["a"])
+    with pytest.raises(ValueError, match="3 names for 1 layers"):
+        Sequence([nn.ReLU()], names=["a", "b", "c"])
+    with pytest.raises(ValueError, match=r"'0\.weight' and '1\.weight' are different tensors.* 'a\.weight'"):
+        Sequence([nn.Linear(1, 1), nn.Linear(1, 1)], paths=["a", "a"])
+    with pytest.raises(ValueError, match=r"lost \['offset', .*new \['tail\.weight'\]"):
+        Sequence([original.head], paths=["tail"], original=original)
+
+
+def test_a_sequence_that_grew_says_that_its_names_no_longer_fit(sequence: Sequence) -> None:
+    sequence.append(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="a Sequence of 4 layers now has 5"):
+        sequence.state_dict()
+
+
+Tree = dict[str, "Tree"] | None
+trees = st.recursive(
+    st.none(),
+    lambda children: st.dictionaries(
+        st.sampled_from(["a", "b", "0", "1", "2"]), children, min_size=1, max_size=4
+    ),
+    max_leaves=8,
+)
+
+
+def grow(tree: Tree) -> nn.Module:
+    if tree is None:
+        return nn.BatchNorm1d(2)
+    module = nn.Module()
+    for name, child in tree.items():
+        module.add_module(name, grow(child))
+    return module
+
+
+@settings(max_examples=60, deadline=None)
+@given(tree=trees, seed=st.integers(0, 1000))
+def test_any_tree_cut_at_its_leaves_in_any_order_keeps_its_names(tree: Tree, seed: int) -> None:
+    original = grow({"root": tree})
+    leaves = [(path, part) for path, part in original.named_modules() if isinstance(part, nn.BatchNorm1d)]
+    random.Random(seed).shuffle(leaves)
+    sequence = Sequence([part for _, part in leaves], paths=[path for path, _ in leaves], original=original)
+    assert_same_names_and_values(sequence, original)
+    values = {
+        name: torch.full_like(tensor, index)
+        for index, (name, tensor) in enumerate(original.state_dict().items())
+    }
+    sequence.load_state_dict(values)
+    assert same_members(original.state_dict().items(), values.items())
