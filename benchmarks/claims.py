@@ -64,12 +64,12 @@ def _speed_up(system: str) -> Claim:
 
 
 def _overhead(system: str) -> Claim:
-    def microseconds(measured: Measured) -> float:
-        return measured.median / ACTIONS * 1e6
+    def own_microseconds(measured: Measured, plain: Measured) -> float:
+        # What plain takes for the same step is the work of the loss and of autograd.
+        return (measured.median - plain.median) / ACTIONS * 1e6
 
-    return Claim(
-        f"microseconds per action of {system}, empty layers", ("empty",), (system,), microseconds, 100
-    )
+    text = f"microseconds per action of {system} beyond plain, empty layers"
+    return Claim(text, ("empty",), (system, "plain"), own_microseconds, 100)
 
 
 CLAIMS = (

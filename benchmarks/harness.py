@@ -20,6 +20,9 @@ from typing import final
 from benchmarks import subject
 from benchmarks.subject import Failed
 
+TURN = 0.2
+"""Seconds a turn lasts at least: short steps are run several times, or starting would be all one measures."""
+
 
 @final
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Contestant:
 @final
 @dataclass
 class Measured:
-    """What one system did. `seconds` has one entry per round, of the slowest of its processes."""
+    """What one system did. `seconds` per step: one entry for each round, of the slowest of its processes."""
 
     system: str
     seconds: list[float] = field(default_factory=list)
@@ -43,6 +46,10 @@ class Measured:
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
+
+    @property
+    def best(self) -> float:
+        return min(self.seconds)
 
 
 def ratio(one: Measured, other: Measured) -> float:
@@ -56,6 +63,7 @@ class _Team:
 
     def __init__(self, contestant: Contestant, case: str, meeting_file: Path) -> None:
         self.measured = Measured(contestant.system)
+        self._steps = 1
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
         context = multiprocessing.get_context("spawn")
@@ -68,7 +76,9 @@ class _Team:
             self._connections.append(here)
             self._processes.append(process)
 
-    def ask(self, command: str) -> list[float]:
+    def ask(self, command: str | int) -> list[float]:
+        if self.measured.failure is not None:
+            return []
         for connection in self._connections:
             connection.send(command)
         return self.answers()
@@ -81,6 +91,23 @@ class _Team:
             self.measured.failure = failures[0]
             return []
         return [reply for reply in replies if not isinstance(reply, Failed)]
+
+    def warm_up(self) -> None:
+        """Twice, as the first step may do what no other does; the second tells how many make up a turn."""
+        for _ in range(2):
+            for seconds in self._slowest(1):
+                self._steps = max(1, round(TURN / seconds))
+
+    def run(self) -> None:
+        self.measured.seconds += self._slowest(self._steps)
+
+    def tell_facts(self) -> None:
+        self.measured.squared_norm = sum(self.ask("squared_norm"))
+        self.measured.memory = sum(self.ask("memory"))
+        self.measured.memory_before = sum(self.ask("memory_before"))
+
+    def _slowest(self, steps: int) -> list[float]:
+        return [max(answers)] if (answers := self.ask(steps)) else []
 
     def end(self) -> None:
         for connection, process in zip(self._connections, self._processes, strict=True):
@@ -100,12 +127,14 @@ def measure(
 ) -> list[Measured]:
     """A system that fails is in the result with its failure, and takes no further part."""
     with _teams(case, contestants, progress) as teams:
-        for number in range(-1, rounds):  # round -1 warms up
+        for team in teams:
+            team.warm_up()
+        for number in range(rounds):
             progress(f"{case}: round {number + 1} of {rounds}")
             for team in teams:
-                _run_round(team, is_warm=number >= 0)
+                team.run()
         for team in teams:
-            _ask_facts(team)
+            team.tell_facts()
         return [team.measured for team in teams]
 
 
@@ -125,20 +154,6 @@ def _teams(
         finally:
             for team in teams:
                 team.end()
-
-
-def _run_round(team: _Team, *, is_warm: bool) -> None:
-    if team.measured.failure is None:
-        seconds = team.ask("step")
-        if seconds and is_warm:
-            team.measured.seconds.append(max(seconds))
-
-
-def _ask_facts(team: _Team) -> None:
-    if team.measured.failure is None:
-        team.measured.squared_norm = sum(team.ask("norm"))
-        team.measured.memory = sum(team.ask("memory"))
-        team.measured.memory_before = sum(team.ask("memory_before"))
 
 
 def _receive(connection: Connection) -> float | Failed:

@@ -13,7 +13,7 @@ import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Protocol, final
+from typing import final
 
 
 @final
@@ -24,52 +24,61 @@ class Failed:
     text: str
 
 
-class Answer(Protocol):
-    def __call__(self) -> float: ...
-
-
 def main(connection: Connection, system: str, case: str, rank: int, meeting_file: str) -> None:
-    """Prepare, say so, then answer `step` (seconds), `norm` (squared gradient norm), `memory` (bytes)."""
+    """Prepare, say so, then answer: a number of steps to run by the seconds of each, a word by a number."""
     try:
-        answers = _prepare(system, case, rank, meeting_file)
+        subject = _Subject(system, case, rank, meeting_file)
         connection.send(0.0)
         while (command := connection.recv()) != "stop":
-            connection.send(answers[command]())
+            answer = subject.run(command) if isinstance(command, int) else getattr(subject, command)()
+            connection.send(answer)
+    except EOFError:
+        pass  # the harness is gone
     except Exception:  # noqa: BLE001 - whatever it is belongs into the table, and must not hang the harness
         connection.send(Failed(traceback.format_exc()))
     # Threads and process groups of the peers end with the process; some of them do not end in another way.
     os._exit(0)
 
 
-def _prepare(system_name: str, case_name: str, rank: int, meeting_file: str) -> dict[str, Answer]:
-    import torch
+@final
+class _Subject:
+    """A system prepared on a case."""
 
-    from benchmarks.cases import build
-    from benchmarks.systems import SYSTEMS, Seat
+    def __init__(self, system_name: str, case_name: str, rank: int, meeting_file: str) -> None:
+        import torch
 
-    system = SYSTEMS[system_name]
-    torch.set_num_threads(system.threads)
-    case = build(case_name)
-    step = system.prepare(case, Seat(rank, meeting_file))
-    memory_before = _memory("VmRSS")
+        from benchmarks.cases import build
+        from benchmarks.systems import SYSTEMS, Seat
 
-    def timed_step() -> float:
-        for parameter in case.model.parameters():
-            parameter.grad = None
-        begin = time.perf_counter()
-        step()
-        return time.perf_counter() - begin
+        system = SYSTEMS[system_name]
+        torch.set_num_threads(system.threads)
+        self._case = build(case_name)
+        self._step = system.prepare(self._case, Seat(rank, meeting_file))
+        self._memory_before = _memory("VmRSS")
 
-    def squared_norm() -> float:
-        gradients = (parameter.grad for parameter in case.model.parameters())
+    def run(self, steps: int) -> float:
+        """Seconds per step; what lies between steps does not count."""
+        return sum(self._timed_step() for _ in range(steps)) / steps
+
+    def squared_norm(self) -> float:
+        """Of all gradients of the last step."""
+        gradients = (parameter.grad for parameter in self._case.model.parameters())
         return sum(gradient.double().square().sum().item() for gradient in gradients if gradient is not None)
 
-    return {
-        "step": timed_step,
-        "norm": squared_norm,
-        "memory": lambda: _memory("VmHWM"),
-        "memory_before": lambda: memory_before,
-    }
+    def memory(self) -> float:
+        """The most bytes the process ever had."""
+        return _memory("VmHWM")
+
+    def memory_before(self) -> float:
+        """The bytes it had before the first step."""
+        return self._memory_before
+
+    def _timed_step(self) -> float:
+        for parameter in self._case.model.parameters():
+            parameter.grad = None
+        begin = time.perf_counter()
+        self._step()
+        return time.perf_counter() - begin
 
 
 def _memory(field: str) -> float:

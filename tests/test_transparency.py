@@ -207,7 +207,7 @@ def test_fifty_runs_with_random_delays_have_one_result(hurried_interpreter: None
     fresh = copy.deepcopy(model.state_dict())
     results = set()
     with GPipe(model, [2, 2, 2], chunks=3, schedule=schedule) as pipe:
-        for _ in range(25):
+        for _ in range(50):
             model.load_state_dict(fresh)
             pipe.zero_grad()
             loss, output = pipe.step(input, target, functional.cross_entropy, key=7, return_output=True)

@@ -68,11 +68,9 @@ class Executor:
         self._backward_in_caller = uses_cuda([partition.device for partition in partitions])
 
     def forward(self, flight: Flight) -> None:
-        self._begin()
         self._fly(Walk(flight, self._partitions, self._orders(flight).forward, recorder=self.recorder))
 
     def step(self, flight: Flight) -> None:
-        self._begin()
         self._fly(Walk(flight, self._partitions, self._orders(flight).whole, recorder=self.recorder))
 
     def backward(
@@ -105,11 +103,10 @@ class Executor:
     def _orders(self, flight: Flight) -> _Orders:
         return _orders(self._schedule, len(self._partitions), len(flight.micro_batches), self._workers)
 
-    def _begin(self) -> None:
-        for partition in self._partitions:
-            partition.begin()
-
     def _fly(self, walk: Walk) -> None:
         jobs = [functools.partial(walk.run, worker) for worker in range(self._workers)]
-        self._pool.run(jobs, walk.fail, self.timeout)
+        with self._pool.turn:
+            for partition in self._partitions:
+                partition.begin()
+            self._pool.run(jobs, walk.fail, self.timeout)
         walk.raise_failure()

@@ -61,9 +61,8 @@ class GPipe(WrappedSequence):
     ) -> None:
         if balance is None:
             raise ValueError(f"balance is required: how many layers go to each partition. {_RECIPE}")
-        self_balance = list(balance)
         super().__init__(module, chunks, deferred_batch_norm)
-        self.balance = self_balance
+        self.balance = list(balance)
         self.checkpoint = str(checkpoint)
         if self.checkpoint not in _CHECKPOINT_MODES:
             raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never' ({checkpoint!r})")

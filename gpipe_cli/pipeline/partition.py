@@ -92,7 +92,7 @@ class Partition:
     sends: tuple[SkipRoute, ...] = ()
     others: Sequence[nn.Module] = ()
     """The layers of all other partitions: their tensors may only come through a boundary."""
-    running: Layer | None = None
+    running: Layer | str = "its input"
     """For whoever has to say where an error happened."""
     _random: KeyedRandom = field(default_factory=KeyedRandom)
     _mode: tuple[Any, ...] = ()
@@ -140,7 +140,13 @@ class Partition:
         self._habits[mode] = habits
         if visit.checkpointed and any(habits.outputs_need_grad):
             buffers = tuple(item for item in before if item.buffer in habits.changes)
-            return output, Kept(visit, mailbox, (), parcel, habits.writes_input, buffers)
+            return output, Kept(
+                visit,
+                mailbox,
+                parcel=parcel,
+                writes_input=habits.writes_input,
+                buffers=buffers,
+            )
         return output, Kept(visit, mailbox, roots_of(tensors))
 
     def _forward_checkpointed(self, parcel: Parcel, visit: Visit, habits: Habits) -> tuple[Parcel, Kept]:
@@ -155,7 +161,13 @@ class Partition:
                 "it cannot be recomputed. Use checkpoint='never' or a layer that does not write its input"
             )
         output = Parcel(Parcel.of(tensors, single).tensors, habits.outputs_need_grad, single)
-        return output, Kept(visit, Mailbox(parcel.needs_grad), (), parcel, habits.writes_input, buffers)
+        return output, Kept(
+            visit,
+            Mailbox(parcel.needs_grad),
+            parcel=parcel,
+            writes_input=habits.writes_input,
+            buffers=buffers,
+        )
 
     def recompute(self, kept: Kept) -> None:
         """Make the graph that a checkpointed visit did not keep."""
@@ -194,12 +206,13 @@ class Partition:
         if phase == "backward":
             first, last = self.layers[0], self.layers[-1]
             return f"layer {first!r}" if first is last else f"layers {first!r} to {last!r}"
-        return "the loss function" if self.running is None else f"layer {self.running!r}"
+        return f"layer {self.running!r}" if isinstance(self.running, Layer) else self.running
 
     def undo(self) -> None:
-        """Give the buffers the values they had when this mini-batch began to be learnt from."""
+        """Forget what was learnt, and give buffers the values they had before this mini-batch."""
         restore(self._before)
         self._before = ()
+        self._habits.clear()
 
     def _run(
         self,
@@ -228,10 +241,11 @@ class Partition:
                 value = layer.run(value, key, micro_batch.index, self._random)
                 if watch is not None:
                     watch.look(layer, tensors_of(value) if isinstance(value, Tensor | tuple) else ())
-            self.running = None
             check(value)
             if visit.head is not None:
+                self.running = "the loss function"
                 value = visit.head(value, micro_batch, self._random)
+            self.running = "its input"
         return (*tensors_of(value), *skips.sent()), isinstance(value, Tensor)
 
 

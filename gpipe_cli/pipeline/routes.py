@@ -17,6 +17,7 @@ from torch import Tensor
 from gpipe_cli.pipeline.boundary import Gradients, Parcel
 from gpipe_cli.pipeline.flight import Flight
 from gpipe_cli.pipeline.partition import Partition
+from gpipe_cli.pipeline.skips import refuse_written, skip_version
 from gpipe_cli.pipeline.transfer import Shipment, ship
 from gpipe_cli.skip.name import SkipName
 
@@ -77,12 +78,17 @@ class Routes:
             parcel = _unpack(self._forward[partition.index].get())
         if not partition.receives:
             return parcel
-        skips = [_unpack(self._skips[route.name].get()) for route in partition.receives]
+        skips = [self._receive_skip(route.name) for route in partition.receives]
         return Parcel(
             (*parcel.tensors, *(skip.tensors[0] for skip in skips)),
             (*parcel.needs_grad, *(need for skip in skips for need in skip.needs_grad)),
             parcel.single,
         )
+
+    def _receive_skip(self, name: SkipName) -> Parcel:
+        parcel, shipment, version = self._skips[name].get()
+        refuse_written(name, parcel.tensors[0], version)
+        return _unpack((parcel, shipment))
 
     def send(self, partition: Partition, micro_batch: int, output: Parcel) -> None:
         count = len(output.tensors) - len(partition.sends)
@@ -95,7 +101,7 @@ class Routes:
         for place, route in enumerate(partition.sends, start=count):
             skip = _part(output, slice(place, place + 1))
             device = self._partitions[route.partition].device
-            self._skips[route.name].put((skip, ship(skip.tensors, device)))
+            self._skips[route.name].put((skip, ship(skip.tensors, device), skip_version(skip.tensors[0])))
 
     def receive_gradients(self, partition: Partition, micro_batch: int) -> Gradients:
         """One per tensor that `partition` sent, in that order."""

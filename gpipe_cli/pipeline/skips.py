@@ -15,7 +15,7 @@ from gpipe_cli.skip.layout import SkipRoute
 from gpipe_cli.skip.name import SkipName
 from gpipe_cli.torch_internals.tensor_version import version_of
 
-__all__ = ["PartitionSkips"]
+__all__ = ["PartitionSkips", "refuse_written", "skip_version"]
 
 
 @final
@@ -28,7 +28,7 @@ class PartitionSkips:
         self, receives: Sequence[SkipRoute], received: Sequence[Tensor | None], sends: Sequence[SkipRoute]
     ) -> None:
         self._values = {route.name: value for route, value in zip(receives, received, strict=True)}
-        self._versions = {name: _version(value) for name, value in self._values.items()}
+        self._versions = {name: skip_version(value) for name, value in self._values.items()}
         self._sent: dict[SkipName, Tensor | None] = {route.name: None for route in sends}
 
     def save(self, name: SkipName, value: Tensor | None) -> None:
@@ -37,12 +37,8 @@ class PartitionSkips:
 
     def load(self, name: SkipName) -> Tensor | None:
         value = self._values.pop(name)
-        if _version(value) != self._versions.get(name, _version(value)):
-            # The writer's own graph knows of the change, the graph behind the skip does not.
-            raise RuntimeError(
-                f"skip '{name.name}' was written in place between stash and pop, so its gradient would be "
-                "wrong. Stash a clone, or stop the layer that writes (perhaps a ReLU with inplace=True)"
-            )
+        if name in self._versions:
+            refuse_written(name, value, self._versions[name])
         return value
 
     def sent(self) -> tuple[Tensor | None, ...]:
@@ -50,5 +46,14 @@ class PartitionSkips:
         return tuple(self._sent.values())
 
 
-def _version(value: Tensor | None) -> int:
+def refuse_written(name: SkipName, value: Tensor | None, version: int) -> None:
+    """Raise if a skip is not as it was stashed: who wrote it knows of the change, its own graph does not."""
+    if skip_version(value) != version:
+        raise RuntimeError(
+            f"skip '{name.name}' was written in place between stash and pop, so its gradient would be "
+            "wrong. Stash a clone, or stop the layer that writes (perhaps a ReLU with inplace=True)"
+        )
+
+
+def skip_version(value: Tensor | None) -> int:
     return 0 if value is None else version_of(value)

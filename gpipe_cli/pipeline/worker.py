@@ -33,7 +33,7 @@ class WorkerPool:
         self._threads: list[threading.Thread] = []
         self._process = os.getpid()
         # Two callers of one pipe take turns: their jobs would wait for each other's actions otherwise.
-        self._turn = threading.Lock()
+        self.turn = threading.Lock()
         weakref.finalize(self, _end, self._commands)
 
     def __reduce__(self) -> tuple[type[WorkerPool], tuple[int]]:
@@ -41,17 +41,16 @@ class WorkerPool:
         return WorkerPool, (self._size,)
 
     def run(self, jobs: Sequence[Job], stop: Stop, timeout: float | None) -> None:
-        """Run one job per worker and return when all have ended.
+        """Run one job per worker and return when all have ended; for whoever holds `turn`.
 
         Ctrl-C stops them first; a second one, or `timeout` seconds, leaves them to themselves: the next run
         gets new threads.
         """
-        with self._turn:
-            self._start()
-            done: SimpleQueue[None] = SimpleQueue()
-            for commands, job in zip(self._commands, jobs, strict=True):
-                commands.put(_reporting(job, done))
-            self._wait(done, len(jobs), stop, timeout)
+        self._start()
+        done: SimpleQueue[None] = SimpleQueue()
+        for commands, job in zip(self._commands, jobs, strict=True):
+            commands.put(_reporting(job, done))
+        self._wait(done, len(jobs), stop, timeout)
 
     def _wait(self, done: SimpleQueue[None], running: int, stop: Stop, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout

@@ -27,11 +27,11 @@ class WrappedSequence(nn.Module):
 
     def __init__(self, module: nn.Sequential, chunks: int, deferred_batch_norm: bool) -> None:
         super().__init__()
+        if not isinstance(module, nn.Sequential):
+            raise TypeError("non-sequential module cannot be partitioned")
         self.chunks = int(chunks)
         if self.chunks <= 0:
             raise ValueError(f"number of chunks must be positive integer (chunks: {chunks})")
-        if not isinstance(module, nn.Sequential):
-            raise TypeError("non-sequential module cannot be partitioned")
         if len(set(module.children())) < len(module):
             raise ValueError("module with duplicate children is not supported")
         verify_skippables(module)
@@ -44,6 +44,7 @@ class WrappedSequence(nn.Module):
             Layer(child, name, position) for position, (name, child) in enumerate(module.named_children())
         )
         self._batch_norms = tuple(deferred_batch_norms(module))
+        self.register_load_state_dict_pre_hook(_loaded_by_a_parent)  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return len(self.module)
@@ -61,10 +62,14 @@ class WrappedSequence(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        renamed = {_TORCHGPIPE_PREFIX.sub("", key): value for key, value in state_dict.items()}
-        # A model may really have a child called 'partitions'; then its own names are the right ones.
-        given = state_dict if "partitions" in dict(self.module.named_children()) else renamed
+        given = {self._own_name(key): value for key, value in state_dict.items()}
         return self.module.load_state_dict(given, strict=strict, assign=assign)
+
+    def _own_name(self, key: str) -> str:
+        # A model may really have a child called 'partitions'; then its own names are the right ones.
+        if any(name == "partitions" for name, _ in self.module.named_children()):
+            return key
+        return _TORCHGPIPE_PREFIX.sub("", key)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -75,3 +80,12 @@ class WrappedSequence(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+
+def _loaded_by_a_parent(
+    pipe: WrappedSequence, state_dict: dict[str, Any], prefix: str, *rest: object
+) -> None:
+    """A module that holds a pipe does not call its `load_state_dict` but looks for the pipe's children."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        own = pipe._own_name(key.removeprefix(prefix))
+        state_dict[f"{prefix}module.{own}"] = state_dict.pop(key)

@@ -57,8 +57,8 @@ class Skippable(nn.Module):
         """Put all skips of this layer, or `only` those named, into a namespace."""
         declared = self.stashable_names | self.poppable_names
         names = declared if only is None else _names("only", only)
-        for name in sorted(names - declared):
-            raise ValueError(f"'{name}' to isolate has not been declared as stashable or poppable")
+        if unknown := sorted(names - declared):
+            raise ValueError(f"'{unknown[0]}' to isolate has not been declared as stashable or poppable")
         self._namespaces.update(dict.fromkeys(names, namespace))
         return self
 

@@ -1,0 +1,274 @@
+"""The face of a pipe: what it is given, what it refuses, what it looks like."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import gpipe_cli
+from gpipe_cli import GPipe
+
+
+def three_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+
+
+def test_the_public_names_come_from_the_package() -> None:
+    assert {"GPipe", "current_microbatch", "is_checkpointing", "is_recomputing"} <= set(dir(gpipe_cli))
+    assert callable(gpipe_cli.register_layer_logging_hooks)
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        _ = gpipe_cli.no_such_name
+
+
+def test_what_it_was_given_is_there_as_attributes() -> None:
+    pipe = GPipe(three_layers(), balance=(1, 2), chunks="4", checkpoint="always", devices=["cpu"] * 2)
+    assert pipe.balance == [1, 2]
+    assert pipe.devices == [torch.device("cpu")] * 2
+    assert (pipe.chunks, pipe.checkpoint, pipe.schedule) == (4, "always", "gpipe")
+    assert [len(partition) for partition in pipe.partitions] == [1, 2]
+    assert isinstance(pipe.partitions, nn.ModuleList)
+    assert isinstance(pipe.partitions[0], nn.Sequential)
+    assert [name for name, _ in pipe.partitions[1].named_children()] == ["1", "2"]
+
+
+def test_it_is_indexable_and_iterable_like_the_sequence() -> None:
+    layers = list(three_layers())
+    pipe = GPipe(nn.Sequential(*layers), [2, 1])
+    assert len(pipe) == 3
+    assert list(pipe) == layers
+    assert pipe[0] is layers[0]
+    assert pipe[-1] is layers[2]
+    with pytest.raises(IndexError):
+        pipe[3]
+
+
+def test_without_devices_and_gpu_each_partition_gets_a_cpu_worker() -> None:
+    if not torch.cuda.is_available():
+        assert GPipe(three_layers(), [1, 1, 1]).devices == [torch.device("cpu")] * 3
+
+
+def test_surplus_devices_are_dropped() -> None:
+    assert len(GPipe(three_layers(), [1, 2], devices=["cpu"] * 5).devices) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"balance": None}, ValueError, r"balance is required.*gpipe_cli\.balance"),
+        ({"chunks": 0}, ValueError, "number of chunks must be positive integer"),
+        ({"chunks": -1}, ValueError, "number of chunks must be positive integer"),
+        (
+            {"checkpoint": "INVALID"},
+            ValueError,
+            "checkpoint is not one of 'always', 'except_last'",
+        ),
+        ({"schedule": "fastest"}, ValueError, "schedule is not one of 1f1b, gpipe, interleaved"),
+        (
+            {"balance": [2]},
+            ValueError,
+            r"\(module: 3, sum of balance: 2\).*gpipe_cli\.balance",
+        ),
+        (
+            {"balance": [0, 3]},
+            ValueError,
+            r"must be positive integer \(balance: \[0, 3\]\)",
+        ),
+        ({"balance": [-1, 4]}, ValueError, "all balance numbers must be positive integer"),
+        ({"devices": ["cpu"]}, IndexError, r"too few devices .* \(devices: 1, partitions: 2\)"),
+    ],
+)
+def test_every_mistake_is_named(arguments: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        GPipe(three_layers(), **{"balance": [1, 2], **arguments})
+
+
+def test_a_module_that_is_no_sequence_is_refused() -> None:
+    with pytest.raises(TypeError, match="non-sequential module cannot be partitioned"):
+        GPipe(nn.Linear(1, 1), [1])
+
+
+def test_the_same_layer_twice_is_refused() -> None:
+    layer = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="module with duplicate children is not supported"):
+        GPipe(nn.Sequential(layer, layer), [1, 1])
+
+
+@pytest.mark.parametrize("arguments", [("cpu",), (torch.device("cpu"),), (0,), (torch.ones(1),)])
+def test_moving_it_is_denied(arguments: tuple[object, ...]) -> None:
+    pipe = GPipe(three_layers(), [1, 2])
+    for move in (lambda: pipe.to(*arguments), pipe.cpu, pipe.cuda, lambda: pipe.to(device="cpu")):
+        with pytest.raises(TypeError, match="denied to move parameters and buffers"):
+            move()
+
+
+def test_changing_its_dtype_is_not_denied() -> None:
+    pipe = GPipe(three_layers(), [1, 2])
+    assert pipe.half()[0].weight.dtype == torch.float16
+    assert pipe.to(torch.float64)[0].weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize("balance", [[3], [1, 2], [2, 1], [1, 1, 1]])
+def test_state_goes_both_ways_without_renaming(balance: list[int]) -> None:
+    model, pipe = three_layers(), GPipe(three_layers(), balance)
+    assert list(pipe.state_dict()) == list(model.state_dict())
+    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model.named_parameters()]
+    pipe.load_state_dict(model.state_dict())
+    assert all(torch.equal(*pair) for pair in zip(pipe.parameters(), model.parameters(), strict=True))
+    model.load_state_dict(pipe.state_dict())
+
+
+def test_the_state_of_torchgpipe_loads_too() -> None:
+    model, pipe = three_layers(), GPipe(three_layers(), [1, 2])
+    names = {"0": "partitions.0.0", "2": "partitions.1.2"}
+    state = {names[key[0]] + key[1:]: value for key, value in model.state_dict().items()}
+    pipe.load_state_dict(state)
+    assert all(torch.equal(*pair) for pair in zip(pipe.parameters(), model.parameters(), strict=True))
+
+
+def test_a_missing_key_is_reported_by_the_models_own_name() -> None:
+    pipe = GPipe(three_layers(), [1, 2])
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0\.weight"'):
+        pipe.load_state_dict({})
+
+
+def test_a_pipe_inside_a_module_saves_under_its_prefix() -> None:
+    outer = nn.ModuleDict({"pipe": GPipe(three_layers(), [1, 2])})
+    assert next(iter(outer.state_dict())) == "pipe.0.weight"
+    outer.load_state_dict(outer.state_dict())
+
+
+def test_copies_and_pickles_work_and_have_workers_of_their_own() -> None:
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Linear(2, 2)), [1, 2], chunks=2)
+    input = torch.ones(4, 2)
+    torch.manual_seed(0)
+    expected = pipe(input)
+    for twin in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):  # noqa: S301 - pickled one line above
+        torch.manual_seed(0)
+        assert torch.equal(twin(input), expected)
+        assert twin[0] is twin.partitions[0][0]
+        assert twin[0] is not pipe[0]
+        twin.close()
+
+
+def test_a_pipe_can_be_saved_whole() -> None:
+    buffer = io.BytesIO()
+    torch.save(GPipe(three_layers(), [1, 2]), buffer)
+    assert buffer.tell() > 0
+
+
+def test_without_layers_it_is_the_identity() -> None:
+    pipe = GPipe(nn.Sequential(), balance=[])
+    assert torch.equal(pipe(torch.ones(3, 2)), torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 7, 8, 9])
+def test_any_number_of_rows_is_welcome(rows: int) -> None:
+    model = three_layers()
+    with GPipe(model, [1, 2], chunks=4) as pipe:
+        input = torch.randn(rows, 2)
+        torch.testing.assert_close(pipe(input), model(input))
+
+
+@pytest.mark.parametrize("value", ["hello", None, [torch.ones(2)], (torch.ones(2), "x"), ((torch.ones(2),),)])
+def test_what_is_no_tensor_is_refused(value: object) -> None:
+    with pytest.raises(TypeError, match="expected Tensor, but got"):
+        GPipe(three_layers(), [1, 2])(value)
+
+
+def test_more_than_one_argument_is_refused() -> None:
+    with pytest.raises(TypeError, match="positional argument"):
+        GPipe(three_layers(), [1, 2])(torch.ones(1, 2), torch.ones(1, 2))
+
+
+class Pair(nn.Module):
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        return input, input.argmax(1)
+
+
+class Gather(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor]:
+        values, places = pair
+        return (values.gather(1, places[:, None]),)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_tuples_with_integer_members_cross_boundaries_and_singletons_stay_tuples(checkpoint: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), Pair(), Gather())
+    input = torch.randn(6, 2, requires_grad=True)
+    with GPipe(model, [1, 1, 1], chunks=3, checkpoint=checkpoint) as pipe:
+        (output,) = pipe(input)
+        output.sum().backward()
+    mine, input.grad = input.grad, None
+    model(input)[0].sum().backward()
+    torch.testing.assert_close(mine, input.grad)
+
+
+def test_a_layer_may_not_hand_over_anything_but_tensors() -> None:
+    class Dictionary(nn.Module):
+        def forward(self, input: Tensor) -> dict[str, Tensor]:
+            return {"a": input}
+
+    with pytest.raises(TypeError, match="expected Tensor, but got dict"):
+        GPipe(nn.Sequential(Dictionary(), nn.Identity()), [1, 1])(torch.ones(1))
+
+
+def test_one_scalar_per_micro_batch_cannot_be_joined_but_can_be_the_loss_of_a_step() -> None:
+    class Mean(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            return input.mean()
+
+    with GPipe(nn.Sequential(nn.Linear(2, 2), Mean()), [1, 1], chunks=2) as pipe:
+        with pytest.raises(RuntimeError, match="cannot concatenate the outputs of 2 micro-batches"):
+            pipe(torch.ones(4, 2))
+        loss = pipe.step(torch.ones(4, 2), torch.ones(4), lambda output, target: output)
+    assert loss.dim() == 0
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_eval_and_no_grad_go_the_same_way_and_keep_nothing(schedule: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    with GPipe(model, [1, 2, 1], chunks=2, checkpoint="always", schedule=schedule) as pipe:
+        pipe.eval()
+        assert not pipe.partitions[1].training
+        before = copy.deepcopy(model.state_dict())
+        with torch.no_grad():
+            output = pipe(torch.ones(5, 2))
+        assert not output.requires_grad
+        torch.testing.assert_close(output, model(torch.ones(5, 2)))
+        assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_step_refuses_to_run_without_gradients() -> None:
+    pipe = GPipe(three_layers(), [1, 2])
+    with torch.no_grad(), pytest.raises(RuntimeError, match="cannot run under no_grad"):
+        pipe.step(torch.ones(1, 2), torch.ones(1, 1), functional.mse_loss)
+
+
+def test_parameters_shared_by_partitions_get_the_sum_of_their_gradients() -> None:
+    torch.manual_seed(0)
+    first, last = nn.Linear(4, 4, bias=False).double(), nn.Linear(4, 4, bias=False).double()
+    last.weight = first.weight
+    model = nn.Sequential(first, nn.Tanh(), last)
+    input, target = torch.randn(8, 4).double(), torch.randn(8, 4).double()
+    functional.mse_loss(model(input), target).backward()
+    expected, first.weight.grad = first.weight.grad, None
+    results = []
+    for schedule, checkpoint in itertools.product(["gpipe", "1f1b"], ["always", "never"]):
+        with GPipe(model, [1, 2], chunks=4, schedule=schedule, checkpoint=checkpoint) as pipe:
+            assert len(list(pipe.parameters())) == 1
+            pipe.step(input, target, functional.mse_loss)
+            torch.testing.assert_close(first.weight.grad, expected, rtol=1e-12, atol=1e-14)
+            results.append(first.weight.grad)
+            first.weight.grad = None
+            functional.mse_loss(pipe(input), target).backward()
+            torch.testing.assert_close(first.weight.grad, expected, rtol=1e-12, atol=1e-14)
+            first.weight.grad = None
+        assert model[0].weight is model[2].weight
+    assert all(torch.equal(results[0], result) for result in results)

@@ -1,0 +1,298 @@
+"""Skips between partitions of a pipe, and the dictionary of skips of seed 004."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gpipe_cli import GPipe, current_microbatch, is_recomputing
+from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.skip import Namespace, pop, skippable, stash
+
+MODES = ["always", "except_last", "never"]
+SCHEDULES = ["gpipe", "1f1b", "interleaved"]
+
+
+@skippable(stash=["a"])
+class Stash(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, input: Tensor):
+        hidden = self.linear(input)
+        yield stash("a", hidden.sin())
+        return hidden
+
+
+@skippable(pop=["a"])
+class Pop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, input: Tensor):
+        skip = yield pop("a")
+        return self.linear(input) if skip is None else self.linear(input) * skip
+
+
+class Nested(nn.Module):
+    """A skippable layer inside a layer: torchgpipe did not see it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.inner(input)
+
+
+def assert_equal_to_plain(model: nn.Sequential, pipe: GPipe) -> None:
+    plain = PlainPipe(copy.deepcopy(model), chunks=pipe.chunks)
+    input, target = torch.randn(6, 4), torch.randn(6, 4)
+    for key in range(2):
+        losses = [each.step(input, target, functional.mse_loss, key=key) for each in (pipe, plain)]
+        assert torch.equal(*losses)
+    for (name, mine), theirs in zip(pipe.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad), name
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("balance", [[4], [1, 3], [2, 2], [1, 1, 2], [2, 1, 1], [1, 1, 1, 1]])
+def test_a_skip_goes_straight_to_where_it_is_popped(
+    balance: list[int], checkpoint: str, schedule: str
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Stash(), nn.Linear(4, 4), nn.Tanh(), Nested(Pop()))
+    with GPipe(model, balance, chunks=3, checkpoint=checkpoint, schedule=schedule) as pipe:
+        assert_equal_to_plain(model, pipe)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_skips_of_several_namespaces_cross_each_other(checkpoint: str) -> None:
+    torch.manual_seed(0)
+    one, two = Namespace(), Namespace()
+    layers = [Stash().isolate(one), Stash().isolate(two), nn.Tanh(), Pop().isolate(one), Pop().isolate(two)]
+    model = nn.Sequential(*layers)
+    with GPipe(model, [1, 1, 1, 1, 1], chunks=3, checkpoint=checkpoint, schedule="1f1b") as pipe:
+        assert_equal_to_plain(model, pipe)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_none_may_be_skipped(checkpoint: str) -> None:
+    @skippable(stash=["a"])
+    class StashNone(nn.Module):
+        def forward(self, input: Tensor):
+            yield stash("a", None)
+            return input * 2
+
+    model = nn.Sequential(StashNone(), nn.Linear(4, 4), Pop())
+    with GPipe(model, [1, 1, 1], chunks=2, checkpoint=checkpoint) as pipe:
+        pipe(torch.ones(4, 4)).sum().backward()
+        assert pipe[2].module.linear.weight.grad is not None
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_an_integer_skip_needs_no_gradient(checkpoint: str) -> None:
+    @skippable(stash=["a"])
+    class StashPlaces(nn.Module):
+        def forward(self, input: Tensor):
+            yield stash("a", input.argmax(1, keepdim=True))
+            return input * 2
+
+    @skippable(pop=["a"])
+    class Pick(nn.Module):
+        def forward(self, input: Tensor):
+            places = yield pop("a")
+            return input.gather(1, places)
+
+    with GPipe(
+        nn.Sequential(StashPlaces(), nn.Linear(4, 4), Pick()), [1, 1, 1], chunks=2, checkpoint=checkpoint
+    ) as pipe:
+        pipe(torch.randn(4, 4, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_skip_is_freed_after_its_last_use(checkpoint: str, training: bool) -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    @skippable(stash=["big"])
+    class StashBig(nn.Module):
+        def forward(self, input: Tensor):
+            big = input + 1
+            seen.append(weakref.ref(big))
+            yield stash("big", big)
+            return input * 1
+
+    @skippable(pop=["big"])
+    class PopBig(nn.Module):
+        def forward(self, input: Tensor):
+            big = yield pop("big")
+            seen.append(weakref.ref(big))
+            return input + big
+
+    model = nn.Sequential(StashBig(), nn.Identity(), PopBig())
+    with GPipe(model, [1, 1, 1], chunks=2, checkpoint=checkpoint) as pipe, torch.set_grad_enabled(training):
+        gc.disable()
+        output = pipe(torch.ones(2, 2, requires_grad=True))
+        if training:
+            output.sum().backward()
+        gc.enable()
+    assert len(seen) >= 4
+    assert all(reference() is None for reference in seen)
+
+
+def test_a_skip_written_in_place_on_the_way_is_an_error_not_a_wrong_gradient() -> None:
+    @skippable(stash=["a"])
+    class StashItsOutput(nn.Module):
+        def forward(self, input: Tensor):
+            output = input * 2
+            yield stash("a", output)
+            return output
+
+    model = nn.Sequential(StashItsOutput(), nn.ReLU(inplace=True), Pop())
+    pipe = GPipe(model, [1, 1, 1], checkpoint="never")
+    with pipe, pytest.raises(RuntimeError, match="skip 'a' was written in place between stash and pop"):
+        pipe(torch.randn(4, 4, requires_grad=True))
+
+
+def test_a_failure_with_skips_on_the_way_hangs_nobody() -> None:
+    class Fail(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            if current_microbatch().index == 1:
+                raise ValueError("between stash and pop")
+            return input
+
+    with GPipe(nn.Sequential(Stash(), Fail(), Pop()), [1, 1, 1], chunks=3) as pipe:
+        pipe.step_timeout = 60
+        for _ in range(3):
+            with pytest.raises(ValueError, match="between stash and pop"):
+                pipe(torch.ones(3, 4))
+
+
+# Seed 004: skips in a dictionary keyed by current_microbatch(), known to no boundary.
+
+
+class Remember(nn.Module):
+    def __init__(self, skips: dict[object, Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.skips = skips
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = self.norm(self.linear(input))
+        self.skips[current_microbatch()] = output
+        return output * 1
+
+
+class Recall(nn.Module):
+    def __init__(self, skips: dict[object, Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.skips = skips
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.linear(input) + self.skips.pop(current_microbatch())
+
+
+def with_dictionary() -> tuple[nn.Sequential, dict[object, Tensor]]:
+    torch.manual_seed(0)
+    skips: dict[object, Tensor] = {}
+    return nn.Sequential(nn.Linear(4, 4), Remember(skips), nn.Tanh(), Recall(skips)), skips
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("balance", [[1, 1, 1, 1], [2, 2], [1, 3]])
+def test_a_dictionary_of_skips_trains_right_without_checkpointing(balance: list[int], schedule: str) -> None:
+    model, skips = with_dictionary()
+    plain = PlainPipe(with_dictionary()[0], chunks=2)
+    input, target = torch.randn(6, 4), torch.randn(6, 4)
+    with GPipe(model, balance, chunks=2, checkpoint="never", schedule=schedule) as pipe:
+        for key in range(2):
+            losses = [each.step(input, target, functional.mse_loss, key=key) for each in (pipe, plain)]
+            assert torch.equal(*losses)
+        for (name, mine), theirs in zip(pipe.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad), name
+        for (name, mine), theirs in zip(pipe.named_buffers(), plain.buffers(), strict=True):
+            assert torch.equal(mine, theirs), name
+        pipe.zero_grad()
+        functional.mse_loss(pipe(input), target).backward()
+    plain.zero_grad()
+    functional.mse_loss(plain(input), target).backward()
+    for (name, mine), theirs in zip(pipe.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+    assert skips == {}
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_a_dictionary_of_skips_with_checkpointing_is_an_error_that_names_the_cure(checkpoint: str) -> None:
+    model, _ = with_dictionary()
+    before = copy.deepcopy(model.state_dict())
+    with GPipe(model, [2, 2], chunks=2, checkpoint=checkpoint) as pipe:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"layer '3' \(Recall\) used a tensor.*@skippable"):
+                pipe(torch.randn(6, 4))
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_within_one_partition_the_dictionary_survives_checkpointing() -> None:
+    model, _ = with_dictionary()
+    plain = PlainPipe(with_dictionary()[0], chunks=2)
+    input, target = torch.randn(6, 4), torch.randn(6, 4)
+    with GPipe(model, [1, 3], chunks=2, checkpoint="always") as pipe:
+        losses = [each.step(input, target, functional.mse_loss, key=0) for each in (pipe, plain)]
+    assert torch.equal(*losses)
+    for (name, mine), theirs in zip(pipe.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad), name
+
+
+def test_what_is_gone_in_recomputation_is_an_error_that_names_the_cure() -> None:
+    """No gradient goes through this skip, so nothing is amiss until the dictionary is asked again."""
+
+    class RememberInput(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            if not is_recomputing():
+                skips[current_microbatch()] = input.detach()
+            return input * 1
+
+    skips: dict[object, Tensor] = {}
+    model = nn.Sequential(RememberInput(), nn.Linear(4, 4), Recall(skips))
+    with GPipe(model, [2, 1], chunks=2, checkpoint="always") as pipe, pytest.raises(KeyError) as caught:
+        pipe(torch.ones(4, 4)).sum().backward()
+    assert "layer '2' (Recall)" in caught.value.__notes__[0]
+    assert "@skippable" in caught.value.__notes__[0]
+
+
+def test_current_microbatch_is_one_key_per_micro_batch_in_forward_and_recomputation() -> None:
+    seen: list[list[object]] = [[], []]
+
+    class Note(nn.Module):
+        def __init__(self, place: int) -> None:
+            super().__init__()
+            self.place = place
+
+        def forward(self, input: Tensor) -> Tensor:
+            seen[self.place].append(current_microbatch())
+            return input * 1
+
+    with GPipe(nn.Sequential(Note(0), Note(1)), [1, 1], chunks=3, checkpoint="always") as pipe:
+        pipe(torch.ones(3, 1, requires_grad=True)).sum().backward()
+    forward, recomputed = seen[0][:3], seen[0][3:]
+    assert forward == recomputed == seen[1][:3] == seen[1][3:]
+    assert len({*forward}) == 3
+    assert [key.index for key in forward] == [0, 1, 2]
+    reference = weakref.ref(forward[0])
+    del forward, recomputed
+    seen[0].clear()
+    seen[1].clear()
+    gc.collect()
+    assert reference() is None
