@@ -49,6 +49,10 @@ def run(settings: Train, job: Job) -> Summary:
         _write_origin(directory, job)
         with Journal.open(directory, plan, settings.log) as journal:
             journal.say(f"run directory: {directory}")
+            if settings.chunks > settings.batch_size:
+                journal.say(
+                    f"chunks={settings.chunks}: a batch of {settings.batch_size} has no more micro-batches than that"
+                )
             began = time.perf_counter()
             last = journal.follow(train(engine, plan, feed.train, feed.test))
             save_weights(engine.module, directory, last.step)
