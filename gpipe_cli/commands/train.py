@@ -51,7 +51,8 @@ def run(settings: Train, job: Job) -> Summary:
             journal.say(f"run directory: {directory}")
             if settings.chunks > settings.batch_size:
                 journal.say(
-                    f"chunks={settings.chunks}: a batch of {settings.batch_size} has no more micro-batches than that"
+                    f"chunks={settings.chunks} is more than batch_size={settings.batch_size}: "
+                    f"a mini-batch makes {settings.batch_size} micro-batches"
                 )
             began = time.perf_counter()
             last = journal.follow(train(engine, plan, feed.train, feed.test))
