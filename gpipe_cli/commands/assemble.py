@@ -62,8 +62,17 @@ def split_model(settings: Shared, model: nn.Sequential) -> Split:
         return Split([len(model)], device)
     layers = settings.balance.get("layers")
     partitions = settings.partitions or (len(layers) if layers else default_partitions(settings.devices))
+    if partitions > len(model):
+        raise ConfigError(
+            f"partitions={partitions}: the model has only {len(model)} layers; give at most that many"
+        )
     balance = instantiate(
-        settings.balance, "balance", settings.allow, layer_count=len(model), partitions=partitions
+        settings.balance,
+        "balance",
+        settings.allow,
+        module=model,
+        layer_count=len(model),
+        partitions=partitions,
     )
     devices = resolve_devices(settings.devices, partitions)
     if len(devices) < len(balance) and settings.schedule.name != "interleaved":
@@ -124,7 +133,7 @@ def check_components(settings: Shared, overrides: Sequence[str]) -> None:
     offers = {
         "model": {"num_classes": None},
         "transform": {"data": None},
-        "balance": {"layer_count": None, "partitions": None},
+        "balance": {"module": None, "layer_count": None, "partitions": None},
         "engine": dict.fromkeys(takes),
         "optimizer": {"params": None},
     }

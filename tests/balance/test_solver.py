@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from functools import cache
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe_cli.balance.solver import solve
+
+
+def by_dynamic_programming(costs: list[int], partitions: int) -> int:
+    """The smallest possible largest sum, tried out in full."""
+    prefix = [0]
+    for cost in costs:
+        prefix.append(prefix[-1] + cost)
+
+    @cache
+    def best(end: int, parts: int) -> float:
+        if parts == 1:
+            return prefix[end]
+        return min(
+            (max(best(cut, parts - 1), prefix[end] - prefix[cut]) for cut in range(parts - 1, end)),
+            default=inf,
+        )
+
+    return int(best(len(costs), partitions))
+
+
+@given(st.data())
+def test_no_balance_is_better(data: st.DataObject) -> None:
+    costs = data.draw(st.lists(st.integers(0, 1000), min_size=1, max_size=40))
+    partitions = data.draw(st.integers(1, len(costs)))
+    solution = solve(costs, partitions)
+    assert len(solution.balance) == partitions
+    assert sum(solution.balance) == len(costs)
+    assert min(solution.balance) >= 1
+    begin, sums = 0, []
+    for length in solution.balance:
+        sums.append(sum(costs[begin : begin + length]))
+        begin += length
+    assert max(sums) == solution.largest == by_dynamic_programming(costs, partitions)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=60), st.integers(1, 8))
+def test_fractions_are_balanced_too(costs: list[float], partitions: int) -> None:
+    if partitions > len(costs):
+        return
+    solution = solve(costs, partitions)
+    assert min(solution.balance) >= 1 and sum(solution.balance) == len(costs)
+    assert solution.largest >= max(costs) * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("cost", [0.1, 1 / 3, 1e-300, 1e300])
+def test_equal_fractions_end_though_their_sums_are_rounded(cost: float) -> None:
+    """Bounds that are neighbouring numbers have no middle: bisecting them went on for ever."""
+    for layers in range(1, 40):
+        for partitions in range(1, layers + 1):
+            balance = solve([cost] * layers, partitions).balance
+            assert max(balance) == -(-layers // partitions)
+
+
+def test_the_cases_torchgpipe_got_wrong() -> None:
+    """Its solver took the smallest cost away first: equal layers became [1, 1, 1, 4], others an empty part."""
+    assert sorted(solve([1] * 7, 4).balance) == [1, 2, 2, 2]
+    assert 0 not in solve([100, 101, 100, 101, 100, 101, 100], 4).balance
+
+
+def test_ten_thousand_layers_take_few_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpipe_cli.balance import solver
+
+    probes = []
+    real = solver._probe
+    monkeypatch.setattr(solver, "_probe", lambda *words: probes.append(1) or real(*words))
+    costs = [(index * 7919) % 1009 + 1 for index in range(10_000)]
+    assert len(solve(costs, 64).balance) == 64
+    assert len(probes) < 40
+
+
+@pytest.mark.parametrize(
+    ("costs", "partitions", "says"),
+    [
+        ([1, 2], 3, r"fewer layers than partitions \(layers: 2, partitions: 3\)"),
+        ([1], 0, r"positive integer \(partitions: 0\)"),
+        ([1, -1], 1, "finite and not negative"),
+        ([1, float("nan")], 1, "finite and not negative"),
+        ([1, inf], 1, "finite and not negative"),
+    ],
+)
+def test_impossible_wishes_are_refused(costs: list[float], partitions: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        solve(costs, partitions)
