@@ -147,7 +147,9 @@ def _run_keyed(
 def _refuse(
     op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], generator_for: GeneratorFor
 ) -> Any:
-    named = _named_arguments(op, args, kwargs)
+    # What equals its default is left out of a dispatched call.
+    defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
+    named = defaults | _named_arguments(op, args, kwargs)
     # Attention and recurrent kernels carry the tag for their dropout; without it they draw nothing.
     probability = named.get("dropout_p", named.get("dropout"))
     if probability == 0 or named.get("train") is False:
