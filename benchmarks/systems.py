@@ -37,7 +37,7 @@ class Seat:
 class System:
     prepare: Callable[[Case, Seat], Step]
     threads: int = 1
-    """Intra-op threads of each process."""
+    """Intra-op threads of whatever thread computes."""
     processes: int = 1
 
 
