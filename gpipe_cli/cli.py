@@ -16,9 +16,9 @@ from typing import Any, NoReturn, TextIO
 
 from gpipe_cli.arguments import Invocation, parse
 from gpipe_cli.config.suggest import or_list
-from gpipe_cli.errors import INTERRUPTED, ConfigError, GpipeError
+from gpipe_cli.errors import ConfigError, GpipeError
 from gpipe_cli.help import COMMANDS, command_help, overview
-from gpipe_cli.report.text import plain
+from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.version import VERSION
 
 COMPLETION = ("-sc", "--shell-completion")
@@ -28,17 +28,15 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command line; the exit code is returned."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        return _dispatch(arguments)
-    except GpipeError as error:
-        return _fail(error, error.exit_code, arguments)
-    except KeyboardInterrupt as error:
-        return _fail(error, INTERRUPTED, arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:
         # Who read our output has gone (`gpipe ls | head`): that is no error, and Python must not flush into it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:  # noqa: BLE001 - the last place: whatever a layer raised ends as one line, code 1
-        return _fail(error, 1, arguments)
+    except BaseException as error:  # noqa: BLE001 - the last place: whatever a layer raised ends as one line
+        return _fail(error, debug="--debug" in arguments)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -141,25 +139,18 @@ def _say(text: str) -> int:
     return 0
 
 
-def _fail(error: BaseException, code: int, arguments: list[str]) -> int:
-    if "--debug" in arguments:
+def _fail(error: BaseException, *, debug: bool) -> int:
+    if debug:
         import traceback
 
         traceback.print_exception(error)
-    _print(f"gpipe: {describe(error)}", sys.stderr)
-    return code
-
-
-def describe(error: BaseException) -> str:
-    """One line for any exception, with the notes that say where it happened."""
     if isinstance(error, KeyboardInterrupt):
-        return "stopped by Ctrl-C"
-    text = plain(str(error))
-    if not isinstance(error, GpipeError):
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    notes = "".join(f" ({plain(note)})" for note in getattr(error, "__notes__", ()))
-    hint = "" if isinstance(error, GpipeError) else "; --debug shows the traceback"
-    return f"error: {text}{notes}{hint}"
+        line = "stopped by Ctrl-C"
+    else:
+        hint = "" if debug or isinstance(error, GpipeError) else "; --debug shows the traceback"
+        line = f"error: {describe(error)}{hint}"
+    _print(f"gpipe: {line}", sys.stderr)
+    return exit_code(error)
 
 
 def _print(text: str, stream: TextIO) -> None:
