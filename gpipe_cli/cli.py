@@ -14,11 +14,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TextIO
 
-from gpipe_cli.arguments import Invocation, parse
+from gpipe_cli.arguments import FLAGS, PLAIN_FLAGS, Invocation, parse
+from gpipe_cli.completion import complete
 from gpipe_cli.config.suggest import or_list
-from gpipe_cli.errors import INTERRUPTED, ConfigError, GpipeError
+from gpipe_cli.errors import ConfigError, GpipeError
 from gpipe_cli.help import COMMANDS, command_help, overview
-from gpipe_cli.report.text import plain
+from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.version import VERSION
 
 COMPLETION = ("-sc", "--shell-completion")
@@ -28,30 +29,27 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command line; the exit code is returned."""
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        return _dispatch(arguments)
-    except GpipeError as error:
-        return _fail(error, error.exit_code, arguments)
-    except KeyboardInterrupt as error:
-        return _fail(error, INTERRUPTED, arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:
         # Who read our output has gone (`gpipe ls | head`): that is no error, and Python must not flush into it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:  # noqa: BLE001 - the last place: whatever a layer raised ends as one line, code 1
-        return _fail(error, 1, arguments)
+    except BaseException as error:  # noqa: BLE001 - the last place: whatever a layer raised ends as one line
+        return _fail(error, debug="--debug" in arguments)
 
 
 def _dispatch(arguments: list[str]) -> int:
     command, *rest = arguments or ["--help"]
     if command in COMPLETION:
-        return _complete(rest)
+        complete(rest, _hydra_completion)
+        return 0
     if command in ("--help", "-h", "help"):
-        return _say(command_help(rest[0]) if rest and rest[0] in COMMANDS else overview())
+        return _say(command_help(_known(rest[0])) if rest else overview())
     if command in ("--version", "-V"):
         return _say(f"gpipe {VERSION}")
-    if command not in COMMANDS:
-        raise ConfigError(f"unknown command '{command}'; {or_list(command, COMMANDS)}")
-    invocation = parse(rest)
+    invocation = parse(rest, FLAGS if COMMANDS[_known(command)].configured else PLAIN_FLAGS)
     if invocation.version:
         return _say(f"gpipe {VERSION}")
     if invocation.help:
@@ -62,18 +60,23 @@ def _dispatch(arguments: list[str]) -> int:
     return 0
 
 
+def _known(command: str) -> str:
+    if command not in COMMANDS:
+        raise ConfigError(f"unknown command '{command}'; {or_list(command, COMMANDS)}")
+    return command
+
+
 def _configured(command: str, invocation: Invocation) -> int:
     """Check the configuration, then let Hydra compose and run it, once or as a sweep."""
     from gpipe_cli.commands.jobs import Jobs
     from gpipe_cli.config.load import Request, compose_all, register
 
     register()
-    flags = dict(zip(invocation.hydra, invocation.hydra[1:], strict=False))
     request = Request(
         command,
         invocation.words,
-        config_name=flags.get("--config-name", flags.get("-cn")),
-        config_dir=flags.get("--config-dir", flags.get("-cd")),
+        config_name=invocation.value("--config-name", "-cn"),
+        config_dir=invocation.value("--config-dir", "-cd"),
     )
     multirun = invocation.multirun
     overrides = compose_all(request, complete=not invocation.prints_config, multirun=multirun)
@@ -106,30 +109,18 @@ def _run_hydra(
         # Hydra prints and nothing else happens: if the reader goes (`| head`), so do we, without a word.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.argv = ["gpipe", *flags, *overrides]
-    hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
+    except SystemExit as ended:  # Hydra's own, after it has said all: what a job raises is kept by Jobs
+        if ended.code:
+            raise GpipeError("Hydra gave up; its reason is above") from ended
 
 
-def _complete(rest: list[str]) -> int:
-    """Tab completion: the first word is ours, what follows is Hydra's for that command."""
-    line = os.environ.get("COMP_LINE", "")
-    words = line.split()
-    answering = any(word.startswith("query=") for word in rest)
-    command = words[1] if len(words) > 1 else ""
-    typing_command = len(words) < 2 or (len(words) == 2 and not line.endswith(" "))
-    if answering and (typing_command or command not in COMMANDS):
-        return _say(
-            "\n".join(name for name in (*COMMANDS, "--help", "--version") if name.startswith(command))
-        )
-    configured = command if command in COMMANDS and COMMANDS[command].configured else "train"
-    if answering:
-        before = line.index(command) if command else len(line)
-        os.environ["COMP_LINE"] = line[:before] + line[before + len(command) :].lstrip()
-        os.environ["COMP_POINT"] = str(len(os.environ["COMP_LINE"]))
+def _hydra_completion(command: str, words: list[str]) -> None:
     from gpipe_cli.config.load import register
 
     register()
-    _run_hydra(configured, ("-sc",), rest, _no_task, task_runs=False)
-    return 0
+    _run_hydra(command, ("-sc",), words, _no_task, task_runs=False)
 
 
 def _no_task(config: object) -> NoReturn:
@@ -141,25 +132,18 @@ def _say(text: str) -> int:
     return 0
 
 
-def _fail(error: BaseException, code: int, arguments: list[str]) -> int:
-    if "--debug" in arguments:
+def _fail(error: BaseException, *, debug: bool) -> int:
+    if debug:
         import traceback
 
         traceback.print_exception(error)
-    _print(f"gpipe: {describe(error)}", sys.stderr)
-    return code
-
-
-def describe(error: BaseException) -> str:
-    """One line for any exception, with the notes that say where it happened."""
     if isinstance(error, KeyboardInterrupt):
-        return "stopped by Ctrl-C"
-    text = plain(str(error))
-    if not isinstance(error, GpipeError):
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    notes = "".join(f" ({plain(note)})" for note in getattr(error, "__notes__", ()))
-    hint = "" if isinstance(error, GpipeError) else "; --debug shows the traceback"
-    return f"error: {text}{notes}{hint}"
+        line = "stopped by Ctrl-C"
+    else:
+        hint = "" if debug or isinstance(error, GpipeError) else "; --debug shows the traceback"
+        line = f"error: {describe(error)}{hint}"
+    _print(f"gpipe: {line}", sys.stderr)
+    return exit_code(error)
 
 
 def _print(text: str, stream: TextIO) -> None:

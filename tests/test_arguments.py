@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_cli.arguments import parse
+from gpipe_cli.arguments import PLAIN_FLAGS, parse
 from gpipe_cli.errors import ConfigError
 
 
@@ -16,12 +16,12 @@ def test_flags_and_overrides_may_be_mixed_in_any_order() -> None:
     assert first.json and first.debug and second.json and second.debug
 
 
-@given(st.permutations(["--json", "--by time", "chunks=8", "-m", "recipe=x", "--cfg job"]))
+@given(st.permutations(["--json", "--by time", "chunks=8", "-m", "recipe=x", "--config-name mine"]))
 def test_no_order_of_words_changes_what_is_meant(order: list[str]) -> None:
     invocation = parse([word for pair in order for word in pair.split()])
     assert sorted(invocation.words) == ["balance=time", "chunks=8", "recipes=x"]
-    assert invocation.hydra[invocation.hydra.index("--cfg") + 1] == "job"
-    assert invocation.json and invocation.multirun and invocation.prints_config
+    assert invocation.value("--config-name", "-cn") == "mine"
+    assert invocation.json and invocation.multirun and not invocation.prints_config
 
 
 def test_by_is_short_for_the_balance_group() -> None:
@@ -37,7 +37,7 @@ def test_info_takes_a_topic_or_none() -> None:
     assert parse(["--info", "defaults", "chunks=2"]).hydra == ("--info", "defaults")
     assert parse(["--info", "chunks=2"]).hydra == ("--info", "all")
     assert parse(["--info", "chunks=2"]).words == ("chunks=2",)
-    assert parse(["--info", "--json"]).json
+    assert parse(["--info", "--debug"]).debug
 
 
 def test_an_equals_sign_in_an_override_is_left_alone() -> None:
@@ -53,3 +53,26 @@ def test_an_unknown_flag_is_refused_by_name(flag: str) -> None:
 def test_a_flag_without_its_value_is_refused() -> None:
     with pytest.raises(ConfigError, match="--config-dir needs a value"):
         parse(["--config-dir", "--json"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("-m --run", "-m and --run exclude each other"),
+        ("-m --cfg job", "-m and --cfg exclude each other"),
+        ("--cfg jop", "--cfg jop: did you mean 'job'?"),
+        ("--resolve", "--resolve needs --cfg"),
+        ("--cfg job --json", "--json has no effect with --cfg"),
+        ("--info --dry-run", "--dry-run has no effect with --info"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(words: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse(words.split())
+
+
+def test_a_command_without_a_configuration_takes_few_flags() -> None:
+    assert parse(["models", "--json"], PLAIN_FLAGS).json
+    for flag in ("--dry-run", "-m", "--cfg", "--config-dir", "--by"):
+        with pytest.raises(ConfigError, match=f"unknown flag {flag}; one of: --debug, --help, --json"):
+            parse([flag, "x"], PLAIN_FLAGS)

@@ -19,6 +19,7 @@ PACKAGE = Path(gpipe_cli.__file__).parent
 LEVELS = """
     __main__
     cli
+    completion
     help
     commands
     arguments

@@ -6,6 +6,7 @@ import importlib
 import json
 import shlex
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -15,9 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.load import settings_of
-from gpipe_cli.errors import GpipeError
+from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.tables import print_rows
-from gpipe_cli.report.text import plain
 
 Summary = Mapping[str, Any]
 
@@ -51,9 +51,7 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        if self.error is None:
-            return 0
-        return self.error.exit_code if isinstance(self.error, GpipeError) else 1
+        return 0 if self.error is None else exit_code(self.error)
 
 
 @final
@@ -76,6 +74,8 @@ class Jobs:
         except BaseException as error:  # noqa: BLE001 - a layer may raise anything; `finish` reports it
             self._outcomes.append(Outcome(job.overrides, error=error))
             if job.number is not None:
+                if self._invocation.debug:
+                    traceback.print_exception(error)
                 sys.stderr.write(f"job {job.number} {_reason(self._outcomes[-1])}\n")
             return None
         self._outcomes.append(Outcome(job.overrides, summary=summary))
@@ -139,7 +139,7 @@ class Jobs:
 def _reason(outcome: Outcome) -> str | None:
     if outcome.error is None:
         return None
-    return plain(f"FAILED ({outcome.exit_code}): {outcome.error or type(outcome.error).__name__}")
+    return f"FAILED ({outcome.exit_code}): {describe(outcome.error)}"
 
 
 def _model_name(choice: str | None, tree: DictConfig) -> str:

@@ -13,7 +13,10 @@ PIPELINE = "gpipe_cli.pipeline"
 
 @contextmanager
 def run_log(path: Path, *, partitions: bool, layers: bool) -> Iterator[logging.Logger]:
-    """Inside, gpipe's loggers write to the file; the pipeline's own lines only if asked for."""
+    """Inside, gpipe's loggers write to the file; the pipeline's own lines only if asked for.
+
+    What ends the run before its time is the last thing written.
+    """
     logger, pipeline = logging.getLogger(LOGGER), logging.getLogger(PIPELINE)
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -24,6 +27,9 @@ def run_log(path: Path, *, partitions: bool, layers: bool) -> Iterator[logging.L
     pipeline.setLevel(logging.DEBUG if layers else logging.INFO if partitions else logging.WARNING)
     try:
         yield logging.getLogger(f"{LOGGER}.commands")
+    except BaseException:
+        logger.exception("the run ends here")
+        raise
     finally:
         logger.removeHandler(handler)
         handler.close()

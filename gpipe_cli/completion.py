@@ -1,0 +1,71 @@
+"""Tab completion: what may follow on a half-typed command line.
+
+Commands, flags and the topics of `ls` are known here; keys and options are asked of Hydra, whose answer is then
+put into gpipe's words: no folder that merely lies beside recipes/, nothing of Hydra's own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout
+from dataclasses import fields
+from io import StringIO
+
+from gpipe_cli.arguments import FLAGS, PLAIN_FLAGS
+from gpipe_cli.commands.ls import PLURALS, TOPICS
+from gpipe_cli.config.schema import SCHEMAS
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.help import COMMANDS
+
+Hydra = Callable[[str, list[str]], None]
+"""Runs Hydra's own completion for a command with these words; it prints."""
+TASKS = ("install", "uninstall", "query")
+SHELLS = ("bash", "fish", "zsh")
+
+
+def complete(words: list[str], hydra: Hydra) -> None:
+    """Answer `gpipe -sc query=bash`, or hand `install=bash` to Hydra."""
+    task, _, shell = (words or [""])[0].partition("=")
+    if len(words) != 1 or task not in TASKS or shell not in SHELLS:
+        given = " ".join(words)
+        raise ConfigError(
+            f"-sc {given}: one of: {', '.join(f'{one}=bash' for one in TASKS)}, or fish, or zsh"
+        )
+    if task == "query":
+        sys.stdout.write(" ".join(_candidates(os.environ.get("COMP_LINE", ""), words, hydra)) + "\n")
+    else:
+        hydra("train", words)
+
+
+def _candidates(line: str, words: list[str], hydra: Hydra) -> list[str]:
+    """What the last word of the line may become."""
+    _program, _, typed = line.lstrip().partition(" ")
+    command, space, rest = typed.lstrip().partition(" ")
+    last = rest.rpartition(" ")[2]
+    if not space:
+        return _beginning(command, (*COMMANDS, "--help", "--version"))
+    if command not in COMMANDS:
+        return []
+    if last.startswith("-"):
+        return _beginning(last, FLAGS if COMMANDS[command].configured else PLAIN_FLAGS)
+    if command == "ls":
+        return _beginning(last, sorted({*TOPICS, *PLURALS}))
+    return _of_hydra(command, rest.lstrip(), words, hydra) if COMMANDS[command].configured else []
+
+
+def _of_hydra(command: str, rest: str, words: list[str], hydra: Hydra) -> list[str]:
+    """Keys and options; Hydra is shown a line without the command, in which `recipe` is its group `recipes`."""
+    kept = [word.replace("recipe=", "recipes=", 1) for word in rest.split(" ") if not word.startswith("-")]
+    os.environ["COMP_LINE"] = " ".join(["gpipe", *kept])
+    os.environ["COMP_POINT"] = str(len(os.environ["COMP_LINE"]))
+    with redirect_stdout(StringIO()) as answer:
+        hydra(command, words)
+    known = {field.name for field in fields(SCHEMAS[command])} | {"recipe"}
+    candidates = (word.replace("recipes=", "recipe=", 1) for word in answer.getvalue().split())
+    return [word for word in candidates if word.lstrip("+~").split("=")[0].split(".")[0] in known]
+
+
+def _beginning(typed: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(typed)]
