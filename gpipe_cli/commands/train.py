@@ -49,6 +49,8 @@ def run(settings: Train, job: Job) -> Summary:
         _write_origin(directory, job)
         with Journal.open(directory, plan, settings.log) as journal:
             journal.say(f"run directory: {directory}")
+            if settings.chunks > settings.batch_size:
+                journal.say(f"chunks={settings.chunks}: a batch_size of {settings.batch_size} makes fewer")
             began = time.perf_counter()
             last = journal.follow(train(engine, plan, feed.train, feed.test))
             save_weights(engine.module, directory, last.step)
@@ -65,7 +67,7 @@ def _plan(settings: Train, feed: Feed) -> Plan:
     return Plan(
         steps=settings.steps or settings.epochs * feed.steps_per_epoch,
         steps_per_epoch=feed.steps_per_epoch,
-        lr=float(settings.optimizer["lr"]),
+        lr=settings.optimizer["lr"],
         lr_schedule=instantiate(settings.lr_schedule, "lr_schedule", settings.allow),
         seed=settings.seed,
     )
