@@ -9,7 +9,7 @@ import textwrap
 from dataclasses import dataclass
 
 from gpipe_cli.config.fields import fields
-from gpipe_cli.config.locate import default_options, options
+from gpipe_cli.config.locate import default_options, options, takes_recipes
 from gpipe_cli.config.schema import GROUPS
 
 WIDTH = 110
@@ -128,8 +128,10 @@ def _groups(command: str) -> list[str]:
         if group in GROUPS:
             names = [f"{one.name}*" if chosen[group].name == one.name else one.name for one in options(group)]
             rows[group] = f"{field.meaning} Options: {', '.join(names)}."
-    recipes = ", ".join(one.name for one in options("recipes"))
-    return _table({**rows, **({"recipe": f"A whole proven run. Options: {recipes}."} if recipes else {})})
+    if takes_recipes(command):
+        names = [one.name for one in options("recipes")]
+        rows["recipe"] = f"A whole proven run. Options: {', '.join(names) or 'none yet'}."
+    return _table(rows)
 
 
 def _keys(command: str) -> list[str]:

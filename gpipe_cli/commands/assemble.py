@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,17 @@ from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.training.metrics import accuracy
 
-# Settings that say how a model is spread out and run; an engine takes those its `build` names.
-ENGINE_KEYS = ("balance", "schedule", "checkpoint", "partitions", "step_timeout", "deferred_batch_norm")
+# Keys that only some engines use, each with the argument of an engine's `build` that shows it does.
+ENGINE_KEYS = {
+    "balance": "balance",
+    "partitions": "balance",
+    "schedule": "schedule",
+    "checkpoint": "checkpoint",
+    "step_timeout": "step_timeout",
+    "deferred_batch_norm": "deferred_batch_norm",
+    "log.layers": "log_layers",
+    "log.partitions": "log_layers",
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,7 @@ def open_current_folder(settings: Shared) -> None:
 def make_model(settings: Shared, classes: int) -> nn.Sequential:
     """The model, initialised from the seed; without `num_classes` it gets as many as the data has."""
     torch.manual_seed(settings.seed if isinstance(settings, Train) else 0)
-    node = {key: value for key, value in settings.model.items() if key != "num_classes" or value is not None}
+    node = _chosen(settings, "model")
     offered = {} if "num_classes" in node else {"num_classes": classes}
     model = instantiate(node, "model", settings.allow, **offered)
     if not isinstance(model, nn.Sequential):
@@ -75,10 +85,11 @@ def split_model(settings: Shared, model: nn.Sequential) -> Split:
         partitions=partitions,
     )
     devices = resolve_devices(settings.devices, partitions)
-    if len(devices) < len(balance) and settings.schedule.name != "interleaved":
+    too_few = len(devices) < len(balance) and settings.schedule.name != "interleaved"
+    if too_few or len(devices) > len(balance):
         raise ConfigError(
-            f"partitions={len(balance)}: there are {len(devices)} devices; "
-            f"give fewer partitions, or more devices such as devices=[cpu,cpu]"
+            f"devices={settings.devices}: {len(devices)} for {len(balance)} partitions; "
+            f"one device per partition is needed (only schedule=interleaved puts several partitions on one)"
         )
     return Split(balance, devices)
 
@@ -139,15 +150,18 @@ def check_components(settings: Shared, overrides: Sequence[str]) -> None:
     }
     for group in OPEN_GROUPS:
         if hasattr(settings, group):
-            node = {
-                key: value for key, value in getattr(settings, group).items() if key != "num_classes" or value
-            }
+            node = _chosen(settings, group)
             offered = {name: one for name, one in offers.get(group, {}).items() if name not in node}
             bind(node, group, settings.allow, offered)
-    used = takes | ({"partitions"} if "balance" in takes else set())
-    for key in ENGINE_KEYS:
-        if key not in used and _is_given(settings, key, overrides):
+    for key, argument in ENGINE_KEYS.items():
+        if argument not in takes and _is_given(settings, key, overrides):
             raise ConfigError(f"{key}: has no effect with {_engine_name(settings)}; leave it out")
+
+
+def _chosen(settings: Shared, group: str) -> dict[str, Any]:
+    """A component's node; a `num_classes` of null is left to the data."""
+    node: dict[str, Any] = getattr(settings, group)
+    return {key: value for key, value in node.items() if key != "num_classes" or value is not None}
 
 
 def _takes(settings: Shared) -> frozenset[str]:
@@ -159,7 +173,13 @@ def _engine_name(settings: Shared) -> str:
 
 
 def _is_given(settings: Shared, key: str, overrides: Sequence[str]) -> bool:
-    """On the command line, or by a recipe that moved it from its default."""
-    if any(re.match(rf"[+~]*{key}[.=]", word) for word in overrides):
+    """On the command line, or by a recipe that moved it from its default.
+
+    An evaluation has the settings of its run, which nobody gave it.
+    """
+    if any(re.match(rf"[+~]*{re.escape(key)}[.=]", word) for word in overrides):
         return True
-    return key != "balance" and getattr(settings, key, None) != getattr(type(settings)(), key, None)
+    if key == "balance" or not isinstance(settings, Train):
+        return False
+    value = attrgetter(key)
+    return bool(value(settings) != value(Train()))

@@ -15,6 +15,7 @@ from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.saved import saved_config, with_overrides
 from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import Eval
+from gpipe_cli.report.partitions import partition_rows, print_partitions
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.training.loop import evaluate
 from gpipe_cli.training.snapshot import load_weights, newest_weights
@@ -29,7 +30,14 @@ def run(settings: Eval, job: Job) -> Summary:
     feed = make_feed(settings)
     model = make_model(settings, feed.classes)
     load_weights(model, weights)
-    engine = make_engine(settings, model, split_model(settings, model), make_objective(settings))
+    split = split_model(settings, model)
+    partitions = partition_rows(model, split.balance, split.devices)
+    if job.dry_run:
+        if not job.json:
+            print_partitions(partitions)
+        return {"partitions": partitions, "weights": str(weights), "command": job.line}
+
+    engine = make_engine(settings, model, split, make_objective(settings))
     try:
         found, seconds = evaluate(engine, feed.ordered(settings.split))
     finally:

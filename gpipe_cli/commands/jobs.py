@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.arguments import Invocation
-from gpipe_cli.config.load import settings_of
+from gpipe_cli.config.load import CUSTOM, settings_of
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.tables import print_rows
 
@@ -28,6 +28,8 @@ class Job:
 
     command: str
     overrides: tuple[str, ...]
+    line: str
+    """The command that repeats it."""
     tree: DictConfig
     """The composed configuration as it is saved: references unresolved, so no secret is written."""
     model: str
@@ -36,11 +38,6 @@ class Job:
     """Its place in a sweep."""
     json: bool
     dry_run: bool
-
-    @property
-    def line(self) -> str:
-        """The command that repeats it."""
-        return shlex.join(["gpipe", self.command, *self.overrides])
 
 
 @dataclass(frozen=True)
@@ -96,15 +93,29 @@ class Jobs:
 
     def _job(self, tree: DictConfig) -> Job:
         hydra = HydraConfig.get()
+        overrides = tuple(hydra.overrides.task)
         return Job(
             command=self._command,
-            overrides=tuple(hydra.overrides.task),
+            overrides=overrides,
+            line=self._line(overrides),
             tree=tree,
             model=_model_name(hydra.runtime.choices.get("model"), tree),
             number=hydra.job.num if self._invocation.multirun else None,
             json=self._invocation.json,
             dry_run=self._invocation.dry_run,
         )
+
+    def _line(self, overrides: Sequence[str]) -> str:
+        """As it was typed; a job of a sweep with its own values."""
+        words = overrides if self._invocation.multirun else self._invocation.words
+        own = [word for word in words if not word.endswith(f"={CUSTOM}")]
+        elsewhere = [
+            part
+            for flag, short in (("--config-dir", "-cd"), ("--config-name", "-cn"))
+            if (value := self._invocation.value(flag, short)) is not None
+            for part in (flag, value)
+        ]
+        return shlex.join(["gpipe", self._command, *own, *elsewhere])
 
     def _show_sweep(self) -> None:
         if not self._outcomes:  # Hydra only printed the configuration
@@ -143,6 +154,6 @@ def _reason(outcome: Outcome) -> str | None:
 
 
 def _model_name(choice: str | None, tree: DictConfig) -> str:
-    if choice not in (None, "custom"):
+    if choice not in (None, CUSTOM):
         return str(choice)
     return str(OmegaConf.select(tree, "model._target_", default="model")).rpartition(".")[2]

@@ -11,8 +11,8 @@ from typing import Any, final
 
 from gpipe_cli.commands.logs import run_log
 from gpipe_cli.config.schema import Log
+from gpipe_cli.report.numbers import readable
 from gpipe_cli.report.progress import Watcher, watcher
-from gpipe_cli.report.tables import readable
 from gpipe_cli.training.loop import Evaluated, Fact, Plan, Trained
 from gpipe_cli.training.metrics import MetricsFile
 

@@ -55,21 +55,9 @@ def _print_lines(listing: dict[str, list[dict[str, str]]]) -> None:
 
 
 def _print_tables(listing: dict[str, list[dict[str, str]]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from gpipe_cli.report.tables import print_rows  # rich takes time that a pipe need not wait for
 
-    console = Console()
     for topic, rows in listing.items():
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        table = Table(title=topic, title_justify="left", box=None, header_style="bold", pad_edge=False)
-        for column in columns:
-            table.add_column(column, no_wrap=column != "description")
-        for row in rows:
-            table.add_row(*(Text(_readable(column, row.get(column, ""))) for column in columns))
-        console.print(table if rows else f"{topic}: none")
-        console.print()
-
-
-def _readable(column: str, value: str) -> str:
-    return f"{int(value) / 1e6:.2f}M" if column == "parameters" else value
+        columns = list(dict.fromkeys(key for row in rows for key in row)) or ["name"]
+        print_rows(topic, columns, [[row.get(column) for column in columns] for row in rows])
+        sys.stdout.write("\n")

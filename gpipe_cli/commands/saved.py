@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -32,17 +31,14 @@ def with_overrides(saved: DictConfig, composed: DictConfig, overrides: Sequence[
 
     An option chosen anew (`balance=uniform`) replaces the whole component, a key (`chunks=2`) that key.
     """
-    result = OmegaConf.create(OmegaConf.to_container(composed))
-    assert isinstance(result, DictConfig)
     given = [word.lstrip("+~").partition("=")[0] for word in overrides]
-    for key in composed:
-        if key in saved and key not in given:
-            result[key] = saved[key]
+    # As text, references and all: they are resolved later, where a mistake in them is told as one.
+    before, now = OmegaConf.to_container(saved), OmegaConf.to_container(composed)
+    assert isinstance(before, dict) and isinstance(now, dict)
+    result = OmegaConf.create(
+        {key: before[key] if key in before and key not in given else now[key] for key in now}
+    )
     for path in given:
         if "." in path and path.partition(".")[0] not in given:
-            OmegaConf.update(result, path, _value(composed, path), force_add=True)
+            OmegaConf.update(result, path, OmegaConf.select(composed, path), force_add=True)
     return result
-
-
-def _value(tree: DictConfig, path: str) -> Any:
-    return OmegaConf.select(tree, path)

@@ -70,7 +70,7 @@ def _plan(settings: Train, feed: Feed) -> Plan:
     return Plan(
         steps=settings.steps or settings.epochs * feed.steps_per_epoch,
         steps_per_epoch=feed.steps_per_epoch,
-        lr=float(settings.optimizer["lr"]),
+        lr=settings.optimizer["lr"],
         lr_schedule=instantiate(settings.lr_schedule, "lr_schedule", settings.allow),
         seed=settings.seed,
     )

@@ -29,6 +29,7 @@ AT_LEAST = {
     "epochs": 1,
     "steps": 1,
     "log.every": 1,
+    "model.num_classes": 1,
     "seed": 0,
 }
 POSITIVE = ("clip_grad_norm", "step_timeout")
@@ -51,13 +52,15 @@ def _problems(settings: Shared) -> Iterator[str]:
     for group in OPEN_GROUPS:
         if hasattr(settings, group) and not getattr(settings, group).get("_target_"):
             yield f"{group}: nothing chosen; give {group}=<option>, see `gpipe {_command(settings)} --help`"
+    if isinstance(settings, Train) and settings.optimizer.get("_target_") and "lr" not in settings.optimizer:
+        yield "optimizer.lr: must be given; lr_schedule multiplies it"
     if isinstance(settings, Eval) and settings.run is None:
         yield "run: say which run to evaluate, run=runs/train/..."
 
 
 def _numbers(flat: Mapping[str, Any]) -> Iterator[str]:
     for key, least in AT_LEAST.items():
-        if flat.get(key) is not None and flat[key] < least:
+        if _is_count(flat.get(key)) and flat[key] < least:
             yield f"{key}={flat[key]}: must be at least {least}"
     for key in POSITIVE:
         if flat.get(key) is not None and not flat[key] > 0:
@@ -82,21 +85,28 @@ def _choices(flat: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _devices(settings: Shared) -> Iterator[str]:
-    devices, partitions = settings.devices, settings.partitions
+    devices = settings.devices
+    if devices == "auto":
+        return
     if isinstance(devices, list):
-        if not devices or not all(
-            isinstance(one, str | int) and not isinstance(one, bool) for one in devices
-        ):
+        if not devices or not all(isinstance(one, str) or _is_count(one) for one in devices):
             yield f"devices={devices}: a list of names or numbers is needed, such as [cpu,cpu] or [0,1]"
-        elif (
-            partitions is not None and partitions != len(devices) and settings.schedule.name != "interleaved"
-        ):
-            yield (
-                f"partitions={partitions}: devices lists {len(devices)}; one device per partition is needed "
-                f"(only schedule=interleaved puts several partitions on one)"
-            )
-    elif devices != "auto" and (not _is_count(devices) or devices < 1):
+        else:
+            yield from _one_each(settings, len(devices))
+    elif not _is_count(devices) or devices < 1:
         yield f"devices={devices}: must be auto, a number of devices or a list such as [cpu,cpu]"
+    else:
+        yield from _one_each(settings, devices)
+
+
+def _one_each(settings: Shared, devices: int) -> Iterator[str]:
+    partitions, interleaved = settings.partitions, settings.schedule.name == "interleaved"
+    if partitions is None or partitions == devices or (interleaved and partitions > devices):
+        return
+    yield (
+        f"partitions={partitions}: devices={settings.devices} are {devices}; one device per partition is needed "
+        f"(only schedule=interleaved puts several partitions on one)"
+    )
 
 
 def _balance(settings: Shared) -> Iterator[str]:

@@ -27,7 +27,7 @@ from yaml import MarkedYAMLError, YAMLError
 
 from gpipe_cli.config.check import check
 from gpipe_cli.config.fields import fields
-from gpipe_cli.config.locate import conf_dir, home, options
+from gpipe_cli.config.locate import conf_dir, home, options, takes_recipes
 from gpipe_cli.config.schema import GROUPS, OPEN_GROUPS, SCHEMAS, Shared
 from gpipe_cli.config.suggest import did_you_mean, or_list
 from gpipe_cli.config.targets import check_targets
@@ -72,6 +72,10 @@ def compose_all(request: Request, *, complete: bool = True, multirun: bool = Fal
     with _initialised(request), _as_config_error(request.command):
         # The components of an evaluation are those of its run, so their keys need not be those of the defaults.
         asked = _forced(request.overrides, OPEN_GROUPS if request.command == "eval" else ())
+        if any(word.startswith("recipes=") for word in asked) and not takes_recipes(request.command):
+            raise ConfigError(
+                f"recipe: gpipe {request.command} takes none, its settings are those of its run"
+            )
         parsed = _parse(asked)
         several = [one for one in parsed if one.is_sweep_override()]
         if several and not multirun:
@@ -124,7 +128,10 @@ def _check_allow(settings: Shared, overrides: Sequence[str]) -> None:
     """`allow` opens the door to code, so only the person at the command line may set it, never a file."""
     given = any(word.lstrip("+").startswith("allow=") for word in overrides)
     if settings.allow and not given:
-        raise ConfigError(f"allow={settings.allow}: may only be given on the command line, not in a file")
+        names = ",".join(settings.allow)
+        raise ConfigError(
+            f"allow=[{names}]: may only be given on the command line, not in a file; add it there if you trust them"
+        )
     for package in settings.allow:
         if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", package):
             raise ConfigError(f"allow={settings.allow}: {package!r} is no package name")

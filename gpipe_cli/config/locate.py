@@ -57,10 +57,18 @@ def options(group: str) -> list[Option]:
     return [Option(path.stem, path) for path in sorted(folder.glob("*.yaml"))]
 
 
+def takes_recipes(command: str) -> bool:
+    return "  - recipes: null\n" in _primary(command)
+
+
 def default_options(command: str) -> dict[str, Option]:
     """The option each group has when nothing is said, as the command's primary config lists them."""
-    text = (conf_dir() / f"{command}.yaml").read_text(encoding="utf-8")
+    text = _primary(command)
     chosen = dict(re.findall(r"^  - (\w+): (\w+)$", text, flags=re.MULTILINE))
     return {
         group: option for group, name in chosen.items() for option in options(group) if option.name == name
     }
+
+
+def _primary(command: str) -> str:
+    return (conf_dir() / f"{command}.yaml").read_text(encoding="utf-8")

@@ -11,33 +11,33 @@ from gpipe_cli.errors import ConfigError
 
 
 def resolve_devices(devices: Any, partitions: int) -> list[torch.device]:
-    """One device per partition: as listed, or the first of what `auto` finds."""
-    if isinstance(devices, list):
-        return [_device(one) for one in devices]
+    """The devices of so many partitions: `auto` takes as many as there are partitions, and shares a CPU."""
     found = available(devices)
-    if len(found) == 1 and found[0].type == "cpu":
-        return found * partitions
-    return found[:partitions]
+    if devices != "auto":
+        return found
+    return found * partitions if found[0].type == "cpu" else found[:partitions]
 
 
 def available(devices: Any) -> list[torch.device]:
-    """The devices a setting stands for; the CPU counts as one that can be shared."""
+    """The devices a setting stands for; for `auto` a CPU counts once."""
     if isinstance(devices, list):
         return [_device(one) for one in devices]
-    gpus = torch.cuda.device_count()
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     if devices == "auto":
-        return [torch.device("cuda", index) for index in range(gpus)] or [torch.device("cpu")]
-    if gpus == 0:
+        return gpus or [torch.device("cpu")]
+    if not gpus:
         return [torch.device("cpu")] * int(devices)
-    if devices > gpus:
-        raise ConfigError(f"devices={devices}: this machine has {gpus} CUDA devices")
-    return [torch.device("cuda", index) for index in range(devices)]
+    if devices > len(gpus):
+        raise ConfigError(
+            f"devices={devices}: this machine has {len(gpus)} CUDA devices; give at most that many"
+        )
+    return gpus[:devices]
 
 
 def default_partitions(devices: Any) -> int:
-    """One per device, 2 on a CPU."""
+    """One per device, 2 on a CPU that was not asked for by number or name."""
     found = available(devices)
-    return 2 if found == [torch.device("cpu")] and not isinstance(devices, list) else len(found)
+    return 2 if devices == "auto" and found[0].type == "cpu" else len(found)
 
 
 def set_threads(threads: Any, devices: list[torch.device]) -> int:

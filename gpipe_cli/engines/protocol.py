@@ -6,7 +6,7 @@ Forward, backward, clipping, the finite check and the update happen inside; the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -40,14 +40,6 @@ class Objective:
     """None where nothing is trained."""
     clip_grad_norm: float | None = None
     precision: str = "fp32"
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Which layers run where."""
-
-    balance: list[int]
-    devices: list[torch.device] = field(default_factory=list)
 
 
 class Engine(Protocol):

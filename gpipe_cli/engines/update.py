@@ -54,21 +54,25 @@ class Update:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.scaler.unscale_(self.optimizer)
-        norm = None if self._clip is None else self._clip_gradients(self._clip)
+        norm = self._clip_gradients()
         before = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return UpdateFacts(grad_norm=norm, skipped=self.scaler.get_scale() < before)
 
-    def _clip_gradients(self, largest: float) -> float:
+    def _clip_gradients(self) -> float | None:
+        """The norm of the gradients before they were clipped; None where none is asked for, or it overflowed."""
+        if self._clip is None:
+            return None
         gradients = [one.grad for one in self._parameters if one.grad is not None]
         norm = global_norm(gradients)
-        if math.isfinite(norm):
-            factor = min(1.0, largest / (norm + 1e-6))
-            for gradient in gradients:
-                gradient.mul_(factor)
-        elif not self.scaler.is_enabled():  # an fp16 overflow is the scaler's to handle
+        if not math.isfinite(norm):
+            if self.scaler.is_enabled():  # an fp16 overflow is the scaler's to handle
+                return None
             raise NumericError(f"the gradient norm is {norm}; try a smaller optimizer.lr")
+        factor = min(1.0, self._clip / (norm + 1e-6))
+        for gradient in gradients:
+            gradient.mul_(factor)
         return norm
 
 

@@ -11,6 +11,8 @@ from typing import Protocol, Self, final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from gpipe_cli.report.text import plain
+
 
 class Watcher(Protocol):
     """Who is told how training goes."""
@@ -72,7 +74,7 @@ class Bar:
         )
 
     def say(self, line: str) -> None:
-        self._progress.console.print(line, markup=False, highlight=False)
+        self._progress.console.print(plain(line), markup=False, highlight=False, soft_wrap=True)
 
 
 @final
@@ -98,7 +100,7 @@ class Lines:
             )
 
     def say(self, line: str) -> None:
-        sys.stderr.write(f"{line}\n")
+        sys.stderr.write(f"{plain(line)}\n")
         sys.stderr.flush()
 
 

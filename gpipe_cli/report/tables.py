@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gpipe_cli.report.numbers import readable
 from gpipe_cli.report.text import plain
 
 WIDE = 500
+LONG = ("overrides", "result", "description")  # columns that are folded where the terminal is narrow
 
 
 def print_facts(title: str, facts: Mapping[str, Any]) -> None:
@@ -22,31 +24,24 @@ def print_facts(title: str, facts: Mapping[str, Any]) -> None:
     table.add_column(overflow="fold")
     for name, value in facts.items():
         table.add_row(name, Text(plain(readable(name, value))))
-    _console().print(table)
+    _print(table)
 
 
 def print_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column not in LONG)
     for row in rows:
         table.add_row(*(Text(plain(readable(name, cell))) for name, cell in zip(columns, row, strict=True)))
-    _console().print(table)
+    _print(table)
 
 
-def _console() -> Console:
-    """stdout; in a pipe there is no edge to fold at, and a folded path could not be copied."""
-    return Console() if sys.stdout.isatty() else Console(width=WIDE)
-
-
-def readable(name: str, value: Any) -> str:
-    """Fractions as per cent, times with a unit, the rest short."""
-    if value is None:
-        return "-"
-    if name in ("top1", "top5"):
-        return f"{100 * value:.2f} %"
-    if name == "seconds":
-        return f"{value:.1f} s"
-    if name == "parameters":
-        return f"{value / 1e6:.2f}M"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _print(table: Table) -> None:
+    """On a terminal as wide as that; in a pipe there is no edge to fold at, and no one to see padding."""
+    if sys.stdout.isatty():
+        Console().print(table)
+        return
+    console = Console(width=WIDE)
+    with console.capture() as captured:
+        console.print(table)
+    sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())

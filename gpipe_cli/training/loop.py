@@ -7,6 +7,7 @@ writes the facts down.
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -98,6 +99,11 @@ def train(engine: Engine, plan: Plan, train_batches: Batches, eval_batches: Batc
             if step == plan.steps:
                 break
         found, took = evaluate(engine, eval_batches(epoch))
+        if not math.isfinite(found.loss):  # the last update may have done it: such weights are not saved
+            raise NumericError(
+                f"the evaluation's loss is {found.loss}; try a smaller optimizer.lr or clip_grad_norm=1 "
+                f"(after step {step}, epoch {epoch + 1})"
+            )
         seconds = time.perf_counter() - began
         yield Evaluated(step, epoch, found.loss, found.means, found.samples, lr, took, seconds)
 

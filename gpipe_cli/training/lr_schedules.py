@@ -9,6 +9,15 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, final
 
+from gpipe_cli.errors import ConfigError
+
+
+def _check(key: str, value: float, least: float = 0.0, most: float = math.inf) -> None:
+    """A rate must not turn negative or stop moving because a number is out of its range."""
+    if not least <= value <= most:
+        limits = f"at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+        raise ConfigError(f"lr_schedule.{key}={value}: must be {limits}")
+
 
 class LrSchedule(Protocol):
     def factor(self, step: int, total: int) -> float:
@@ -31,6 +40,9 @@ def _warm(step: int, total: int, warmup: float) -> tuple[float, float]:
 class Constant:
     warmup: float = 0
 
+    def __post_init__(self) -> None:
+        _check("warmup", self.warmup)
+
     def factor(self, step: int, total: int) -> float:
         return _warm(step, total, self.warmup)[0]
 
@@ -40,6 +52,10 @@ class Constant:
 class Cosine:
     warmup: float = 0
     final: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check("warmup", self.warmup)
+        _check("final", self.final)
 
     def factor(self, step: int, total: int) -> float:
         rising, progress = _warm(step, total, self.warmup)
@@ -53,6 +69,14 @@ class Step:
     drop: float = 0.1
     warmup: float = 0
 
+    def __post_init__(self) -> None:
+        for index, milestone in enumerate(self.milestones):
+            if not isinstance(milestone, int | float):
+                raise ConfigError(f"lr_schedule.milestones={self.milestones}: expected a list of numbers")
+            _check(f"milestones[{index}]", milestone, most=1)
+        _check("drop", self.drop)
+        _check("warmup", self.warmup)
+
     def factor(self, step: int, total: int) -> float:
         passed = sum(step >= milestone * total for milestone in self.milestones)
         return float(_warm(step, total, self.warmup)[0] * self.drop**passed)
@@ -64,6 +88,11 @@ class OneCycle:
     rise: float = 0.3
     start: float = 0.04
     final: float = 0.0001
+
+    def __post_init__(self) -> None:
+        _check("rise", self.rise, most=1)
+        _check("start", self.start)
+        _check("final", self.final)
 
     def factor(self, step: int, total: int) -> float:
         top = max(1.0, self.rise * total - 1)

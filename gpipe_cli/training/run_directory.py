@@ -18,16 +18,22 @@ LONGEST_NAME = 80
 
 def check_run_dir(run_dir: str | None, number: int | None) -> None:
     """Complain of a directory that cannot be used before anything expensive is done."""
-    if run_dir is None:
-        return
-    path = _explicit(run_dir, number)
-    if path.is_dir() and any(path.iterdir()):
-        raise ConfigError(f"run_dir={path}: exists and is not empty; choose another one, or remove it")
-    if path.exists() and not path.is_dir():
-        raise ConfigError(f"run_dir={path}: is a file")
-    parent = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
-    if not os.access(parent, os.W_OK):
-        raise ResourceError(f"run_dir={path}: {parent} cannot be written to")
+    if run_dir == "":
+        raise ConfigError("run_dir=: give a directory, or null for runs/<command>/<model>/<time>")
+    path = Path("runs") if run_dir is None else _explicit(run_dir, number)
+    try:
+        if run_dir is not None and path.is_dir() and any(path.iterdir()):
+            raise ConfigError(f"run_dir={path}: exists and is not empty; choose another one, or remove it")
+        nearest = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # a name too long, one that holds a NUL, a folder that may not be read
+        raise ConfigError(f"run_dir={path}: cannot be used: {error}") from error
+    if not nearest.is_dir():
+        raise ConfigError(f"run_dir={path}: {nearest} is a file; choose another directory")
+    if not os.access(nearest, os.W_OK):
+        raise ResourceError(f"run_dir={path}: {nearest} cannot be written to")
 
 
 def make_run_directory(run_dir: str | None, command: str, name: str, number: int | None) -> Path:
@@ -63,7 +69,7 @@ def _new(base: Path) -> Path:
 
 def _safe(name: str) -> str:
     """A name as one component of a path."""
-    return re.sub(r"[^\w.-]+", "_", name).strip(".")[:LONGEST_NAME] or "model"
+    return re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII).strip(".")[:LONGEST_NAME] or "model"
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import safetensors
@@ -15,17 +16,19 @@ def save_weights(module: nn.Module, run: Path, step: int) -> Path:
     """`snapshots/step-N/model.safetensors`, complete or not there at all."""
     directory = run / "snapshots" / f"step-{step:08d}"
     path = directory / "model.safetensors"
-    temporary = path.with_suffix(".tmp")
+    temporary = directory.with_suffix(".tmp")
     # The format refuses tensors that share memory; tied ones are written once under each name.
     tensors = {
         name: tensor.detach().cpu().contiguous().clone() for name, tensor in module.state_dict().items()
     }
     try:
-        directory.mkdir(parents=True)
-        save_file(tensors, temporary, metadata={"step": str(step)})
-        temporary.replace(path)
+        temporary.mkdir(parents=True)
+        save_file(tensors, temporary / path.name, metadata={"step": str(step)})
+        temporary.rename(directory)
     except (OSError, safetensors.SafetensorError) as error:
         raise ResourceError(f"{path}: the weights cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return path
 
 
