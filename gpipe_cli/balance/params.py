@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from gpipe_cli.balance.solver import solve
+from gpipe_cli.balance.result import Balanced
 
 
-def balance(module: nn.Sequential, partitions: int) -> list[int]:
-    return solve([sum(one.numel() for one in layer.parameters()) for layer in module], partitions).balance
+def balance(module: nn.Sequential, partitions: int) -> Balanced:
+    costs = [sum(one.numel() for one in layer.parameters()) for layer in module]
+    return Balanced.by(costs, partitions, "parameters")

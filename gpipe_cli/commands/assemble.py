@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpipe_cli.balance.result import Balanced
+from gpipe_cli.commands.feed import Feed
 from gpipe_cli.config.schema import OPEN_GROUPS, Shared, Train
 from gpipe_cli.config.targets import accepted, bind, instantiate
 from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_threads
@@ -40,8 +42,12 @@ ENGINE_KEYS = {
 class Split:
     """A model cut into partitions."""
 
-    balance: list[int]
+    balanced: Balanced
     devices: list[torch.device]
+
+    @property
+    def balance(self) -> list[int]:
+        return self.balanced.layers
 
 
 def open_current_folder(settings: Shared) -> None:
@@ -63,35 +69,44 @@ def make_model(settings: Shared, classes: int) -> nn.Sequential:
     return model
 
 
-def split_model(settings: Shared, model: nn.Sequential) -> Split:
+def split_model(settings: Shared, model: nn.Sequential, feed: Feed) -> Split:
     """The balance the settings ask for, and one device per partition."""
     if "balance" not in _takes(settings):  # an engine without partitions runs on one device
         device = resolve_devices(settings.devices, 1)
         if len(device) > 1:
             raise ConfigError(f"devices={settings.devices}: {_engine_name(settings)} runs on one device")
-        return Split([len(model)], device)
+        return Split(Balanced([len(model)], [1.0] * len(model), "layers"), device)
     layers = settings.balance.get("layers")
     partitions = settings.partitions or (len(layers) if layers else default_partitions(settings.devices))
     if partitions > len(model):
         raise ConfigError(
             f"partitions={partitions}: the model has only {len(model)} layers; give at most that many"
         )
-    balance = instantiate(
+    devices = resolve_devices(settings.devices, partitions)
+    too_few = len(devices) < partitions and settings.schedule.name != "interleaved"
+    if too_few or len(devices) > partitions:
+        raise ConfigError(
+            f"devices={settings.devices}: {len(devices)} for {partitions} partitions; "
+            f"one device per partition is needed (only schedule=interleaved puts several partitions on one)"
+        )
+    set_threads(settings.threads, devices)  # what is measured must run as it will be trained
+    balanced = instantiate(
         settings.balance,
         "balance",
         settings.allow,
         module=model,
         layer_count=len(model),
         partitions=partitions,
+        **_sample(settings, feed),
     )
-    devices = resolve_devices(settings.devices, partitions)
-    too_few = len(devices) < len(balance) and settings.schedule.name != "interleaved"
-    if too_few or len(devices) > len(balance):
-        raise ConfigError(
-            f"devices={settings.devices}: {len(devices)} for {len(balance)} partitions; "
-            f"one device per partition is needed (only schedule=interleaved puts several partitions on one)"
-        )
-    return Split(balance, devices)
+    return Split(balanced, devices)
+
+
+def _sample(settings: Shared, feed: Feed) -> dict[str, Any]:
+    """One micro-batch, for a method that measures."""
+    if "sample" not in accepted(settings.balance, "balance", settings.allow):
+        return {}
+    return {"sample": feed.micro_batch(settings.chunks)}
 
 
 def make_engine(settings: Shared, model: nn.Sequential, split: Split, objective: Objective) -> Engine:
@@ -144,7 +159,7 @@ def check_components(settings: Shared, overrides: Sequence[str]) -> None:
     offers = {
         "model": {"num_classes": None},
         "transform": {"data": None},
-        "balance": {"module": None, "layer_count": None, "partitions": None},
+        "balance": dict.fromkeys(("module", "layer_count", "partitions", "sample")),
         "engine": dict.fromkeys(takes),
         "optimizer": {"params": None},
     }

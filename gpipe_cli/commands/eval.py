@@ -30,7 +30,7 @@ def run(settings: Eval, job: Job) -> Summary:
     feed = make_feed(settings)
     model = make_model(settings, feed.classes)
     load_weights(model, weights)
-    split = split_model(settings, model)
+    split = split_model(settings, model, feed)
     partitions = partition_rows(model, split.balance, split.devices)
     if job.dry_run:
         if not job.json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from gpipe_cli.config.schema import Shared, Train
@@ -12,7 +12,7 @@ from gpipe_cli.data.checks import check_batch, check_labels
 from gpipe_cli.data.datasets import Data, Samples
 from gpipe_cli.data.loading import batch_count, batches
 from gpipe_cli.data.transforms import Transform, Transforms
-from gpipe_cli.engines.protocol import Batch
+from gpipe_cli.engines.protocol import Batch, Value
 from gpipe_cli.errors import ConfigError
 
 
@@ -42,6 +42,12 @@ class Feed:
         """All samples of a split once, first to last, none of them changed at random."""
         samples = self.data.train if split == "train" else self.data.test
         return self._batches(samples, self.transforms.test, epoch=0, shuffle=False)
+
+    def micro_batch(self, chunks: int) -> Value:
+        """The input of one micro-batch, to measure with: as many rows as the largest of a mini-batch has."""
+        rows = min(len(self.data.train), -(-self.batch_size // chunks))
+        first = replace(self, batch_size=rows).ordered("train")
+        return next(iter(first))[0]
 
     def samples_after(self, steps: int) -> int:
         """How many training samples that many steps have seen."""

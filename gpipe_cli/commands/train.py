@@ -35,7 +35,7 @@ def run(settings: Train, job: Job) -> Summary:
     check_components(settings, job.overrides)
     feed = make_feed(settings)
     model = make_model(settings, feed.classes)
-    split = split_model(settings, model)
+    split = split_model(settings, model, feed)
     plan = _plan(settings, feed)
     partitions = partition_rows(model, split.balance, split.devices)
     if job.dry_run:

@@ -1,0 +1,1 @@
+"""What each layer costs, measured as the pipeline would run it."""
