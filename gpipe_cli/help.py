@@ -47,6 +47,26 @@ COMMANDS = {
             "gpipe eval run=<directory> --json            # one JSON document on stdout",
         ),
     ),
+    "balance": Command(
+        "divide a model's layers among partitions",
+        "gpipe balance [--by time|params|uniform] [key=value ...] [flags]",
+        (
+            "gpipe balance --by time                      # measure every layer of the default model",
+            "gpipe balance --by time model=resnet101 partitions=4 chunks=8",
+            "gpipe balance --by params --json             # one JSON document on stdout",
+            "gpipe train $(gpipe balance --by time --json | jq -r .paste)",
+        ),
+    ),
+    "profile": Command(
+        "measure every layer of a model",
+        "gpipe profile [key=value ...] [flags]",
+        (
+            "gpipe profile                                # time and memory of each layer",
+            "gpipe profile model=resnet101 sort=time top=10",
+            "gpipe profile batch_size=128 chunks=8        # at the micro-batch size of such a run",
+            "gpipe profile --json                         # one JSON document on stdout",
+        ),
+    ),
     "ls": Command(
         "list what can be chosen",
         "gpipe ls [models|data|recipes|balance|schedules|engines|...] [--json]",

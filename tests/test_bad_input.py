@@ -10,7 +10,7 @@ import pytest
 # (words, exit code, what the line must say)
 CASES: list[tuple[str, int, str]] = [
     ("trian", 2, "unknown command 'trian'; did you mean 'train'?"),
-    ("frobnicate", 2, "one of: env, eval, ls, train"),
+    ("frobnicate", 2, "one of: balance, env, eval, ls, profile, train"),
     ("train --jsn", 2, "unknown flag --jsn; did you mean '--json'?"),
     ("train --by", 2, "--by needs a value"),
     ("train --by tmie", 2, "balance=tmie: no such option"),

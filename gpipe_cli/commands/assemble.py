@@ -18,11 +18,12 @@ from torch import nn
 
 from gpipe_cli.balance.result import Balanced
 from gpipe_cli.commands.feed import Feed
-from gpipe_cli.config.schema import OPEN_GROUPS, Shared, Train
+from gpipe_cli.config.schema import OPEN_GROUPS, Running, Shared, Train
 from gpipe_cli.config.targets import accepted, bind, instantiate
 from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_threads
 from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.training.metrics import accuracy
 
 # Keys that only some engines use, each with the argument of an engine's `build` that shows it does.
@@ -71,7 +72,9 @@ def make_model(settings: Shared, classes: int) -> nn.Sequential:
 
 def split_model(settings: Shared, model: nn.Sequential, feed: Feed) -> Split:
     """The balance the settings ask for, and one device per partition."""
-    if "balance" not in _takes(settings):  # an engine without partitions runs on one device
+    if isinstance(settings, Running) and "balance" not in _takes(
+        settings
+    ):  # an engine without partitions runs on one device
         device = resolve_devices(settings.devices, 1)
         if len(device) > 1:
             raise ConfigError(f"devices={settings.devices}: {_engine_name(settings)} runs on one device")
@@ -90,6 +93,7 @@ def split_model(settings: Shared, model: nn.Sequential, feed: Feed) -> Split:
             f"one device per partition is needed (only schedule=interleaved puts several partitions on one)"
         )
     set_threads(settings.threads, devices)  # what is measured must run as it will be trained
+    measures = "sample" in accepted(settings.balance, "balance", settings.allow)
     balanced = instantiate(
         settings.balance,
         "balance",
@@ -97,19 +101,18 @@ def split_model(settings: Shared, model: nn.Sequential, feed: Feed) -> Split:
         module=model,
         layer_count=len(model),
         partitions=partitions,
-        **_sample(settings, feed),
+        **({"sample": make_sample(settings, feed)} if measures else {}),
     )
     return Split(balanced, devices)
 
 
-def _sample(settings: Shared, feed: Feed) -> dict[str, Any]:
-    """One micro-batch, for a method that measures."""
-    if "sample" not in accepted(settings.balance, "balance", settings.allow):
-        return {}
-    return {"sample": feed.micro_batch(settings.chunks)}
+def make_sample(settings: Shared, feed: Feed) -> Sample:
+    """One micro-batch with its loss, to measure with."""
+    input, target = feed.micro_batch(settings.chunks)
+    return Sample(input, target, instantiate(settings.loss, "loss", settings.allow))
 
 
-def make_engine(settings: Shared, model: nn.Sequential, split: Split, objective: Objective) -> Engine:
+def make_engine(settings: Running, model: nn.Sequential, split: Split, objective: Objective) -> Engine:
     """The engine, with what its `build` asks for."""
     set_threads(settings.threads, split.devices)
     engine: Engine = instantiate(
@@ -133,7 +136,7 @@ def make_engine(settings: Shared, model: nn.Sequential, split: Split, objective:
     return engine
 
 
-def make_objective(settings: Shared) -> Objective:
+def make_objective(settings: Running) -> Objective:
     loss = instantiate(settings.loss, "loss", settings.allow)
     if not isinstance(settings, Train):
         return Objective(loss, accuracy, precision=settings.precision)
@@ -155,12 +158,11 @@ def make_objective(settings: Shared) -> Objective:
 
 def check_components(settings: Shared, overrides: Sequence[str]) -> None:
     """Look at the arguments of every component before any is built."""
-    takes = _takes(settings)
     offers = {
         "model": {"num_classes": None},
         "transform": {"data": None},
         "balance": dict.fromkeys(("module", "layer_count", "partitions", "sample")),
-        "engine": dict.fromkeys(takes),
+        "engine": dict.fromkeys(_takes(settings)) if isinstance(settings, Running) else {},
         "optimizer": {"params": None},
     }
     for group in OPEN_GROUPS:
@@ -168,6 +170,13 @@ def check_components(settings: Shared, overrides: Sequence[str]) -> None:
             node = _chosen(settings, group)
             offered = {name: one for name, one in offers.get(group, {}).items() if name not in node}
             bind(node, group, settings.allow, offered)
+    if isinstance(settings, Running):
+        _refuse_unused(settings, overrides)
+
+
+def _refuse_unused(settings: Running, overrides: Sequence[str]) -> None:
+    """A key the engine does not look at, if given, is a mistake."""
+    takes = _takes(settings)
     for key, argument in ENGINE_KEYS.items():
         if argument not in takes and _is_given(settings, key, overrides):
             raise ConfigError(f"{key}: has no effect with {_engine_name(settings)}; leave it out")
@@ -179,15 +188,15 @@ def _chosen(settings: Shared, group: str) -> dict[str, Any]:
     return {key: value for key, value in node.items() if key != "num_classes" or value is not None}
 
 
-def _takes(settings: Shared) -> frozenset[str]:
+def _takes(settings: Running) -> frozenset[str]:
     return accepted(settings.engine, "engine", settings.allow)
 
 
-def _engine_name(settings: Shared) -> str:
+def _engine_name(settings: Running) -> str:
     return f"engine={settings.engine['_target_'].split('.')[-2]}"
 
 
-def _is_given(settings: Shared, key: str, overrides: Sequence[str]) -> bool:
+def _is_given(settings: Running, key: str, overrides: Sequence[str]) -> bool:
     """On the command line, or by a recipe that moved it from its default.
 
     An evaluation has the settings of its run, which nobody gave it.

@@ -12,7 +12,7 @@ from gpipe_cli.data.checks import check_batch, check_labels
 from gpipe_cli.data.datasets import Data, Samples
 from gpipe_cli.data.loading import batch_count, batches
 from gpipe_cli.data.transforms import Transform, Transforms
-from gpipe_cli.engines.protocol import Batch, Value
+from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError
 
 
@@ -43,11 +43,10 @@ class Feed:
         samples = self.data.train if split == "train" else self.data.test
         return self._batches(samples, self.transforms.test, epoch=0, shuffle=False)
 
-    def micro_batch(self, chunks: int) -> Value:
-        """The input of one micro-batch, to measure with: as many rows as the largest of a mini-batch has."""
+    def micro_batch(self, chunks: int) -> Batch:
+        """One micro-batch, to measure with: as many rows as the largest of a mini-batch has."""
         rows = min(len(self.data.train), -(-self.batch_size // chunks))
-        first = replace(self, batch_size=rows).ordered("train")
-        return next(iter(first))[0]
+        return next(replace(self, batch_size=rows).ordered("train"))
 
     def samples_after(self, steps: int) -> int:
         """How many training samples that many steps have seen."""

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from gpipe_cli.config.locate import options
-from gpipe_cli.config.schema import OPEN_GROUPS, Eval, Shared, Train
+from gpipe_cli.config.schema import OPEN_GROUPS, SCHEMAS, Eval, Shared, Train
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError
 
@@ -20,6 +20,7 @@ CHOICES = {
     "checkpoint": ("always", "except_last", "never"),
     "precision": ("fp32", "bf16", "fp16"),
     "split": ("test", "train"),
+    "sort": ("order", "time", "memory"),
 }
 AT_LEAST = {
     "chunks": 1,
@@ -31,6 +32,8 @@ AT_LEAST = {
     "log.every": 1,
     "model.num_classes": 1,
     "seed": 0,
+    "top": 1,
+    "seconds": 0,
 }
 POSITIVE = ("clip_grad_norm", "step_timeout")
 LARGEST_SEED = 2**63 - 1
@@ -120,7 +123,7 @@ def _balance(settings: Shared) -> Iterator[str]:
 
 
 def _command(settings: Shared) -> str:
-    return "train" if isinstance(settings, Train) else "eval"
+    return next(command for command, schema in SCHEMAS.items() if isinstance(settings, schema))
 
 
 def _is_count(value: object) -> bool:

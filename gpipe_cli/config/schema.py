@@ -29,7 +29,7 @@ class Log:
 
 @dataclass
 class Shared:
-    """The keys that training and evaluation have in common."""
+    """The keys of every configured command: a model, samples for it, and how it is divided."""
 
     model: dict[str, Any] = field(default_factory=dict)
     """The model: an option of the group, or `model._target_=mypkg.build allow=[mypkg]`."""
@@ -38,17 +38,13 @@ class Shared:
     transform: dict[str, Any] = field(default_factory=dict)
     """What is done to each sample before it is batched."""
     loss: dict[str, Any] = field(default_factory=dict)
-    """What is minimised."""
+    """What is minimised; its time counts as the last layer's."""
     balance: dict[str, Any] = field(default_factory=dict)
     """How layers are divided among partitions; `--by X` is short for balance=X."""
     schedule: Schedule = field(default_factory=Schedule)
     """In which order the workers run their actions."""
-    engine: dict[str, Any] = field(default_factory=dict)
-    """What runs a step: one thread, or one worker per partition."""
     chunks: int = 4
     """Micro-batches per mini-batch."""
-    eval_chunks: int | None = None
-    """Micro-batches per mini-batch in evaluation; null: as many as `chunks`."""
     devices: Any = "auto"
     """auto (all GPUs, else the CPU), a number of devices, or a list such as [cpu,cpu] or [cuda:0,cuda:1]."""
     partitions: int | None = None
@@ -57,16 +53,26 @@ class Shared:
     """Intra-op threads per worker; auto: 1 where several partitions share the CPU, else all cores."""
     batch_size: int = 64
     """Samples per mini-batch."""
-    precision: str = "fp32"
-    """fp32, bf16 or fp16 (autocast; fp16 scales the loss)."""
-    step_timeout: float | None = None
-    """Seconds after which a step that does not end is given up; null: never."""
     allow: list[str] = field(default_factory=list)
     """Packages of yours that `_target_` may name; on the command line only."""
 
 
 @dataclass
-class Train(Shared):
+class Running(Shared):
+    """The keys that training and evaluation have in common."""
+
+    engine: dict[str, Any] = field(default_factory=dict)
+    """What runs a step: one thread, or one worker per partition."""
+    eval_chunks: int | None = None
+    """Micro-batches per mini-batch in evaluation; null: as many as `chunks`."""
+    precision: str = "fp32"
+    """fp32, bf16 or fp16 (autocast; fp16 scales the loss)."""
+    step_timeout: float | None = None
+    """Seconds after which a step that does not end is given up; null: never."""
+
+
+@dataclass
+class Train(Running):
     """gpipe train"""
 
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +98,7 @@ class Train(Shared):
 
 
 @dataclass
-class Eval(Shared):
+class Eval(Running):
     """gpipe eval"""
 
     run: str | None = None
@@ -101,6 +107,30 @@ class Eval(Shared):
     """Which samples: test or train."""
 
 
-SCHEMAS: dict[str, type[Shared]] = {"train": Train, "eval": Eval}
+@dataclass
+class Balance(Shared):
+    """gpipe balance"""
+
+
+@dataclass
+class Profile(Shared):
+    """gpipe profile"""
+
+    seconds: float = 3.0
+    """How long to measure; five runs at least."""
+    sort: str = "order"
+    """Order of the rows: order (of the model), time or memory."""
+    top: int | None = None
+    """How many rows to show; null: all."""
+    run_dir: str | None = None
+    """Directory of the profile; null: runs/<command>/<model>/<time>."""
+
+
+SCHEMAS: dict[str, type[Shared]] = {
+    "train": Train,
+    "eval": Eval,
+    "balance": Balance,
+    "profile": Profile,
+}
 OPEN_GROUPS = ("model", "data", "transform", "loss", "balance", "engine", "optimizer", "lr_schedule")
 GROUPS = (*OPEN_GROUPS, "schedule")

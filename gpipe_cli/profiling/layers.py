@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.pipeline.buffers import all_buffers, restore, save
 from gpipe_cli.pipeline.gpipe import GPipe
+from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
 from gpipe_cli.schedule.action import Action
 
@@ -41,13 +42,23 @@ class LayerProfile:
     backward_ms: float
 
 
+@final
+@dataclass(frozen=True)
+class Sample:
+    """One micro-batch to measure with; a loss counts as part of the last layer, as in a pipeline."""
+
+    input: Value
+    target: Tensor | None = None
+    loss: LossFunction | None = None
+
+
 def profile_layers(
-    module: nn.Sequential, sample: Value, *, seconds: float = 1.0, repeats: int = 5
+    module: nn.Sequential, sample: Sample, *, seconds: float = 1.0, repeats: int = 5
 ) -> list[LayerProfile]:
-    """Medians of at least `repeats` runs, and of more while `seconds` last; `sample` is one micro-batch."""
+    """Medians of at least `repeats` runs, and of more while `seconds` last."""
     if any(parameter.grad is not None for parameter in module.parameters()):
         raise ValueError("some parameter already has gradient")
-    device = tensors_of(sample)[0].device
+    device = tensors_of(sample.input)[0].device
     with _left_as_found(module):
         pipe = GPipe(module, [1] * len(module), devices=[device], checkpoint="never", schedule="interleaved")
         with pipe:
@@ -85,16 +96,19 @@ def _left_as_found(module: nn.Module) -> Iterator[None]:
             one.training = training
 
 
-def _step(pipe: GPipe, sample: Value) -> None:
-    # The pipe's own key would be drawn from torch's default generator, which must not move.
+def _step(pipe: GPipe, sample: Sample) -> None:
+    if sample.loss is not None and sample.target is not None:
+        pipe.step(sample.input, sample.target, sample.loss, key=0)
+        return
+    # The pipe draws its key from torch's default generator, which must be left where it was.
     with torch.random.fork_rng(devices=[]):
-        output = pipe(sample)
+        output = pipe(sample.input)
     outputs = [one for one in tensors_of(output) if one.requires_grad]
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
 
 
-def _measure(pipe: GPipe, sample: Value, seconds: float, repeats: int) -> dict[tuple[int, str], list[float]]:
+def _measure(pipe: GPipe, sample: Sample, seconds: float, repeats: int) -> dict[tuple[int, str], list[float]]:
     times: dict[tuple[int, str], list[float]] = defaultdict(list)
 
     def record(action: Action, phase: str, begin: float, end: float) -> None:
@@ -141,7 +155,7 @@ class _Seen:
         return tensor
 
 
-def _look(pipe: GPipe, sample: Value) -> list[_Seen]:
+def _look(pipe: GPipe, sample: Sample) -> list[_Seen]:
     """One step with hooks around every layer."""
     parameters = {one.untyped_storage().data_ptr() for one in pipe.parameters()}
     seen = [_Seen(parameters) for _ in pipe]

@@ -12,6 +12,7 @@ from gpipe_cli.balance.result import Balanced
 from gpipe_cli.balance.time import balance as by_time
 from gpipe_cli.balance.uniform import balance as uniform
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.profiling.layers import Sample
 
 
 def test_uniform_spreads_the_remainder_evenly() -> None:
@@ -41,7 +42,7 @@ class Slow(nn.Module):
 
 def test_time_gives_slow_layers_a_partition_of_their_own() -> None:
     module = nn.Sequential(nn.Identity(), nn.Identity(), Slow(), Slow(), nn.Identity())
-    balanced = by_time(module, torch.randn(2, 2, requires_grad=True), 2, seconds=0)
+    balanced = by_time(module, Sample(torch.randn(2, 2, requires_grad=True)), 2, seconds=0)
     assert balanced.layers == [3, 2]
     assert balanced.unit == "ms" and balanced.sums[0] > 9
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.profiling.layers import profile_layers
+from gpipe_cli.profiling.layers import Sample, profile_layers
 from gpipe_cli.skip import pop, skippable, stash
 
 
 def test_every_layer_is_measured_and_counted() -> None:
     module = nn.Sequential(nn.Linear(64, 256), nn.ReLU(inplace=True), nn.Linear(256, 4, bias=False))
-    layers = profile_layers(module, torch.randn(8, 64), seconds=0)
+    layers = profile_layers(module, Sample(torch.randn(8, 64)), seconds=0)
     assert [one.name for one in layers] == ["0", "1", "2"]
     assert [one.type for one in layers] == ["Linear", "ReLU", "Linear"]
     assert [one.parameters for one in layers] == [64 * 256 + 256, 0, 1024]
@@ -23,7 +23,7 @@ def test_every_layer_is_measured_and_counted() -> None:
 
 def test_saved_bytes_count_a_storage_once_and_no_parameters() -> None:
     module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Flatten())
-    layers = profile_layers(module, torch.randn(4, 16), seconds=0)
+    layers = profile_layers(module, Sample(torch.randn(4, 16)), seconds=0)
     # A linear layer keeps its input for the weight's gradient, tanh its output, a view nothing.
     assert [one.saved_bytes for one in layers] == [4 * 16 * 4, 4 * 16 * 4, 0]
 
@@ -38,7 +38,7 @@ def test_the_model_its_buffers_its_mode_and_the_generators_stay_as_they_were() -
     sample = torch.randn(4, 3, 8, 8)
     generator = torch.get_rng_state()
     threads = threading.active_count()
-    profile_layers(module, sample, seconds=0)
+    profile_layers(module, Sample(sample), seconds=0)
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
     assert [layer.training for layer in module] == [False, True, False, False, False]
     assert all(parameter.grad is None for parameter in module.parameters())
@@ -72,7 +72,7 @@ class Sum(nn.Module):
 
 def test_skips_tuples_and_integer_inputs_are_profiled() -> None:
     module = nn.Sequential(nn.Embedding(10, 4), Stash(), Pair(), Sum(), nn.Linear(4, 4), Pop())
-    layers = profile_layers(module, torch.randint(10, (3, 5)), seconds=0)
+    layers = profile_layers(module, Sample(torch.randint(10, (3, 5))), seconds=0)
     assert len(layers) == 6
     assert layers[2].output_shape == ((3, 5, 4), (3, 5, 4))
 
@@ -82,11 +82,11 @@ def test_gradients_that_are_there_already_are_refused() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
     module(torch.randn(1, 2)).sum().backward()
     with pytest.raises(ValueError, match="some parameter already has gradient"):
-        profile_layers(module, torch.randn(1, 2))
+        profile_layers(module, Sample(torch.randn(1, 2)))
 
 
 def test_a_frozen_layer_has_no_backward_of_its_own() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     module[0].requires_grad_(False)
-    layers = profile_layers(module, torch.randn(3, 4), seconds=0)
+    layers = profile_layers(module, Sample(torch.randn(3, 4)), seconds=0)
     assert layers[1].backward_ms > 0

@@ -1,0 +1,113 @@
+"""gpipe profile: time and memory of every layer, at the micro-batch size a run would use."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from gpipe_cli.commands.assemble import (
+    check_components,
+    make_model,
+    make_sample,
+    open_current_folder,
+    split_model,
+)
+from gpipe_cli.commands.feed import make_feed
+from gpipe_cli.commands.jobs import Job, Summary
+from gpipe_cli.config.schema import Profile
+from gpipe_cli.pipeline.microbatch import batch_size
+from gpipe_cli.profiling.layers import LayerProfile, profile_layers
+from gpipe_cli.report.tables import print_facts, print_rows
+from gpipe_cli.training.run_directory import check_run_dir, make_run_directory, write_json
+
+COLUMNS = (
+    "layer",
+    "name",
+    "type",
+    "partition",
+    "parameters",
+    "saved MiB",
+    "output",
+    "forward ms",
+    "backward ms",
+)
+
+
+def run(settings: Profile, job: Job) -> Summary:
+    check_run_dir(settings.run_dir, job.number)
+    open_current_folder(settings)
+    check_components(settings, job.overrides)
+    feed = make_feed(settings)
+    model = make_model(settings, feed.classes)
+    split = split_model(settings, model, feed)
+    sample = make_sample(settings, feed)
+    layers = profile_layers(model, sample, seconds=settings.seconds)
+    rows = _rows(layers, split.balance)
+    summary = {
+        "layers": rows,
+        "micro_batch": batch_size(sample.input),
+        "forward_ms": sum(one.forward_ms for one in layers),
+        "backward_ms": sum(one.backward_ms for one in layers),
+        "saved_bytes": sum(one.saved_bytes for one in layers),
+        "parameters": sum(one.parameters for one in layers),
+        "command": job.line,
+    }
+    directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
+    write_json(directory / "profile.json", summary)
+    _write_csv(directory / "profile.csv", rows)
+    if not job.json:
+        _show(rows, settings)
+        print_facts("", {**{key: summary[key] for key in list(summary)[1:]}, "run_dir": str(directory)})
+    return {**summary, "run_dir": str(directory)}
+
+
+def _rows(layers: Sequence[LayerProfile], balance: Sequence[int]) -> list[dict[str, Any]]:
+    ends = list(accumulate(balance))
+    total = sum(one.forward_ms + one.backward_ms for one in layers) or 1.0
+    return [
+        {
+            **asdict(one),
+            "partition": sum(one.index >= end for end in ends),
+            "share": (one.forward_ms + one.backward_ms) / total,
+        }
+        for one in layers
+    ]
+
+
+def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _show(rows: Sequence[dict[str, Any]], settings: Profile) -> None:
+    keys = {
+        "order": lambda row: row["index"],
+        "time": lambda row: -row["share"],
+        "memory": lambda row: -row["saved_bytes"],
+    }
+    chosen = sorted(rows, key=keys[settings.sort])[: settings.top]
+    print_rows(
+        "layers",
+        (*COLUMNS, "share"),
+        [
+            (
+                row["index"],
+                row["name"],
+                row["type"],
+                row["partition"],
+                row["parameters"],
+                f"{row['saved_bytes'] / 2**20:.2f}",
+                " ".join("x".join(map(str, shape)) for shape in row["output_shape"]),
+                f"{row['forward_ms']:.3f}",
+                f"{row['backward_ms']:.3f}",
+                f"{100 * row['share']:.1f} %",
+            )
+            for row in chosen
+        ],
+    )
