@@ -1,7 +1,7 @@
 """The thread-local state of the thread that calls a pipe, carried to the threads that run its layers.
 
-Decides which state counts: grad mode, inference mode, autocast per device type, the default device. Knows
-nothing of workers.
+Decides which state counts: the number of intra-op threads, grad mode, inference mode, autocast per device
+type, the default device. Knows nothing of workers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ __all__ = ["CallerState"]
 @final
 @dataclass(frozen=True, slots=True)
 class CallerState:
+    threads: int
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
@@ -28,6 +29,7 @@ class CallerState:
     def capture(cls) -> CallerState:
         kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         return cls(
+            threads=torch.get_num_threads(),
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast=tuple(
@@ -44,6 +46,10 @@ class CallerState:
         in a checkpointed forward; recomputation would find them there and lose their gradients. So nothing
         is cached.
         """
+        # OpenMP counts per thread: one that was never asked for its number would multiply matrices with as
+        # many threads as there are cores, to other bits, whatever the process was told.
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
         with contextlib.ExitStack() as stack:
             if self.inference:
                 stack.enter_context(torch.inference_mode())

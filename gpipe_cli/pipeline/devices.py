@@ -17,7 +17,7 @@ Device = int | str | torch.device
 def choose_devices(devices: Iterable[Device] | None, partitions: int, *, repeats: bool) -> list[torch.device]:
     """One device per worker; fewer than partitions only if the schedule `repeats` them."""
     if devices is not None:
-        chosen = [torch.device(device) for device in devices]
+        chosen = [_device(device) for device in devices]
     elif torch.cuda.is_available():
         chosen = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     else:
@@ -28,6 +28,13 @@ def choose_devices(devices: Iterable[Device] | None, partitions: int, *, repeats
             f"too few devices to hold given partitions (devices: {len(chosen)}, partitions: {partitions})"
         )
     return chosen[:partitions]
+
+
+def _device(device: Device) -> torch.device:
+    # Numbers count the GPUs of a machine; on one without any, all they can mean is a worker each.
+    if isinstance(device, int) and not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device(device)
 
 
 def denies_move(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:

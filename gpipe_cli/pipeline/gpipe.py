@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.pipeline.devices import Device, choose_devices, denies_move
 from gpipe_cli.pipeline.executor import Executor
+from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.loss import LossFunction, StepLoss
 from gpipe_cli.pipeline.microbatch import Value, gather, tensors_of, value_like
 from gpipe_cli.pipeline.minibatch import MiniBatch
@@ -32,6 +33,16 @@ __all__ = ["GPipe"]
 _CHECKPOINT_MODES = ("always", "except_last", "never")
 _REPEATS_DEVICES = "interleaved"
 _RECIPE = "Find one with gpipe_cli.balance, for example balance_by_time(partitions, module, sample)."
+
+
+@final
+class PartitionView(nn.Sequential):
+    """Some layers of the sequence, under the names they have there."""
+
+    def __init__(self, named: list[tuple[str, nn.Module]], layers: tuple[Layer, ...]) -> None:
+        super().__init__(OrderedDict(named))
+        self.layer_names = tuple(layer.name for layer in layers)
+        """The names for people, which may hold dots, as no child's name can."""
 
 
 @final
@@ -61,9 +72,8 @@ class GPipe(WrappedSequence):
     ) -> None:
         if balance is None:
             raise ValueError(f"balance is required: how many layers go to each partition. {_RECIPE}")
-        self_balance = list(balance)
         super().__init__(module, chunks, deferred_batch_norm)
-        self.balance = self_balance
+        self.balance = list(balance)
         self.checkpoint = str(checkpoint)
         if self.checkpoint not in _CHECKPOINT_MODES:
             raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never' ({checkpoint!r})")
@@ -172,10 +182,9 @@ class GPipe(WrappedSequence):
     def _views(self) -> nn.ModuleList:
         """The partitions as sequences of the same layers under the same names."""
         named = list(self.module.named_children())
-        ends = list(accumulate(self.balance))
         return nn.ModuleList(
-            nn.Sequential(OrderedDict(named[end - length : end]))
-            for end, length in zip(ends, self.balance, strict=True)
+            PartitionView(named[end - length : end], self._layers[end - length : end])
+            for end, length in zip(accumulate(self.balance), self.balance, strict=True)
         )
 
     def _place(self, views: nn.ModuleList) -> None:

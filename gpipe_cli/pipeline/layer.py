@@ -37,6 +37,7 @@ class Layer:
         with random.reseed(layer_seed(key, self.position, micro_batch)):
             output = self.module(value)
         if draws is None:
+            random.refuse_in_checkpoint()
             self._draws[training] = random.drew
         return output
 

@@ -26,8 +26,13 @@ def register_layer_logging_hooks(partitions: Iterable[nn.Module]) -> list[Remova
     return [
         layer.register_forward_pre_hook(_hook(name, index))
         for index, partition in enumerate(partitions)
-        for name, layer in partition.named_children()
+        for name, layer in zip(_names(partition), partition.children(), strict=True)
     ]
+
+
+def _names(partition: nn.Module) -> Iterable[str]:
+    """Those of the whole model; a sequence of the user's own has its children's."""
+    return getattr(partition, "layer_names", dict(partition.named_children()))
 
 
 def _hook(name: str, partition: int) -> Any:

@@ -48,7 +48,7 @@ class MiniBatch:
 def guarded(
     layers: Sequence[Layer], devices: Sequence[torch.device], batch_norms: Sequence[DeferredBatchNorm]
 ) -> Iterator[None]:
-    """Inside, one mini-batch goes forward. What it leaves behind is made good or taken back at the end.
+    """Inside, layers work on one mini-batch. What that leaves behind is made good or taken back at the end.
 
     Layers may draw only under their keys: a draw from a default generator is an error afterwards.
     Statistics of deferred batch norm are committed once, and not at all if a layer failed.

@@ -31,6 +31,7 @@ from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.microbatch import Value, check, tensors_of
 from gpipe_cli.pipeline.minibatch import MiniBatch
 from gpipe_cli.pipeline.skips import PartitionSkips
+from gpipe_cli.pipeline.split_backward import SplitBackward
 from gpipe_cli.pipeline.tied import Aliases
 from gpipe_cli.skip.layout import SkipRoute
 from gpipe_cli.skip.tracker import use_skip_tracker
@@ -70,6 +71,8 @@ class Kept:
     """The input of a checkpointed visit; None for one whose graph was kept from the beginning."""
     writes_input: bool = False
     buffers: tuple[SavedBuffer, ...] = ()
+    split: SplitBackward | None = None
+    """Between the two halves of a split backward."""
 
 
 @final
@@ -140,7 +143,13 @@ class Partition:
         self._habits[mode] = habits
         if visit.checkpointed and any(habits.outputs_need_grad):
             buffers = tuple(item for item in before if item.buffer in habits.changes)
-            return output, Kept(visit, mailbox, (), parcel, habits.writes_input, buffers)
+            return output, Kept(
+                visit,
+                mailbox,
+                parcel=parcel,
+                writes_input=habits.writes_input,
+                buffers=buffers,
+            )
         return output, Kept(visit, mailbox, roots_of(tensors))
 
     def _forward_checkpointed(self, parcel: Parcel, visit: Visit, habits: Habits) -> tuple[Parcel, Kept]:
@@ -155,7 +164,13 @@ class Partition:
                 "it cannot be recomputed. Use checkpoint='never' or a layer that does not write its input"
             )
         output = Parcel(Parcel.of(tensors, single).tensors, habits.outputs_need_grad, single)
-        return output, Kept(visit, Mailbox(parcel.needs_grad), (), parcel, habits.writes_input, buffers)
+        return output, Kept(
+            visit,
+            Mailbox(parcel.needs_grad),
+            parcel=parcel,
+            writes_input=habits.writes_input,
+            buffers=buffers,
+        )
 
     def recompute(self, kept: Kept) -> None:
         """Make the graph that a checkpointed visit did not keep."""
@@ -173,11 +188,7 @@ class Partition:
         """The gradients of what entered; those of parameters are added to theirs, unless only inputs
         count.
         """
-        pairs = [
-            (root, gradient)
-            for root, gradient in zip(kept.roots, gradients, strict=True)
-            if root is not None and gradient is not None
-        ]
+        pairs = _pairs(kept, gradients)
         if pairs and (parameters or kept.mailbox.expects_any):
             roots, root_gradients = zip(*pairs, strict=True)
             with kept.mailbox, kept.visit.batch.state.without_autocast():
@@ -188,6 +199,23 @@ class Partition:
                     inputs=() if parameters else (ANCHOR,),
                 )
         return kept.mailbox.take()
+
+    def backward_input(self, kept: Kept, gradients: Gradients, *, keep_graph: bool) -> Gradients:
+        """The half of a backward that the partition before waits for, or all of it if it cannot be split."""
+        split = SplitBackward(_pairs(kept, gradients), kept.mailbox)
+        if not split.possible:
+            return self.backward(kept, gradients, keep_graph=keep_graph)
+        with kept.visit.batch.state.without_autocast():
+            split.run_input_half()
+        kept.split = split
+        return kept.mailbox.take()
+
+    def backward_weights(self, kept: Kept, *, keep_graph: bool) -> None:
+        """The other half, if it is still to be done."""
+        split, kept.split = kept.split, None
+        if split is not None:
+            with kept.visit.batch.state.without_autocast():
+                split.run_weight_half(keep_graph=keep_graph)
 
     def whereabouts(self, phase: str) -> str:
         """The layer that runs, in words; in backward autograd does not say which of them it is."""
@@ -235,6 +263,15 @@ class Partition:
                 value = visit.head(value, micro_batch, self._random)
             self.running = "its input"
         return (*tensors_of(value), *skips.sent()), isinstance(value, Tensor)
+
+
+def _pairs(kept: Kept, gradients: Gradients) -> list[tuple[GradientEdge, Tensor]]:
+    """Where backward begins, and with what: only where there is a graph and a gradient."""
+    return [
+        (root, gradient)
+        for root, gradient in zip(kept.roots, gradients, strict=True)
+        if root is not None and gradient is not None
+    ]
 
 
 def _versions(parcel: Parcel) -> list[int]:

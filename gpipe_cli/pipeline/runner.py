@@ -116,7 +116,8 @@ class Runner:
     def _backward(
         self, flight: Flight, gradients: list[Gradients], keep_graph: bool, parameters: bool
     ) -> None:
-        self.executor.backward(flight, gradients, keep_graph=keep_graph, parameters=parameters)
+        with guarded(self._layers, self._devices, ()):
+            self.executor.backward(flight, gradients, keep_graph=keep_graph, parameters=parameters)
         self._tied.add_up(flight.aliases)
 
 

@@ -6,6 +6,7 @@ happens.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,28 +39,38 @@ class Shipment:
 
 
 def ship(tensors: tuple[Tensor | None, ...], destination: torch.device) -> Shipment:
-    """Start the way of `tensors` to `destination`, from the stream the calling thread works on."""
+    """Start the way of `tensors` to `destination`, from the streams the calling thread works on."""
     sources = {tensor.device for tensor in tensors if tensor is not None and tensor.device != destination}
     if not sources:
         return Shipment(tensors, None)
     if not uses_cuda([destination, *sources]):
         return Shipment(tuple(_moved(tensor, destination) for tensor in tensors), None)
-    stream = _copy_stream(destination if destination.type == "cuda" else next(iter(sources)))
-    for source in sources:
-        if source.type == "cuda":
-            stream.wait_stream(torch.cuda.current_stream(source))
-    with torch.cuda.stream(stream):
+    return _ship_by_side_streams(tensors, sources, destination)
+
+
+def _ship_by_side_streams(
+    tensors: tuple[Tensor | None, ...], sources: set[torch.device], destination: torch.device
+) -> Shipment:
+    """torch copies on the source's current stream and lets the destination's wait: both must be side streams,
+    or the copy would stand in the way of the source's next micro-batch.
+    """
+    streams = {device: _copy_stream(device) for device in (*sources, destination) if device.type == "cuda"}
+    with contextlib.ExitStack() as entered:
+        for device, stream in streams.items():
+            if device != destination:
+                stream.wait_stream(torch.cuda.current_stream(device))
+            entered.enter_context(torch.cuda.stream(stream))
         moved = tuple(_moved(tensor, destination) for tensor in tensors)
-        for tensor in tensors:
-            if tensor is not None and tensor.is_cuda:
-                tensor.record_stream(stream)
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(stream)
-    if destination.type != "cuda":
-        # The host reads the copy next, and no stream can make it wait.
-        arrived.synchronize()
-        return Shipment(moved, None)
-    return Shipment(moved, arrived)
+    for tensor in tensors:
+        if tensor is not None and tensor.device in streams:
+            # The sender may drop the tensor while the copy still reads it.
+            tensor.record_stream(streams[tensor.device])
+    arrived = streams[destination if destination in streams else next(iter(streams))].record_event()
+    if destination.type == "cuda":
+        return Shipment(moved, arrived)
+    # The host reads the copy next, and no stream can make it wait.
+    arrived.synchronize()
+    return Shipment(moved, None)
 
 
 def uses_cuda(devices: Sequence[torch.device]) -> bool:

@@ -93,6 +93,8 @@ class Walk:
         partition = self._partitions[action.partition]
         if action.kind is Kind.FORWARD:
             self._forward(place, partition, action)
+        elif action.kind is Kind.WEIGHT_GRAD:
+            self._backward_weights(place, partition, action)
         else:
             self._backward(place, partition, action)
 
@@ -130,15 +132,33 @@ class Walk:
         if self._failure is not None:
             raise WayClosed
         begin = time.perf_counter()
-        entered = partition.backward(
-            kept, gradients, keep_graph=self._keep_graph, parameters=self._parameters
-        )
+        # Without parameters there is nothing to split off.
+        if action.kind is Kind.INPUT_GRAD and self._parameters:
+            entered = partition.backward_input(kept, gradients, keep_graph=self._keep_graph)
+        else:
+            entered = partition.backward(
+                kept, gradients, keep_graph=self._keep_graph, parameters=self._parameters
+            )
         self._record(place, begin)
-        if not self._keep_graph:
-            del self._flight.kept[action.partition, action.micro_batch]
-        elif kept.parcel is not None:
-            kept.roots = ()
+        if action.kind is Kind.BACKWARD:
+            self._let_go(action)
         self._routes.send_gradients(partition, action.micro_batch, entered)
+
+    def _backward_weights(self, place: _Place, partition: Partition, action: Action) -> None:
+        place.phase = "backward"
+        begin = time.perf_counter()
+        kept = self._flight.kept[action.partition, action.micro_batch]
+        partition.backward_weights(kept, keep_graph=self._keep_graph)
+        self._record(place, begin)
+        self._let_go(action)
+
+    def _let_go(self, action: Action) -> None:
+        """Drop what a visit kept; for another backward, all but the graph that can be recomputed."""
+        place = (action.partition, action.micro_batch)
+        if not self._keep_graph:
+            del self._flight.kept[place]
+        elif self._flight.kept[place].parcel is not None:
+            self._flight.kept[place].roots = ()
 
     def _record(self, place: _Place, begin: float) -> None:
         if self._recorder is not None and place.action is not None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.pipeline.batchnorm import convert_deferred_batch_norm, deferred_batch_norms
 from gpipe_cli.pipeline.layer import Layer
+from gpipe_cli.sequential import Sequence
 from gpipe_cli.skip.verify import verify_skippables
 
 __all__ = ["WrappedSequence"]
@@ -27,11 +28,11 @@ class WrappedSequence(nn.Module):
 
     def __init__(self, module: nn.Sequential, chunks: int, deferred_batch_norm: bool) -> None:
         super().__init__()
+        if not isinstance(module, nn.Sequential):
+            raise TypeError("non-sequential module cannot be partitioned")
         self.chunks = int(chunks)
         if self.chunks <= 0:
             raise ValueError(f"number of chunks must be positive integer (chunks: {chunks})")
-        if not isinstance(module, nn.Sequential):
-            raise TypeError("non-sequential module cannot be partitioned")
         if len(set(module.children())) < len(module):
             raise ValueError("module with duplicate children is not supported")
         verify_skippables(module)
@@ -40,8 +41,10 @@ class WrappedSequence(nn.Module):
             assert isinstance(converted, nn.Sequential), "the children are converted, not the sequence"
             module = converted
         self.module = module
+        names = module.layer_names if isinstance(module, Sequence) else dict(module.named_children())
         self._layers = tuple(
-            Layer(child, name, position) for position, (name, child) in enumerate(module.named_children())
+            Layer(child, name, position)
+            for position, (child, name) in enumerate(zip(module, names, strict=True))
         )
         self._batch_norms = tuple(deferred_batch_norms(module))
         self.register_load_state_dict_pre_hook(_loaded_by_a_parent)  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ where seeds come from.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, final
 
@@ -44,6 +45,7 @@ class KeyedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seed = 0
         self._generators: dict[torch.device, torch.Generator] = {}
         self._seeded: set[torch.device] = set()
+        self._drew_in_checkpoint = False
 
     def __reduce__(self) -> tuple[type[KeyedRandom], tuple[()]]:
         # Generators are made when needed and always seeded first: there is nothing to copy.
@@ -52,7 +54,20 @@ class KeyedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def reseed(self, seed: int) -> KeyedRandom:
         self._seed = seed
         self._seeded.clear()
+        self._drew_in_checkpoint = False
         return self
+
+    def refuse_in_checkpoint(self) -> None:
+        """Raise if something drew inside `torch.utils.checkpoint` since the last `reseed`.
+
+        It repeats a forward by restoring the default generators, which nothing here draws from: the second
+        mask would be another one, and nobody would notice.
+        """
+        if self._drew_in_checkpoint:
+            raise UnkeyedRandomError(
+                "a layer draws random numbers inside torch.utils.checkpoint, which cannot draw the same for "
+                "backward. Use the pipe's own checkpoint= instead"
+            )
 
     @property
     def drew(self) -> bool:
@@ -66,6 +81,7 @@ class KeyedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if device not in self._seeded:
             generator.manual_seed(self._seed)
             self._seeded.add(device)
+            self._drew_in_checkpoint |= _inside_checkpoint()
         return generator
 
     def __torch_dispatch__(
@@ -79,6 +95,13 @@ class KeyedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if runner is None:
             return func(*args, **(kwargs or {}))
         return runner(args, kwargs or {}, self._generator)
+
+
+def _inside_checkpoint() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
+        frame = frame.f_back
+    return frame is not None
 
 
 @functools.cache
@@ -124,7 +147,9 @@ def _run_keyed(
 def _refuse(
     op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], generator_for: GeneratorFor
 ) -> Any:
-    named = _named_arguments(op, args, kwargs)
+    # What equals its default is left out of a dispatched call.
+    defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
+    named = defaults | _named_arguments(op, args, kwargs)
     # Attention and recurrent kernels carry the tag for their dropout; without it they draw nothing.
     probability = named.get("dropout_p", named.get("dropout"))
     if probability == 0 or named.get("train") is False:

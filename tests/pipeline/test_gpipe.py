@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import logging
 import pickle
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 import gpipe_cli
 from gpipe_cli import GPipe
+from gpipe_cli.sequential import Sequence
 
 
 def three_layers() -> nn.Sequential:
@@ -130,6 +132,26 @@ def test_the_state_of_torchgpipe_loads_too() -> None:
     state = {names[key[0]] + key[1:]: value for key, value in model.state_dict().items()}
     pipe.load_state_dict(state)
     assert all(torch.equal(*pair) for pair in zip(pipe.parameters(), model.parameters(), strict=True))
+
+
+def test_a_sequence_with_names_of_its_own_keeps_them(caplog: pytest.LogCaptureFixture) -> None:
+    def named() -> Sequence:
+        return Sequence(three_layers(), paths=["stem", "act", "block.0"])
+
+    pipe = GPipe(named(), [1, 2])
+    assert list(pipe.state_dict()) == ["stem.weight", "stem.bias", "block.0.weight", "block.0.bias"]
+    assert [name for name, _ in pipe.named_parameters()] == list(pipe.state_dict())
+    model = named()
+    pipe.load_state_dict(model.state_dict())
+    model.load_state_dict(pipe.state_dict())
+    assert torch.equal(model(torch.ones(1, 2)), pipe(torch.ones(1, 2)))
+    caplog.set_level(logging.DEBUG, logger="gpipe_cli")
+    gpipe_cli.register_layer_logging_hooks(pipe.partitions)
+    with pytest.raises(RuntimeError) as caught:
+        pipe(torch.ones(1, 3))
+    assert "Executing layer 'stem' in partition 0: Linear [micro-batch 0]" in caplog.messages
+    assert "layer 'stem' (Linear)" in caught.value.__notes__[0]
+    pipe.close()
 
 
 def test_a_missing_key_is_reported_by_the_models_own_name() -> None:

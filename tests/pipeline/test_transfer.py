@@ -1,0 +1,67 @@
+"""Moving tensors between devices; on a machine without CUDA only that nothing happens."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gpipe_cli import GPipe
+from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.transfer import ship, uses_cuda
+
+
+def test_on_one_device_tensors_stay_what_they_are() -> None:
+    tensors = (torch.ones(2), None)
+    shipment = ship(tensors, torch.device("cpu"))
+    assert shipment.receive() is tensors
+    assert not uses_cuda([torch.device("cpu")])
+
+
+def test_between_kinds_of_devices_tensors_are_moved() -> None:
+    """The meta device stands for any device that is not CUDA."""
+    moved, nothing = ship((torch.ones(2), None), torch.device("meta")).receive()
+    assert moved.is_meta
+    assert nothing is None
+
+
+def devices() -> list[str]:
+    return ["cuda:0", f"cuda:{torch.cuda.device_count() - 1}"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("kinds", ["both on GPUs", "from GPU to CPU", "from CPU to GPU"])
+def test_a_pipe_over_cuda_devices_gives_the_gradients_of_the_plain_sequence(
+    kinds: str, checkpoint: str, schedule: str
+) -> None:
+    torch.manual_seed(0)
+    mixed = {"from GPU to CPU": ["cuda", "cpu"], "from CPU to GPU": ["cpu", "cuda"]}
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Linear(8, 4)).double()
+    plain = PlainPipe(copy.deepcopy(model), chunks=4)
+    input, target = torch.randn(16, 8).double(), torch.randn(16, 4).double()
+    with GPipe(
+        model, [2, 2], devices=mixed.get(kinds, devices()), chunks=4, checkpoint=checkpoint, schedule=schedule
+    ) as pipe:
+        pipe.step_timeout = 120
+        pipe.step(input.to(pipe.devices[0]), target.to(pipe.devices[-1]), functional.mse_loss)
+        functional.mse_loss(pipe(input.to(pipe.devices[0])), target.to(pipe.devices[-1])).backward()
+    for _ in range(2):
+        plain.step(input, target, functional.mse_loss)
+    for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), theirs.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_dropout_on_cuda_is_keyed() -> None:
+    with GPipe(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), [1, 1], devices=devices(), chunks=4) as pipe:
+        input = torch.ones(16, 16, device=pipe.devices[0], requires_grad=True)
+        output = pipe(input)
+        output.sum().backward()
+    assert torch.equal(output.detach().cpu().eq(0), input.grad.cpu().eq(0))
