@@ -27,10 +27,7 @@ def check_run_dir(run_dir: str | None, number: int | None) -> None:
         if run_dir is not None and path.is_dir() and any(path.iterdir()):
             raise ConfigError(f"run_dir={path}: exists and is not empty; choose another one, or remove it")
         nearest = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # a name too long, a folder that may not be read
+    except OSError as error:  # a name too long, a folder that may not be read
         raise ConfigError(f"run_dir={path}: cannot be used: {error}") from error
     if not nearest.is_dir():
         raise ConfigError(f"run_dir={path}: {nearest} is a file; choose another directory")
