@@ -183,7 +183,7 @@ def _table(rows: dict[str, str]) -> list[str]:
     left = max((len(name) for name in rows), default=0) + 2
     lines = []
     for name, text in rows.items():
-        first, *more = textwrap.wrap(text, WIDTH - left - 2) or [""]
+        first, *more = textwrap.wrap(text, WIDTH - left - 2, break_on_hyphens=False) or [""]
         lines.append(f"{name:<{left}}{first}".rstrip())
         lines += [" " * left + line for line in more]
     return lines

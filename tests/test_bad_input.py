@@ -95,7 +95,7 @@ CASES: list[tuple[str, int, str]] = [
     ("train lr_schedule=step lr_schedule.milestones=[a]", 2, "expected a list of numbers"),
     ("train lr_schedule.rise=2", 2, "lr_schedule.rise=2: must be from 0 to 1"),
     ("train model.num_classes=0", 2, "model.num_classes=0: must be at least 1"),
-    ("train run_dir=", 2, "run_dir=: give a directory"),
+    ("train run_dir=", 2, "run_dir=: give the name of a directory"),
     (f"train run_dir={'x' * 300}", 2, "cannot be used: "),
     ("train engine=single log.layers=true", 2, "log.layers: has no effect with engine=single"),
     ("train engine=single log.partitions=true", 2, "log.partitions: has no effect with engine=single"),

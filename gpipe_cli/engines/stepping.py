@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, final
 
 import torch
@@ -18,6 +19,7 @@ class Pipe(Protocol):
     """What `GPipe` and `PlainPipe` have in common."""
 
     chunks: int
+    training: bool
 
     def __call__(self, input: Any) -> Any: ...
     def step(self, input: Any, target: Any, loss_fn: Any, *, key: int | None, return_output: bool) -> Any: ...
@@ -41,7 +43,7 @@ class PipeEngine:
         self._pipe = pipe
         self._objective = objective
         self._first, self._last = first, last
-        self._chunks, self._eval_chunks = pipe.chunks, eval_chunks
+        self._eval_chunks = eval_chunks
         self._update = self._make_update()
 
     def train_step(self, batch: Batch, key: int, lr: float) -> StepFacts:
@@ -49,7 +51,6 @@ class PipeEngine:
         scaler = self._update.scaler
         input, target = self._place(batch)
         self._pipe.train()
-        self._pipe.chunks = self._chunks
         self._update.begin()
         with self._autocast():
             scaled, output = self._pipe.step(
@@ -64,18 +65,32 @@ class PipeEngine:
         sums = self._objective.measure(output, target)
         return StepFacts(loss, len(target), sums, facts.grad_norm, facts.skipped)
 
-    @torch.no_grad()
     def eval_step(self, batch: Batch) -> StepFacts:
         input, target = self._place(batch)
-        self._pipe.train(False)
-        self._pipe.chunks = self._eval_chunks
-        with self._autocast():
+        with self._evaluating(), self._autocast():
             output = self._pipe(input)
             loss = self._loss(output, target)
         return StepFacts(float(loss), len(target), self._objective.measure(output, target))
 
     def close(self) -> None:
         self._pipe.close()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Eval mode, and nothing that training could notice afterwards: not even the default generator moves.
+
+        A pipe that is called draws its key from that generator; here it is the same one for every batch.
+        """
+        training, chunks = self._pipe.training, self._pipe.chunks
+        self._pipe.train(False)
+        self._pipe.chunks = self._eval_chunks
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(0)
+                yield
+        finally:
+            self._pipe.train(training)
+            self._pipe.chunks = chunks
 
     def _make_update(self) -> Update | None:
         make = self._objective.optimizer

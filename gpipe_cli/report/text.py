@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import unicodedata
 
+UNSEEN = ("Cc", "Cf", "Cs", "Co")  # control, format, surrogate, private use
+
 
 def plain(text: str) -> str:
     """Control and formatting characters removed, white space folded: a name cannot move the cursor."""
-    folded = " ".join(str(text).split())
-    return "".join(one for one in folded if unicodedata.category(one) not in ("Cc", "Cf", "Cs", "Co"))
+    seen = (one for one in text if one.isspace() or unicodedata.category(one) not in UNSEEN)
+    return " ".join("".join(seen).split())

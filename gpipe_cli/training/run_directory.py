@@ -18,17 +18,16 @@ LONGEST_NAME = 80
 
 def check_run_dir(run_dir: str | None, number: int | None) -> None:
     """Complain of a directory that cannot be used before anything expensive is done."""
-    if run_dir == "":
-        raise ConfigError("run_dir=: give a directory, or null for runs/<command>/<model>/<time>")
+    if run_dir is not None and (not run_dir or "\0" in run_dir):
+        raise ConfigError(
+            f"run_dir={run_dir}: give the name of a directory, or null for runs/<command>/<model>/<time>"
+        )
     path = Path("runs") if run_dir is None else _explicit(run_dir, number)
     try:
         if run_dir is not None and path.is_dir() and any(path.iterdir()):
             raise ConfigError(f"run_dir={path}: exists and is not empty; choose another one, or remove it")
         nearest = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # a name too long, one that holds a NUL, a folder that may not be read
+    except OSError as error:  # a name too long, a folder that may not be read
         raise ConfigError(f"run_dir={path}: cannot be used: {error}") from error
     if not nearest.is_dir():
         raise ConfigError(f"run_dir={path}: {nearest} is a file; choose another directory")

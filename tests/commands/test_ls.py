@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gpipe_cli.commands.ls import PLURALS, TOPICS
+
+Gpipe = Callable[..., Any]
+
+
+@pytest.mark.parametrize(
+    "word", ["models", "data", "recipes", "balance", "schedules", "engines", *TOPICS, *PLURALS]
+)
+def test_everything_that_can_be_chosen_can_be_listed(gpipe: Gpipe, word: str) -> None:
+    answer = gpipe("ls", word)
+    assert answer.code == 0 and answer.out.endswith("\n") and answer.err == ""
+
+
+def test_a_pipe_gets_one_line_per_option_with_its_facts(gpipe: Gpipe) -> None:
+    rows = [line.split("\t") for line in gpipe("ls", "models").out.splitlines()]
+    assert next(row for row in rows if row[0] == "resnet18")[:4] == ["resnet18", "11181642", "10", "3x32x32"]
+    assert all(len(row) == 5 for row in rows)
+
+
+def test_without_a_topic_all_are_listed_each_line_with_its_topic(gpipe: Gpipe) -> None:
+    listed = {line.split("\t")[0] for line in gpipe("ls").out.splitlines()}
+    assert listed == set(TOPICS)
+
+
+def test_json_is_one_document(gpipe: Gpipe) -> None:
+    one, all_of_them = gpipe("ls", "engines", "--json").json, gpipe("ls", "--json").json
+    assert [row["name"] for row in one] == ["single", "threads"]
+    assert set(all_of_them) == set(TOPICS) and all_of_them["engine"] == one
+    assert all(row["description"] for rows in all_of_them.values() for row in rows)
+
+
+def test_a_terminal_gets_tables(gpipe: Gpipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    out = gpipe("ls", "models", "engines").out
+    assert "11.18M" in out and "parameters" in out and "threads" in out
+
+
+def test_listing_is_json_that_python_reads_back(gpipe: Gpipe) -> None:
+    assert json.loads(gpipe("ls", "schedules", "--json").out)[0]["name"] == "1f1b"

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe_cli.config.check import check
+from gpipe_cli.config.schema import OPEN_GROUPS, Eval, Log, Schedule, Train
+from gpipe_cli.errors import ConfigError
+
+CHOSEN: dict[str, Any] = {group: {"_target_": "a.b"} for group in OPEN_GROUPS}
+TRAIN = Train(**{**CHOSEN, "optimizer": {"_target_": "a.b", "lr": 0.1}})
+EVAL = Eval(
+    **{group: node for group, node in CHOSEN.items() if group in Eval.__dataclass_fields__}, run="somewhere"
+)
+
+
+def test_the_defaults_pass() -> None:
+    check(TRAIN)
+    check(EVAL)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"chunks": 0}, "chunks=0: must be at least 1"),
+        ({"eval_chunks": 0}, "eval_chunks=0: must be at least 1"),
+        ({"partitions": 0}, "partitions=0: must be at least 1"),
+        ({"log": Log(every=0)}, "log.every=0: must be at least 1"),
+        ({"seed": 2**63}, f"seed={2**63}: must be at most {2**63 - 1}"),
+        ({"step_timeout": 0.0}, "step_timeout=0.0: must be positive, or null for none"),
+        ({"clip_grad_norm": math.nan}, "clip_grad_norm=nan: must be positive"),
+        ({"threads": True}, "threads=True: must be auto or a whole number from 1"),
+        ({"threads": 0}, "threads=0: must be auto"),
+        ({"precision": "fp23"}, "precision=fp23: did you mean 'fp32'"),
+        ({"checkpoint": "alway"}, "checkpoint=alway: did you mean 'always'"),
+        ({"schedule": Schedule(name="gpip")}, "schedule.name=gpip: did you mean 'gpipe'"),
+        ({"devices": "cpu"}, "devices=cpu: must be auto, a number of devices or a list"),
+        ({"devices": True}, "devices=True: must be auto"),
+        ({"devices": [1.5]}, r"devices=\[1.5\]: a list of names or numbers is needed"),
+        ({"devices": [True]}, r"devices=\[True\]: a list of names or numbers is needed"),
+        (
+            {"devices": 3, "partitions": 2},
+            "partitions=2: devices=3 are 3; one device per partition is needed",
+        ),
+        (
+            {"devices": ["cpu"] * 3, "partitions": 2, "schedule": Schedule("interleaved")},
+            "partitions=2: devices=.* are 3",
+        ),
+        ({"balance": {"_target_": "a.b", "layers": [2, 0]}}, r"balance.layers=\[2, 0\]: every entry"),
+        ({"balance": {"_target_": "a.b", "layers": [2, True]}}, r"balance.layers=\[2, True\]: every entry"),
+        ({"model": {}}, "model: nothing chosen; give model=<option>, see `gpipe train --help`"),
+        ({"model": {"_target_": "a.b", "num_classes": 0}}, "model.num_classes=0: must be at least 1"),
+        ({"optimizer": {"_target_": "a.b"}}, "optimizer.lr: must be given"),
+        (
+            {"optimizer": {"_target_": "a.b", "lr": 0.1, "betas": [0.9, math.inf]}},
+            r"optimizer.betas\[1\]=inf",
+        ),
+    ],
+)
+def test_every_problem_is_named_with_its_key_and_value(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check(replace(TRAIN, **change))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"devices": 2, "partitions": 2},
+        {"devices": ["cpu", 0]},
+        {"devices": 2, "partitions": 4, "schedule": Schedule("interleaved")},
+        {"threads": 3, "step_timeout": 0.5, "clip_grad_norm": 1.0},
+        {"balance": {"_target_": "a.b", "layers": [2, 3]}, "partitions": 2},
+        {"model": {"_target_": "a.b", "num_classes": None}},
+    ],
+)
+def test_what_is_right_passes(change: dict[str, Any]) -> None:
+    check(replace(TRAIN, **change))
+
+
+@given(st.integers(-5, 0), st.integers(-5, 0), st.sampled_from(["fp8", "half"]))
+def test_all_problems_are_told_at_once(chunks: int, steps: int, precision: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(replace(TRAIN, chunks=chunks, steps=steps, precision=precision))
+    for said in (f"chunks={chunks}: ", f"steps={steps}: ", f"precision={precision}: "):
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"run": None}, "run: say which run to evaluate"),
+        ({"split": "tset"}, "split=tset: did you mean 'test'"),
+    ],
+)
+def test_an_evaluation_has_problems_of_its_own(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check(replace(EVAL, **change))

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpipe_cli.config.locate import Option, conf_dir, default_options, home, options, takes_recipes
+from gpipe_cli.config.schema import GROUPS, SCHEMAS
+
+TEXT = """# @package _global_
+# What it is.
+# facts: layers=3 input=3x8x8
+defaults:
+  - other
+_target_: somewhere.build
+size: 32  # side of the images; null: 8
+betas: [0.9, 0.999] # two moments
+empty:
+"""
+
+
+@pytest.fixture
+def option(tmp_path: Path) -> Option:
+    (tmp_path / "mine.yaml").write_text(TEXT, encoding="utf-8")
+    return Option("mine", tmp_path / "mine.yaml")
+
+
+def test_an_option_is_described_by_its_first_line_for_people(option: Option) -> None:
+    assert option.description == "What it is."
+
+
+def test_an_options_keys_have_default_and_meaning(option: Option) -> None:
+    assert option.keys == {
+        "size": ("32", "side of the images; null: 8"),
+        "betas": ("[0.9, 0.999]", "two moments"),
+        "empty": ("", ""),
+    }
+
+
+def test_an_options_facts_are_those_it_states(option: Option, tmp_path: Path) -> None:
+    assert option.facts == {"layers": "3", "input": "3x8x8"}
+    (tmp_path / "mine.yaml").write_text("a: 1\n", encoding="utf-8")
+    assert (option.facts, option.description) == ({}, "")
+
+
+def test_conf_and_recipes_lie_side_by_side() -> None:
+    assert conf_dir() == home() / "conf"
+    assert (home() / "recipes").is_dir()
+
+
+@pytest.mark.parametrize("group", [*GROUPS, "recipes"])
+def test_every_group_has_options_in_the_order_of_their_names(group: str) -> None:
+    names = [one.name for one in options(group)]
+    assert names and names == sorted(names)
+
+
+@pytest.mark.parametrize("command", SCHEMAS)
+def test_every_group_of_a_command_has_a_default(command: str) -> None:
+    groups = [group for group in GROUPS if group in SCHEMAS[command].__dataclass_fields__]
+    assert set(default_options(command)) == set(groups)
+
+
+def test_recipes_are_for_training() -> None:
+    assert [command for command in SCHEMAS if takes_recipes(command)] == ["train"]

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.engines import single, threads
+from gpipe_cli.engines.protocol import Engine, Objective
+from gpipe_cli.training.metrics import accuracy
+
+CPU = torch.device("cpu")
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
+
+
+def objective(precision: str = "fp32", loss: Callable[..., Tensor] | None = None) -> Objective:
+    return Objective(
+        loss or nn.CrossEntropyLoss(),
+        accuracy,
+        optimizer=partial(torch.optim.SGD, lr=0.0, momentum=0.9),
+        precision=precision,
+    )
+
+
+def on_one_thread(module: nn.Sequential, task: Objective) -> Engine:
+    return single.build(module, task, device=CPU, chunks=3, eval_chunks=2, deferred_batch_norm=False)
+
+
+def on_two_workers(module: nn.Sequential, task: Objective) -> Engine:
+    return threads.build(
+        module,
+        task,
+        balance=[len(module) - 1, 1],
+        devices=[CPU, CPU],
+        chunks=3,
+        eval_chunks=2,
+        checkpoint="except_last",
+        schedule="gpipe",
+        deferred_batch_norm=False,
+        step_timeout=None,
+        log_layers=False,
+    )
+
+
+@pytest.fixture(params=[on_one_thread, on_two_workers])
+def build(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def make(module: nn.Sequential, task: Objective) -> Engine:
+        made.append(request.param(module, task))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+def test_an_evaluation_changes_nothing(build: Callable[..., Engine]) -> None:
+    module = model()
+    engine = build(module, objective())
+    engine.train_step(batch(), key=1, lr=0.1)
+    state = copy.deepcopy(module.state_dict())
+    gradients = [one.grad.clone() for one in module.parameters() if one.grad is not None]
+    generator = torch.get_rng_state()
+    facts = engine.eval_step(batch())
+    assert facts.samples == 8 and facts.grad_norm is None
+    assert all(torch.equal(state[name], now) for name, now in module.state_dict().items())
+    assert all(
+        torch.equal(before, now.grad)
+        for before, now in zip(gradients, module.parameters(), strict=True)
+        if now.grad is not None
+    )
+    assert torch.equal(torch.get_rng_state(), generator) and torch.is_grad_enabled()
+    assert all(one.training for one in module.modules())
+
+
+def test_training_goes_on_after_an_evaluation_as_if_there_had_been_none(build: Callable[..., Engine]) -> None:
+    straight, interrupted = model(), model()
+    one, other = build(straight, objective()), build(interrupted, objective())
+    for step in range(3):
+        other.eval_step(batch())
+        assert one.train_step(batch(), key=step, lr=0.1) == other.train_step(batch(), key=step, lr=0.1)
+    assert all(
+        torch.equal(straight.state_dict()[name], value) for name, value in interrupted.state_dict().items()
+    )
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(straight.parameters(), interrupted.parameters(), strict=True)
+        if a.grad is not None and b.grad is not None
+    )
+
+
+def test_an_evaluation_is_that_of_the_plain_model(build: Callable[..., Engine]) -> None:
+    module = model()
+    engine = build(module, objective())
+    input, target = batch()
+    found = engine.eval_step((input, target))
+    module.eval()
+    with torch.no_grad():
+        output = module(input)
+    assert found.loss == pytest.approx(float(nn.functional.cross_entropy(output, target)), rel=1e-6)
+    assert found.sums == accuracy(output, target)
+
+
+def test_inputs_may_be_several_tensors(build: Callable[..., Engine]) -> None:
+    class Together(nn.Module):
+        def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+            return inputs[0] + inputs[1]
+
+    module = nn.Sequential(Together(), nn.Linear(6, 3))
+    engine = build(module, objective())
+    input, target = batch()
+    facts = engine.train_step(((input, input), target), key=0, lr=0.1)
+    assert facts.samples == 8 and engine.eval_step(((input, input), target)).samples == 8
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_runs_the_layers_and_spares_the_loss(
+    build: Callable[..., Engine], precision: str
+) -> None:
+    seen: list[Any] = []
+
+    class Watched(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            output: Tensor = super().forward(input)
+            seen.append(output.dtype)
+            return output
+
+    losses: list[torch.dtype] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        losses.append(output.dtype)
+        return nn.functional.cross_entropy(output, target)
+
+    engine = build(nn.Sequential(Watched(6, 8), Watched(8, 3)), objective(precision, loss))
+    assert engine.train_step(batch(), key=0, lr=0.1).loss < 10
+    assert engine.eval_step(batch()).loss < 10
+    assert set(seen) == {torch.bfloat16 if precision == "bf16" else torch.float16}
+    assert set(losses) == {torch.float32}
+    assert all(one.grad is None or one.grad.dtype == torch.float32 for one in engine.module.parameters())
+
+
+def test_parameters_that_are_frozen_are_left_alone(build: Callable[..., Engine]) -> None:
+    module = model()
+    module[0].weight.requires_grad_(False)
+    before = module[0].weight.clone()
+    build(module, objective()).train_step(batch(), key=0, lr=0.1)
+    assert torch.equal(module[0].weight, before)
+
+
+def test_closing_twice_is_fine(build: Callable[..., Engine]) -> None:
+    engine = build(model(), objective())
+    engine.train_step(batch(), key=0, lr=0.1)
+    engine.close()
+    engine.close()

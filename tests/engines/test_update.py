@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gpipe_cli.engines.update import Update, global_norm
+from gpipe_cli.errors import NumericError
+
+CPU = torch.device("cpu")
+
+
+def parameters(*gradients: list[float]) -> list[nn.Parameter]:
+    made = [nn.Parameter(torch.ones(len(one))) for one in gradients]
+    for parameter, gradient in zip(made, gradients, strict=True):
+        parameter.grad = torch.tensor(gradient)
+    return made
+
+
+def update(of: list[nn.Parameter], *, clip: float | None = None, fp16: bool = False) -> Update:
+    optimizer = torch.optim.SGD(of, lr=99.0)
+    return Update(optimizer, of, clip_grad_norm=clip, scale_loss=fp16, device=CPU)
+
+
+def test_the_rate_of_the_step_is_the_one_given() -> None:
+    (only,) = parameters([0.5])
+    facts = update([only]).apply(loss=1.0, lr=0.1)
+    assert torch.equal(only.detach(), torch.tensor([1 - 0.1 * 0.5]))
+    assert (facts.grad_norm, facts.skipped) == (None, False)
+
+
+def test_gradients_are_forgotten_before_a_step() -> None:
+    (only,) = parameters([0.5])
+    update([only]).begin()
+    assert only.grad is None
+
+
+values = st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=5)
+
+
+@given(st.lists(values, min_size=1, max_size=4), st.floats(1e-3, 1e3))
+def test_clipping_is_that_of_torch(gradients: list[list[float]], largest: float) -> None:
+    mine, theirs = parameters(*gradients), parameters(*gradients)
+    norm = update(mine, clip=largest).apply(loss=1.0, lr=0.0).grad_norm
+    expected = nn.utils.clip_grad_norm_(theirs, largest)
+    assert norm == pytest.approx(float(expected), rel=1e-6, abs=1e-30)
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.grad is not None and other.grad is not None
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-30)
+
+
+def test_a_parameter_without_a_gradient_is_no_hindrance_to_clipping() -> None:
+    first, second = parameters([3.0, 4.0], [1.0])
+    second.grad = None
+    assert update([first, second], clip=1.0).apply(loss=1.0, lr=0.1).grad_norm == 5.0
+    assert torch.equal(second.detach(), torch.ones(1))
+
+
+def test_the_norm_does_not_depend_on_where_the_gradients_lie() -> None:
+    """A norm of norms per partition differs in its last bits from one norm of all: here it is always the latter."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(size, generator=generator) for size in (7, 1000, 3, 64)]
+    expected = math.sqrt(math.fsum(float(one.double().norm()) ** 2 for one in gradients))
+    assert global_norm(gradients) == global_norm(list(gradients))
+    assert global_norm(gradients) == pytest.approx(expected, rel=1e-6)
+    assert global_norm([]) == 0.0
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("fp16", [False, True])
+def test_a_loss_that_is_not_finite_stops_before_anything_changes(loss: float, fp16: bool) -> None:
+    (only,) = parameters([0.5])
+    with pytest.raises(NumericError, match=r"the loss is (nan|-?inf); try a smaller optimizer.lr"):
+        update([only], fp16=fp16).apply(loss=loss, lr=0.1)
+    assert torch.equal(only.detach(), torch.ones(1))
+
+
+@pytest.mark.parametrize("gradient", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_stops_before_anything_changes(gradient: float) -> None:
+    (only,) = parameters([gradient])
+    with pytest.raises(NumericError, match=r"the gradient norm is (nan|inf)"):
+        update([only], clip=1.0).apply(loss=1.0, lr=0.1)
+    assert torch.equal(only.detach(), torch.ones(1))
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_scaled_gradients_that_overflowed_leave_the_step_out(clip: float | None) -> None:
+    first, second = parameters([math.inf], [1.0])
+    updating = update([first, second], clip=clip, fp16=True)
+    updating.scaler.scale(torch.ones(()))  # the scale exists from the first loss on
+    before = updating.scaler.get_scale()
+    facts = updating.apply(loss=1.0, lr=0.1)
+    assert (facts.skipped, facts.grad_norm) == (True, None)
+    assert torch.equal(first.detach(), torch.ones(1)) and torch.equal(second.detach(), torch.ones(1))
+    assert updating.scaler.get_scale() == before / 2
+
+
+def test_scaled_gradients_are_unscaled_before_they_are_clipped() -> None:
+    (only,) = parameters([3.0, 4.0])
+    updating = update([only], clip=1.0, fp16=True)
+    assert only.grad is not None
+    only.grad *= float(updating.scaler.scale(torch.ones(())))
+    facts = updating.apply(loss=1.0, lr=1.0)
+    assert facts.grad_norm == pytest.approx(5.0)
+    torch.testing.assert_close(only.detach(), torch.tensor([1 - 0.6, 1 - 0.8]))

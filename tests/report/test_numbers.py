@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpipe_cli.report.numbers import readable
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("top1", 0.98765, "98.77 %"),
+        ("top5", 1.0, "100.00 %"),
+        ("seconds", 61.25, "61.2 s"),
+        ("parameters", 11181642, "11.18M"),
+        ("parameters", "42520650", "42.52M"),
+        ("parameters", 15200, "15.20k"),
+        ("parameters", 116, "116"),
+        ("loss", 0.123456789, "0.1235"),
+        ("steps", 115, "115"),
+        ("top1", None, "-"),
+        ("run_dir", "runs/x", "runs/x"),
+    ],
+)
+def test_a_fact_is_shown_by_its_name(name: str, value: Any, shown: str) -> None:
+    assert readable(name, value) == shown

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_cli.report.partitions import partition_rows, print_partitions
+from gpipe_cli.report.tables import print_facts, print_rows
+
+Captured = pytest.CaptureFixture[str]
+
+
+def test_facts_are_two_columns_without_padding_at_the_end(capsys: Captured) -> None:
+    print_facts("", {"loss": 0.25, "top1": 0.5, "run_dir": "x" * 300})
+    assert capsys.readouterr().out == f"loss     0.25\ntop1     50.00 %\nrun_dir  {'x' * 300}\n"
+
+
+def test_rows_stand_under_their_columns(capsys: Captured) -> None:
+    print_rows("2 jobs, 1 failed", ("job", "loss", "result"), [(0, 0.5, "runs/x"), (1, None, "FAILED (2)")])
+    assert capsys.readouterr().out.splitlines() == [
+        "2 jobs, 1 failed",
+        "job  loss  result",
+        "0    0.5   runs/x",
+        "1    -     FAILED (2)",
+    ]
+
+
+def test_text_from_outside_is_neither_markup_nor_control(capsys: Captured) -> None:
+    print_rows("t", ("overrides",), [("[red]run_dir=\x1b[2Jx\ny",)])
+    assert capsys.readouterr().out.splitlines()[-1] == "[red]run_dir=[2Jx y"
+
+
+def test_partitions_are_named_by_their_first_and_last_layer(capsys: Captured) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    rows = partition_rows(model, [2, 1], [torch.device("cpu")])
+    assert rows == [
+        {"partition": 0, "device": "cpu", "layers": 2, "first": "0", "last": "1", "parameters": 9},
+        {"partition": 1, "device": "cpu", "layers": 1, "first": "2", "last": "2", "parameters": 4},
+    ]
+    print_partitions(rows)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "partition  device  layers  first  last  parameters",
+        "0          cpu     2       0      1     9",
+        "1          cpu     1       2      2     4",
+    ]

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpipe_cli
+from gpipe_cli.completion import complete
+from gpipe_cli.errors import ConfigError
+
+ROOT = str(Path(gpipe_cli.__file__).parents[1])
+
+
+def nothing(command: str, words: list[str]) -> None:
+    raise AssertionError("Hydra is not asked")
+
+
+def completed(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    monkeypatch.setenv("COMP_LINE", line)
+    complete(["query=bash"], nothing)
+    return capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("gpipe", ["train", "eval", "ls", "env", "--help", "--version"]),
+        ("gpipe ", ["train", "eval", "ls", "env", "--help", "--version"]),
+        ("gpipe tr", ["train"]),
+        ("/opt/train/gpipe tr", ["train"]),
+        ("gpipe zz", []),
+        ("gpipe zz ", []),
+        ("gpipe ls mo", ["model", "models"]),
+        ("gpipe ls models rec", ["recipe", "recipes"]),
+        ("gpipe train --js", ["--json"]),
+        ("gpipe train chunks=8 --dr", ["--dry-run"]),
+        ("gpipe env --d", ["--debug"]),
+        ("gpipe env ", []),
+    ],
+)
+def test_commands_flags_and_topics_are_completed_without_hydra(
+    line: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert completed(line, monkeypatch, capsys) == words
+
+
+@pytest.mark.parametrize("words", [[], ["install=nosh"], ["frobnicate=bash"], ["query=bash", "x"]])
+def test_what_is_no_completion_is_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"-sc .*: one of: install=bash"):
+        complete(words, nothing)
+
+
+def asked(line: str) -> list[str]:
+    """What a shell would get."""
+    done = subprocess.run(
+        [sys.executable, "-m", "gpipe_cli", "-sc", "query=bash"],
+        env={**os.environ, "PYTHONPATH": ROOT, "COMP_LINE": line, "COMP_POINT": str(len(line))},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_keys_and_options_are_those_of_the_command() -> None:
+    assert asked("gpipe train --json model=resnet1") == [
+        "model=resnet101",
+        "model=resnet152",
+        "model=resnet18",
+    ]
+    assert asked("gpipe train recipe=") == ["recipe=digits"]
+    keys = asked("gpipe train ")
+    assert {"chunks=", "model=", "recipe=", "seed="} <= set(keys)
+    assert not any(word.startswith(("hydra", "tests", "gpipe_cli", "conf", ".")) for word in keys)
+    assert "split=" in asked("gpipe eval spl")
+
+
+@pytest.mark.skipif(not Path("/bin/bash").exists(), reason="needs bash")
+def test_what_is_installed_is_valid_bash() -> None:
+    command = [sys.executable, "-m", "gpipe_cli", "-sc", "install=bash"]
+    script = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": ROOT}, capture_output=True, text=True, check=True
+    ).stdout
+    assert "complete" in script
+    subprocess.run(["/bin/bash", "-n"], input=script, text=True, check=True)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from gpipe_cli.arguments import FLAGS as KNOWN_FLAGS
+from gpipe_cli.config.fields import fields
+from gpipe_cli.config.locate import default_options, options
+from gpipe_cli.config.schema import GROUPS, SCHEMAS
+from gpipe_cli.help import COMMANDS, FLAGS, WIDTH, command_help, overview
+
+
+def examples(text: str) -> list[str]:
+    (section,) = re.findall(r"^Examples:\n((?:  .*\n)+)", text, flags=re.MULTILINE)
+    return str(section).splitlines()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_shows_its_usage_and_four_examples(command: str) -> None:
+    text = command_help(command)
+    assert f"Usage: gpipe {command}" in text
+    assert len(examples(text)) == 4 and all(line.strip().startswith("gpipe ") for line in examples(text))
+
+
+def test_the_overview_names_every_command_and_four_examples() -> None:
+    text = overview()
+    assert "Usage: gpipe <command>" in text and len(examples(text)) == 4
+    for name, command in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(command.summary)}$", text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", SCHEMAS)
+def test_every_key_is_shown_with_its_meaning(command: str) -> None:
+    text = " ".join(command_help(command).split())
+    for field in fields(command):
+        assert field.key.partition(".")[0] in text and field.meaning in text
+
+
+@pytest.mark.parametrize("command", SCHEMAS)
+def test_every_option_of_every_group_is_shown_and_the_default_marked(command: str) -> None:
+    text = " ".join(command_help(command).split())
+    chosen = default_options(command)
+    for group in (group for group in GROUPS if group in chosen):
+        names = (f"{one.name}*" if one.name == chosen[group].name else one.name for one in options(group))
+        assert f"Options: {', '.join(names)}." in text
+        for key, (default, _) in chosen[group].keys.items():
+            assert f"{group}.{key} = {default}".strip() in text
+
+
+def test_recipes_are_shown_where_they_can_be_used() -> None:
+    assert "A whole proven run. Options: digits." in " ".join(command_help("train").split())
+    assert "A whole proven run" not in command_help("eval")
+
+
+def test_every_flag_in_the_help_exists_and_every_long_flag_is_in_the_help() -> None:
+    told = {word for flag in FLAGS for word in re.findall(r"--?[a-z-]+", flag, flags=re.IGNORECASE)} - {"-sc"}
+    assert told <= set(KNOWN_FLAGS)
+    meanings = " ".join([*FLAGS, *FLAGS.values()])
+    for flag in KNOWN_FLAGS:
+        if flag.startswith("--") and flag not in ("--help", "--run", "--package"):
+            assert flag in meanings
+
+
+@pytest.mark.parametrize("text", [overview(), *map(command_help, COMMANDS)])
+def test_no_line_is_wider_than_its_limit(text: str) -> None:
+    assert max(map(len, text.splitlines())) <= WIDTH + 2

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import final
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gpipe_cli.engines.protocol import Batch, StepFacts
+from gpipe_cli.errors import DataError, NumericError
+from gpipe_cli.training.loop import Evaluated, Fact, Plan, Trained, evaluate, step_key, train
+from gpipe_cli.training.lr_schedules import Cosine
+
+
+@final
+@dataclass
+class Fake:
+    """An engine that computes nothing and remembers everything."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    """Of a batch, by its size."""
+    trained: list[tuple[int, int, float]] = field(default_factory=list)
+    """Samples, key and rate of every step."""
+    module: nn.Module = field(default_factory=nn.Identity)
+
+    def train_step(self, batch: Batch, key: int, lr: float) -> StepFacts:
+        samples = len(batch[1])
+        self.trained.append((samples, key, lr))
+        loss = self.losses.get(samples, 1.0)
+        if not math.isfinite(loss):
+            raise NumericError("the loss is nan")
+        return StepFacts(loss, samples, {"top1": samples / 2})
+
+    def eval_step(self, batch: Batch) -> StepFacts:
+        samples = len(batch[1])
+        return StepFacts(self.losses.get(samples, 1.0), samples, {"top1": float(samples)})
+
+    def close(self) -> None:
+        pass
+
+
+def batches(*sizes: int) -> Iterable[Batch]:
+    return [(torch.zeros(size, 1), torch.zeros(size)) for size in sizes]
+
+
+def plan(steps: int, per_epoch: int, seed: int = 0) -> Plan:
+    return Plan(steps=steps, steps_per_epoch=per_epoch, lr=0.5, lr_schedule=Cosine(), seed=seed)
+
+
+def run(engine: Fake, steps: int, seed: int = 0) -> Iterator[Fact]:
+    return train(engine, plan(steps, 2, seed), lambda epoch: batches(4, 2), lambda epoch: batches(3, 1))
+
+
+def test_every_epoch_ends_in_an_evaluation() -> None:
+    facts = list(run(Fake(), steps=4))
+    assert [(type(one), one.step, one.epoch) for one in facts] == [
+        (Trained, 1, 0),
+        (Trained, 2, 0),
+        (Evaluated, 2, 0),
+        (Trained, 3, 1),
+        (Trained, 4, 1),
+        (Evaluated, 4, 1),
+    ]
+    assert [one.seconds for one in facts] == sorted(one.seconds for one in facts)
+
+
+def test_a_run_may_end_in_the_middle_of_an_epoch() -> None:
+    engine = Fake()
+    facts = list(run(engine, steps=3))
+    assert [(type(one), one.step) for one in facts[-2:]] == [(Trained, 3), (Evaluated, 3)]
+    assert [samples for samples, _, _ in engine.trained] == [4, 2, 4]
+
+
+def test_a_step_is_taken_only_when_it_is_asked_for() -> None:
+    engine = Fake()
+    facts = run(engine, steps=4)
+    assert not engine.trained
+    next(facts)
+    assert len(engine.trained) == 1
+
+
+def test_the_key_of_a_step_depends_on_seed_and_step_alone() -> None:
+    short, long, other = Fake(), Fake(), Fake()
+    list(run(short, steps=2, seed=7))
+    list(run(long, steps=4, seed=7))
+    list(run(other, steps=2, seed=8))
+    keys = [key for _, key, _ in long.trained]
+    assert [key for _, key, _ in short.trained] == keys[:2] == [step_key(7, 0), step_key(7, 1)]
+    assert len({*keys, *(key for _, key, _ in other.trained)}) == 6
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2**40))
+def test_a_key_fits_a_generator_of_torch(seed: int, step: int) -> None:
+    torch.Generator().manual_seed(step_key(seed, step))
+    assert 0 <= step_key(seed, step) < 2**63
+
+
+def test_the_rate_is_that_of_the_schedule_at_every_step() -> None:
+    engine = Fake()
+    facts = [fact for fact in run(engine, steps=4) if isinstance(fact, Trained)]
+    expected = [0.5 * Cosine().factor(step, 4) for step in range(4)]
+    assert [lr for _, _, lr in engine.trained] == expected == [fact.lr for fact in facts]
+
+
+def test_an_evaluation_weighs_batches_by_their_samples() -> None:
+    found, seconds = evaluate(Fake(losses={3: 1.0, 1: 5.0}), batches(3, 1))
+    assert (found.loss, found.samples, found.means) == (2.0, 4, {"top1": 1.0})
+    assert seconds > 0
+
+
+def test_counts_of_a_step_become_means_over_its_samples() -> None:
+    fact = next(run(Fake(), steps=1))
+    assert fact.means == {"top1": 0.5} and fact.samples == 4
+
+
+def test_a_numeric_error_says_at_which_step() -> None:
+    with pytest.raises(NumericError, match="the loss is nan") as caught:
+        list(run(Fake(losses={2: math.nan}), steps=4))
+    assert caught.value.__notes__ == ["step 2, epoch 1"]
+
+
+def test_weights_that_evaluate_to_nothing_finite_are_no_result() -> None:
+    """The very last update may spoil the weights: only the evaluation can see it."""
+    with pytest.raises(NumericError, match=r"the evaluation's loss is nan.*after step 2, epoch 1"):
+        list(run(Fake(losses={3: math.nan}), steps=2))
+
+
+def test_nothing_to_evaluate_on_is_an_error() -> None:
+    with pytest.raises(DataError, match="there are no samples to evaluate on"):
+        evaluate(Fake(), [])
+
+
+@pytest.mark.parametrize(("steps", "per_epoch", "epochs"), [(1, 5, 1), (5, 5, 1), (6, 5, 2), (10, 5, 2)])
+def test_a_begun_epoch_counts_as_one(steps: int, per_epoch: int, epochs: int) -> None:
+    assert plan(steps, per_epoch).epochs == epochs
