@@ -32,7 +32,7 @@ __all__ = ["GPipe"]
 
 _CHECKPOINT_MODES = ("always", "except_last", "never")
 _REPEATS_DEVICES = "interleaved"
-_RECIPE = "Find one with gpipe_cli.balance, for example balance_by_time(partitions, module, sample)."
+_RECIPE = "Find one with gpipe_cli.balance, for example balance_by_time(module, sample, partitions=2)."
 
 
 @final

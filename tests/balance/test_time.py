@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli import GPipe
+from gpipe_cli.balance import balance_by_time
+from gpipe_cli.balance.time import balance as by_time
+from gpipe_cli.profiling.layers import Sample
+
+
+class Slow(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        time.sleep(0.01)
+        return input * 1
+
+
+def test_time_gives_slow_layers_a_partition_of_their_own() -> None:
+    module = nn.Sequential(nn.Identity(), nn.Identity(), Slow(), Slow(), nn.Identity())
+    balanced = by_time(module, Sample(torch.randn(2, 2, requires_grad=True)), 2, seconds=0)
+    assert balanced.layers == [3, 2]
+    assert balanced.unit == "ms" and balanced.sums[0] > 9
+
+
+def test_the_guides_example_balances_and_trains() -> None:
+    """Seed of the Python interface: a sample, four partitions, and the result goes straight into GPipe."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    sample = torch.rand(16, 8)
+    balance = balance_by_time(model, sample, partitions=4, timeout=0)
+    assert len(balance) == 4 and sum(balance) == 6 and min(balance) >= 1
+    with GPipe(model, balance, chunks=8) as pipe:
+        pipe(sample).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_more_partitions_than_layers_and_gradients_already_there_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"layers: 1, partitions: 2"):
+        balance_by_time(model, torch.rand(4, 2), partitions=2, timeout=0)
+    model(torch.rand(4, 2)).sum().backward()
+    with pytest.raises(ValueError, match="some parameter already has gradient"):
+        balance_by_time(model, torch.rand(4, 2), partitions=1, timeout=0)
