@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import accumulate
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.commands.assemble import (
+    Split,
     check_components,
     make_model,
     make_sample,
@@ -22,6 +24,8 @@ from gpipe_cli.config.schema import Profile
 from gpipe_cli.pipeline.microbatch import batch_size
 from gpipe_cli.profiling.layers import LayerProfile, profile_layers
 from gpipe_cli.report.tables import print_facts, print_rows
+from gpipe_cli.schedule import order
+from gpipe_cli.schedule.simulate import PartitionCost, simulate
 from gpipe_cli.training.run_directory import check_run_dir, make_run_directory, write_json
 
 COLUMNS = (
@@ -54,6 +58,7 @@ def run(settings: Profile, job: Job) -> Summary:
         "backward_ms": sum(one.backward_ms for one in layers),
         "saved_bytes": sum(one.saved_bytes for one in layers),
         "parameters": sum(one.parameters for one in layers),
+        **_prediction(rows, split, settings),
         "command": job.line,
     }
     directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
@@ -76,6 +81,29 @@ def _rows(layers: Sequence[LayerProfile], balance: Sequence[int]) -> list[dict[s
         }
         for one in layers
     ]
+
+
+def _prediction(rows: Sequence[dict[str, Any]], split: Split, settings: Profile) -> dict[str, Any]:
+    """What a step of the whole mini-batch would take with this balance and schedule, by simulation."""
+    costs = [
+        PartitionCost(
+            forward=sum(row["forward_ms"] for row in rows if row["partition"] == index),
+            backward=sum(row["backward_ms"] for row in rows if row["partition"] == index),
+        )
+        for index in range(len(split.balance))
+    ]
+    on_cpu = all(device.type == "cpu" for device in split.devices)
+    found = simulate(
+        order(settings.schedule.name, len(costs), settings.chunks, len(split.devices)),
+        costs,
+        cores=os.cpu_count() if on_cpu else None,
+    )
+    alone = settings.chunks * sum(cost.forward + cost.backward for cost in costs)
+    return {
+        "predicted_step_ms": found.step,
+        "predicted_bubble": found.bubble,
+        "predicted_speedup": alone / found.step,
+    }
 
 
 def _write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -20,6 +20,8 @@ def test_a_profile_has_a_row_per_layer_on_stdout_and_on_disk(gpipe: Gpipe) -> No
     assert [row["index"] for row in found["layers"]] == list(range(10))
     assert [row["partition"] for row in found["layers"]] == [0, 0, 0, 1, 1, 1, 2, 2, 3, 3]
     assert sum(row["share"] for row in found["layers"]) == pytest.approx(1)
+    assert found["predicted_step_ms"] > 0 and 0 <= found["predicted_bubble"] < 1
+    assert 1 <= found["predicted_speedup"] <= 4
     directory = Path(found["run_dir"])
     assert json.loads((directory / "profile.json").read_text())["layers"] == found["layers"]
     with (directory / "profile.csv").open(newline="") as file:

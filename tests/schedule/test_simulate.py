@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe_cli.schedule import Kind, names, order
+from gpipe_cli.schedule.check import bubble
+from gpipe_cli.schedule.simulate import PartitionCost, simulate
+
+costs_of_partitions = st.lists(
+    st.builds(PartitionCost, st.integers(1, 50).map(float), st.integers(1, 50).map(float)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(costs_of_partitions, st.integers(1, 12))
+def test_gpipe_takes_what_its_closed_form_says(costs: list[PartitionCost], chunks: int) -> None:
+    found = simulate(order("gpipe", len(costs), chunks, len(costs)), costs)
+    forward, backward = [one.forward for one in costs], [one.backward for one in costs]
+    closed = sum(forward) + (chunks - 1) * max(forward) + sum(backward) + (chunks - 1) * max(backward)
+    assert found.step == pytest.approx(closed)
+
+
+@given(costs_of_partitions, st.integers(1, 12), st.sampled_from(["gpipe", "1f1b"]))
+def test_no_schedule_beats_its_busiest_partition(costs: list[PartitionCost], chunks: int, name: str) -> None:
+    found = simulate(order(name, len(costs), chunks, len(costs)), costs)
+    assert found.step >= chunks * max(one.forward + one.backward for one in costs)
+    assert 0 <= found.bubble < 1
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(("partitions", "chunks"), [(1, 1), (2, 8), (4, 8), (4, 2), (8, 16)])
+def test_equal_partitions_have_the_bubble_that_check_counts(name: str, partitions: int, chunks: int) -> None:
+    actions = order(name, partitions, chunks, partitions)
+    found = simulate(actions, [PartitionCost(1, 2)] * partitions)
+    assert found.bubble == pytest.approx(bubble(actions))
+    assert len(found.spans) == sum(map(len, actions))
+
+
+@given(costs_of_partitions, st.integers(1, 8), st.integers(1, 3))
+def test_never_do_more_actions_run_than_there_are_cores(
+    costs: list[PartitionCost], chunks: int, cores: int
+) -> None:
+    found = simulate(order("gpipe", len(costs), chunks, len(costs)), costs, cores=cores)
+    for span in found.spans:
+        running = sum(other.begin <= span.begin < other.end for other in found.spans)
+        assert running <= cores
+    busy = sum(span.end - span.begin for span in found.spans)
+    assert found.step >= busy / cores - 1e-9
+
+
+def test_one_core_runs_everything_one_after_the_other() -> None:
+    costs = [PartitionCost(1, 2), PartitionCost(3, 4)]
+    assert simulate(order("1f1b", 2, 4, 2), costs, cores=1).step == 4 * 10
+
+
+def test_transfers_delay_the_neighbour_only() -> None:
+    costs = [PartitionCost(1, 1, transfer=5), PartitionCost(1, 1)]
+    assert simulate(order("gpipe", 2, 1, 2), costs).step == 1 + 5 + 1 + 1 + 5 + 1
+
+
+def test_recomputation_hides_where_the_gradient_is_still_on_its_way() -> None:
+    costs = [PartitionCost(1, 2, recompute=1), PartitionCost(1, 2, recompute=1)]
+    actions = order("gpipe", 2, 1, 2)
+    # Both recompute, but the first does so while the second works.
+    assert simulate(actions, costs).step == 6
+    assert simulate(actions, costs, checkpoint_stop=1).step == 7
+
+
+def test_actions_of_a_worker_keep_their_order_and_do_not_overlap() -> None:
+    found = simulate(order("interleaved", 4, 4, 2), [PartitionCost(1, 2)] * 4)
+    for worker in range(2):
+        spans = [span for span in found.spans if span.worker == worker]
+        assert [span.begin for span in spans] == sorted(span.begin for span in spans)
+        assert all(one.end <= two.begin for one, two in itertools.pairwise(spans))
+
+
+def test_an_order_that_cannot_be_run_is_refused() -> None:
+    whole = order("gpipe", 2, 1, 2)
+    without_the_first = (tuple(one for one in whole[0] if one.kind is not Kind.FORWARD), whole[1])
+    with pytest.raises(ValueError, match="cannot be run"):
+        simulate(without_the_first, [PartitionCost(1, 1)] * 2)
