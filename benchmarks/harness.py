@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,9 @@ TURN = 0.2
 @dataclass(frozen=True)
 class Contestant:
     system: str
-    processes: int
+    threads: int = 1
+    """Intra-op threads of each process, in whichever of its own threads it computes."""
+    processes: int = 1
 
 
 @final
@@ -66,6 +69,8 @@ class _Team:
         self._steps = 1
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
+        # For the processes started below; torch.set_num_threads does not reach oneDNN in a peer's threads.
+        os.environ["OMP_NUM_THREADS"] = str(contestant.threads)
         context = multiprocessing.get_context("spawn")
         for rank in range(contestant.processes):
             here, there = context.Pipe()

@@ -16,6 +16,8 @@ from benchmarks.harness import Contestant, measure
 from benchmarks.report import as_json, environment, show
 from benchmarks.systems import SYSTEMS
 
+QUIET = 0.5
+"""The load over the minute before the start above which something else must be running."""
 STANDARD_CASES = ("mlp", "transformer", "resnet50", "empty")
 WITHOUT_PARAMETERS = {"empty"}
 """torch.distributed.pipelining is left out there: it is measured on models, not on messages."""
@@ -25,11 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     rounds = options.rounds or (3 if options.quick else 11)
     console, status = Console(), Console(stderr=True)
+    surroundings = environment()
+    if (load := surroundings["load"][0]) > QUIET:
+        status.print(f"The machine is busy (load {load:.1f}): these figures are not to be quoted.")
     documents = [
         _run(case, options.system, rounds, console, status) for case in options.case or STANDARD_CASES
     ]
     if options.json is not None:
-        document = {"environment": environment(), "rounds": rounds, "cases": documents}
+        document = {"environment": surroundings, "rounds": rounds, "cases": documents}
         options.json.write_text(json.dumps(document, indent=2) + "\n")
 
 
@@ -37,7 +42,7 @@ def _run(
     case: str, wanted: list[str] | None, rounds: int, console: Console, status: Console
 ) -> dict[str, Any]:
     contestants = [
-        Contestant(name, system.processes)
+        Contestant(name, system.threads, system.processes)
         for name, system in SYSTEMS.items()
         if (wanted is None or name in wanted) and not (case in WITHOUT_PARAMETERS and system.processes > 1)
     ]

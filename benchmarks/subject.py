@@ -45,13 +45,10 @@ class _Subject:
     """A system prepared on a case."""
 
     def __init__(self, system_name: str, case_name: str, rank: int, meeting_file: str) -> None:
-        import torch
-
         from benchmarks.cases import build
         from benchmarks.systems import SYSTEMS, Seat
 
         system = SYSTEMS[system_name]
-        torch.set_num_threads(system.threads)
         self._case = build(case_name)
         self._step = system.prepare(self._case, Seat(rank, meeting_file))
         self._memory_before = _memory("VmRSS")

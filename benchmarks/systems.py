@@ -37,7 +37,7 @@ class Seat:
 class System:
     prepare: Callable[[Case, Seat], Step]
     threads: int = 1
-    """Intra-op threads of each process."""
+    """Intra-op threads of whatever thread computes."""
     processes: int = 1
 
 
@@ -125,17 +125,17 @@ def _parts(case: Case) -> list[nn.Module]:
 
 SYSTEMS: Mapping[str, System] = {
     "plain": System(partial(_plain, chunks=CHUNKS)),
-    "plain, 2 threads": System(partial(_plain, chunks=CHUNKS), threads=2),
-    "whole batch, 2 threads": System(partial(_plain, chunks=1), threads=2),
+    "plain-2-threads": System(partial(_plain, chunks=CHUNKS), threads=2),
+    "whole-batch-2-threads": System(partial(_plain, chunks=1), threads=2),
     "gpipe": System(partial(_gpipe, schedule="gpipe", checkpoint="never")),
-    "gpipe backward()": System(partial(_gpipe_backward, schedule="gpipe", checkpoint="never")),
-    "gpipe except_last": System(partial(_gpipe, schedule="gpipe", checkpoint="except_last")),
+    "gpipe-backward": System(partial(_gpipe_backward, schedule="gpipe", checkpoint="never")),
+    "gpipe-except_last": System(partial(_gpipe, schedule="gpipe", checkpoint="except_last")),
     "1f1b": System(partial(_gpipe, schedule="1f1b", checkpoint="never")),
-    "1f1b except_last": System(partial(_gpipe, schedule="1f1b", checkpoint="except_last")),
+    "1f1b-except_last": System(partial(_gpipe, schedule="1f1b", checkpoint="except_last")),
     "interleaved": System(partial(_gpipe, schedule="interleaved", checkpoint="never")),
     "zero_bubble": System(partial(_gpipe, schedule="zero_bubble", checkpoint="never")),
     "torchgpipe": System(partial(_torchgpipe, checkpoint="never")),
-    "torchgpipe except_last": System(partial(_torchgpipe, checkpoint="except_last")),
-    "torch gpipe": System(partial(_torch_pipelining, schedule="gpipe"), processes=2),
-    "torch 1f1b": System(partial(_torch_pipelining, schedule="1f1b"), processes=2),
+    "torchgpipe-except_last": System(partial(_torchgpipe, checkpoint="except_last")),
+    "torch-gpipe": System(partial(_torch_pipelining, schedule="gpipe"), processes=2),
+    "torch-1f1b": System(partial(_torch_pipelining, schedule="1f1b"), processes=2),
 }

@@ -37,7 +37,7 @@ def test_a_system_that_failed_is_not_judged() -> None:
 
 def test_systems_take_turns_in_processes_of_their_own_and_agree_on_the_gradient() -> None:
     rounds = 2
-    contestants = [Contestant("plain", 1), Contestant("gpipe", 1), Contestant("no such system", 1)]
+    contestants = [Contestant("plain"), Contestant("gpipe"), Contestant("no such system")]
     plain, gpipe, missing = measure("tiny", contestants, rounds)
     assert len(plain.seconds) == len(gpipe.seconds) == rounds
     assert gpipe.squared_norm == pytest.approx(plain.squared_norm, rel=1e-6)
