@@ -3,6 +3,8 @@
 Decides where to cut. A node on the way from the output to the input whose other edges lead to parameters
 works twice: in the first half for the input, in the second, from the gradient it was given then, for its
 parameters. Knows nothing of partitions or schedules.
+
+A hook on a tensor between layers fires in both halves: one that changes gradients changes weights' twice.
 """
 
 from __future__ import annotations

@@ -5,6 +5,10 @@ Decides the life of threads and how a caller waits for them. Knows nothing of wh
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import functools
+import math
 import os
 import queue
 import threading
@@ -18,6 +22,8 @@ from gpipe_cli.errors import StepTimeout
 from gpipe_cli.pipeline.stacks import print_stacks
 
 __all__ = ["WorkerPool"]
+
+_LOOK_UP_SECONDS = 0.5
 
 Job = Callable[[], None]
 """Something that never raises: it keeps its failure for the caller."""
@@ -47,22 +53,22 @@ class WorkerPool:
         gets new threads.
         """
         self._start()
-        done: SimpleQueue[None] = SimpleQueue()
-        for commands, job in zip(self._commands, jobs, strict=True):
-            commands.put(_reporting(job, done))
-        self._wait(done, len(jobs), stop, timeout)
-
-    def _wait(self, done: SimpleQueue[None], running: int, stop: Stop, timeout: float | None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        ends = _Ends(len(jobs))
+        reporting = iter([functools.partial(ends.run, job) for job in jobs])
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         interrupted = False
-        while running:
+        while not ends.all_there:
             try:
-                done.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-                running -= 1
-            except queue.Empty:
+                # One call into C: an interruption comes before it or after it, never when some workers have
+                # their job and others do not. The second time round there is nothing left to hand out.
+                collections.deque(map(SimpleQueue.put, self._commands, reporting), maxlen=0)
+                ends.wait(deadline)
+            except _TooLate:
                 print_stacks()
                 self._abandon()
-                late = StepTimeout(f"{running} of {self._size} workers did not end within {timeout} seconds")
+                late = StepTimeout(
+                    f"{ends.missing} of {self._size} workers did not end within {timeout} seconds"
+                )
                 stop(late)
                 raise late from None
             except BaseException as interruption:
@@ -115,9 +121,41 @@ def _serve(commands: SimpleQueue[Job | None]) -> None:
         del job
 
 
-def _reporting(job: Job, done: SimpleQueue[None]) -> Job:
-    def run_and_report() -> None:
-        job()
-        done.put(None)
+@final
+class _TooLate(Exception):
+    """The deadline has passed."""
 
-    return run_and_report
+
+@final
+class _Ends:
+    """Counts jobs that have ended. What counts is the list: a caller may be interrupted between being woken
+    and noting why, and must not wait for that job again.
+    """
+
+    def __init__(self, expected: int) -> None:
+        self._expected = expected
+        self._ended: list[None] = []
+        self._news: SimpleQueue[None] = SimpleQueue()
+
+    def run(self, job: Job) -> None:
+        job()
+        self._ended.append(None)
+        self._news.put(None)
+
+    def wait(self, deadline: float) -> None:
+        """Return when something may have changed."""
+        # A signal that comes just before the wait does not end it, so Ctrl-C would go unnoticed: look up
+        # often.
+        remaining = deadline - time.monotonic()
+        with contextlib.suppress(queue.Empty):
+            self._news.get(timeout=max(0.0, min(remaining, _LOOK_UP_SECONDS)))
+        if time.monotonic() >= deadline and self.missing:
+            raise _TooLate
+
+    @property
+    def missing(self) -> int:
+        return self._expected - len(self._ended)
+
+    @property
+    def all_there(self) -> bool:
+        return self.missing == 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import re
+import signal
 import threading
 import weakref
 
@@ -15,6 +17,7 @@ from torch.nn import functional
 
 from gpipe_cli import GPipe, current_microbatch, is_recomputing
 from gpipe_cli.errors import StepTimeout
+from gpipe_cli.pipeline.walk import Walk
 
 
 class Ouch(Exception):
@@ -65,7 +68,7 @@ def set_trap(pipe: GPipe, layer: int, micro_batch: int, phase: str, error: BaseE
 CASES = list(itertools.product(range(3), range(3), ["forward", "recompute", "backward"], [Ouch, Fatal]))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 def test_any_error_anywhere_reaches_the_caller_with_its_place_and_the_next_step_works(schedule: str) -> None:
     input, target = torch.randn(6, 2), torch.randn(6, 2)
     with GPipe(nn.Sequential(*(Trap() for _ in range(3))), [1] * 3, chunks=3, schedule=schedule) as pipe:
@@ -78,10 +81,10 @@ def test_any_error_anywhere_reaches_the_caller_with_its_place_and_the_next_step_
             with pytest.raises(kind, match="it hurts") as caught:
                 pipe.step(input, target, functional.mse_loss)
             assert caught.value is error
-            letter = "F" if phase == "forward" else "B"
+            letter = "F" if phase == "forward" else "[IW]" if schedule == "zero_bubble" else "B"
             (note,) = error.__notes__
             assert f"partition {layer}, layer '{layer}' (Trap), micro-batch {micro_batch}" in note
-            assert f"action {letter}{layer}.{micro_batch} ({phase})" in note
+            assert re.search(rf"action {letter}{layer}\.{micro_batch} \({phase}\)", note)
             set_trap(pipe, layer, -1, "", error)
             assert torch.equal(pipe.step(input, target, functional.mse_loss), good)
 
@@ -176,6 +179,34 @@ def test_after_a_failure_neither_threads_nor_tensors_are_left() -> None:
     assert all(reference() is None for reference in seen[:-4])
     pipe.close()
     assert threading.active_count() == threads
+
+
+def test_ctrl_c_while_the_caller_waits_ends_the_step_once_the_running_actions_have_ended() -> None:
+    begun: list[int] = []
+
+    class Interrupt(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            begun.append(current_microbatch().index)
+            if interrupts:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                stopped.wait(30)
+            return input
+
+    stopped = threading.Event()
+    interrupts = True
+    with GPipe(nn.Sequential(Interrupt(), nn.Identity()), [1, 1], chunks=4) as pipe:
+        fail = Walk.fail
+
+        def fail_and_tell(walk: Walk, error: BaseException) -> None:
+            fail(walk, error)
+            stopped.set()
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Walk, "fail", fail_and_tell)
+            pipe(torch.ones(4, 1))
+        assert begun == [0]
+        interrupts = False
+        assert torch.equal(pipe(torch.ones(4, 1)), torch.ones(4, 1))
 
 
 def test_a_partition_that_never_returns_trips_the_watchdog(capfd: pytest.CaptureFixture[str]) -> None:
