@@ -17,6 +17,7 @@ from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import Eval
 from gpipe_cli.report.partitions import partition_rows, print_partitions
 from gpipe_cli.report.tables import print_facts
+from gpipe_cli.training.interrupts import interrupts
 from gpipe_cli.training.loop import evaluate
 from gpipe_cli.training.snapshot import load_weights, newest_weights
 
@@ -39,7 +40,8 @@ def run(settings: Eval, job: Job) -> Summary:
 
     engine = make_engine(settings, model, split, make_objective(settings))
     try:
-        found, seconds = evaluate(engine, feed.ordered(settings.split))
+        with interrupts() as ctrl_c:
+            found, seconds = evaluate(engine, ctrl_c.heeded(feed.ordered(settings.split)))
     finally:
         engine.close()
     summary = {

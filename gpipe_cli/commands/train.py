@@ -24,6 +24,7 @@ from gpipe_cli.config.targets import instantiate
 from gpipe_cli.report.environment import environment
 from gpipe_cli.report.partitions import partition_rows, print_partitions
 from gpipe_cli.report.tables import print_facts
+from gpipe_cli.training.interrupts import interrupts
 from gpipe_cli.training.loop import Evaluated, Plan, train
 from gpipe_cli.training.run_directory import check_run_dir, make_run_directory, write_json
 from gpipe_cli.training.snapshot import save_weights
@@ -47,7 +48,7 @@ def run(settings: Train, job: Job) -> Summary:
     try:
         directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
         _write_origin(directory, job)
-        with Journal.open(directory, plan, settings.log) as journal:
+        with Journal.open(directory, plan, settings.log) as journal, interrupts() as ctrl_c:
             journal.say(f"run directory: {directory}")
             if settings.chunks > settings.batch_size:
                 journal.say(
@@ -55,7 +56,8 @@ def run(settings: Train, job: Job) -> Summary:
                     f"a mini-batch makes {settings.batch_size} micro-batches"
                 )
             began = time.perf_counter()
-            last = journal.follow(train(engine, plan, feed.train, feed.test))
+            facts = train(engine, plan, feed.train, lambda epoch: ctrl_c.heeded(feed.test(epoch)))
+            last = journal.follow(ctrl_c.heeded(facts))
             save_weights(engine.module, directory, last.step)
             summary = _summary(last, plan, feed, time.perf_counter() - began, directory, job)
             write_json(directory / "summary.json", summary)

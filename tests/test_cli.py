@@ -1,0 +1,213 @@
+"""The console script as a process of its own: exit codes, streams, signals, and what is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+import gpipe_cli
+from gpipe_cli.version import VERSION
+
+ROOT = str(Path(gpipe_cli.__file__).parents[1])
+GPIPE = [sys.executable, "-m", "gpipe_cli"]
+MODELS = """
+import os
+import sys
+
+from torch import nn
+
+
+class Raise(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def forward(self, input):
+        raise self.error
+
+
+class Tell(nn.Module):
+    def forward(self, input):
+        sys.stdout.write("a layer runs\\\\n")
+        sys.stdout.flush()
+        return input
+
+
+def tells(num_classes: int):
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes), Tell())
+
+
+def exits(num_classes: int):
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes), Raise(SystemExit(0)))
+
+
+def interrupts(num_classes: int):
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes), Raise(KeyboardInterrupt()))
+""".replace("\\\\n", "\\n")
+SMALL = ("allow=[own]", "data=synthetic", "data.shape=[3,8,8]", "data.length=64", "chunks=2", "threads=1")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "own.py").write_text(MODELS, encoding="utf-8")
+    return tmp_path
+
+
+def environment(**variables: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": ROOT, **variables}
+
+
+def gpipe(*words: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*GPIPE, *words],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=environment(**variables),
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["train", "--help"], ["ls", "models"], ["--version"], ["train", "--cfg", "job"], ["trian"]],
+    ids=" ".join,
+)
+def test_what_must_be_quick_does_not_import_torch(words: list[str]) -> None:
+    look = (
+        "import sys; from gpipe_cli.cli import main; code = main(sys.argv[1:]);"
+        "sys.exit(99 if {'torch', 'torchvision'} & sys.modules.keys() else code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", look, *words], capture_output=True, env=environment(), timeout=60, check=False
+    )
+    assert done.returncode == (2 if words == ["trian"] else 0)
+
+
+def test_help_and_listing_import_no_hydra_either() -> None:
+    look = (
+        "import sys; from gpipe_cli.cli import main; main(['--help']); main(['ls']);"
+        "sys.exit(99 if {'hydra', 'omegaconf', 'rich'} & sys.modules.keys() else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", look], capture_output=True, env=environment(), check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["--version"], 0), (["train", "--version"], 0), (["trian"], 2), (["eval", "run=nowhere"], 4), ([], 0)],
+    ids=lambda value: str(value),
+)
+def test_the_exit_code_is_that_of_the_process(words: list[str], code: int, tmp_path: Path) -> None:
+    done = gpipe(*words, cwd=tmp_path)
+    assert done.returncode == code
+    assert (done.stdout == "") == (code != 0) and (done.stderr == "") == (code == 0)
+    if "--version" in words:
+        assert done.stdout == f"gpipe {VERSION}\n"
+
+
+def test_a_reader_that_goes_early_is_no_error(tmp_path: Path) -> None:
+    """`gpipe ls | head -1`: silent, whether we notice while writing or only at the end."""
+    for words in (["ls"], ["--help"], ["train", "--cfg", "job"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run(
+            [*GPIPE, *words],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            env=environment(),
+            check=False,
+            cwd=tmp_path,
+        )
+        os.close(writer)
+        assert done.stderr == b""
+        assert done.returncode in (0, -signal.SIGPIPE)
+
+
+def test_debug_shows_the_traceback_and_nothing_else_does(tmp_path: Path) -> None:
+    plain, debug = gpipe("train", "chunk=8", cwd=tmp_path), gpipe("train", "chunk=8", "--debug", cwd=tmp_path)
+    assert plain.returncode == debug.returncode == 2
+    assert "Traceback" not in plain.stderr and "Traceback" in debug.stderr
+    assert debug.stderr.splitlines()[-1] == plain.stderr.strip()
+
+
+def test_own_code_in_the_current_folder_runs_if_it_is_allowed(folder: Path) -> None:
+    words = ("train", "model._target_=own.tells", *SMALL, "steps=1")
+    done = gpipe(*words, "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["command"] == "gpipe " + " ".join(f"'{word}'" if "[" in word else word for word in words)
+    refused = gpipe("train", "model._target_=own.tells", "steps=1", cwd=folder)
+    assert refused.returncode == 2 and "add allow=[own] to the command line" in refused.stderr
+
+
+def test_a_layer_that_exits_is_a_failure_with_its_place(folder: Path) -> None:
+    """Exit code 0 of a layer used to end the whole run with 0 and without a word."""
+    sweep = ("-m", "engine=single,threads", "--json")
+    done = gpipe("train", "model._target_=own.exits", *SMALL, "steps=1", *sweep, cwd=folder)
+    assert done.returncode == 1
+    alone, among_workers = (job["error"] for job in json.loads(done.stdout))
+    assert "SystemExit: 0" in alone and "SystemExit: 0 (in partition 1, layer '2'" in among_workers
+    assert all("SystemExit: 0" in log.read_text() for log in folder.glob("runs/train/exits/*/train.log"))
+
+
+def test_a_layer_that_raises_keyboard_interrupt_ends_the_run(folder: Path) -> None:
+    done = gpipe("train", "model._target_=own.interrupts", *SMALL, "steps=1", cwd=folder)
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1] == "gpipe: stopped by Ctrl-C"
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that are ended whatever happens."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def until(stream: IO[str] | None, line: str) -> None:
+    assert stream is not None
+    for found in stream:
+        if line in found:
+            return
+    raise AssertionError(f"ended without {line!r}")
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for children in /proc")
+@pytest.mark.parametrize("words", [["data.workers=2"], ["-m", "seed=1,2"]], ids=" ".join)
+def test_ctrl_c_ends_a_run_or_a_whole_sweep_and_leaves_no_process(
+    folder: Path, started: list[subprocess.Popen[str]], words: list[str]
+) -> None:
+    process = subprocess.Popen(
+        [*GPIPE, "train", "model._target_=own.tells", *SMALL, "steps=1000000", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=environment(),
+        start_new_session=True,
+    )
+    started.append(process)
+    until(process.stdout, "a layer runs")
+    below = children(process.pid)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert error.splitlines()[-1] == "gpipe: stopped by Ctrl-C"
+    assert "Traceback" not in error and error.count("run directory") == 1
+    assert not any(Path(f"/proc/{one}").exists() for one in below)
