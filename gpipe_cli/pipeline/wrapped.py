@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.pipeline.batchnorm import convert_deferred_batch_norm, deferred_batch_norms
 from gpipe_cli.pipeline.layer import Layer
-from gpipe_cli.sequential import Sequence
+from gpipe_cli.sequential import layer_names
 from gpipe_cli.skip.verify import verify_skippables
 
 __all__ = ["WrappedSequence"]
@@ -41,10 +41,9 @@ class WrappedSequence(nn.Module):
             assert isinstance(converted, nn.Sequential), "the children are converted, not the sequence"
             module = converted
         self.module = module
-        names = module.layer_names if isinstance(module, Sequence) else dict(module.named_children())
         self._layers = tuple(
             Layer(child, name, position)
-            for position, (child, name) in enumerate(zip(module, names, strict=True))
+            for position, (child, name) in enumerate(zip(module, layer_names(module), strict=True))
         )
         self._batch_norms = tuple(deferred_batch_norms(module))
         self.register_load_state_dict_pre_hook(_loaded_by_a_parent)  # type: ignore[no-untyped-call]

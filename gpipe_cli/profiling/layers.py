@@ -22,6 +22,7 @@ from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
 from gpipe_cli.schedule.action import Action
+from gpipe_cli.sequential import layer_names
 
 WARM_UP = 2
 MOST_REPEATS = 50
@@ -76,7 +77,7 @@ def profile_layers(
             forward_ms=1000 * statistics.median(times[index, "forward"]),
             backward_ms=1000 * statistics.median(times.get((index, "backward"), [0.0])),
         )
-        for index, (name, layer) in enumerate(module.named_children())
+        for index, (name, layer) in enumerate(zip(layer_names(module), module, strict=True))
     ]
 
 

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from gpipe_cli.report.tables import print_rows
+from gpipe_cli.sequential import layer_names
 
 
 def partition_rows(
     model: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
 ) -> list[dict[str, Any]]:
     """Index, device, layers, first and last name, parameters."""
-    return list(_rows(list(model.named_children()), balance, devices))
+    return list(_rows(list(zip(layer_names(model), model, strict=True)), balance, devices))
 
 
 def print_partitions(rows: Sequence[Mapping[str, Any]]) -> None:

@@ -156,3 +156,8 @@ def _check_completeness(sequence: Sequence, expected: Iterable[str]) -> None:
     new = [name for name in names if name not in set(expected)]
     if lost or new:
         raise ValueError(f"the layers do not hold what the original holds: lost {lost}, new {new}")
+
+
+def layer_names(module: nn.Sequential) -> tuple[str, ...]:
+    """What to call the layers of any sequence: its children's names, unless it knows better ones."""
+    return module.layer_names if isinstance(module, Sequence) else tuple(dict(module.named_children()))
