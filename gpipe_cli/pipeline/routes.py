@@ -91,17 +91,20 @@ class Routes:
         return _unpack((parcel, shipment))
 
     def send(self, partition: Partition, micro_batch: int, output: Parcel) -> None:
+        """Hand out what `partition` made: skips first, for the next partition may write the value in
+        place.
+        """
         count = len(output.tensors) - len(partition.sends)
+        for place, route in enumerate(partition.sends, start=count):
+            skip = _part(output, slice(place, place + 1))
+            device = self._partitions[route.partition].device
+            self._skips[route.name].put((skip, ship(skip.tensors, device), skip_version(skip.tensors[0])))
         value = output if not partition.sends else _part(output, slice(count))
         if partition.index == self._last:
             self._flight.outputs[micro_batch] = value
         else:
             device = self._partitions[partition.index + 1].device
             self._forward[partition.index + 1].put((value, ship(value.tensors, device)))
-        for place, route in enumerate(partition.sends, start=count):
-            skip = _part(output, slice(place, place + 1))
-            device = self._partitions[route.partition].device
-            self._skips[route.name].put((skip, ship(skip.tensors, device), skip_version(skip.tensors[0])))
 
     def receive_gradients(self, partition: Partition, micro_batch: int) -> Gradients:
         """One per tensor that `partition` sent, in that order."""
