@@ -2,19 +2,21 @@
 
 Decides how each op tagged `nondeterministic_seeded` is given the generator: by its argument, by another
 overload that has one, or by an equal of our own; an op with none of these is refused. Uses
-`torch.utils._python_dispatch` and `torch._ops`, which torch keeps private. Knows nothing of layers or of
-where seeds come from.
+`torch.utils._python_dispatch`, `torch._ops` and `torch._compile`, which torch keeps private. Knows nothing of
+layers or of where seeds come from.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -51,7 +53,16 @@ class KeyedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Generators are made when needed and always seeded first: there is nothing to copy.
         return KeyedRandom, ()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would hide the dispatch below from its compiler, and import the whole compiler for that: two
+        # seconds and 80 MiB at the first step of every process, most of which compile nothing. See `reseed`.
+        return False
+
     def reseed(self, seed: int) -> KeyedRandom:
+        if not hasattr(KeyedRandom.__torch_dispatch__, "__wrapped__") and "torch._dynamo" in sys.modules:
+            # Somebody does compile: now the dispatch must be hidden, or it would be compiled into layers.
+            KeyedRandom.__torch_dispatch__ = _disable_dynamo(KeyedRandom.__torch_dispatch__)  # type: ignore[method-assign]
         self._seed = seed
         self._seeded.clear()
         self._drew_in_checkpoint = False

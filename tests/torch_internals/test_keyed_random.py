@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.functional import mse_loss
 
+from gpipe_cli.pipeline.plain import PlainPipe
 from gpipe_cli.torch_internals.keyed_random import KeyedRandom, UnkeyedRandomError
 
 IMAGES, ROWS, TOKENS = (2, 3, 8, 8), (4, 16), (4, 7, 16)
@@ -94,3 +98,28 @@ def test_an_op_that_takes_no_generator_is_refused_by_name_only_if_it_would_draw(
         attention(query, query, query)
         with pytest.raises(UnkeyedRandomError, match=r"flash_attention_for_cpu.* no generator"):
             attention(query, query, query, 0.5)
+
+
+def test_a_step_does_not_import_the_compiler() -> None:
+    """torch hides a dispatch mode from its compiler by importing it: two seconds at everybody's first step."""
+    script = (
+        "import sys, torch\n"
+        "from gpipe_cli import GPipe\n"
+        "pipe = GPipe(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout()), [1, 1], chunks=2)\n"
+        "pipe.step(torch.rand(4, 4), torch.rand(4, 4), torch.nn.functional.mse_loss)\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_compiled_layer_draws_under_its_key_without_being_compiled_anew() -> None:
+    """Hidden after all where there is a compiler: else it recompiled until it gave up, and said so."""
+
+    def losses() -> list[float]:
+        torch.manual_seed(0)
+        layer = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Dropout()), backend="eager")
+        pipe = PlainPipe(nn.Sequential(layer, nn.Linear(8, 2)), chunks=4)
+        return [float(pipe.step(torch.ones(8, 8), torch.zeros(8, 2), mse_loss, key=key)) for key in (1, 2, 1)]
+
+    compiled = losses()
+    assert compiled[0] == compiled[2] != compiled[1]
