@@ -39,6 +39,11 @@ class Job:
     json: bool
     dry_run: bool
 
+    @property
+    def shows_result(self) -> bool:
+        """Whether its result is printed as soon as it is known; a sweep prints all of them at its end."""
+        return not self.json and self.number is None
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -108,7 +113,7 @@ class Jobs:
     def _line(self, overrides: Sequence[str]) -> str:
         """As it was typed; a job of a sweep with its own values."""
         words = overrides if self._invocation.multirun else self._invocation.words
-        own = [word for word in words if not word.endswith(f"={CUSTOM}")]
+        own = [word.replace("recipes=", "recipe=", 1) for word in words if not word.endswith(f"={CUSTOM}")]
         elsewhere = [
             part
             for flag, short in (("--config-dir", "-cd"), ("--config-name", "-cn"))
