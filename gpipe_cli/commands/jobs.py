@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.load import CUSTOM, settings_of
+from gpipe_cli.errors import GpipeError
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.tables import print_rows
 
@@ -90,6 +91,9 @@ class Jobs:
             self._show_sweep()
             return next((one.exit_code for one in self._outcomes if one.exit_code), 0)
         for outcome in self._outcomes:
+            if isinstance(outcome.error, BrokenPipeError):
+                # Of a layer or a data worker: to `main` a broken pipe is a reader of our output that has gone.
+                raise GpipeError(describe(outcome.error)) from outcome.error
             if outcome.error is not None:
                 raise outcome.error
             if self._invocation.json:

@@ -55,3 +55,10 @@ def test_names_with_control_characters_never_reach_the_terminal(tiny: Gpipe, tmp
     answer = tiny("train", "steps=1", "run_dir='a\x1b[31mb'")
     assert answer.code == 0 and (tmp_path / "a\x1b[31mb").is_dir()
     assert "\x1b" not in answer.out + answer.err
+
+
+def test_a_broken_pipe_inside_a_layer_is_not_taken_for_a_reader_that_has_gone(tiny: Gpipe) -> None:
+    """`gpipe ls | head` ends with 0 on a broken pipe; a training run that died of one must not."""
+    answer = tiny("train", "model._target_=tiny_for_tests.piped", "steps=1")
+    assert answer.code == 1
+    assert "BrokenPipeError: [Errno 32] Broken pipe (in partition 1, layer '2'" in answer.err
