@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
 from gpipe_cli.arguments import FLAGS, PLAIN_FLAGS, Invocation, parse
@@ -85,6 +86,9 @@ def _configured(command: str, invocation: Invocation) -> int:
         notes = tempfile.mkdtemp(prefix="gpipe-sweep-")
         try:
             _run_hydra(command, invocation.hydra, [*overrides, f"hydra.sweep.dir={notes}"], jobs.task)
+        except KeyboardInterrupt:
+            jobs.finish()  # what the jobs before it found is shown
+            raise
         finally:
             shutil.rmtree(notes)
     else:
@@ -142,7 +146,8 @@ def _fail(error: BaseException, *, debug: bool) -> int:
     else:
         hint = "" if debug or isinstance(error, GpipeError) else "; --debug shows the traceback"
         line = f"error: {describe(error)}{hint}"
-    _print(f"gpipe: {line}", sys.stderr)
+    with suppress(BrokenPipeError):  # nobody reads it; the exit code still tells
+        _print(f"gpipe: {line}", sys.stderr)
     return exit_code(error)
 
 

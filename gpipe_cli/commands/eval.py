@@ -55,7 +55,7 @@ def run(settings: Eval, job: Job) -> Summary:
         "weights": str(weights),
         "command": job.line,
     }
-    if not job.json:
+    if job.shows_result:
         print_facts("", summary)
     return summary
 

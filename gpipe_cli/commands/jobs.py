@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.load import CUSTOM, settings_of
+from gpipe_cli.errors import GpipeError
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.tables import print_rows
 
@@ -38,6 +39,11 @@ class Job:
     """Its place in a sweep."""
     json: bool
     dry_run: bool
+
+    @property
+    def shows_result(self) -> bool:
+        """Whether its result is printed as soon as it is known; a sweep prints all of them at its end."""
+        return not self.json and self.number is None
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,9 @@ class Jobs:
             self._show_sweep()
             return next((one.exit_code for one in self._outcomes if one.exit_code), 0)
         for outcome in self._outcomes:
+            if isinstance(outcome.error, BrokenPipeError):
+                # Of a layer or a data worker: to `main` a broken pipe is a reader of our output that has gone.
+                raise GpipeError(describe(outcome.error)) from outcome.error
             if outcome.error is not None:
                 raise outcome.error
             if self._invocation.json:
@@ -108,7 +117,7 @@ class Jobs:
     def _line(self, overrides: Sequence[str]) -> str:
         """As it was typed; a job of a sweep with its own values."""
         words = overrides if self._invocation.multirun else self._invocation.words
-        own = [word for word in words if not word.endswith(f"={CUSTOM}")]
+        own = [word.replace("recipes=", "recipe=", 1) for word in words if not word.endswith(f"={CUSTOM}")]
         elsewhere = [
             part
             for flag, short in (("--config-dir", "-cd"), ("--config-name", "-cn"))

@@ -63,7 +63,7 @@ def run(settings: Train, job: Job) -> Summary:
             write_json(directory / "summary.json", summary)
     finally:
         engine.close()
-    if not job.json:
+    if job.shows_result:
         print_facts("", summary)
     return summary
 

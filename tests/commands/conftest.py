@@ -25,6 +25,14 @@ def broken(num_classes: int) -> nn.Sequential:
             raise ZeroDivisionError("as \\x1b[31mwritten")
 
     return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes), Broken())
+
+
+def piped(num_classes: int) -> nn.Sequential:
+    class Piped(nn.Module):
+        def forward(self, input):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes), Piped())
 """
 TINY_RUN = (
     "model._target_=tiny_for_tests.build",

@@ -51,7 +51,7 @@ def test_code_named_by_a_run_is_not_trusted_because_a_file_says_so(
 ) -> None:
     answer = tiny("eval", f"run={trained['run_dir']}")
     assert answer.code == 2
-    assert "may only be given on the command line" in answer.err
+    assert "allow=[tiny_for_tests]: may only be given on the command line" in answer.err
 
 
 def test_a_hostile_run_directory_executes_nothing(
@@ -91,3 +91,25 @@ def test_evaluation_changes_no_weights_on_disk(tiny: Gpipe, trained: dict[str, A
     before = path.read_bytes()
     tiny("eval", f"run={trained['run_dir']}", ALLOW)
     assert path.read_bytes() == before
+
+
+def test_keys_of_training_do_not_bind_an_evaluation_by_another_engine(tiny: Gpipe) -> None:
+    """partitions and schedule are the run's, nobody gave them to the evaluation."""
+    run = tiny("train", "steps=1", "partitions=2", "schedule=1f1b", "checkpoint=always", "--json").json
+    found = tiny("eval", f"run={run['run_dir']}", ALLOW, "engine=single", "--json").json
+    assert found["top1"] == run["top1"]
+    answer = tiny("eval", f"run={run['run_dir']}", ALLOW, "engine=single", "schedule=1f1b")
+    assert (answer.code, "schedule: has no effect with engine=single" in answer.err) == (2, True)
+
+
+def test_a_dry_evaluation_shows_the_partitions_only(tiny: Gpipe, trained: dict[str, Any]) -> None:
+    found = tiny("eval", f"run={trained['run_dir']}", ALLOW, "--dry-run", "--json").json
+    assert [row["layers"] for row in found["partitions"]] == [4, 4] and "loss" not in found
+    assert "partition" in tiny("eval", f"run={trained['run_dir']}", ALLOW, "--dry-run").out
+
+
+def test_a_reference_of_a_run_that_leads_nowhere_is_told_as_one(tiny: Gpipe, trained: dict[str, Any]) -> None:
+    config = Path(trained["run_dir"]) / "config.yaml"
+    config.write_text(config.read_text().replace("chunks: 3\n", "chunks: ${nowhere}\n"))
+    answer = tiny("eval", f"run={trained['run_dir']}", ALLOW)
+    assert (answer.code, answer.err) == (2, "gpipe: error: chunks: interpolation key 'nowhere' not found\n")

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Gpipe = Callable[..., Any]
+
+
+def test_the_command_that_is_told_is_the_one_that_was_typed(tiny: Gpipe, tmp_path: Path) -> None:
+    recipe = tmp_path / "own" / "recipes" / "mine.yaml"
+    recipe.parent.mkdir(parents=True)
+    recipe.write_text("# @package _global_\nsteps: 1\n", encoding="utf-8")
+    words = ("recipe=mine", "--config-dir", "own", "--dry-run", "--json")
+    line = tiny("train", *words).json["command"]
+    assert line.startswith("gpipe train model._target_=tiny_for_tests.build 'allow=[tiny_for_tests]' ")
+    assert line.endswith(" recipe=mine --config-dir own")
+
+
+def test_a_sweep_prints_one_table_and_no_result_twice(tiny: Gpipe) -> None:
+    answer = tiny("train", "-m", "steps=1", "chunks=1,2")
+    assert answer.out.splitlines()[0] == "2 jobs, 0 failed"
+    assert [line.split()[:2] for line in answer.out.splitlines()[2:]] == [
+        ["0", "chunks=1"],
+        ["1", "chunks=2"],
+    ]
+
+
+def test_a_failure_in_a_sweep_is_told_with_its_type_and_place(tiny: Gpipe) -> None:
+    answer = tiny("train", "-m", "model._target_=tiny_for_tests.broken", "steps=1", "seed=1,2")
+    assert answer.code == 1
+    for line in answer.out.splitlines()[2:]:
+        assert "FAILED (1): ZeroDivisionError: as [31mwritten (in partition 1, layer '2'" in line
+    assert "Traceback" not in answer.err
+    told = tiny("train", "-m", "model._target_=tiny_for_tests.broken", "steps=1", "seed=1", "--debug")
+    assert "Traceback" in told.err
+
+
+@pytest.mark.parametrize("engine", ["single", "threads"])
+def test_more_chunks_than_samples_are_said_to_make_fewer(tiny: Gpipe, engine: str) -> None:
+    answer = tiny("train", "steps=1", "batch_size=4", "chunks=9", f"engine={engine}")
+    assert answer.code == 0
+    assert "chunks=9: a batch_size of 4 makes fewer" in answer.err
+
+
+def test_a_run_that_fails_says_why_in_its_log(tiny: Gpipe, tmp_path: Path) -> None:
+    tiny("train", "model._target_=tiny_for_tests.broken")
+    (log,) = tmp_path.glob("runs/train/broken/*/train.log")
+    assert "ERROR the run ends here" in log.read_text() and "ZeroDivisionError" in log.read_text()
+
+
+def test_names_with_control_characters_never_reach_the_terminal(tiny: Gpipe, tmp_path: Path) -> None:
+    answer = tiny("train", "steps=1", "run_dir='a\x1b[31mb'")
+    assert answer.code == 0 and (tmp_path / "a\x1b[31mb").is_dir()
+    assert "\x1b" not in answer.out + answer.err
+
+
+def test_a_broken_pipe_inside_a_layer_is_not_taken_for_a_reader_that_has_gone(tiny: Gpipe) -> None:
+    """`gpipe ls | head` ends with 0 on a broken pipe; a training run that died of one must not."""
+    answer = tiny("train", "model._target_=tiny_for_tests.piped", "steps=1")
+    assert answer.code == 1
+    assert "BrokenPipeError: [Errno 32] Broken pipe (in partition 1, layer '2'" in answer.err
