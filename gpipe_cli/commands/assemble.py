@@ -18,6 +18,7 @@ from torch import nn
 
 from gpipe_cli.balance.result import Balanced
 from gpipe_cli.commands.feed import Feed
+from gpipe_cli.config.locate import default_options
 from gpipe_cli.config.schema import OPEN_GROUPS, Running, Shared, Train
 from gpipe_cli.config.targets import accepted, bind, instantiate
 from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_threads
@@ -196,6 +197,11 @@ def _engine_name(settings: Running) -> str:
     return f"engine={settings.engine['_target_'].split('.')[-2]}"
 
 
+def balance_name(settings: Shared) -> str:
+    """The method's file, which is the name of its option too."""
+    return str(settings.balance["_target_"].split(".")[-2])
+
+
 def _is_given(settings: Running, key: str, overrides: Sequence[str]) -> bool:
     """On the command line, or by a recipe that moved it from its default.
 
@@ -203,7 +209,9 @@ def _is_given(settings: Running, key: str, overrides: Sequence[str]) -> bool:
     """
     if any(re.match(rf"[+~]*{re.escape(key)}[.=]", word) for word in overrides):
         return True
-    if key == "balance" or not isinstance(settings, Train):
+    if not isinstance(settings, Train):
         return False
+    if key == "balance":
+        return default_options("train")["balance"].name != balance_name(settings)
     value = attrgetter(key)
     return bool(value(settings) != value(Train()))

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from gpipe_cli.balance.result import Balanced
-from gpipe_cli.commands.assemble import check_components, make_model, open_current_folder, split_model
+from gpipe_cli.commands.assemble import (
+    balance_name,
+    check_components,
+    make_model,
+    open_current_folder,
+    split_model,
+)
 from gpipe_cli.commands.feed import make_feed
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.config.schema import Balance
@@ -35,7 +41,7 @@ def _costs(balanced: Balanced) -> list[dict[str, Any]]:
 def _summary(balanced: Balanced, settings: Balance, job: Job) -> dict[str, Any]:
     return {
         "balance": balanced.layers,
-        "by": settings.balance["_target_"].split(".")[-2],
+        "by": balance_name(settings),
         "unit": balanced.unit,
         "costs": balanced.costs,
         "max": balanced.largest,

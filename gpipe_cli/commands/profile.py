@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import accumulate
@@ -21,6 +20,7 @@ from gpipe_cli.commands.assemble import (
 from gpipe_cli.commands.feed import make_feed
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.config.schema import Profile
+from gpipe_cli.engines.devices import available_cores
 from gpipe_cli.pipeline.microbatch import batch_size
 from gpipe_cli.profiling.layers import LayerProfile, profile_layers
 from gpipe_cli.report.tables import print_facts, print_rows
@@ -96,7 +96,7 @@ def _prediction(rows: Sequence[dict[str, Any]], split: Split, settings: Profile)
     found = simulate(
         order(settings.schedule.name, len(costs), settings.chunks, len(split.devices)),
         costs,
-        cores=os.cpu_count() if on_cpu else None,
+        cores=available_cores() if on_cpu else None,
     )
     alone = settings.chunks * sum(cost.forward + cost.backward for cost in costs)
     return {

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from gpipe_cli.config.locate import options
 from gpipe_cli.config.schema import OPEN_GROUPS, SCHEMAS, Eval, Shared, Train
 from gpipe_cli.config.suggest import or_list
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, RunError
 
 CHOICES = {
     "checkpoint": ("always", "except_last", "never"),
@@ -44,6 +45,8 @@ def check(settings: Shared) -> None:
     problems = list(_problems(settings))
     if problems:
         raise ConfigError("; ".join(problems))
+    if isinstance(settings, Eval) and not Path(str(settings.run)).is_dir():
+        raise RunError(f"run={settings.run}: no such directory")
 
 
 def _problems(settings: Shared) -> Iterator[str]:

@@ -86,14 +86,23 @@ def _bind(
     function = _resolve(target, group, allow)
     arguments = {key: value for key, value in node.items() if key != "_target_"}
     _check_arguments(function, target, path, arguments, offered)
-    nested = {
-        key: _bind(value, f"{path}.{key}", group, allow, {})
-        for key, value in arguments.items()
-        if isinstance(value, Mapping) and "_target_" in value
-    }
+    makers = {key: _maker(value, f"{path}.{key}", group, allow) for key, value in arguments.items()}
     named = inspect.signature(function).parameters
     runtime = {name: value for name, value in offered.items() if name in named}
-    return lambda: function(**{**arguments, **{key: make() for key, make in nested.items()}, **runtime})
+    return lambda: function(**{key: make() for key, make in makers.items()}, **runtime)
+
+
+def _maker(value: Any, path: str, group: str, allow: Sequence[str]) -> Callable[[], Any]:
+    """What gives an argument: itself, or what the components in it describe."""
+    if isinstance(value, Mapping) and "_target_" in value:
+        return _bind(value, path, group, allow, {})
+    if isinstance(value, Mapping):
+        members = {key: _maker(one, f"{path}.{key}", group, allow) for key, one in value.items()}
+        return lambda: {key: make() for key, make in members.items()}
+    if isinstance(value, list | tuple):
+        items = [_maker(one, f"{path}[{index}]", group, allow) for index, one in enumerate(value)]
+        return lambda: [make() for make in items]
+    return lambda: value
 
 
 def _targets(path: str, node: Any) -> Iterator[tuple[str, Any]]:

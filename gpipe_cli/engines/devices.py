@@ -40,10 +40,15 @@ def default_partitions(devices: Any) -> int:
     return 2 if devices == "auto" and found[0].type == "cpu" else len(found)
 
 
+def available_cores() -> int:
+    """Those this process may use, which a container or `taskset` may limit."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def set_threads(threads: Any, devices: list[torch.device]) -> int:
     """Intra-op threads of the process; several workers on one CPU get one each."""
     sharing = sum(device.type == "cpu" for device in devices) > 1
-    count = (1 if sharing else os.cpu_count() or 1) if threads == "auto" else int(threads)
+    count = (1 if sharing else available_cores()) if threads == "auto" else int(threads)
     torch.set_num_threads(count)
     return count
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, final
+from typing import Any, Literal, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,9 @@ class Pipe(Protocol):
     training: bool
 
     def __call__(self, input: Any) -> Any: ...
-    def step(self, input: Any, target: Any, loss_fn: Any, *, key: int | None, return_output: bool) -> Any: ...
+    def step(
+        self, input: Any, target: Any, loss_fn: Any, key: int | None = None, *, return_output: Literal[True]
+    ) -> tuple[Tensor, Any]: ...
     def train(self, mode: bool = True) -> Any: ...
     def close(self) -> None: ...
 

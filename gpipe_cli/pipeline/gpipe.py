@@ -6,19 +6,18 @@ Decides what may be asked of a pipe and checks it. How a mini-batch is run is th
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
-from types import TracebackType
 from typing import Any, NoReturn, Self, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe_cli.pipeline.devices import Device, choose_devices, denies_move
 from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.layer import Layer
-from gpipe_cli.pipeline.loss import LossFunction, StepLoss
-from gpipe_cli.pipeline.microbatch import Value, gather, tensors_of, value_like
+from gpipe_cli.pipeline.loss import StepLoss
+from gpipe_cli.pipeline.microbatch import Value, tensors_of, value_like
 from gpipe_cli.pipeline.minibatch import MiniBatch
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.runner import Runner
@@ -98,24 +97,8 @@ class GPipe(WrappedSequence):
             return output
         return value_like(output, tuple(tensor.to(device) for tensor in tensors_of(output)))
 
-    def step(
-        self,
-        input: Value,
-        target: Value,
-        loss_fn: LossFunction,
-        key: int | None = None,
-        return_output: bool = False,
-    ) -> Tensor | tuple[Tensor, Value]:
-        """Forward and backward by the whole schedule: gradients in `.grad`, the detached mean loss
-        returned.
-        """
-        batch = MiniBatch.of(input, self.chunks, key)
-
-        def make_loss() -> StepLoss:
-            return StepLoss(loss_fn, target, batch.rows, len(batch.inputs), len(self))
-
-        loss, outputs = self._runner.step(batch, input, make_loss, self._checkpoint_stop(batch))
-        return (loss, gather(outputs)) if return_output else loss
+    def _step(self, batch: MiniBatch, input: Value, make_loss: Callable[[], StepLoss]) -> StepLoss:
+        return self._runner.step(batch, input, make_loss, self._checkpoint_stop(batch))
 
     @property
     def step_timeout(self) -> float | None:
@@ -138,14 +121,6 @@ class GPipe(WrappedSequence):
     def close(self) -> None:
         """End the workers. Closing twice is fine, and using the pipe again starts new ones."""
         self._runner.executor.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)

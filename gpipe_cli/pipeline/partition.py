@@ -125,9 +125,7 @@ class Partition:
         return Parcel.of(tensors, single), Kept(visit, mailbox, roots_of(tensors))
 
     def _forward_learning(self, parcel: Parcel, visit: Visit, mode: tuple[Any, ...]) -> tuple[Parcel, Kept]:
-        """As if not checkpointed, to see what happens; then what a checkpointed visit need not keep is
-        dropped.
-        """
+        """As if not checkpointed, to see what happens; a checkpointed visit then drops its graph."""
         before = save(all_buffers([layer.module for layer in self.layers]))
         self._before = self._before or before
         mailbox = Mailbox(parcel.needs_grad)
@@ -185,9 +183,7 @@ class Partition:
     def backward(
         self, kept: Kept, gradients: Gradients, *, keep_graph: bool, parameters: bool = True
     ) -> Gradients:
-        """The gradients of what entered; those of parameters are added to theirs, unless only inputs
-        count.
-        """
+        """The gradients of what entered; those of `parameters`, if wanted, are added to theirs."""
         pairs = _pairs(kept, gradients)
         if pairs and (parameters or kept.mailbox.expects_any):
             roots, root_gradients = zip(*pairs, strict=True)
@@ -240,9 +236,7 @@ class Partition:
         recomputing: bool = False,
         watch: Watch | None = None,
     ) -> tuple[tuple[Tensor | None, ...], bool]:
-        """The layers one after the other; gives the value's tensors with the skips that leave, and its
-        form.
-        """
+        """The layers in turn: gives the value's tensors with the skips that leave, and whether it is bare."""
         count = len(tensors) - len(self.receives)
         value: Any = tensors[0] if single else tensors[:count]
         skips = PartitionSkips(self.receives, tensors[count:], self.sends)

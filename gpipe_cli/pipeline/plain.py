@@ -6,15 +6,15 @@ in ascending order. Knows nothing of partitions, workers or schedules.
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Callable
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe_cli.pipeline.context import Running
-from gpipe_cli.pipeline.loss import LossFunction, StepLoss
-from gpipe_cli.pipeline.microbatch import Value, check, detached, gather
+from gpipe_cli.pipeline.loss import StepLoss
+from gpipe_cli.pipeline.microbatch import Value, check, gather
 from gpipe_cli.pipeline.minibatch import MiniBatch, guarded
 from gpipe_cli.pipeline.wrapped import WrappedSequence
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
@@ -37,21 +37,9 @@ class PlainPipe(WrappedSequence):
             outputs = [self._run(batch, index, random) for index in range(len(batch.inputs))]
         return gather(outputs)
 
-    def step(
-        self,
-        input: Value,
-        target: Value,
-        loss_fn: LossFunction,
-        key: int | None = None,
-        return_output: bool = False,
-    ) -> Tensor | tuple[Tensor, Value]:
-        """Forward and backward of the whole mini-batch: gradients in `.grad`, the detached mean loss
-        returned.
-        """
-        batch = MiniBatch.of(input, self.chunks, key)
-        loss = StepLoss(loss_fn, target, batch.rows, len(batch.inputs), len(self._layers))
+    def _step(self, batch: MiniBatch, input: Value, make_loss: Callable[[], StepLoss]) -> StepLoss:
+        loss = make_loss()
         random = KeyedRandom()
-        outputs: list[Value] = []
         with guarded(self._layers, self._devices(), self._batch_norms):
             for micro_batch in batch.micro_batches:
                 with batch.state.entered():
@@ -60,20 +48,10 @@ class PlainPipe(WrappedSequence):
                 if weighted.requires_grad:
                     with batch.state.without_autocast():
                         torch.autograd.backward(weighted)
-                if return_output:
-                    outputs.append(detached(output))
-        return (loss.total(), gather(outputs)) if return_output else loss.total()
+        return loss
 
     def close(self) -> None:
-        """Nothing to end: there are no workers. Pipes have the same face."""
-
-    def __enter__(self) -> PlainPipe:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        """Nothing to end: there are no workers."""
 
     def _devices(self) -> list[torch.device]:
         return [parameter.device for parameter in self.parameters()]

@@ -91,9 +91,7 @@ class Routes:
         return _unpack((parcel, shipment))
 
     def send(self, partition: Partition, micro_batch: int, output: Parcel) -> None:
-        """Hand out what `partition` made: skips first, for the next partition may write the value in
-        place.
-        """
+        """Skips first: once the next partition has the value, it may write it in place."""
         count = len(output.tensors) - len(partition.sends)
         for place, route in enumerate(partition.sends, start=count):
             skip = _part(output, slice(place, place + 1))

@@ -15,13 +15,13 @@ from torch import Tensor
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
 from gpipe_cli.pipeline.boundary import Gradients, Parcel
 from gpipe_cli.pipeline.bridge import bridge, joined_input_gradients
-from gpipe_cli.pipeline.context import MicroBatch, is_recomputing
+from gpipe_cli.pipeline.context import MicroBatch
 from gpipe_cli.pipeline.entangled import Entangled
 from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.flight import Flight
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.loss import StepLoss
-from gpipe_cli.pipeline.microbatch import Value, detached, gather, tensors_of
+from gpipe_cli.pipeline.microbatch import Value, gather, tensors_of
 from gpipe_cli.pipeline.minibatch import MiniBatch, guarded
 from gpipe_cli.pipeline.partition import Head, Partition
 from gpipe_cli.pipeline.tied import NO_ALIASES, TiedParameters
@@ -64,14 +64,12 @@ class Runner:
 
     def step(
         self, batch: MiniBatch, input: Value, make_loss: Callable[[], StepLoss], checkpoint_stop: int
-    ) -> tuple[Tensor, list[Value]]:
-        """Forward and backward. Gives the loss of the whole batch and the outputs of all micro-batches."""
+    ) -> StepLoss:
+        """Forward and backward; gives the loss that was used."""
 
-        def fly(attached: bool) -> tuple[Tensor, list[Value]]:
+        def fly(attached: bool) -> StepLoss:
             loss = make_loss()
-            outputs: dict[int, Value] = {}
-            head = _head(loss, batch, outputs)
-            flight = self._flight(batch, checkpoint_stop, head, attached)
+            flight = self._flight(batch, checkpoint_stop, _head(loss, batch.key), attached)
             with guarded(self._layers, self._devices, self._batch_norms):
                 if attached:
                     self.executor.forward(flight)
@@ -81,7 +79,7 @@ class Runner:
             self._tied.add_up(flight.aliases)
             if not attached:
                 _give_to_inputs(flight, tensors_of(input))
-            return loss.total(), [outputs[piece.index] for piece in batch.micro_batches]
+            return loss
 
         return self._attached_if_needed(fly, checkpoint_stop)
 
@@ -121,11 +119,9 @@ class Runner:
         self._tied.add_up(flight.aliases)
 
 
-def _head(loss: StepLoss, batch: MiniBatch, outputs: dict[int, Value]) -> Head:
+def _head(loss: StepLoss, key: int) -> Head:
     def head(value: Value, micro_batch: MicroBatch, random: KeyedRandom) -> Tensor:
-        if not is_recomputing():
-            outputs[micro_batch.index] = detached(value)
-        return loss.weighted(value, micro_batch, batch.key, random)
+        return loss.weighted(value, micro_batch, key, random)
 
     return head
 

@@ -47,9 +47,7 @@ class SplitBackward:
 
     @property
     def possible(self) -> bool:
-        """Whether each parameter hangs on one branch: of one used twice, a second half would count too
-        much.
-        """
+        """Whether each parameter hangs on one branch only: one used twice would be counted too often."""
         used = [id(parameter) for branch in self._branches for parameter in branch.parameters]
         return len(set(used)) == len(used) and not (self._aside and self._ahead)
 

@@ -1,4 +1,4 @@
-"""What every pipe shares with the sequence it wraps: names, order, indexing.
+"""The face all pipes share: that of the sequence they wrap, and a step.
 
 Decides that state_dict, load_state_dict, parameters and buffers go by the names of the module that was
 given, whatever the balance, and that torchgpipe's `partitions.N.` prefix is understood when loading. Knows
@@ -8,13 +8,18 @@ nothing of running.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Literal, Self, overload
 
 from torch import Tensor, nn
 
 from gpipe_cli.pipeline.batchnorm import convert_deferred_batch_norm, deferred_batch_norms
 from gpipe_cli.pipeline.layer import Layer
+from gpipe_cli.pipeline.loss import LossFunction, StepLoss
+from gpipe_cli.pipeline.microbatch import Value, gather
+from gpipe_cli.pipeline.minibatch import MiniBatch
 from gpipe_cli.sequential import layer_names
 from gpipe_cli.skip.verify import verify_skippables
 
@@ -56,6 +61,62 @@ class WrappedSequence(nn.Module):
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.module)
+
+    @overload
+    def step(
+        self,
+        input: Value,
+        target: Value,
+        loss_fn: LossFunction,
+        key: int | None = None,
+        return_output: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def step(
+        self,
+        input: Value,
+        target: Value,
+        loss_fn: LossFunction,
+        key: int | None = None,
+        *,
+        return_output: Literal[True],
+    ) -> tuple[Tensor, Value]: ...
+
+    def step(
+        self,
+        input: Value,
+        target: Value,
+        loss_fn: LossFunction,
+        key: int | None = None,
+        return_output: bool = False,
+    ) -> Tensor | tuple[Tensor, Value]:
+        """Forward and backward of a whole mini-batch: fills `.grad` and returns the detached mean loss."""
+        batch = MiniBatch.of(input, self.chunks, key)
+
+        def make_loss() -> StepLoss:
+            return StepLoss(
+                loss_fn, target, batch.rows, len(batch.inputs), len(self), keeps_outputs=return_output
+            )
+
+        loss = self._step(batch, input, make_loss)
+        return (loss.total(), gather(loss.outputs())) if return_output else loss.total()
+
+    @abstractmethod
+    def _step(self, batch: MiniBatch, input: Value, make_loss: Callable[[], StepLoss]) -> StepLoss:
+        """Run the mini-batch forward and backward with a loss of `make_loss`, which it returns."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End what runs for this pipe. Closing twice is fine."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     # The signature is nn.Module's, whose overloads are too many to repeat for a delegation.
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,9 +14,7 @@ from gpipe_cli.errors import ConfigError
 
 CHOSEN: dict[str, Any] = {group: {"_target_": "a.b"} for group in OPEN_GROUPS}
 TRAIN = Train(**{**CHOSEN, "optimizer": {"_target_": "a.b", "lr": 0.1}})
-EVAL = Eval(
-    **{group: node for group, node in CHOSEN.items() if group in Eval.__dataclass_fields__}, run="somewhere"
-)
+EVAL = Eval(**{group: node for group, node in CHOSEN.items() if group in Eval.__dataclass_fields__}, run=".")
 
 
 def test_the_defaults_pass() -> None:
