@@ -1,14 +1,15 @@
-"""What tests of the command line share: a folder of their own and the answer of a command."""
+"""What tests share: one intra-op thread, and for the command line a folder of their own and its answer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gpipe_cli.cli import main
 
@@ -24,6 +25,15 @@ class Answer:
     @property
     def json(self) -> Any:
         return json.loads(self.out)
+
+
+@pytest.fixture(autouse=True)
+def one_intra_op_thread() -> Iterator[None]:
+    """Tensors are small here: more threads would only spin, and a command sets the count of the process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

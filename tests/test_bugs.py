@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,14 +15,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from gpipe_cli import GPipe, current_microbatch, register_layer_logging_hooks
 from gpipe_cli.pipeline.plain import PlainPipe
 from gpipe_cli.torch_internals.keyed_random import UnkeyedRandomError
-
-
-@pytest.fixture(autouse=True)
-def one_intra_op_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_a_keyboard_interrupt_in_a_layer_does_not_hang_the_caller() -> None:
@@ -238,7 +229,9 @@ def test_every_member_of_a_tuple_is_carried_over_a_boundary() -> None:
     assert torch.equal(input.grad, torch.full((4, 1), 5.0))
 
 
-def test_the_training_script_of_seed_001_runs_without_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_training_script_of_the_logging_guide_runs_without_a_gpu(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Its original ended in an IndexError there: no devices were given."""
     caplog.set_level(logging.DEBUG, logger="gpipe_cli")
     layers = [nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10)]
@@ -261,7 +254,7 @@ def test_the_training_script_of_seed_001_runs_without_a_gpu(caplog: pytest.LogCa
     assert "Executing layer '4' in partition 2: Linear [micro-batch 3]" in caplog.messages
 
 
-def test_the_examples_of_seed_004_run_without_a_gpu() -> None:
+def test_the_examples_of_torchgpipes_guide_run_without_a_gpu() -> None:
     a, b, c, d = (nn.Linear(4, 4) for _ in range(4))
     model = GPipe(nn.Sequential(a, b, c, d), balance=[1, 1, 1, 1], devices=[4, 5, 6, 7], chunks=8)
     in_device, out_device = model.devices[0], model.devices[-1]

@@ -1,4 +1,4 @@
-"""Imports go down only: the table below is DESIGN.md's rule, and every import of the package is held to it.
+"""Imports go down only: the table below is the rule, and every import of the package is held to it.
 
 Imports inside functions and under TYPE_CHECKING count too: the direction is about knowledge, not about time.
 """

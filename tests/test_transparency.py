@@ -19,16 +19,6 @@ from gpipe_cli import GPipe
 from gpipe_cli.pipeline.plain import PlainPipe
 from gpipe_cli.skip import pop, skippable, stash
 
-
-@pytest.fixture(autouse=True)
-def one_intra_op_thread() -> Iterator[None]:
-    """Workers are the threads here; more of them on two cores would only spin."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 LAYERS = 6
 BALANCES = [
     [end - begin for begin, end in itertools.pairwise([0, *cuts, LAYERS])]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.balance.result import Balanced
-from gpipe_cli.commands.feed import Feed
+from gpipe_cli.commands.feed import Feed, make_feed
 from gpipe_cli.config.locate import default_options
 from gpipe_cli.config.schema import OPEN_GROUPS, Running, Shared, Train
 from gpipe_cli.config.targets import accepted, bind, instantiate
@@ -25,6 +25,7 @@ from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_t
 from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.report.partitions import partition_rows
 from gpipe_cli.training.metrics import accuracy
 
 # Keys that only some engines use, each with the argument of an engine's `build` that shows it does.
@@ -52,10 +53,28 @@ class Split:
         return self.balanced.layers
 
 
-def open_current_folder(settings: Shared) -> None:
-    """Packages allowed on the command line may lie in the current folder."""
-    if settings.allow:
+@dataclass(frozen=True)
+class Assembly:
+    """What every configured command starts from."""
+
+    feed: Feed
+    model: nn.Sequential
+    split: Split
+
+    @property
+    def partitions(self) -> list[dict[str, Any]]:
+        """A row per partition, for people and for JSON."""
+        return partition_rows(self.model, self.split.balance, self.split.devices)
+
+
+def assemble(settings: Shared, overrides: Sequence[str]) -> Assembly:
+    """Check every component, then make data, model and partitions."""
+    if settings.allow:  # packages allowed on the command line may lie in the current folder
         sys.path.insert(0, str(Path.cwd()))
+    check_components(settings, overrides)
+    feed = make_feed(settings)
+    model = make_model(settings, feed.classes)
+    return Assembly(feed, model, split_model(settings, model, feed))
 
 
 def make_model(settings: Shared, classes: int) -> nn.Sequential:
@@ -113,15 +132,16 @@ def make_sample(settings: Shared, feed: Feed) -> Sample:
     return Sample(input, target, instantiate(settings.loss, "loss", settings.allow))
 
 
-def make_engine(settings: Running, model: nn.Sequential, split: Split, objective: Objective) -> Engine:
+def make_engine(settings: Running, parts: Assembly) -> Engine:
     """The engine, with what its `build` asks for."""
+    split = parts.split
     set_threads(settings.threads, split.devices)
     engine: Engine = instantiate(
         settings.engine,
         "engine",
         settings.allow,
-        module=model,
-        objective=objective,
+        module=parts.model,
+        objective=make_objective(settings),
         balance=split.balance,
         partitions=len(split.balance),
         devices=split.devices,

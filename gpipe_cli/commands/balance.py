@@ -1,34 +1,25 @@
-"""gpipe balance: which layers go to which partition, and a line to paste."""
+"""gpipe balance: which layers go to which partition, and a line to paste. Writes nothing."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from gpipe_cli.balance.result import Balanced
-from gpipe_cli.commands.assemble import (
-    balance_name,
-    check_components,
-    make_model,
-    open_current_folder,
-    split_model,
-)
-from gpipe_cli.commands.feed import make_feed
+from gpipe_cli.commands.assemble import assemble, balance_name
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.config.schema import Balance
-from gpipe_cli.report.partitions import partition_rows, print_partitions
+from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
 
 
 def run(settings: Balance, job: Job) -> Summary:
-    open_current_folder(settings)
-    check_components(settings, job.overrides)
-    feed = make_feed(settings)
-    model = make_model(settings, feed.classes)
-    split = split_model(settings, model, feed)
-    summary = _summary(split.balanced, settings, job)
-    if not job.json:
-        rows = partition_rows(model, split.balance, split.devices)
-        print_partitions([{**row, **costs} for row, costs in zip(rows, _costs(split.balanced), strict=True)])
+    parts = assemble(settings, job.overrides)
+    balanced = parts.split.balanced
+    summary = _summary(balanced, settings, job)
+    if job.shows_result:
+        print_partitions(
+            [{**row, **cost} for row, cost in zip(parts.partitions, _costs(balanced), strict=True)]
+        )
         print_facts("", {key: summary[key] for key in ("max", "lower_bound", "imbalance", "paste")})
     return summary
 

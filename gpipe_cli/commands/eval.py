@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from gpipe_cli.commands.assemble import (
-    check_components,
-    make_engine,
-    make_model,
-    make_objective,
-    open_current_folder,
-    split_model,
-)
-from gpipe_cli.commands.feed import make_feed
+from gpipe_cli.commands.assemble import assemble, make_engine
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.saved import saved_config, with_overrides
 from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import Eval
-from gpipe_cli.report.partitions import partition_rows, print_partitions
+from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.training.interrupts import interrupts
 from gpipe_cli.training.loop import evaluate
@@ -26,22 +18,17 @@ def run(settings: Eval, job: Job) -> Summary:
     assert settings.run is not None, "the configuration was checked"
     weights = newest_weights(settings.run)
     settings = _as_trained(settings.run, job)
-    open_current_folder(settings)
-    check_components(settings, job.overrides)
-    feed = make_feed(settings)
-    model = make_model(settings, feed.classes)
-    load_weights(model, weights)
-    split = split_model(settings, model, feed)
-    partitions = partition_rows(model, split.balance, split.devices)
+    parts = assemble(settings, job.overrides)
+    load_weights(parts.model, weights)
     if job.dry_run:
         if not job.json:
-            print_partitions(partitions)
-        return {"partitions": partitions, "weights": str(weights), "command": job.line}
+            print_partitions(parts.partitions)
+        return {"partitions": parts.partitions, "weights": str(weights), "command": job.line}
 
-    engine = make_engine(settings, model, split, make_objective(settings))
+    engine = make_engine(settings, parts)
     try:
         with interrupts() as ctrl_c:
-            found, seconds = evaluate(engine, ctrl_c.heeded(feed.ordered(settings.split)))
+            found, seconds = evaluate(engine, ctrl_c.heeded(parts.feed.ordered(settings.split)))
     finally:
         engine.close()
     summary = {

@@ -9,20 +9,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.commands.assemble import (
-    Split,
-    check_components,
-    make_model,
-    make_sample,
-    open_current_folder,
-    split_model,
-)
-from gpipe_cli.commands.feed import make_feed
+from gpipe_cli.commands.assemble import Split, assemble, make_sample
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.config.schema import Profile
 from gpipe_cli.engines.devices import available_cores
 from gpipe_cli.pipeline.microbatch import batch_size
 from gpipe_cli.profiling.layers import LayerProfile, profile_layers
+from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts, print_rows
 from gpipe_cli.schedule import order
 from gpipe_cli.schedule.simulate import PartitionCost, simulate
@@ -43,14 +36,15 @@ COLUMNS = (
 
 def run(settings: Profile, job: Job) -> Summary:
     check_run_dir(settings.run_dir, job.number)
-    open_current_folder(settings)
-    check_components(settings, job.overrides)
-    feed = make_feed(settings)
-    model = make_model(settings, feed.classes)
-    split = split_model(settings, model, feed)
-    sample = make_sample(settings, feed)
-    layers = profile_layers(model, sample, seconds=settings.seconds)
-    rows = _rows(layers, split.balance)
+    parts = assemble(settings, job.overrides)
+    if job.dry_run:
+        if not job.json:
+            print_partitions(parts.partitions)
+        return {"partitions": parts.partitions, "command": job.line}
+
+    sample = make_sample(settings, parts.feed)
+    layers = profile_layers(parts.model, sample, seconds=settings.seconds)
+    rows = _rows(layers, parts.split.balance)
     summary = {
         "layers": rows,
         "micro_batch": batch_size(sample.input),
@@ -58,13 +52,13 @@ def run(settings: Profile, job: Job) -> Summary:
         "backward_ms": sum(one.backward_ms for one in layers),
         "saved_bytes": sum(one.saved_bytes for one in layers),
         "parameters": sum(one.parameters for one in layers),
-        **_prediction(rows, split, settings),
+        **_prediction(rows, parts.split, settings),
         "command": job.line,
     }
     directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
     write_json(directory / "profile.json", summary)
     _write_csv(directory / "profile.csv", rows)
-    if not job.json:
+    if job.shows_result:
         _show(rows, settings)
         print_facts("", {**{key: summary[key] for key in list(summary)[1:]}, "run_dir": str(directory)})
     return {**summary, "run_dir": str(directory)}

@@ -8,21 +8,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from gpipe_cli.commands.assemble import (
-    check_components,
-    make_engine,
-    make_model,
-    make_objective,
-    open_current_folder,
-    split_model,
-)
-from gpipe_cli.commands.feed import Feed, make_feed
+from gpipe_cli.commands.assemble import assemble, make_engine
+from gpipe_cli.commands.feed import Feed
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.journal import Journal
 from gpipe_cli.config.schema import Train
 from gpipe_cli.config.targets import instantiate
 from gpipe_cli.report.environment import environment
-from gpipe_cli.report.partitions import partition_rows, print_partitions
+from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.training.interrupts import interrupts
 from gpipe_cli.training.loop import Evaluated, Plan, train
@@ -32,19 +25,15 @@ from gpipe_cli.training.snapshot import save_weights
 
 def run(settings: Train, job: Job) -> Summary:
     check_run_dir(settings.run_dir, job.number)
-    open_current_folder(settings)
-    check_components(settings, job.overrides)
-    feed = make_feed(settings)
-    model = make_model(settings, feed.classes)
-    split = split_model(settings, model, feed)
+    parts = assemble(settings, job.overrides)
+    feed = parts.feed
     plan = _plan(settings, feed)
-    partitions = partition_rows(model, split.balance, split.devices)
     if job.dry_run:
         if not job.json:
-            print_partitions(partitions)
-        return {"partitions": partitions, "steps": plan.steps, "command": job.line}
+            print_partitions(parts.partitions)
+        return {"partitions": parts.partitions, "steps": plan.steps, "command": job.line}
 
-    engine = make_engine(settings, model, split, make_objective(settings))
+    engine = make_engine(settings, parts)
     try:
         directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
         _write_origin(directory, job)

@@ -26,7 +26,7 @@ def test_time_gives_slow_layers_a_partition_of_their_own() -> None:
 
 
 def test_the_guides_example_balances_and_trains() -> None:
-    """Seed of the Python interface: a sample, four partitions, and the result goes straight into GPipe."""
+    """As in torchgpipe's guide: a sample, four partitions, and the result goes straight into GPipe."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     sample = torch.rand(16, 8)
     balance = balance_by_time(model, sample, partitions=4, timeout=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,16 +30,6 @@ def original_of(name: str, num_classes: int = 10) -> nn.Module:
     return model
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """So small an input gains nothing from two, and loses much where other work wants the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", NUMERIC)
 def test_outputs_gradients_and_buffers_are_bitwise_the_originals(name: str) -> None:
     torch.manual_seed(1)

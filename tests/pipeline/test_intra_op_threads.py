@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,14 +7,6 @@ from torch.nn.functional import cross_entropy
 
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.plain import PlainPipe
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def gradients(pipe: GPipe | PlainPipe) -> dict[str, Tensor]:
@@ -32,7 +22,6 @@ def convolution() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10))
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("balance", [[1, 3], [2, 2], [3, 1], [1, 1, 1, 1]])
 def test_a_convolution_alone_in_a_worker_gives_the_bits_of_the_callers_thread_count(
     balance: list[int],

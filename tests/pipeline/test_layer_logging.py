@@ -1,4 +1,4 @@
-"""The log lines of seeds 000 and 001."""
+"""The log lines of partitions and layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Skips between partitions of a pipe, and the dictionary of skips of seed 004."""
+"""Skips between partitions of a pipe, and skips in a dictionary by current_microbatch()."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_failure_with_skips_on_the_way_hangs_nobody() -> None:
                 pipe(torch.ones(3, 4))
 
 
-# Seed 004: skips in a dictionary keyed by current_microbatch(), known to no boundary.
+# As torchgpipe's guide has it: skips in a dictionary keyed by current_microbatch(), known to no boundary.
 
 
 class Remember(nn.Module):
