@@ -79,7 +79,7 @@ class Train(Running):
     """What updates the parameters."""
     lr_schedule: dict[str, Any] = field(default_factory=dict)
     """How the learning rate moves over the run."""
-    epochs: int = 5
+    epochs: int = 3
     """Passes over the training data."""
     steps: int | None = None
     """Total number of steps; overrides `epochs`."""
