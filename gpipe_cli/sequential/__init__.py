@@ -1,5 +1,6 @@
 """Models as sequences of layers that keep the original parameter names."""
 
+from gpipe_cli.sequential.by_list import flatten_model, partition_uniform
 from gpipe_cli.sequential.sequence import Sequence, layer_names
 
-__all__ = ["Sequence", "layer_names"]
+__all__ = ["Sequence", "flatten_model", "layer_names", "partition_uniform"]

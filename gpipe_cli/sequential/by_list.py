@@ -1,0 +1,185 @@
+"""A model into layers by a list its author writes, and layers into equal parts.
+
+    layers = ["conv1", "bn1", "relu", "layer1", lambda x: torch.flatten(x, 1), "fc"]
+    sequence = flatten_model(model, layers)
+
+Decides what an item of such a list may be and where each layer stood in the model, so that its parameter
+names survive. That the list computes what the model's own forward does is the author's word: nothing is run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import chain, pairwise
+from typing import Any, Literal, TypeAlias, TypeVar, final, overload
+
+import torch.distributed
+from torch import nn
+
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.sequential.sequence import Sequence
+
+__all__ = ["Call", "Item", "flatten_model", "partition_uniform"]
+
+Item: TypeAlias = str | nn.Module | Callable[..., Any]
+"""A submodule's dotted name, a module, or a function of what flows."""
+
+Layers = TypeVar("Layers", bound=SequenceOf[Any] | nn.Sequential)
+
+
+@final
+class Call(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, input: Any) -> Any:
+        return self.function(input)
+
+    def extra_repr(self) -> str:
+        return getattr(self.function, "__name__", repr(self.function))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    path: str
+    module: nn.Module
+
+
+@overload
+def flatten_model(
+    model: nn.Module, layer_list: Iterable[Item], return_list: Literal[False] = False
+) -> Sequence: ...
+@overload
+def flatten_model(
+    model: nn.Module, layer_list: Iterable[Item], return_list: Literal[True]
+) -> list[nn.Module]: ...
+def flatten_model(
+    model: nn.Module, layer_list: Iterable[Item], return_list: bool = False
+) -> Sequence | list[nn.Module]:
+    """The layers named in `layer_list` as a Sequence, or bare in a list.
+
+    Every nn.Sequential and nn.ModuleList among them is replaced by its members. What the list leaves out of
+    the model is not in the result.
+    """
+    paths = {module: path for path, module in model.named_modules()}
+    listed = [
+        layer
+        for position, item in enumerate(layer_list)
+        for layer in _expanded(_layer(model, paths, item, f"layer {position}"))
+    ]
+    layers = _distinct(listed)
+    if return_list:
+        return [layer.module for layer in layers]
+    sequence = Sequence([layer.module for layer in layers], paths=[layer.path for layer in layers])
+    is_whole = _member_names(sequence) == _member_names(model)
+    return Sequence(sequence, paths=sequence.paths, original=model) if is_whole else sequence
+
+
+@overload
+def partition_uniform(layers: Layers, partitions: int, index: None = None) -> list[Layers]: ...
+@overload
+def partition_uniform(layers: Layers, partitions: int | None = None, index: int | None = None) -> Layers: ...
+def partition_uniform(
+    layers: Layers, partitions: int | None = None, index: int | None = None
+) -> Layers | list[Layers]:
+    """The layers of partition `index` when all have as many, or differ by one; without `index` all of them.
+
+    11 layers over 4 partitions are 3, 3, 3, 2. Without `partitions` there are as many as processes in
+    torch.distributed's default group, and the part is that of this process.
+    """
+    if partitions is None:
+        partitions, rank = _group()
+        index = rank if index is None else index
+    if not 1 <= partitions <= len(layers):
+        raise ConfigError(
+            f"partitions={partitions}: {len(layers)} layers make 1 to {len(layers)} partitions, none of them empty"
+        )
+    share, rest = divmod(len(layers), partitions)
+    starts = [part * share + min(part, rest) for part in range(partitions + 1)]
+    if index is None:
+        return [_slice(layers, start, stop) for start, stop in pairwise(starts)]
+    if not 0 <= index < partitions:
+        raise ConfigError(f"index={index}: of {partitions} partitions the last has index {partitions - 1}")
+    return _slice(layers, starts[index], starts[index + 1])
+
+
+def _slice(layers: Layers, start: int, stop: int) -> Layers:
+    part: Layers = layers[start:stop]  # type: ignore[assignment]  # a slice is of the kind it was cut from
+    return part
+
+
+def _layer(model: nn.Module, paths: dict[nn.Module, str], item: Item, place: str) -> _Layer:
+    if isinstance(item, str):
+        return _Layer(item, _submodule(model, paths, item))
+    if isinstance(item, nn.Module):
+        return _Layer(paths.get(item, place.replace(" ", "_")), item)
+    if callable(item):
+        return _Layer(place.replace(" ", "_"), Call(item))
+    raise TypeError(
+        f"{place} is a {type(item).__name__} ({item!r}); give the name of a submodule, a module or a function"
+    )
+
+
+def _submodule(model: nn.Module, paths: dict[nn.Module, str], name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        known = [path for path in paths.values() if path]
+        near = get_close_matches(name, known, n=5) or [path for path in known if "." not in path]
+        raise ConfigError(
+            f"{type(model).__name__} has no submodule '{name}'; close names: {', '.join(near)}"
+        ) from error
+
+
+def _expanded(layer: _Layer) -> Iterator[_Layer]:
+    """A container's members, theirs in turn; a subclass that says itself what it does stays whole."""
+    module = layer.module
+    runs_in_order = isinstance(module, nn.ModuleList) or type(module).forward is nn.Sequential.forward
+    if not runs_in_order:
+        yield layer
+        return
+    for name, member in module.named_children():
+        yield from _expanded(_Layer(f"{layer.path}.{name}" if layer.path else name, member))
+
+
+def _distinct(layers: list[_Layer]) -> list[_Layer]:
+    """A module listed twice becomes two layers if it holds nothing; a pipe could not tell them apart."""
+    holders: dict[nn.Module, str] = {}
+    distinct = []
+    for layer in layers:
+        shared = next((module for module in layer.module.modules() if module in holders), None)
+        if shared is None:
+            distinct.append(layer)
+        elif shared is layer.module and not _member_names(layer.module):
+            distinct.append(_Layer(layer.path, copy.deepcopy(layer.module)))
+        else:
+            raise ConfigError(
+                f"layer '{layer.path}' was listed before, in '{holders[shared]}', and holds parameters or "
+                "buffers; list it once, or let to_sequential(model, sample) find the layers"
+            )
+        holders.update(dict.fromkeys(layer.module.modules(), layer.path))
+    return distinct
+
+
+def _member_names(module: nn.Module) -> set[str]:
+    members = chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    )
+    return {name for name, _ in members}
+
+
+def _group() -> tuple[int, int]:
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise ConfigError(
+            "partition_uniform without partitions asks torch.distributed how many there are, and no process "
+            "group is initialised; give partitions=..."
+        )
+    return torch.distributed.get_world_size(), torch.distributed.get_rank()
