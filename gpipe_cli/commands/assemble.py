@@ -73,15 +73,17 @@ def assemble(settings: Shared, overrides: Sequence[str]) -> Assembly:
         sys.path.insert(0, str(Path.cwd()))
     check_components(settings, overrides)
     feed = make_feed(settings)
-    model = make_model(settings, feed.classes)
+    model = make_model(settings, feed)
     return Assembly(feed, model, split_model(settings, model, feed))
 
 
-def make_model(settings: Shared, classes: int) -> nn.Sequential:
+def make_model(settings: Shared, feed: Feed) -> nn.Sequential:
     """The model, initialised from the seed; without `num_classes` it gets as many as the data has."""
     torch.manual_seed(settings.seed if isinstance(settings, Train) else 0)
     node = _chosen(settings, "model")
-    offered = {} if "num_classes" in node else {"num_classes": classes}
+    offered: dict[str, Any] = {"input_shape": feed.data.shape}
+    if "num_classes" not in node:
+        offered["num_classes"] = feed.classes
     model = instantiate(node, "model", settings.allow, **offered)
     if not isinstance(model, nn.Sequential):
         raise ConfigError(
@@ -180,7 +182,7 @@ def make_objective(settings: Running) -> Objective:
 def check_components(settings: Shared, overrides: Sequence[str]) -> None:
     """Look at the arguments of every component before any is built."""
     offers = {
-        "model": {"num_classes": None},
+        "model": dict.fromkeys(("num_classes", "input_shape")),
         "transform": {"data": None},
         "balance": dict.fromkeys(("module", "layer_count", "partitions", "sample")),
         "engine": dict.fromkeys(_takes(settings)) if isinstance(settings, Running) else {},

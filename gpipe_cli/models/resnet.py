@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.models.classes import check_num_classes
 from gpipe_cli.models.weights import load_weights, read_weights
 from gpipe_cli.sequential import Sequence
 from gpipe_cli.vision import torchvision
@@ -23,8 +24,7 @@ def build(name: str = "resnet18", num_classes: int = 10, weights: str | Path | N
     """A ResNet with fresh parameters from torch's default generator, or with those of the file `weights`."""
     if name not in NAMES:
         raise ConfigError(f"model.name={name}: unknown ResNet; choose one of {', '.join(NAMES)}")
-    if not isinstance(num_classes, int) or num_classes < 1:
-        raise ConfigError(f"model.num_classes={num_classes}: must be a whole number of at least 1")
+    check_num_classes(num_classes)
     sequence = _as_sequence(getattr(torchvision.models, name)(weights=None, num_classes=num_classes))
     if weights is not None:
         _load(sequence, weights, num_classes)

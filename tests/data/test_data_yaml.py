@@ -25,12 +25,14 @@ def test_its_keys_are_those_of_the_builder_with_the_same_defaults(path: Path) ->
     assert isinstance(written, dict)
     keys = {key: value for key, value in written.items() if key not in ("_target_", "defaults")}
     parameters = dict(builder_of(str(written["_target_"])).parameters)
-    parameters.pop("data", None)  # given by the command, not by the file
+    for given_by_the_command in ("data", "input_shape"):
+        parameters.pop(given_by_the_command, None)
     assert set(keys) == set(parameters)
     for name, value in keys.items():
         default = parameters[name].default
-        # null for the number of classes and the name of a family are the file's own.
-        if default is not inspect.Parameter.empty and name not in ("name", "num_classes"):
+        # null for the number of classes, the name of a family and a size in its name are the file's own.
+        own = {"name", "num_classes"} | ({"size"} if path.stem.endswith(f"_{value}") else set())
+        if default is not inspect.Parameter.empty and name not in own:
             assert value == (list(default) if isinstance(default, tuple) else default), name
 
 
@@ -40,10 +42,10 @@ def test_its_first_line_describes_it(path: Path) -> None:
     assert first.startswith("# ") and first.endswith(".") and len(first) <= 100
 
 
-@pytest.mark.parametrize("name", ["digits", "synthetic"])
-def test_the_facts_of_data_that_needs_no_files_are_true(name: str) -> None:
+@pytest.mark.parametrize(("name", "keys"), [("digits", {}), ("digits_224", {"size": 224}), ("synthetic", {})])
+def test_the_facts_of_data_that_needs_no_files_are_true(name: str, keys: dict[str, int]) -> None:
     path = CONF / "data" / f"{name}.yaml"
-    data = import_module(f"gpipe_cli.data.{name}").build()
+    data = import_module(f"gpipe_cli.data.{name.partition('_')[0]}").build(**keys)
     shape = "x".join(map(str, data.shape))
     facts = f"# facts: classes={data.classes} train={len(data.train)} test={len(data.test)} input={shape}"
     assert path.read_text().splitlines()[1] == facts

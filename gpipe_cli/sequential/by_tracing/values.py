@@ -78,7 +78,7 @@ def _run(
             run.run(*map(meta_twin, sample))
     except Exception as error:  # any code of the model's may be unable to do without values
         if any(tensor.is_meta for tensor in (*sample, *model.parameters())):
-            raise ConfigError(f"{run.place} cannot run without storage: {_first_line(error)}") from error
+            raise ConfigError(_refusal(run.place, sample, error)) from error
     else:
         return run
     real = copy.deepcopy(model).train(training)
@@ -90,7 +90,7 @@ def _run(
         with torch.no_grad():
             run.run(*(tensor.clone() for tensor in sample))
     except Exception as error:  # see above
-        raise ConfigError(f"{run.place} does not take the sample: {_first_line(error)}") from error
+        raise ConfigError(_refusal(run.place, sample, error)) from error
     return run
 
 
@@ -183,5 +183,7 @@ def _thawed(value: Any) -> Any:
     return [_thawed(member) for member in value] if isinstance(value, list) else value
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+def _refusal(place: str, sample: tuple[Tensor, ...], error: Exception) -> str:
+    shapes = " and ".join("x".join(map(str, tensor.shape)) for tensor in sample)
+    reason = str(error).partition("\n")[0] or type(error).__name__
+    return f"{place} does not take an input of {shapes}: {reason}"
