@@ -38,7 +38,7 @@ class Border:
 def borders_of(flows: Sequence[Flow], model: nn.Module) -> list[Border]:
     """All borders in order, the two ends of the model left out."""
     places = _places(flows)
-    torn = _torn(flows, places, model)
+    torn = _torn(flows, places, model) if places else {}
     return [_border(flows, place, torn.get(index)) for index, place in enumerate(places)]
 
 

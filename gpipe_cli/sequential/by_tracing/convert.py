@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.sequential.by_tracing.borders import borders_of
 from gpipe_cli.sequential.by_tracing.build import build_layers
 from gpipe_cli.sequential.by_tracing.cuts import choose_cuts
@@ -44,6 +45,8 @@ def to_sequential(
     whole = Leaves(model, leaves)
     clone = meta_clone(model)
     flows = _flows(model, clone, whole, inputs)
+    for flow in flows:
+        _check_output(model, flow.facts[flow.output].kind)
     holders = sum(flow.holders(len(flow.steps)) for flow in flows)
     cuts = choose_cuts(borders_of(flows, clone), holders)
     ends = [tuple(0 for _ in flows), *(cut.places for cut in cuts), tuple(len(flow.steps) for flow in flows)]
@@ -64,3 +67,11 @@ def _flows(model: nn.Module, clone: nn.Module, leaves: Leaves, inputs: tuple[Ten
     both = unified(training, evaluation, clone)
     modes = {training: [True], evaluation: [False]} if both is None else {both: [True, False]}
     return [Flow(graph, follow(graph, model, clone, inputs, of_graph)) for graph, of_graph in modes.items()]
+
+
+def _check_output(model: nn.Module, kind: type) -> None:
+    if not issubclass(kind, Tensor | tuple):
+        raise ConfigError(
+            f"{type(model).__name__} returns a {kind.__name__}; a pipe gives a tensor or a tuple of tensors, "
+            "so wrap the model in a module that returns one of these"
+        )

@@ -1,8 +1,8 @@
 """Which borders become cuts: enough to balance any number of partitions, and cheap ones.
 
-Between two modules there is at most one cut, where the fewest bytes cross. Where a single tensor crosses
-there always is one. A stretch without such a border (a dense block, an attention with many inputs) is cut
-only if it is long, where the fewest bytes cross near its middle.
+Cuts are where the fewest tensors cross: one, in most models. A stretch between two such cuts (a dense block, a
+U of skips) is cut again where the fewest cross within it, until none is long. Between two modules there is at
+most one cut, where the fewest bytes cross.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from gpipe_cli.sequential.by_tracing.borders import Border
 __all__ = ["choose_cuts"]
 
 _LONG = 24  # uses of modules: two residual blocks of the larger kind
+_QUARTERS = 4  # in a small model, what is more than a quarter of it is long
 
 
 def choose_cuts(borders: Sequence[Border], holders: int) -> list[Border]:
@@ -28,24 +29,20 @@ def choose_cuts(borders: Sequence[Border], holders: int) -> list[Border]:
         raise ConfigError(
             f"the model cannot be cut anywhere: {obstacles}; let only tensors and sizes cross, or give model.layers"
         )
-    single = [border for border in legal if border.tensors == 1]
+    longest = min(_LONG, max(1, holders // _QUARTERS))
+    return sorted(_cuts_between(0, holders, legal, longest), key=attrgetter("places"))
+
+
+def _cuts_between(start: int, stop: int, legal: Sequence[Border], longest: int) -> list[Border]:
+    """Cuts after `start` and before `stop` holders."""
+    inside = [border for border in legal if start < border.holders < stop]
+    fewest = min((border.tensors for border in inside), default=0)
+    narrow = [border for border in inside if border.tensors == fewest]
     # The latest of the cheapest: a function stays with the module before it.
     cuts = [
-        min(reversed(list(run)), key=attrgetter("bytes")) for _, run in groupby(single, attrgetter("holders"))
+        min(reversed([*run]), key=attrgetter("bytes")) for _, run in groupby(narrow, attrgetter("holders"))
     ]
-    ends = [0, *(cut.holders for cut in cuts), holders]
-    for start, stop in pairwise(ends):
-        cuts += _split(legal, start, stop)
-    return sorted(cuts, key=attrgetter("places"))
-
-
-def _split(legal: Sequence[Border], start: int, stop: int) -> list[Border]:
-    """Cuts between two numbers of holders, until no stretch is long."""
-    length = stop - start
-    if length <= _LONG:
-        return []
-    central = [border for border in legal if length <= 4 * (border.holders - start) <= 3 * length]
-    if not central:
-        return []
-    best = min(central, key=lambda border: (border.bytes, abs(2 * border.holders - start - stop)))
-    return [*_split(legal, start, best.holders), best, *_split(legal, best.holders, stop)]
+    for before, after in pairwise([start, *(cut.holders for cut in cuts), stop]):
+        if cuts and after - before > longest:
+            cuts = [*cuts, *_cuts_between(before, after, inside, longest)]
+    return cuts

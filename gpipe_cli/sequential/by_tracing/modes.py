@@ -7,121 +7,80 @@ its place, so that it is looked at when the layer runs. Where the two differ in 
 from __future__ import annotations
 
 import operator
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_aggregate
 
 __all__ = ["unified"]
 
-Matches: TypeAlias = dict[fx.Node, fx.Node]
-
 
 def unified(training: fx.Graph, evaluation: fx.Graph, clone: nn.Module) -> fx.Graph | None:
-    """A graph for both modes; None if they do not do the same."""
+    """That of training, made to serve both modes; None if they do not do the same."""
     if len(training.nodes) != len(evaluation.nodes):
         return None
-    matches: Matches = {}
-    merged: list[tuple[fx.Node, Any]] = []
-    for ours, theirs in zip(training.nodes, evaluation.nodes, strict=True):
-        if ours.op != theirs.op or not _same_target(ours, theirs, clone):
-            return None
-        differences: list[bool] = []
-        arguments = _merge((ours.args, ours.kwargs), (theirs.args, theirs.kwargs), matches, differences)
-        if arguments is None:
-            return None
-        matches[ours] = theirs
-        if differences:
-            merged.append((ours, arguments))
-    for node, arguments in merged:
-        _read_training(training, node, arguments)
+    matches = dict(zip(training.nodes, evaluation.nodes, strict=True))
+    if not all(_are_alike(ours, theirs, matches, clone) for ours, theirs in matches.items()):
+        return None
+    for ours, theirs in matches.items():
+        if any(_are_opposite(*pair) for pair in zip(_arguments(ours), _arguments(theirs), strict=True)):
+            _read_training(ours, theirs)
     return training
 
 
-class _Different(Exception):
-    pass
+def _are_alike(ours: fx.Node, theirs: fx.Node, matches: dict[fx.Node, fx.Node], clone: nn.Module) -> bool:
+    if ours.op != theirs.op or _form(ours) != _form(theirs):
+        return False
+    if ours.target != theirs.target and not _are_equal_constants(ours, theirs, clone):
+        return False
+    pairs = zip(_arguments(ours), _arguments(theirs), strict=True)
+    return all(
+        matches.get(one) is other if isinstance(one, fx.Node) else one == other or _are_opposite(one, other)
+        for one, other in pairs
+    )
 
 
-class _Training:
-    """Stands in a node's arguments where `training`, or its opposite, is to be read."""
-
-    def __init__(self, is_opposite: bool) -> None:
-        self.is_opposite = is_opposite
-
-
-def _same_target(ours: fx.Node, theirs: fx.Node, clone: nn.Module) -> bool:
-    if ours.target == theirs.target:
-        return True
-    if ours.op == "output" or ours.op == "placeholder":
-        return True
+def _are_equal_constants(ours: fx.Node, theirs: fx.Node, clone: nn.Module) -> bool:
+    """A tensor made by the forward itself gets a new name in each trace."""
     if ours.op != "get_attr":
         return False
-    # Constants get a new name in each trace.
-    mine, other = (getattr(clone, str(node.target), None) for node in (ours, theirs))
-    if not (isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor)):
+    one, other = (getattr(clone, str(node.target), None) for node in (ours, theirs))
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return False
-    return mine.dtype == other.dtype and not mine.is_meta and torch.equal(mine, other)
+    return one.dtype == other.dtype and not one.is_meta and not other.is_meta and torch.equal(one, other)
 
 
-def _merge(ours: Any, theirs: Any, matches: Matches, differences: list[bool]) -> Any:
-    try:
-        return _merged(ours, theirs, matches, differences)
-    except _Different:
-        return None
+def _are_opposite(one: object, other: object) -> bool:
+    return isinstance(one, bool) and isinstance(other, bool) and one != other
 
 
-def _merged(ours: Any, theirs: Any, matches: Matches, differences: list[bool]) -> Any:
-    if isinstance(ours, fx.Node):
-        if matches.get(ours) is not theirs:
-            raise _Different
-        return ours
-    if type(ours) is not type(theirs):
-        raise _Different
-    if isinstance(ours, tuple | list):
-        if len(ours) != len(theirs):
-            raise _Different
-        members = [
-            _merged(mine, other, matches, differences) for mine, other in zip(ours, theirs, strict=True)
-        ]
-        return members if isinstance(ours, list) else tuple(members)
-    if isinstance(ours, dict):
-        if ours.keys() != theirs.keys():
-            raise _Different
-        return {key: _merged(ours[key], theirs[key], matches, differences) for key in ours}
-    if isinstance(ours, slice):
-        bounds = _merged(_bounds(ours), _bounds(theirs), matches, differences)
-        return slice(*bounds)
-    if isinstance(ours, bool) and ours != theirs:
-        differences.append(ours)
-        return _Training(is_opposite=not ours)
-    if ours != theirs:
-        raise _Different
-    return ours
-
-
-def _bounds(one: slice) -> tuple[Any, Any, Any]:
-    return one.start, one.stop, one.step
-
-
-def _read_training(graph: fx.Graph, node: fx.Node, arguments: Any) -> None:
-    """Replace the stand-ins by reads of `training` at the module in whose forward the node was made."""
+def _read_training(node: fx.Node, other: fx.Node) -> None:
+    """Replace what is True in one mode only by a read at the module in whose forward the node was made."""
     stack = node.meta.get("nn_module_stack") or {}
-    owner = next(reversed(stack.values()))[0] if stack else ""
-    target = f"{owner}.training" if owner else "training"
-    with graph.inserting_before(node):
-        live = graph.get_attr(target)
-        opposite: fx.Node | None = None
+    owner, _ = next(reversed(stack.values()), ("", None))
+    with node.graph.inserting_before(node):
+        training = node.graph.get_attr(f"{owner}.training" if owner else "training")
+        evaluating = node.graph.call_function(operator.not_, (training,))
+    others = iter(_arguments(other))
 
-        def filled(value: Any) -> Any:
-            nonlocal opposite
-            if isinstance(value, _Training):
-                if value.is_opposite and opposite is None:
-                    opposite = graph.call_function(operator.not_, (live,))
-                return opposite if value.is_opposite else live
-            if isinstance(value, tuple | list):
-                return type(value)(filled(member) for member in value)
-            if isinstance(value, dict):
-                return {key: filled(member) for key, member in value.items()}
-            return value
+    def read(argument: Any) -> Any:
+        if not _are_opposite(argument, next(others)):
+            return argument
+        return training if argument else evaluating
 
-        node.args, node.kwargs = filled(arguments)
+    node.args, node.kwargs = map_aggregate((node.args, node.kwargs), read)
+    if not evaluating.users:
+        node.graph.erase_node(evaluating)
+
+
+def _arguments(node: fx.Node) -> list[Any]:
+    """All of them, one after the other, however deep in lists they are."""
+    found: list[Any] = []
+    map_aggregate((node.args, node.kwargs), found.append)
+    return found
+
+
+def _form(node: fx.Node) -> Any:
+    """The arguments' lists, dicts and slices, with nothing in them."""
+    return map_aggregate((node.args, node.kwargs), lambda _: None)

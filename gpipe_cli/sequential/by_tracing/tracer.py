@@ -82,7 +82,7 @@ def _failure(error: Exception, model: nn.Module, path: str) -> str:
     cure = (
         f"mark it as a leaf with model.leaves=[{path}], or give model.layers" if path else "give model.layers"
     )
-    reason = str(error).partition("\n")[0] or type(error).__name__
+    reason = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
     return f"{subject} cannot be traced: {_source_line(error)}: {reason}; {cure}"
 
 

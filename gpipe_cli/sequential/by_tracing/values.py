@@ -134,7 +134,7 @@ class _Run(fx.Interpreter):
         )
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """fx keeps lists that cannot be written; code compiled from the graph gives functions true ones."""
+        """fx keeps lists and dicts that cannot be written; code compiled from a graph makes true ones."""
         args, kwargs = super().fetch_args_kwargs_from_env(n)
         return tuple(map(_thawed, args)), {name: _thawed(value) for name, value in kwargs.items()}
 
@@ -180,6 +180,8 @@ def _is_size(value: object) -> bool:
 
 
 def _thawed(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _thawed(member) for key, member in value.items()}
     return [_thawed(member) for member in value] if isinstance(value, list) else value
 
 
