@@ -23,6 +23,7 @@ from typing import Any, TypeVar, final, overload
 from torch import Tensor, nn
 
 from gpipe_cli.sequential import loading
+from gpipe_cli.torch_internals.state_version import adopt_version, repeat_versions
 
 Member = TypeVar("Member", bound=Tensor)
 
@@ -57,6 +58,7 @@ class Sequence(nn.Sequential):
         if original is not None:
             self._positions = {name: position for position, name in enumerate(_member_names(original))}
             _check_completeness(self, self._positions)
+            adopt_version(self, original)
         self.register_state_dict_post_hook(_speak_original_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(loading.take_original_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(loading.report_original_names)  # type: ignore[no-untyped-call]
@@ -120,6 +122,7 @@ def _speak_original_names(module: Sequence, state_dict: dict[str, Any], prefix: 
     renamed = {module.original_key(key.removeprefix(prefix)): state_dict.pop(key) for key in ours}
     for name in module.in_original_order(renamed):
         state_dict[prefix + name] = renamed[name]
+    repeat_versions(state_dict, prefix, module.original_key)
 
 
 def _members(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

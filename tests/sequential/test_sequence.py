@@ -6,6 +6,7 @@ import copy
 import io
 import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -298,3 +299,28 @@ def test_any_tree_cut_at_its_leaves_in_any_order_keeps_its_names(tree: Tree, see
     }
     sequence.load_state_dict(values)
     assert same_members(original.state_dict().items(), values.items())
+
+
+class Versioned(nn.Module):
+    """Converts what an older version saved, as torchvision's MNASNet does."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.seen: list[object] = []
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        self.seen.append(metadata.get("version"))
+        super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
+
+
+def test_what_a_sequence_saves_has_the_version_of_the_original() -> None:
+    original = Versioned()
+    sequence = Sequence([original.layer], paths=["layer"], original=original)
+    original.load_state_dict(sequence.state_dict())
+    assert original.seen == [3]
+    outer = nn.ModuleDict({"inner": Sequence([Versioned(), nn.BatchNorm1d(2)], paths=["a.b", "norm"])})
+    versions = outer.state_dict()._metadata
+    assert versions["inner.a.b"] == {"version": 3} and versions["inner.norm"] == {"version": 2}

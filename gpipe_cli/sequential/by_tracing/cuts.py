@@ -1,8 +1,8 @@
 """Which borders become cuts: enough to balance any number of partitions, and cheap ones.
 
-Cuts are where the fewest tensors cross: one, in most models. A stretch between two such cuts (a dense block, a
-U of skips) is cut again where the fewest cross within it, until none is long. Between two modules there is at
-most one cut, where the fewest bytes cross.
+Cuts are where the fewest tensors cross: one, in most models. A long stretch without such a border (a dense
+block, a U of skips) is cut near its middle, where the fewest bytes cross, until none is long. Between two
+modules there is at most one cut.
 """
 
 from __future__ import annotations
@@ -29,20 +29,26 @@ def choose_cuts(borders: Sequence[Border], holders: int) -> list[Border]:
         raise ConfigError(
             f"the model cannot be cut anywhere: {obstacles}; let only tensors and sizes cross, or give model.layers"
         )
-    longest = min(_LONG, max(1, holders // _QUARTERS))
-    return sorted(_cuts_between(0, holders, legal, longest), key=attrgetter("places"))
-
-
-def _cuts_between(start: int, stop: int, legal: Sequence[Border], longest: int) -> list[Border]:
-    """Cuts after `start` and before `stop` holders."""
-    inside = [border for border in legal if start < border.holders < stop]
-    fewest = min((border.tensors for border in inside), default=0)
-    narrow = [border for border in inside if border.tensors == fewest]
+    fewest = min((border.tensors for border in legal), default=0)
+    narrow = [border for border in legal if border.tensors == fewest]
     # The latest of the cheapest: a function stays with the module before it.
     cuts = [
         min(reversed([*run]), key=attrgetter("bytes")) for _, run in groupby(narrow, attrgetter("holders"))
     ]
-    for before, after in pairwise([start, *(cut.holders for cut in cuts), stop]):
-        if cuts and after - before > longest:
-            cuts = [*cuts, *_cuts_between(before, after, inside, longest)]
-    return cuts
+    longest = min(_LONG, max(1, holders // _QUARTERS))
+    for start, stop in pairwise([0, *(cut.holders for cut in cuts), holders]):
+        cuts = [*cuts, *_halved(start, stop, legal, longest)]
+    return sorted(cuts, key=attrgetter("places"))
+
+
+def _halved(start: int, stop: int, legal: Sequence[Border], longest: int) -> list[Border]:
+    """Cuts after `start` and before `stop` holders, until no stretch of them is long."""
+    length = stop - start
+    if length <= longest:
+        return []
+    central = [border for border in legal if length <= 4 * (border.holders - start) <= 3 * length]
+    if not central:
+        return []
+    best = min(central, key=lambda border: (border.bytes, abs(2 * border.holders - start - stop)))
+    halves = (start, best.holders), (best.holders, stop)
+    return [best, *(cut for half in halves for cut in _halved(*half, legal, longest))]

@@ -11,6 +11,8 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from gpipe_cli.torch_internals.state_version import adopt_version
+
 __all__ = ["Branch", "Planter"]
 
 
@@ -37,6 +39,7 @@ class Planter:
             if not hasattr(here, name):
                 new = Branch()
                 new.training = there.training
+                adopt_version(new, there)
                 here.add_module(name, new)
             here = here.get_submodule(name)
         return here

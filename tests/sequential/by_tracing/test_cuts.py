@@ -57,6 +57,8 @@ def test_between_two_modules_the_cheapest_border_is_cut_and_of_equals_the_last()
 def test_a_stretch_that_more_tensors_cross_is_cut_again_only_if_it_is_long() -> None:
     blocks = [border(place, place, tensors=1 if place % 10 == 0 else 2) for place in range(1, 200)]
     assert [cut.holders for cut in choose_cuts(blocks, 200)] == list(range(10, 200, 10))
+    barely = [border(place, place, tensors=2 if 1 < place < 24 else 1) for place in range(1, 100)]
+    assert [cut.holders for cut in choose_cuts(barely, 100)][:2] == [1, 24]
     growing = [border(place, place, tensors=1 + min(place, 100 - place) // 10) for place in range(1, 100)]
     cuts = [cut.holders for cut in choose_cuts(growing, 100)]
     assert max(after - before for before, after in pairwise([0, *cuts, 100])) <= 24
