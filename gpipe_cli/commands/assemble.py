@@ -18,6 +18,7 @@ from torch import nn
 
 from gpipe_cli.balance.result import Balanced
 from gpipe_cli.commands.feed import Feed, make_feed
+from gpipe_cli.commands.layers import CUTTING_KEYS, as_sequence, check_layers
 from gpipe_cli.config.locate import default_options
 from gpipe_cli.config.schema import OPEN_GROUPS, Running, Shared, Train
 from gpipe_cli.config.targets import accepted, bind, instantiate
@@ -85,11 +86,13 @@ def make_model(settings: Shared, feed: Feed) -> nn.Sequential:
     if "num_classes" not in node:
         offered["num_classes"] = feed.classes
     model = instantiate(node, "model", settings.allow, **offered)
-    if not isinstance(model, nn.Sequential):
+    if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model._target_={node['_target_']}: gives a {type(model).__name__}, an nn.Sequential is needed"
+            f"model._target_={node['_target_']}: gives a {type(model).__name__}, an nn.Module is needed"
         )
-    return model
+    input, _ = feed.data.train[0]
+    # Two samples: batch norm in training knows no single one.
+    return as_sequence(model, _cutting(settings), torch.stack([input, input]))
 
 
 def split_model(settings: Shared, model: nn.Sequential, feed: Feed) -> Split:
@@ -193,6 +196,7 @@ def check_components(settings: Shared, overrides: Sequence[str]) -> None:
             node = _chosen(settings, group)
             offered = {name: one for name, one in offers.get(group, {}).items() if name not in node}
             bind(node, group, settings.allow, offered)
+    check_layers(_cutting(settings))
     if isinstance(settings, Running):
         _refuse_unused(settings, overrides)
 
@@ -208,7 +212,21 @@ def _refuse_unused(settings: Running, overrides: Sequence[str]) -> None:
 def _chosen(settings: Shared, group: str) -> dict[str, Any]:
     """A component's node; a `num_classes` of null is left to the data."""
     node: dict[str, Any] = getattr(settings, group)
-    return {key: value for key, value in node.items() if key != "num_classes" or value is not None}
+    cutting = _cutting(settings) if group == "model" else {}
+    return {
+        key: value
+        for key, value in node.items()
+        if key not in cutting and (key != "num_classes" or value is not None)
+    }
+
+
+def _cutting(settings: Shared) -> dict[str, Any]:
+    """What the model's node says about its layers, where the model's target does not see to that itself."""
+    node: dict[str, Any] = settings.model
+    if not any(key in node for key in CUTTING_KEYS):
+        return {}
+    own = accepted(node, "model", settings.allow)
+    return {key: node[key] for key in CUTTING_KEYS if key in node and key not in own}
 
 
 def _takes(settings: Running) -> frozenset[str]:

@@ -1,0 +1,91 @@
+"""Models that are no sequence become one on the command line: by tracing, by leaves, by a list of layers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_cli.commands.layers import as_sequence, check_layers
+from gpipe_cli.errors import ConfigError
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, input):
+        return input if {condition} else self.inner(input)
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.pool = nn.AdaptiveAvgPool2d(2)
+        self.gate = Gate()
+        self.fc = nn.Linear(16, num_classes)
+
+    def forward(self, input):
+        return self.fc(self.gate(self.pool(self.stem(input).relu()).flatten(1)))
+
+def build(num_classes=10):
+    return Net(num_classes)
+"""
+WORDS = ("steps=2", "batch_size=8", "data=synthetic", "data.length=16", "data.size=8")
+
+
+@pytest.fixture
+def train(gpipe: Callable[..., Any], request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Trains a network that lies in the current folder, under a name of its own in each test."""
+    name = request.node.name
+
+    def run(condition: str, *words: str) -> Any:
+        Path(f"{name}.py").write_text(SOURCE.replace("{condition}", condition))
+        sys.modules.pop(name, None)
+        return gpipe("train", f"model._target_={name}.build", f"allow=[{name}]", *WORDS, *words)
+
+    return run
+
+
+def test_a_model_that_is_no_sequence_is_traced(train: Callable[..., Any]) -> None:
+    answer = train("False", "partitions=3")
+    assert answer.code == 0, answer.err
+
+
+def test_what_cannot_be_traced_is_told_and_cured_by_leaves_or_layers(train: Callable[..., Any]) -> None:
+    condition = "input.sum() > 0"
+    answer = train(condition)
+    assert answer.code == 2 and "mark it as a leaf with model.leaves=[gate]" in answer.err
+    assert train(condition, "model.leaves=[gate]").code == 0
+    layers = "model.layers=[stem,{call:torch.relu},pool,{call:torch.flatten,start_dim:1},gate,fc]"
+    assert train(condition, layers).code == 0
+
+
+def test_a_list_names_submodules_and_harmless_functions_only() -> None:
+    check_layers({"layers": ["fc", {"call": "torch.flatten", "start_dim": 1}], "leaves": ["fc"]})
+    for items, told in (
+        ([{"call": "torch.load"}], r"model\.layers\[0\]\.call=torch\.load: not allowed here; "),
+        (["a", 3], r"model\.layers\[1\]=3: give the name of a submodule, or \{call: torch\.flatten"),
+        ("fc", r"model\.layers=fc: must be a list"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            check_layers({"layers": items})
+
+
+def test_a_sequence_stays_as_it_is_unless_something_is_said() -> None:
+    model, sample = (
+        nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2)),
+        torch.ones(2, 2),
+    )
+    assert as_sequence(model, {}, sample) is model
+    assert len(as_sequence(model, {"layers": ["0", "1"]}, sample)) == 3
+    assert len(as_sequence(model, {"leaves": ["0"]}, sample)) == 2
