@@ -11,7 +11,7 @@ from itertools import chain
 from torch import Tensor, nn
 
 from gpipe_cli.sequential.by_tracing.flow import reads
-from gpipe_cli.sequential.by_tracing.layer import Stretch, TracedLayer, compiled, stretch_graph
+from gpipe_cli.sequential.by_tracing.layer import Stretch, TracedLayer, stretch_graph
 from gpipe_cli.sequential.by_tracing.leaves import Leaves
 from gpipe_cli.sequential.by_tracing.tree import Planter
 
@@ -30,8 +30,8 @@ def build_layers(
     layers = [_planted(planter, of_layer, model.training) for of_layer in stretches]
     _plant_the_rest(planter, model, leaves, layers)
     for layer, of_layer in zip(layers, stretches, strict=True):
-        codes = [compiled(stretch_graph(stretch, is_tuple), layer) for stretch in of_layer]
-        layer.set_code(training=codes[0], evaluation=codes[-1])
+        graphs = [stretch_graph(stretch, is_tuple) for stretch in of_layer]
+        layer.set_graphs(training=graphs[0], evaluation=graphs[-1])
     return layers
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from gpipe_cli.sequential.by_tracing.flow import Flow
 
-__all__ = ["Code", "Stretch", "TracedLayer", "compiled", "stretch_graph"]
+__all__ = ["Stretch", "TracedLayer", "stretch_graph"]
 
 Code: TypeAlias = Callable[[nn.Module, Any], Any]
 """A layer's forward in one mode."""
@@ -28,13 +28,25 @@ class TracedLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self._graphs: dict[bool, fx.Graph] = {}
         self._code: dict[bool, Code] = {}
 
-    def set_code(self, training: Code, evaluation: Code) -> None:
-        self._code = {True: training, False: evaluation}
+    def set_graphs(self, training: fx.Graph, evaluation: fx.Graph) -> None:
+        """What to do in each mode, once the layer holds all that the graphs use."""
+        self._graphs = {True: training, False: evaluation}
+        code = {graph: _compiled(graph, self) for graph in self._graphs.values()}
+        self._code = {mode: code[graph] for mode, graph in self._graphs.items()}
 
     def forward(self, input: Any) -> Any:
         return self._code[self.training](self, input)
+
+    # Generated code cannot be pickled; what it was generated from can.
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_code"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.set_graphs(self._graphs[True], self._graphs[False])
 
 
 @final
@@ -72,10 +84,12 @@ def stretch_graph(stretch: Stretch, is_tuple: bool) -> fx.Graph:
     else:
         leaving = [_packed(graph, made[node], node, flow) for node in flow.crossing[stretch.stop]]
         graph.output(leaving[0] if len(leaving) == 1 else tuple(leaving))
+    for node in graph.nodes:
+        node.meta.clear()  # what tracing noted, with classes of the model that may not be picklable
     return graph
 
 
-def compiled(graph: fx.Graph, layer: nn.Module) -> Code:
+def _compiled(graph: fx.Graph, layer: nn.Module) -> Code:
     """The graph as a function of a layer and a value."""
     code: Code = type(fx.GraphModule(layer, graph)).forward
     return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterable
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.functional import dropout
 from gpipe_cli import GPipe
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.sequential import Sequence, to_sequential
+from gpipe_cli.vision import torchvision
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
 
@@ -323,7 +325,16 @@ def test_a_traced_sequence_can_be_copied_and_moved() -> None:
     assert other.state_dict()["scale"].dtype == torch.float64
     assert sequence.state_dict()["scale"].dtype == torch.float32
     input = torch.randn(2, 4)
-    torch.testing.assert_close(other(input.double()).float(), sequence(input))
+    assert torch.equal(copy.deepcopy(sequence)(input), sequence(input))
+
+
+def test_a_traced_sequence_can_be_sent_to_another_process() -> None:
+    model = torchvision.models.googlenet(weights=None, init_weights=True, num_classes=3)
+    sequence = to_sequential(model, torch.empty(2, 3, 64, 64, device="meta")).eval()
+    other = pickle.loads(pickle.dumps(sequence))  # noqa: S301 - its own bytes
+    input = torch.randn(2, 3, 64, 64)
+    assert torch.equal(other(input), sequence(input))
+    assert list(other.state_dict()) == list(sequence.state_dict())
 
 
 def test_outputs_and_borders_that_cannot_cross_are_refused() -> None:
