@@ -10,6 +10,7 @@ import pytest
 import gpipe_cli
 from gpipe_cli.completion import complete
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.help import COMMANDS
 
 ROOT = str(Path(gpipe_cli.__file__).parents[1])
 
@@ -27,8 +28,8 @@ def completed(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("gpipe", ["train", "eval", "ls", "env", "--help", "--version"]),
-        ("gpipe ", ["train", "eval", "ls", "env", "--help", "--version"]),
+        ("gpipe", [*COMMANDS, "--help", "--version"]),
+        ("gpipe ", [*COMMANDS, "--help", "--version"]),
         ("gpipe tr", ["train"]),
         ("/opt/train/gpipe tr", ["train"]),
         ("gpipe zz", []),
