@@ -6,7 +6,6 @@ Commands are named as text and imported when called, so that help, completion an
 from __future__ import annotations
 
 import importlib
-import os
 import shutil
 import signal
 import sys
@@ -21,6 +20,7 @@ from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError, GpipeError
 from gpipe_cli.help import COMMANDS, command_help, overview
 from gpipe_cli.report.failure import describe, exit_code
+from gpipe_cli.report.output import leave_stdout
 from gpipe_cli.version import VERSION
 
 COMPLETION = ("-sc", "--shell-completion")
@@ -34,8 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Who read our output has gone (`gpipe ls | head`): that is no error, and Python must not flush into it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        leave_stdout()
         return 0
     except BaseException as error:  # noqa: BLE001 - the last place: whatever a layer raised ends as one line
         return _fail(error, debug="--debug" in arguments)

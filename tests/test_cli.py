@@ -116,7 +116,7 @@ def test_the_exit_code_is_that_of_the_process(words: list[str], code: int, tmp_p
 
 def test_a_reader_that_goes_early_is_no_error(tmp_path: Path) -> None:
     """`gpipe ls | head -1`: silent, whether we notice while writing or only at the end."""
-    for words in (["ls"], ["--help"], ["train", "--cfg", "job"]):
+    for words in (["ls"], ["--help"], ["train", "--cfg", "job"], ["balance", "--by", "params"]):
         reader, writer = os.pipe()
         os.close(reader)
         done = subprocess.run(

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpipe_cli.report.numbers import readable
+from gpipe_cli.report.output import leave_stdout
 from gpipe_cli.report.text import plain
 
 WIDE = 500
@@ -44,4 +45,8 @@ def _print(table: Table) -> None:
     console = Console(width=WIDE)
     with console.capture() as captured:
         console.print(table)
-    sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+    try:
+        sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+        sys.stdout.flush()
+    except BrokenPipeError:
+        leave_stdout()
