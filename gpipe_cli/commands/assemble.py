@@ -97,13 +97,8 @@ def make_model(settings: Shared, feed: Feed) -> nn.Sequential:
 
 def split_model(settings: Shared, model: nn.Sequential, feed: Feed) -> Split:
     """The balance the settings ask for, and one device per partition."""
-    if isinstance(settings, Running) and "balance" not in _takes(
-        settings
-    ):  # an engine without partitions runs on one device
-        device = resolve_devices(settings.devices, 1)
-        if len(device) > 1:
-            raise ConfigError(f"devices={settings.devices}: {_engine_name(settings)} runs on one device")
-        return Split(Balanced([len(model)], [1.0] * len(model), "layers"), device)
+    if isinstance(settings, Running) and "balance" not in _takes(settings):
+        return _undivided(settings, model)
     layers = settings.balance.get("layers")
     partitions = settings.partitions or (len(layers) if layers else default_partitions(settings.devices))
     if partitions > len(model):
@@ -117,7 +112,7 @@ def split_model(settings: Shared, model: nn.Sequential, feed: Feed) -> Split:
             f"devices={settings.devices}: {len(devices)} for {partitions} partitions; "
             f"one device per partition is needed (only schedule=interleaved puts several partitions on one)"
         )
-    set_threads(settings.threads, devices)  # what is measured must run as it will be trained
+    set_threads(settings.threads, devices)  # before anything is measured, so that it is as it will be trained
     measures = "sample" in accepted(settings.balance, "balance", settings.allow)
     balanced = instantiate(
         settings.balance,
@@ -131,6 +126,15 @@ def split_model(settings: Shared, model: nn.Sequential, feed: Feed) -> Split:
     return Split(balanced, devices)
 
 
+def _undivided(settings: Running, model: nn.Sequential) -> Split:
+    """All layers on one device, for an engine without partitions."""
+    devices = resolve_devices(settings.devices, 1)
+    if len(devices) > 1:
+        raise ConfigError(f"devices={settings.devices}: {_engine_name(settings)} runs on one device")
+    set_threads(settings.threads, devices)
+    return Split(Balanced([len(model)], [1.0] * len(model), "layers"), devices)
+
+
 def make_sample(settings: Shared, feed: Feed) -> Sample:
     """One micro-batch with its loss, to measure with."""
     input, target = feed.micro_batch(settings.chunks)
@@ -140,7 +144,6 @@ def make_sample(settings: Shared, feed: Feed) -> Sample:
 def make_engine(settings: Running, parts: Assembly) -> Engine:
     """The engine, with what its `build` asks for."""
     split = parts.split
-    set_threads(settings.threads, split.devices)
     engine: Engine = instantiate(
         settings.engine,
         "engine",

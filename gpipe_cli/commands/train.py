@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,14 @@ def run(settings: Train, job: Job) -> Summary:
     finally:
         engine.close()
     if job.shows_result:
-        print_facts("", summary)
+        print_facts("", {**summary, "evaluate": _evaluation(directory, settings)})
     return summary
+
+
+def _evaluation(directory: Path, settings: Train) -> str:
+    """What a newcomer would type next; trust in a package is given anew each time."""
+    allow = [f"allow=[{','.join(settings.allow)}]"] if settings.allow else []
+    return shlex.join(["gpipe", "eval", f"run={directory}", *allow])
 
 
 def _plan(settings: Train, feed: Feed) -> Plan:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,3 +161,11 @@ def test_labels_that_the_model_does_not_have_end_with_code_3(tiny: Gpipe) -> Non
     answer = tiny("train", "data.classes=7", "model.num_classes=3")
     assert answer.code == 3
     assert "out of range" in answer.err
+
+
+def test_the_command_printed_at_the_end_evaluates_the_run(tiny: Gpipe) -> None:
+    out = tiny("train", "steps=1").out
+    (line,) = [line for line in out.splitlines() if line.startswith("evaluate")]
+    command, *words = shlex.split(line)[2:]
+    assert command == "eval"
+    assert tiny(command, *words).code == 0
