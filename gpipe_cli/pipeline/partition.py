@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +45,7 @@ Head = Callable[[Value, MicroBatch, KeyedRandom], Tensor]
 """What follows the last layer in a step: the loss."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Visit:
+class Visit(NamedTuple):
     """One micro-batch at one partition."""
 
     batch: MiniBatch

@@ -56,9 +56,12 @@ class Walk:
     def run(self, worker: int) -> None:
         """Walk one worker's list; never raises."""
         place = _Place()
+        actions = self._order[worker]
         try:
+            for index in {action.partition for action in actions if action.kind is Kind.FORWARD}:
+                self._partitions[index].begin()
             with self._flight.batch.state.entered():
-                for place.action in self._order[worker]:
+                for place.action in actions:
                     if self._failure is not None:
                         return
                     self._perform(place)
