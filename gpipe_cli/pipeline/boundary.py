@@ -111,7 +111,7 @@ class _Entry(Function):
 def enter(parcel: Parcel, mailbox: Mailbox) -> tuple[Tensor | None, ...]:
     """The parcel's tensors as a partition's layers get them; their gradients will be in `mailbox`."""
     if all(parcel.needs_grad):
-        return apply(_Entry, mailbox, ANCHOR, *parcel.tensors)
+        return tuple(apply(_Entry, mailbox, ANCHOR, *parcel.tensors))
     needing = [tensor for tensor, needed in zip(parcel.tensors, parcel.needs_grad, strict=True) if needed]
     if not needing:
         return parcel.tensors

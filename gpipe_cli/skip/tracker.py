@@ -50,7 +50,7 @@ def current_skip_tracker() -> SkipTracker:
 
 
 @final
-class use_skip_tracker:  # noqa: N801 - a context manager, used as a verb
+class use_skip_tracker:
     """Let the layers that this thread runs inside the block stash to and pop from `tracker`."""
 
     __slots__ = ("_previous", "_tracker")
