@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.engines.nonfinite import first_bad_gradient, first_bad_output
 from gpipe_cli.engines.protocol import Batch, Objective, StepFacts, Value
 from gpipe_cli.engines.update import Update
@@ -60,7 +61,8 @@ class PipeEngine:
         scaled, output = self._step(self._update.scaler, input, target, key)
         loss = float(scaled) / self._update.scaler.get_scale()
         try:
-            facts = self._update.apply(loss, lr)
+            with memory_watched():
+                facts = self._update.apply(loss, lr)
         except NumericError as error:
             for note in self._trace_back(self._update.scaler, input, target, key):
                 error.add_note(note)
@@ -71,7 +73,7 @@ class PipeEngine:
     def _step(
         self, scaler: torch.amp.GradScaler, input: Value, target: Tensor, key: int
     ) -> tuple[Tensor, Any]:
-        with self._autocast():
+        with self._autocast(), memory_watched():
             return self._pipe.step(
                 input,
                 target,
@@ -93,7 +95,7 @@ class PipeEngine:
 
     def eval_step(self, batch: Batch) -> StepFacts:
         input, target = self._place(batch)
-        with self._evaluating(), self._autocast():
+        with self._evaluating(), self._autocast(), memory_watched():
             output = self._pipe(input)
             loss = self._loss(output, target)
         return StepFacts(float(loss), len(target), self._objective.measure(output, target))

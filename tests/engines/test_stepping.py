@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gpipe_cli import current_microbatch
 from gpipe_cli.engines import single, threads
 from gpipe_cli.engines.protocol import Engine, Objective
-from gpipe_cli.errors import NumericError
+from gpipe_cli.errors import NumericError, ResourceError
 from gpipe_cli.training.metrics import accuracy
 
 CPU = torch.device("cpu")
@@ -206,3 +206,21 @@ def test_the_first_gradient_that_is_not_finite_is_named(build: Callable[..., Eng
     with pytest.raises(NumericError, match="the gradient norm is inf") as caught:
         engine.train_step(batch(), key=1, lr=0.1)
     assert caught.value.__notes__ == ["all layers' outputs are finite; first gradient that is not: 2.weight"]
+
+
+class Greedy(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        here = current_microbatch()
+        assert here is not None
+        return input if here.index != 1 else torch.empty(1 << 50, dtype=torch.uint8) + input
+
+
+def test_memory_that_runs_out_is_a_resource_error_with_its_place(build: Callable[..., Engine]) -> None:
+    engine = build(nn.Sequential(nn.Linear(6, 8), Greedy(), nn.Linear(8, 3)), objective())
+    wanted = (
+        r"out of memory: 1,125,899,906,842,624 bytes could not be had; try more chunks, checkpoint=always"
+    )
+    with pytest.raises(ResourceError, match=wanted) as caught:
+        engine.train_step(batch(), key=1, lr=0.1)
+    (note,) = caught.value.__notes__
+    assert "layer '1' (Greedy), micro-batch 1" in note
