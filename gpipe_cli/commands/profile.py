@@ -50,8 +50,8 @@ def run(settings: Profile, job: Job) -> Summary:
         "micro_batch": batch_size(sample.input),
         "forward_ms": sum(one.forward_ms for one in layers),
         "backward_ms": sum(one.backward_ms for one in layers),
-        "saved_bytes": sum(one.saved_bytes for one in layers),
-        "parameters": sum(one.parameters for one in layers),
+        "saved_bytes": sum(one.facts.saved_bytes for one in layers),
+        "parameters": sum(one.facts.parameters for one in layers),
         **_prediction(rows, parts.split, settings),
         "command": job.line,
     }
@@ -66,12 +66,14 @@ def run(settings: Profile, job: Job) -> Summary:
 
 def _rows(layers: Sequence[LayerProfile], balance: Sequence[int]) -> list[dict[str, Any]]:
     ends = list(accumulate(balance))
-    total = sum(one.forward_ms + one.backward_ms for one in layers) or 1.0
+    total = sum(one.ms for one in layers) or 1.0
     return [
         {
-            **asdict(one),
-            "partition": sum(one.index >= end for end in ends),
-            "share": (one.forward_ms + one.backward_ms) / total,
+            **asdict(one.facts),
+            "forward_ms": one.forward_ms,
+            "backward_ms": one.backward_ms,
+            "partition": sum(one.facts.index >= end for end in ends),
+            "share": one.ms / total,
         }
         for one in layers
     ]
