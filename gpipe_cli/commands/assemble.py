@@ -98,7 +98,7 @@ def make_model(settings: Shared, feed: Feed) -> nn.Sequential:
 
 def split_model(settings: Shared, model: nn.Sequential, feed: Feed) -> Split:
     """The balance the settings ask for, and one device per partition."""
-    if isinstance(settings, Running) and "balance" not in _takes(settings):
+    if isinstance(settings, Running) and not uses_partitions(settings):
         return _undivided(settings, model)
     layers = settings.balance.get("layers")
     partitions = settings.partitions or (len(layers) if layers else default_partitions(settings.devices))
@@ -231,6 +231,11 @@ def _cutting(settings: Shared) -> dict[str, Any]:
         return {}
     own = accepted(node, "model", settings.allow)
     return {key: node[key] for key in CUTTING_KEYS if key in node and key not in own}
+
+
+def uses_partitions(settings: Running) -> bool:
+    """Whether the engine divides the model at all."""
+    return "balance" in _takes(settings)
 
 
 def _takes(settings: Running) -> frozenset[str]:
