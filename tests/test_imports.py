@@ -37,7 +37,11 @@ LEVELS = """
 """
 """Top to bottom. A room imports from itself and from lines below its own, so those of one line never meet."""
 
-ASIDE = {"models": {"sequential", "skip", "vision", "errors"}, "data": {"vision", "errors"}}
+ASIDE = {
+    "models": {"sequential", "skip", "vision", "errors"},
+    "data": {"vision", "errors"},
+    "losses": {"errors"},
+}
 """Rooms beside the levels, and what they import; reached from `commands` and by `_target_` in a config."""
 
 ONLY_IN = {

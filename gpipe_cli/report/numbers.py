@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+FRACTIONS = ("top1", "top5", "token_accuracy", "pixel_accuracy", "mean_iou")
+
 
 def readable(name: str, value: Any) -> str:
     """A fact by its name: fractions as per cent, times with a unit, the rest short."""
     if value is None:
         return "-"
-    if name in ("top1", "top5"):
+    if name in FRACTIONS:
         return f"{100 * value:.2f} %"
     if name == "seconds":
         return f"{value:.1f} s"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.engines import single, threads
 from gpipe_cli.engines.protocol import Engine, Objective
-from gpipe_cli.training.metrics import accuracy
+from gpipe_cli.losses.measures import accuracy
 
 CPU = torch.device("cpu")
 
