@@ -13,7 +13,7 @@ from gpipe_cli import current_microbatch
 from gpipe_cli.engines import single, threads
 from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.errors import NumericError, ResourceError
-from gpipe_cli.training.metrics import accuracy
+from gpipe_cli.losses.measures import accuracy
 
 CPU = torch.device("cpu")
 
