@@ -154,4 +154,6 @@ class PipeEngine:
 def _float(output: Any) -> Any:
     if isinstance(output, Tensor):
         return output.float() if output.dtype in DTYPES.values() else output
+    if isinstance(output, dict):
+        return {name: _float(one) for name, one in output.items()}
     return tuple(_float(one) for one in output)

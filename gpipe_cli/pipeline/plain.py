@@ -33,7 +33,7 @@ class PlainPipe(WrappedSequence):
     def __init__(self, module: nn.Sequential, *, chunks: int = 1, deferred_batch_norm: bool = False) -> None:
         super().__init__(module, chunks, deferred_batch_norm)
 
-    def forward(self, input: Value) -> Value:
+    def _forward(self, input: Value) -> Value:
         batch = MiniBatch.of(input, self.chunks, key=None)
         with guarded(self._layers, self._devices(), self._batch_norms), batch.state.entered():
             random = KeyedRandom()
