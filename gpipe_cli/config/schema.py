@@ -118,6 +118,12 @@ class Profile(Shared):
 
     measure: bool = True
     """Run the layers and take their time; false runs nothing, counts operations, and needs no memory."""
+    timeline: bool = False
+    """Run some pipelined steps too and record every action: trace.json, a picture, where time is lost."""
+    steps: int = 3
+    """How many steps timeline=true records, after two that warm up."""
+    checkpoint: str = "except_last"
+    """Which micro-batches recompute their activations in backward: always, except_last or never."""
     seconds: float = 3.0
     """How long to measure; five runs at least."""
     sort: str = "order"
