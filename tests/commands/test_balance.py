@@ -9,7 +9,7 @@ import pytest
 Gpipe = Callable[..., Any]
 
 
-@pytest.mark.parametrize("by", ["time", "params", "uniform"])
+@pytest.mark.parametrize("by", ["time", "size", "params", "uniform"])
 def test_a_balance_covers_the_model_and_can_be_pasted(gpipe: Gpipe, tmp_path: Path, by: str) -> None:
     quick = ["balance.seconds=0"] if by == "time" else []
     words = ["data.size=8", "batch_size=8", "partitions=3", *quick]
