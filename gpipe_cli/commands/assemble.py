@@ -21,6 +21,7 @@ from gpipe_cli.balance.result import Balanced
 from gpipe_cli.commands.course import make_course, make_memory, optimizer_factory
 from gpipe_cli.commands.feed import Feed, make_feed
 from gpipe_cli.commands.layers import CUTTING_KEYS, as_sequence, check_layers
+from gpipe_cli.commands.sketch import sketched
 from gpipe_cli.config.locate import default_options
 from gpipe_cli.config.schema import OPEN_GROUPS, Costed, Running, Shared, Train
 from gpipe_cli.config.targets import accepted, bind, instantiate
@@ -78,13 +79,13 @@ class Assembly:
         return partition_rows(self.model, self.split.balance, self.split.devices)
 
 
-def assemble(settings: Shared, overrides: Sequence[str]) -> Assembly:
-    """Check every component, then make data, model and partitions."""
+def assemble(settings: Shared, overrides: Sequence[str], *, storage: bool = True) -> Assembly:
+    """Check every component, then make data, model and partitions; the model with or without its numbers."""
     if settings.allow:  # packages allowed on the command line may lie in the current folder
         sys.path.insert(0, str(Path.cwd()))
     check_components(settings, overrides)
     feed = make_feed(settings)
-    model = make_model(settings, feed)
+    model = make_model(settings, feed) if storage else sketched(lambda: make_model(settings, feed))
     return Assembly(feed, model, split_model(settings, model, feed))
 
 

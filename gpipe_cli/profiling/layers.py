@@ -18,6 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.buffers import all_buffers, restore, save
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.loss import LossFunction
@@ -60,6 +61,8 @@ def profile_layers(
     """Medians of at least `repeats` runs, and of more while `seconds` last."""
     if any(parameter.grad is not None for parameter in module.parameters()):
         raise ValueError("some parameter already has gradient")
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise ConfigError("a model without storage cannot be run, so its layers cannot be measured")
     device = tensors_of(sample.input)[0].device
     with _left_as_found(module):
         pipe = GPipe(module, [1] * len(module), devices=[device], checkpoint="never", schedule="interleaved")
