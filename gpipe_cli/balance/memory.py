@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import final
 
 from gpipe_cli.balance.solver import Objective, minimise, sums
@@ -22,14 +21,41 @@ from gpipe_cli.schedule.course import Course
 @final
 @dataclass(frozen=True)
 class LayerBytes:
-    """Of one layer and one micro-batch."""
+    """Of one layer and one micro-batch. Mappings are by a number that tells apart what layers may share."""
 
-    resident: float
-    """There all the time: parameters, gradients, the optimizer's state, buffers."""
+    resident: Mapping[int, int]
+    """There all the time: parameters with their gradients and the optimizer's state, buffers."""
     input: int
-    """What enters the layer, skips on their way included."""
+    """What enters the layer from the one before it."""
     saved: Mapping[int, int]
-    """Kept for backward: bytes by a number that tells storages apart, as neighbours may keep the same."""
+    """Kept for backward."""
+
+
+@final
+@dataclass(frozen=True)
+class SkipBytes:
+    """What layer `begin` hands to layer `end` past those between."""
+
+    begin: int
+    end: int
+    bytes: int
+
+
+@final
+class _Together:
+    """Sums over consecutive layers in which what is shared counts once, worked out as far as they are asked for."""
+
+    def __init__(self, layers: Sequence[Mapping[int, int]]) -> None:
+        self._layers = layers
+        self._by_begin: dict[int, tuple[list[int], set[int]]] = {}
+
+    def sum(self, begin: int, end: int) -> int:
+        sums, seen = self._by_begin.setdefault(begin, ([0], set()))
+        for layer in self._layers[begin + len(sums) - 1 : end]:
+            new = layer.keys() - seen
+            seen |= new
+            sums.append(sums[-1] + sum(layer[one] for one in new))
+        return sums[end - begin]
 
 
 @final
@@ -41,21 +67,28 @@ class Memory:
 
     grows_backwards = False
 
-    def __init__(self, layers: Sequence[LayerBytes], course: Course, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerBytes],
+        course: Course,
+        limit: int | None = None,
+        skips: Sequence[SkipBytes] = (),
+    ) -> None:
         """`limit` is that of one device; partitions that share it get equal parts."""
         self.layers = len(layers)
         self.limit = limit
-        self.costs = [one.resident + sum(one.saved.values()) for one in layers]
+        self.costs = [sum(one.resident.values()) + sum(one.saved.values()) for one in layers]
         """A number for each layer, as if one micro-batch were alive and it shared nothing."""
-        self._layers, self._course = layers, course
-        self._resident = [0.0, *accumulate(one.resident for one in layers)]
-        # By begin: the bytes saved up to each end so far asked for, and the storages among them.
-        self._saved: dict[int, tuple[list[int], set[int]]] = {}
+        self._layers, self._course, self._skips = layers, course, skips
+        self._resident = _Together([one.resident for one in layers])
+        self._saved = _Together([one.saved for one in layers])
 
     def cost(self, partition: int, begin: int, end: int) -> float:
-        saved = self._saved_bytes(begin, end)
-        kept = self._course.kept[partition].bytes(saved, self._layers[begin].input)
-        return self._resident[end] - self._resident[begin] + kept
+        arriving = sum(one.bytes for one in self._skips if one.begin < begin <= one.end < end)
+        kept = self._course.kept[partition].bytes(
+            self._saved.sum(begin, end), self._layers[begin].input + arriving
+        )
+        return self._resident.sum(begin, end) + kept
 
     def furthest(self, partition: int, begin: int, limit: float) -> int:
         reach = 1  # doubled, since what lies far beyond the limit is never asked for
@@ -88,15 +121,6 @@ class Memory:
             f"{given}: balance {list(balance)} needs {needed}; the smallest limit that would do is {enough}, "
             f"with {paste}"
         )
-
-    def _saved_bytes(self, begin: int, end: int) -> int:
-        """Of layers `begin` up to `end` together, each storage counted once."""
-        sums, seen = self._saved.setdefault(begin, ([0], set()))
-        for layer in self._layers[begin + len(sums) - 1 : end]:
-            new = layer.saved.keys() - seen
-            seen |= new
-            sums.append(sums[-1] + sum(layer.saved[storage] for storage in new))
-        return sums[end - begin]
 
 
 @final

@@ -5,12 +5,12 @@ Nothing is run and nothing measured: the bytes come from fake tensors, so any de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from gpipe_cli.balance.memory import LayerBytes, Memory
+from gpipe_cli.balance.memory import LayerBytes, Memory, SkipBytes
 from gpipe_cli.balance.result import Balanced, best
 from gpipe_cli.balance.solver import require_layers
 from gpipe_cli.pipeline.microbatch import Value, tensors_of, value_like
@@ -18,7 +18,8 @@ from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.schedule.course import Course
 
-PARAMETERS_AND_GRADIENTS = 2.0
+TrainedBytes = Callable[[nn.Parameter], int]
+"""What a parameter needs that is trained: itself, its gradient, the optimizer's state."""
 
 
 def balance(memory: Memory, partitions: int) -> Balanced:
@@ -27,32 +28,20 @@ def balance(memory: Memory, partitions: int) -> Balanced:
 
 
 def memory_of(
-    module: nn.Sequential, sample: Sample, course: Course, param_scale: float, limit: int | None = None
+    module: nn.Sequential, sample: Sample, course: Course, trained: TrainedBytes, limit: int | None = None
 ) -> Memory:
-    """What partitions of the module need; `param_scale` is bytes per byte of parameters that are trained."""
+    """What partitions of the module need for micro-batches like the sample."""
     facts = model_facts(module, sample)
     inputs = [sum(one.nbytes for one in tensors_of(sample.input))]
-    inputs += [facts.border(index).bytes for index in range(1, len(module))]
-    layers = [
-        LayerBytes(_resident(layer, param_scale), entering, saved)
-        for layer, entering, saved in zip(module, inputs, facts.storages, strict=True)
-    ]
-    return Memory(layers, course, limit)
+    inputs += [one.output_bytes for one in facts.layers[:-1]]
+    resident = [_resident(layer, trained) for layer in module]
+    layers = [LayerBytes(*one) for one in zip(resident, inputs, facts.storages, strict=True)]
+    return Memory(layers, course, limit, [SkipBytes(one.begin, one.end, one.bytes) for one in facts.skips])
 
 
-def _resident(layer: nn.Module, param_scale: float) -> float:
-    trained = sum(one.nbytes * (param_scale if one.requires_grad else 1.0) for one in layer.parameters())
-    return trained + sum(one.nbytes for one in layer.buffers())
-
-
-def optimizer_scale(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> float:
-    """Bytes per byte of parameters, gradients and the optimizer's state included, as a step on a small one shows."""
-    probe = nn.Parameter(torch.zeros(64, 64))
-    probe.grad = torch.zeros_like(probe)
-    optimizer = make([probe])
-    optimizer.step()
-    state = [value for value in optimizer.state[probe].values() if isinstance(value, Tensor)]
-    return PARAMETERS_AND_GRADIENTS + sum(one.nbytes for one in state) / probe.nbytes
+def _resident(layer: nn.Module, trained: TrainedBytes) -> dict[int, int]:
+    parameters = {id(one): trained(one) if one.requires_grad else one.nbytes for one in layer.parameters()}
+    return parameters | {id(one): one.nbytes for one in layer.buffers()}
 
 
 def balance_by_size(
@@ -73,6 +62,10 @@ def balance_by_size(
     require_layers(len(module), partitions)
     place = tensors_of(sample)[0].device if device is None else torch.device(device)
     pieces = tuple(tensor.to(place).tensor_split(chunks)[0] for tensor in tensors_of(sample))
-    course = Course("gpipe", partitions, chunks, checkpoint="except_last")
-    memory = memory_of(module, Sample(value_like(sample, pieces)), course, param_scale)
+    memory = memory_of(
+        module,
+        Sample(value_like(sample, pieces)),
+        Course("gpipe", partitions, chunks, checkpoint="except_last"),
+        lambda parameter: round(param_scale * parameter.nbytes),
+    )
     return balance(memory, partitions).layers

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 
 from gpipe_cli.balance.memory import Memory
 from gpipe_cli.balance.result import Balanced
-from gpipe_cli.commands.course import make_course, make_memory, optimizer_factory
+from gpipe_cli.commands.course import make_course, make_memory, optimizer_factory, sample_must_fit
 from gpipe_cli.commands.feed import Feed, make_feed
 from gpipe_cli.commands.layers import CUTTING_KEYS, as_sequence, check_layers
 from gpipe_cli.commands.sketch import sketched
@@ -133,22 +134,23 @@ def _balance(
     """By the method chosen, within the memory limit if there is one; only what the method asks for is made."""
     takes = accepted(settings.balance, "balance", settings.allow)
     limits = isinstance(settings, Costed) and settings.device_memory is not None
-    sample = make_sample(settings, feed) if limits or takes & {"sample", "memory"} else None
-    memory = (
-        make_memory(settings, model, sample, course) if sample and (limits or "memory" in takes) else None
-    )
-    balanced: Balanced = instantiate(
-        settings.balance,
-        "balance",
-        settings.allow,
-        module=model,
-        layer_count=len(model),
-        partitions=course.partitions,
-        sample=sample,
-        course=course,
-        memory=memory,
-        within=memory if limits else None,
-    )
+    offered: dict[str, Any] = {"module": model, "layer_count": len(model), "partitions": course.partitions}
+    memory = None
+    with ExitStack() as judging:
+        if limits or takes & {"sample", "memory"}:
+            offered["sample"] = make_sample(settings, feed)
+            judging.enter_context(sample_must_fit(offered["sample"]))
+        if limits or "memory" in takes:
+            memory = make_memory(settings, model, offered["sample"], course)
+        balanced: Balanced = instantiate(
+            settings.balance,
+            "balance",
+            settings.allow,
+            **offered,
+            course=course,
+            memory=memory,
+            within=memory if limits else None,
+        )
     if memory is not None and not memory.fits(
         balanced.layers
     ):  # one given by hand, or a method of the user's
@@ -165,6 +167,11 @@ def _undivided(settings: Running, model: nn.Sequential) -> Split:
     return Split(
         Balanced.of([len(model)], [1] * len(model), "layers"), devices, make_course(settings, 1, devices)
     )
+
+
+def measures(settings: Shared) -> bool:
+    """Whether the balance method runs the model, for which it needs its numbers."""
+    return "sample" in accepted(settings.balance, "balance", settings.allow)
 
 
 def make_sample(settings: Shared, feed: Feed) -> Sample:

@@ -7,11 +7,12 @@ from typing import Any
 from gpipe_cli.balance.result import Balanced
 from gpipe_cli.balance.solver import sums
 from gpipe_cli.byte_size import byte_text
-from gpipe_cli.commands.assemble import Assembly, assemble, balance_name, make_sample
-from gpipe_cli.commands.course import make_memory
+from gpipe_cli.commands.assemble import Assembly, assemble, balance_name, make_sample, measures
+from gpipe_cli.commands.course import make_memory, sample_must_fit
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.config.schema import Balance
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.report.output import say
 from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
 
@@ -20,7 +21,7 @@ OWN_COLUMNS = ("ms",)
 
 
 def run(settings: Balance, job: Job) -> Summary:
-    parts = assemble(settings, job.overrides)
+    parts = assemble(settings, job.overrides, storage=measures(settings))
     balanced = parts.split.balanced
     memory = _memory(settings, parts)
     summary = _summary(balanced, memory, settings, job)
@@ -38,13 +39,15 @@ def run(settings: Balance, job: Job) -> Summary:
 
 def _memory(settings: Balance, parts: Assembly) -> list[float] | None:
     """Bytes of each partition; unknown where a layer cannot be judged without running it."""
-    split = parts.split
-    try:
-        memory = split.memory or make_memory(
-            settings, parts.model, make_sample(settings, parts.feed), split.course
-        )
-    except ConfigError:
-        return None
+    split, memory = parts.split, parts.split.memory
+    if memory is None:
+        sample = make_sample(settings, parts.feed)
+        with sample_must_fit(sample):
+            try:
+                memory = make_memory(settings, parts.model, sample, split.course)
+            except ConfigError as error:
+                say(f"memory is left out: {error}")
+                return None
     return sums(memory, split.balance)
 
 
