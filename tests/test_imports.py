@@ -33,7 +33,7 @@ LEVELS = """
     sequential
     skip
     schedule torch_internals vision config.schema
-    errors version
+    errors version byte_size
 """
 """Top to bottom. A room imports from itself and from lines below its own, so those of one line never meet."""
 
@@ -47,7 +47,7 @@ ONLY_IN = {
 }
 """Packages that only these know; the others say `from gpipe_cli.vision import torchvision`."""
 
-WITHOUT_TORCH = {"schedule", "balance.solver", "config.schema", "errors", "version"}
+WITHOUT_TORCH = {"schedule", "balance.solver", "config.schema", "errors", "version", "byte_size"}
 
 LEVEL_OF = {room: level for level, line in enumerate(LEVELS.split("\n")) for room in line.split()}
 

@@ -6,23 +6,24 @@ of the whole pipeline as well.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.commands.assemble import Assembly, assemble, make_sample
+from gpipe_cli.balance.time import partition_costs
+from gpipe_cli.commands.assemble import assemble, make_sample
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.timeline import Seen, show_timeline, watch
 from gpipe_cli.config.schema import Profile
-from gpipe_cli.engines.devices import available_cores
 from gpipe_cli.pipeline.microbatch import batch_size
 from gpipe_cli.profiling.facts import model_facts
-from gpipe_cli.profiling.layers import Sample, profile_layers
+from gpipe_cli.profiling.layers import LayerProfile, profile_layers
 from gpipe_cli.report.layers import counted_rows, layer_rows, print_layers, write_csv
 from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.trace import write_trace
 from gpipe_cli.schedule.course import Course
-from gpipe_cli.schedule.simulate import PartitionCost, Simulation
+from gpipe_cli.schedule.simulate import Simulation
 from gpipe_cli.training.run_directory import check_run_dir, make_run_directory, write_json
 
 Rows = list[dict[str, Any]]
@@ -41,12 +42,12 @@ def run(settings: Profile, job: Job) -> Summary:
     summary: dict[str, Any] = {"layers": [], "micro_batch": batch_size(sample.input)}
     seen = None
     if settings.measure:
-        rows = _measured(settings, parts, sample)
-        course = _course(settings, parts)
-        ideal = course.simulate(_costs(rows, len(parts.split.balance)))
-        summary |= {**_sums(rows), **_prediction(ideal, course)}
+        layers = profile_layers(parts.model, sample, seconds=settings.seconds)
+        rows = _rows(layers, parts.split.balance)
+        ideal = parts.split.course.simulate(partition_costs(layers, parts.split.balance))
+        summary |= {**_sums(rows), **_prediction(ideal, parts.split.course)}
         if settings.timeline:
-            seen = watch(settings, parts, sample, course, ideal)
+            seen = watch(settings, parts, sample, ideal)
             summary["timeline"] = seen.summary
     else:
         rows = counted_rows(model_facts(parts.model, sample), parts.split.balance)
@@ -70,10 +71,9 @@ def _write(directory: Path, summary: dict[str, Any], seen: Seen | None) -> None:
         write_trace(directory / "trace.json", seen.steps, seen.names)
 
 
-def _measured(settings: Profile, parts: Assembly, sample: Sample) -> Rows:
-    layers = profile_layers(parts.model, sample, seconds=settings.seconds)
+def _rows(layers: Sequence[LayerProfile], balance: Sequence[int]) -> Rows:
     times = [{"forward_ms": one.forward_ms, "backward_ms": one.backward_ms} for one in layers]
-    return layer_rows([one.facts for one in layers], times, parts.split.balance)
+    return layer_rows([one.facts for one in layers], times, balance)
 
 
 def _sums(rows: Rows) -> dict[str, Any]:
@@ -81,27 +81,6 @@ def _sums(rows: Rows) -> dict[str, Any]:
     costs = ("forward_ms", "backward_ms", "forward_flops", "backward_flops")
     sizes = ("saved_bytes", "parameters", "parameter_bytes")
     return {key: sum(row[key] for row in rows) for key in (*costs, *sizes) if key in rows[0]}
-
-
-def _course(settings: Profile, parts: Assembly) -> Course:
-    devices = parts.split.devices
-    return Course(
-        settings.schedule.name,
-        len(parts.split.balance),
-        min(settings.chunks, settings.batch_size, len(parts.feed.data.train)),
-        settings.checkpoint,
-        devices=len(devices),
-        cores=available_cores() if all(device.type == "cpu" for device in devices) else None,
-    )
-
-
-def _costs(rows: Rows, partitions: int) -> list[PartitionCost]:
-    of_partition = [[row for row in rows if row["partition"] == index] for index in range(partitions)]
-    forward = [sum(row["forward_ms"] for row in own) for own in of_partition]
-    backward = [sum(row["backward_ms"] for row in own) for own in of_partition]
-    return [
-        PartitionCost(there, back, recompute=there) for there, back in zip(forward, backward, strict=True)
-    ]
 
 
 def _prediction(ideal: Simulation, course: Course) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Seen:
     summary: dict[str, Any]
 
 
-def watch(settings: Profile, parts: Assembly, sample: Sample, course: Course, ideal: Simulation) -> Seen:
+def watch(settings: Profile, parts: Assembly, sample: Sample, ideal: Simulation) -> Seen:
     """Run some steps as training would, and judge the median one."""
     assert sample.loss is not None, "a configured command has a loss"
     input, target = next(parts.feed.ordered("train"))
@@ -59,7 +59,7 @@ def watch(settings: Profile, parts: Assembly, sample: Sample, course: Course, id
         steps,
         _as_step(ideal),
         [f"partition {index} ({row['device']})" for index, row in enumerate(parts.partitions)],
-        _summary(median_step(steps), ideal, course, parts, sample),
+        _summary(median_step(steps), ideal, parts, sample),
     )
 
 
@@ -92,9 +92,8 @@ def _as_step(simulation: Simulation) -> Step:
     )
 
 
-def _summary(
-    step: Step, ideal: Simulation, course: Course, parts: Assembly, sample: Sample
-) -> dict[str, Any]:
+def _summary(step: Step, ideal: Simulation, parts: Assembly, sample: Sample) -> dict[str, Any]:
+    course = parts.split.course
     times = [step.partition(index) for index in range(course.partitions)]
     found = verdict(times, course, bubble=step.bubble, ideal_bubble=ideal.bubble, rows=parts.feed.batch_size)
     peaks = _peaks(parts, sample, course)

@@ -12,8 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gpipe_cli.byte_size import byte_count
 from gpipe_cli.config.locate import options
-from gpipe_cli.config.schema import OPEN_GROUPS, SCHEMAS, Eval, Profile, Shared, Train
+from gpipe_cli.config.schema import OPEN_GROUPS, SCHEMAS, Costed, Eval, Profile, Shared, Train
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError, RunError
 
@@ -55,6 +56,7 @@ def _problems(settings: Shared) -> Iterator[str]:
     yield from _choices(flat)
     yield from _devices(settings)
     yield from _balance(settings)
+    yield from _memory(settings)
     for group in OPEN_GROUPS:
         if hasattr(settings, group) and not getattr(settings, group).get("_target_"):
             yield f"{group}: nothing chosen; give {group}=<option>, see `gpipe {_command(settings)} --help`"
@@ -125,6 +127,14 @@ def _balance(settings: Shared) -> Iterator[str]:
         yield f"balance.layers={layers}: every entry must be a positive whole number"
     elif settings.partitions is not None and settings.partitions != len(layers):
         yield f"partitions={settings.partitions}: balance.layers={layers} makes {len(layers)} partitions"
+
+
+def _memory(settings: Shared) -> Iterator[str]:
+    if isinstance(settings, Costed) and settings.device_memory is not None:
+        try:
+            byte_count(settings.device_memory)
+        except ValueError as error:
+            yield f"device_memory={settings.device_memory}: {error}, or null for no limit"
 
 
 def _command(settings: Shared) -> str:
