@@ -51,6 +51,31 @@ CASES: list[tuple[str, int, str]] = [
     ("train balance=manual balance.layers=[10,0]", 2, "every entry must be a positive whole number"),
     ("train balance=manual balance.layers=[4,6] partitions=3", 2, "makes 2 partitions"),
     ("train partitions=11", 2, "partitions=11: the model has only 10 layers"),
+    ("balance partitions=11", 2, "partitions=11: the model has only 10 layers; give at most that many"),
+    ("balance balance=manual balance.layers=[4,4]", 2, "covers 8 layers, the model has 10"),
+    ("balance balance=manual balance.layers=[11,-1]", 2, "every entry must be a positive whole number"),
+    *(
+        (
+            f"balance --by {by} data=synthetic data.shape=[1,8,8] batch_size=8",
+            2,
+            "the model does not take a micro-batch of 2x1x8x8: RuntimeError: Given groups=1, weight of size "
+            "[64, 3, 7, 7], expected input[2, 1, 8, 8] to have 3 channels, but got 1 channels instead",
+        )
+        for by in ("time", "size", "params")
+    ),
+    ("balance device_memory=11XB", 2, "device_memory=11XB: expected a number of bytes such as 11GiB"),
+    ("balance device_memory=0", 2, "device_memory=0: expected a number of bytes such as 11GiB"),
+    (
+        "balance --by params device_memory=1MiB data.size=8 batch_size=8",
+        2,
+        "device_memory=1MiB: no balance of 2 partitions needs so little; the smallest limit that would do is ",
+    ),
+    (
+        "train balance=manual balance.layers=[9,1] device_memory=100MiB data.size=8 batch_size=8",
+        2,
+        "device_memory=100MiB: balance [9, 1] needs ",
+    ),
+    ("train engine=single device_memory=1GiB", 2, "device_memory: has no effect with engine=single"),
     ("train partitions=3 devices=[cpu,cpu]", 2, "partitions=3: devices=['cpu', 'cpu'] are 2"),
     ("train partitions=2 devices=3", 2, "partitions=2: devices=3 are 3; one device per partition is needed"),
     ("train engine=single devices=2", 2, "devices=2: engine=single runs on one device"),

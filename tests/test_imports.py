@@ -34,7 +34,7 @@ LEVELS = """
     skip
     schedule torch_internals vision config.schema
     values
-    errors version
+    errors version byte_size
 """
 """Top to bottom. A room imports from itself and from lines below its own, so those of one line never meet."""
 
@@ -52,7 +52,7 @@ ONLY_IN = {
 }
 """Packages that only these know; the others say `from gpipe_cli.vision import torchvision`."""
 
-WITHOUT_TORCH = {"schedule", "balance.solver", "config.schema", "errors", "version"}
+WITHOUT_TORCH = {"schedule", "balance.solver", "config.schema", "errors", "version", "byte_size"}
 
 LEVEL_OF = {room: level for level, line in enumerate(LEVELS.split("\n")) for room in line.split()}
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from gpipe_cli.commands.assemble import Assembly, make_objective, make_sample, uses_partitions
+from gpipe_cli.commands.assemble import Assembly, make_sample, uses_partitions
+from gpipe_cli.commands.course import optimizer_factory
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.config.schema import Train
 from gpipe_cli.engines.stepping import DTYPES
@@ -52,20 +53,11 @@ def _facts(settings: Train, parts: Assembly) -> ModelFacts | None:
 
 
 def _memory(settings: Train, parts: Assembly, facts: ModelFacts) -> list[PartitionMemory]:
-    chunks = min(settings.chunks, settings.batch_size)
-    if uses_partitions(settings):
-        course = Course(
-            settings.schedule.name,
-            len(parts.split.balance),
-            chunks,
-            settings.checkpoint,
-            devices=len(parts.split.devices),
-        )
-    else:  # each micro-batch goes there and back before the next one, which is what 1f1b does alone
-        course = Course("1f1b", 1, chunks)
-    optimizer = make_objective(settings).optimizer
-    assert optimizer is not None, "training has an optimizer"
-    return partition_memory(parts.model, facts, parts.split.balance, course, optimizer)
+    course = parts.split.course
+    if not uses_partitions(settings):
+        # Each micro-batch goes there and back before the next one, which is what 1f1b does alone.
+        course = Course("1f1b", 1, course.micro_batches)
+    return partition_memory(parts.model, facts, parts.split.balance, course, optimizer_factory(settings))
 
 
 def _with_borders(parts: Assembly, facts: ModelFacts) -> list[dict[str, Any]]:
