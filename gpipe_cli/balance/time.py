@@ -13,7 +13,7 @@ from gpipe_cli.profiling.layers import Sample, profile_layers
 def balance(module: nn.Sequential, sample: Sample, partitions: int, seconds: float = 3.0) -> Balanced:
     """`seconds` is how long to measure, five runs at least."""
     layers = profile_layers(module, sample, seconds=seconds)
-    return Balanced.by([one.forward_ms + one.backward_ms for one in layers], partitions, "ms")
+    return Balanced.by([one.ms for one in layers], partitions, "ms")
 
 
 def balance_by_time(

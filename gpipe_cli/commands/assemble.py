@@ -19,6 +19,7 @@ from torch import nn
 from gpipe_cli.balance.result import Balanced
 from gpipe_cli.commands.feed import Feed, make_feed
 from gpipe_cli.commands.layers import CUTTING_KEYS, as_sequence, check_layers
+from gpipe_cli.commands.sketch import sketched
 from gpipe_cli.config.locate import default_options
 from gpipe_cli.config.schema import OPEN_GROUPS, Running, Shared, Train
 from gpipe_cli.config.targets import accepted, bind, instantiate
@@ -68,13 +69,13 @@ class Assembly:
         return partition_rows(self.model, self.split.balance, self.split.devices)
 
 
-def assemble(settings: Shared, overrides: Sequence[str]) -> Assembly:
-    """Check every component, then make data, model and partitions."""
+def assemble(settings: Shared, overrides: Sequence[str], *, storage: bool = True) -> Assembly:
+    """Check every component, then make data, model and partitions; the model with or without its numbers."""
     if settings.allow:  # packages allowed on the command line may lie in the current folder
         sys.path.insert(0, str(Path.cwd()))
     check_components(settings, overrides)
     feed = make_feed(settings)
-    model = make_model(settings, feed)
+    model = make_model(settings, feed) if storage else sketched(lambda: make_model(settings, feed))
     return Assembly(feed, model, split_model(settings, model, feed))
 
 
@@ -97,7 +98,7 @@ def make_model(settings: Shared, feed: Feed) -> nn.Sequential:
 
 def split_model(settings: Shared, model: nn.Sequential, feed: Feed) -> Split:
     """The balance the settings ask for, and one device per partition."""
-    if isinstance(settings, Running) and "balance" not in _takes(settings):
+    if isinstance(settings, Running) and not uses_partitions(settings):
         return _undivided(settings, model)
     layers = settings.balance.get("layers")
     partitions = settings.partitions or (len(layers) if layers else default_partitions(settings.devices))
@@ -230,6 +231,11 @@ def _cutting(settings: Shared) -> dict[str, Any]:
         return {}
     own = accepted(node, "model", settings.allow)
     return {key: node[key] for key in CUTTING_KEYS if key in node and key not in own}
+
+
+def uses_partitions(settings: Running) -> bool:
+    """Whether the engine divides the model at all."""
+    return "balance" in _takes(settings)
 
 
 def _takes(settings: Running) -> frozenset[str]:

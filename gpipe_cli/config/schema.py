@@ -116,11 +116,13 @@ class Balance(Shared):
 class Profile(Shared):
     """gpipe profile"""
 
+    measure: bool = True
+    """Run the layers and take their time; false runs nothing, counts operations, and needs no memory."""
     seconds: float = 3.0
     """How long to measure; five runs at least."""
     sort: str = "order"
-    """Order of the rows: order (of the model), time or memory."""
-    top: int | None = None
+    """Order of the rows: order (of the model), time (operations where none is measured) or memory."""
+    top: int | None = 20
     """How many rows to show; null: all."""
     run_dir: str | None = None
     """Directory of the profile; null: runs/<command>/<model>/<time>."""

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.data.datasets import Data, scaled
-from gpipe_cli.data.keys import check_common_keys, check_whole_number
+from gpipe_cli.data.keys import check_common_keys
 from gpipe_cli.data.seeds import generator_for
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.values import check_whole_number
 
 _WINDOWS = 2**16  # how many different noises there are
 _STRIDE = 40503  # odd, so consecutive samples reach every window before one comes again

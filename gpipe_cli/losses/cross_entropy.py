@@ -9,9 +9,9 @@ from typing import Any, final
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.measures import accuracy, segmentation_accuracy
 from gpipe_cli.losses.shapes import are_pixel_scores, check_fit
+from gpipe_cli.values import check_share
 
 
 @final
@@ -22,7 +22,7 @@ class CrossEntropy:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        check_smoothing(self.label_smoothing)
+        check_share("loss.label_smoothing", self.label_smoothing)
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         probabilities = isinstance(output, Tensor) and output.shape == target.shape
@@ -35,8 +35,3 @@ class CrossEntropy:
         if target.ndim == 1 or target.is_floating_point():
             return accuracy(output, target)
         return segmentation_accuracy(output, target)
-
-
-def check_smoothing(share: float) -> None:
-    if not 0 <= share <= 1:
-        raise ConfigError(f"loss.label_smoothing={share}: must be from 0 to 1")

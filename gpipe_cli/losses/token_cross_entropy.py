@@ -12,9 +12,9 @@ from typing import Any, final
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from gpipe_cli.losses.cross_entropy import check_smoothing
 from gpipe_cli.losses.measures import token_accuracy
 from gpipe_cli.losses.shapes import check_fit
+from gpipe_cli.values import check_share
 
 
 @final
@@ -25,7 +25,7 @@ class TokenCrossEntropy:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        check_smoothing(self.label_smoothing)
+        check_share("loss.label_smoothing", self.label_smoothing)
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         fits = isinstance(output, Tensor) and output.ndim == 3 and output.shape[:2] == target.shape

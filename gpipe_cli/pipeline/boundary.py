@@ -8,15 +8,15 @@ Knows nothing of threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_cli.pipeline.microbatch import Value
+from gpipe_cli.torch_internals.function import apply
 
 __all__ = ["ANCHOR", "Gradients", "Mailbox", "Parcel", "enter", "roots_of"]
 
@@ -27,9 +27,7 @@ ANCHOR = torch.zeros(0, requires_grad=True)
 """Makes autograd track what enters a partition. It never gets a gradient, so all partitions share it."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Parcel:
+class Parcel(NamedTuple):
     """Detached tensors on their way to a partition: the value a layer returned, then skips."""
 
     tensors: tuple[Tensor | None, ...]
@@ -112,10 +110,12 @@ class _Entry(Function):
 
 def enter(parcel: Parcel, mailbox: Mailbox) -> tuple[Tensor | None, ...]:
     """The parcel's tensors as a partition's layers get them; their gradients will be in `mailbox`."""
+    if all(parcel.needs_grad):
+        return tuple(apply(_Entry, mailbox, ANCHOR, *parcel.tensors))
     needing = [tensor for tensor, needed in zip(parcel.tensors, parcel.needs_grad, strict=True) if needed]
     if not needing:
         return parcel.tensors
-    entered = iter(_Entry.apply(mailbox, ANCHOR, *needing))  # type: ignore[no-untyped-call]
+    entered = iter(apply(_Entry, mailbox, ANCHOR, *needing))
     return tuple(
         next(entered) if needed else tensor
         for tensor, needed in zip(parcel.tensors, parcel.needs_grad, strict=True)
@@ -127,8 +127,11 @@ def roots_of(tensors: Sequence[Tensor | None]) -> tuple[GradientEdge | None, ...
     not need.
     """
     return tuple(
-        torch.autograd.graph.get_gradient_edge(tensor)
-        if tensor is not None and tensor.requires_grad
-        else None
-        for tensor in tensors
+        [None if tensor is None or not tensor.requires_grad else _edge(tensor) for tensor in tensors]
     )
+
+
+def _edge(tensor: Tensor) -> GradientEdge:
+    # torch's own function checks what is known here; only a leaf needs it, to be given its accumulator.
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)

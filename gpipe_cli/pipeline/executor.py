@@ -106,7 +106,5 @@ class Executor:
     def _fly(self, walk: Walk) -> None:
         jobs = [functools.partial(walk.run, worker) for worker in range(self._workers)]
         with self._pool.turn:
-            for partition in self._partitions:
-                partition.begin()
             self._pool.run(jobs, walk.fail, self.timeout)
         walk.raise_failure()

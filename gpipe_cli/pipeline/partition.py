@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from gpipe_cli.pipeline.buffers import (
     swapped_in,
 )
 from gpipe_cli.pipeline.context import MicroBatch, Running
+from gpipe_cli.pipeline.culprit import failed_in_backward
 from gpipe_cli.pipeline.entangled import Watch
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.microbatch import Value, check, tensors_of
@@ -36,6 +37,7 @@ from gpipe_cli.pipeline.tied import Aliases
 from gpipe_cli.skip.layout import SkipRoute
 from gpipe_cli.skip.tracker import use_skip_tracker
 from gpipe_cli.torch_internals.engine import run_backward
+from gpipe_cli.torch_internals.graph_progress import next_number
 from gpipe_cli.torch_internals.keyed_random import KeyedRandom
 from gpipe_cli.torch_internals.tensor_version import version_of
 
@@ -45,9 +47,7 @@ Head = Callable[[Value, MicroBatch, KeyedRandom], Tensor]
 """What follows the last layer in a step: the loss."""
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Visit:
+class Visit(NamedTuple):
     """One micro-batch at one partition."""
 
     batch: MiniBatch
@@ -67,12 +67,24 @@ class Kept:
     visit: Visit
     mailbox: Mailbox
     roots: tuple[GradientEdge | None, ...] = ()
+    marks: tuple[int, ...] = ()
+    """Which nodes of the graph each layer made: see `culprit`."""
     parcel: Parcel | None = None
     """The input of a checkpointed visit; None for one whose graph was kept from the beginning."""
     writes_input: bool = False
     buffers: tuple[SavedBuffer, ...] = ()
     split: SplitBackward | None = None
     """Between the two halves of a split backward."""
+
+
+class _Ran(NamedTuple):
+    """What the layers gave."""
+
+    tensors: tuple[Tensor | None, ...]
+    """Of the value, then the skips that leave."""
+    single: bool
+    """Whether the value is a bare tensor or a tuple."""
+    marks: tuple[int, ...]
 
 
 @final
@@ -112,8 +124,8 @@ class Partition:
 
     def forward(self, parcel: Parcel, visit: Visit) -> tuple[Parcel, Kept | None]:
         if visit.attached:
-            tensors, single = self._run(parcel.tensors, parcel.single, visit)
-            return Parcel(tensors, (), single), None
+            ran = self._run(parcel.tensors, parcel.single, visit)
+            return Parcel(ran.tensors, (), ran.single), None
         mode = (*self._mode, parcel.needs_grad, visit.batch.state.grad)
         habits = self._habits.get(mode)
         if habits is None:
@@ -121,8 +133,8 @@ class Partition:
         if visit.checkpointed and any(habits.outputs_need_grad):
             return self._forward_checkpointed(parcel, visit, habits)
         mailbox = Mailbox(parcel.needs_grad)
-        tensors, single = self._run(enter(parcel, mailbox), parcel.single, visit)
-        return Parcel.of(tensors, single), Kept(visit, mailbox, roots_of(tensors))
+        ran = self._run(enter(parcel, mailbox), parcel.single, visit)
+        return Parcel.of(ran.tensors, ran.single), Kept(visit, mailbox, roots_of(ran.tensors), ran.marks)
 
     def _forward_learning(self, parcel: Parcel, visit: Visit, mode: tuple[Any, ...]) -> tuple[Parcel, Kept]:
         """As if not checkpointed, to see what happens; a checkpointed visit then drops its graph."""
@@ -133,10 +145,10 @@ class Partition:
         versions = _versions(given)
         watch = Watch(mailbox, [layer.module for layer in self.layers], self.others)
         with torch.set_grad_enabled(visit.batch.state.grad):
-            tensors, single = self._run(
+            ran = self._run(
                 enter(given, mailbox), parcel.single, visit, checkpointing=visit.checkpointed, watch=watch
             )
-        output = Parcel.of(tensors, single)
+        output = Parcel.of(ran.tensors, ran.single)
         habits = Habits(output.needs_grad, versions != _versions(given), changed(before))
         self._habits[mode] = habits
         if visit.checkpointed and any(habits.outputs_need_grad):
@@ -148,20 +160,20 @@ class Partition:
                 writes_input=habits.writes_input,
                 buffers=buffers,
             )
-        return output, Kept(visit, mailbox, roots_of(tensors))
+        return output, Kept(visit, mailbox, roots_of(ran.tensors), ran.marks)
 
     def _forward_checkpointed(self, parcel: Parcel, visit: Visit, habits: Habits) -> tuple[Parcel, Kept]:
         buffers = save(habits.changes)
         given = parcel.cloned() if habits.writes_input else parcel
         versions = _versions(parcel)
         with torch.no_grad():
-            tensors, single = self._run(given.tensors, parcel.single, visit, checkpointing=True)
+            ran = self._run(given.tensors, parcel.single, visit, checkpointing=True)
         if versions != _versions(parcel):
             raise RuntimeError(
                 f"partition {self.index} wrote its input in place, which it did not do when it ran first, so "
                 "it cannot be recomputed. Use checkpoint='never' or a layer that does not write its input"
             )
-        output = Parcel(Parcel.of(tensors, single).tensors, habits.outputs_need_grad, single)
+        output = Parcel.of(ran.tensors, ran.single)._replace(needs_grad=habits.outputs_need_grad)
         return output, Kept(
             visit,
             Mailbox(parcel.needs_grad),
@@ -177,8 +189,8 @@ class Partition:
         # A second backward, or another partition, may need the input as it is.
         entered = enter(parcel.cloned() if kept.writes_input else parcel, kept.mailbox)
         with torch.enable_grad(), swapped_in(kept.buffers):
-            tensors, _ = self._run(entered, parcel.single, kept.visit, recomputing=True)
-        kept.roots = roots_of(tensors)
+            ran = self._run(entered, parcel.single, kept.visit, recomputing=True)
+        kept.roots, kept.marks = roots_of(ran.tensors), ran.marks
 
     def backward(
         self, kept: Kept, gradients: Gradients, *, keep_graph: bool, parameters: bool = True
@@ -213,12 +225,12 @@ class Partition:
             with kept.visit.batch.state.without_autocast():
                 split.run_weight_half(keep_graph=keep_graph)
 
-    def whereabouts(self, phase: str) -> str:
-        """The layer that runs, in words; in backward autograd does not say which of them it is."""
-        if phase == "backward":
-            first, last = self.layers[0], self.layers[-1]
-            return f"layer {first!r}" if first is last else f"layers {first!r} to {last!r}"
+    def whereabouts(self) -> str:
+        """What runs, in words."""
         return f"layer {self.running!r}" if isinstance(self.running, Layer) else self.running
+
+    def whereabouts_in_backward(self, kept: Kept, error: BaseException) -> str:
+        return failed_in_backward(self.layers, kept.roots, kept.marks, error)
 
     def undo(self) -> None:
         """Forget what was learnt, and give buffers the values they had before this mini-batch."""
@@ -235,12 +247,13 @@ class Partition:
         checkpointing: bool = False,
         recomputing: bool = False,
         watch: Watch | None = None,
-    ) -> tuple[tuple[Tensor | None, ...], bool]:
-        """The layers in turn: gives the value's tensors with the skips that leave, and whether it is bare."""
+    ) -> _Ran:
+        """The layers in turn, and the loss after the last one."""
         count = len(tensors) - len(self.receives)
         value: Any = tensors[0] if single else tensors[:count]
         skips = PartitionSkips(self.receives, tensors[count:], self.sends)
         micro_batch, key = visit.micro_batch, visit.batch.key
+        marks = [next_number()]
         with (
             Running(micro_batch, checkpointing=checkpointing, recomputing=recomputing),
             use_skip_tracker(skips),
@@ -249,14 +262,16 @@ class Partition:
             for layer in self.layers:
                 self.running = layer
                 value = layer.run(value, key, micro_batch.index, self._random)
+                marks.append(next_number())
                 if watch is not None:
                     watch.look(layer, tensors_of(value) if isinstance(value, Tensor | tuple) else ())
             check(value)
             if visit.head is not None:
                 self.running = "the loss function"
                 value = visit.head(value, micro_batch, self._random)
+                marks.append(next_number())
             self.running = "its input"
-        return (*tensors_of(value), *skips.sent()), isinstance(value, Tensor)
+        return _Ran((*tensors_of(value), *skips.sent()), isinstance(value, Tensor), tuple(marks))
 
 
 def _pairs(kept: Kept, gradients: Gradients) -> list[tuple[GradientEdge, Tensor]]:

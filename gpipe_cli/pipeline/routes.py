@@ -8,7 +8,6 @@ what when.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, final
 
@@ -130,7 +129,7 @@ class Routes:
 def _unpack(message: tuple[Parcel, Shipment]) -> Parcel:
     parcel, shipment = message
     tensors: tuple[Tensor | None, ...] = shipment.receive()
-    return parcel if tensors is parcel.tensors else replace(parcel, tensors=tensors)
+    return parcel if tensors is parcel.tensors else parcel._replace(tensors=tensors)
 
 
 def _part(parcel: Parcel, place: slice) -> Parcel:

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import final
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from gpipe_cli.pipeline.boundary import ANCHOR, Mailbox
 from gpipe_cli.torch_internals.engine import run_backward
+from gpipe_cli.torch_internals.graph_progress import Node
 
 __all__ = ["SplitBackward"]
-
-Node: TypeAlias = Any
-"""torch.autograd.graph.Node, whose stubs do not know the attributes of its kinds."""
 
 
 @final

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +17,7 @@ from torch import Tensor
 __all__ = ["Shipment", "ship", "uses_cuda"]
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Shipment:
+class Shipment(NamedTuple):
     """Tensors on the destination's device, and the event after which they are really there."""
 
     tensors: tuple[Tensor | None, ...]
@@ -40,7 +37,8 @@ class Shipment:
 
 def ship(tensors: tuple[Tensor | None, ...], destination: torch.device) -> Shipment:
     """Start the way of `tensors` to `destination`, from the streams the calling thread works on."""
-    sources = {tensor.device for tensor in tensors if tensor is not None and tensor.device != destination}
+    sources = {tensor.device for tensor in tensors if tensor is not None}
+    sources.discard(destination)
     if not sources:
         return Shipment(tensors, None)
     if not uses_cuda([destination, *sources]):

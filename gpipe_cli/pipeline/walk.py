@@ -56,9 +56,12 @@ class Walk:
     def run(self, worker: int) -> None:
         """Walk one worker's list; never raises."""
         place = _Place()
+        actions = self._order[worker]
         try:
+            for index in {action.partition for action in actions if action.kind is Kind.FORWARD}:
+                self._partitions[index].begin()
             with self._flight.batch.state.entered():
-                for place.action in self._order[worker]:
+                for place.action in actions:
                     if self._failure is not None:
                         return
                     self._perform(place)
@@ -66,8 +69,15 @@ class Walk:
             return
         except BaseException as error:  # noqa: BLE001 - whatever a layer raises is the caller's to see
             if place.action is not None:
-                error.add_note(place.describe(self._partitions[place.action.partition]))
+                error.add_note(place.describe(self._whereabouts(place.action, place.phase, error)))
             self.fail(error)
+
+    def _whereabouts(self, action: Action, phase: str, error: BaseException) -> str:
+        partition = self._partitions[action.partition]
+        kept = self._flight.kept.get((action.partition, action.micro_batch))
+        if phase == "backward" and kept is not None:
+            return partition.whereabouts_in_backward(kept, error)
+        return partition.whereabouts()
 
     def fail(self, error: BaseException) -> None:
         """Remember the first failure and let nobody wait in vain."""
@@ -175,10 +185,10 @@ class _Place:
         self.action: Action | None = None
         self.phase = ""
 
-    def describe(self, partition: Partition) -> str:
+    def describe(self, whereabouts: str) -> str:
         assert self.action is not None, "described only when an action failed"
         note = (
-            f"in partition {partition.index}, {partition.whereabouts(self.phase)}, micro-batch "
+            f"in partition {self.action.partition}, {whereabouts}, micro-batch "
             f"{self.action.micro_batch}, action {self.action} ({self.phase})"
         )
         if self.phase == "recompute":

@@ -6,9 +6,7 @@ micro-batch, and alone knows how skips travel.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
 from typing import Protocol, final
 
 from torch import Tensor
@@ -51,12 +49,18 @@ def current_skip_tracker() -> SkipTracker:
     return _current.tracker
 
 
-@contextlib.contextmanager
-def use_skip_tracker(tracker: SkipTracker) -> Iterator[None]:
+@final
+class use_skip_tracker:
     """Let the layers that this thread runs inside the block stash to and pop from `tracker`."""
-    previous = _current.tracker
-    _current.tracker = tracker
-    try:
-        yield
-    finally:
-        _current.tracker = previous
+
+    __slots__ = ("_previous", "_tracker")
+
+    def __init__(self, tracker: SkipTracker) -> None:
+        self._tracker = tracker
+
+    def __enter__(self) -> None:
+        self._previous = _current.tracker
+        _current.tracker = self._tracker
+
+    def __exit__(self, *exception: object) -> None:
+        _current.tracker = self._previous

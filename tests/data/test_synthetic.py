@@ -11,7 +11,7 @@ from gpipe_cli.data import synthetic
 from gpipe_cli.errors import ConfigError
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     shape=st.lists(st.integers(1, 7), min_size=1, max_size=4),
     classes=st.integers(1, 12),

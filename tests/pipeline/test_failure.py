@@ -99,6 +99,71 @@ def test_an_error_in_loss_backward_reaches_the_caller_and_the_next_step_works() 
         pipe(torch.ones(4, 2)).sum().backward()
 
 
+class Exponential(nn.Module):
+    """Its backward needs its output as it was."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.exp()
+
+
+class AddInPlace(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        return input.add_(1)
+
+
+class Hooked(nn.Module):
+    """A hook that raises: no node of the graph is in the traceback then."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = input.sigmoid()
+        output.register_hook(self.hook)
+        return output
+
+    def hook(self, gradient: Tensor) -> None:
+        raise Ouch("hooked")
+
+
+def note_of_a_failing_step(layers: list[nn.Module], error: type[BaseException], message: str) -> str:
+    pipe = GPipe(nn.Sequential(*layers), [len(layers) - 1, 1], chunks=2, checkpoint="never")
+    with pipe, pytest.raises(error, match=message) as caught:
+        pipe.step(torch.ones(4, 2), torch.ones(4, 2), functional.mse_loss)
+    (note,) = caught.value.__notes__
+    return note
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_the_layer_whose_backward_raises_is_named_among_others(place: int) -> None:
+    layers: list[nn.Module] = [nn.Linear(2, 2), nn.Sigmoid(), nn.Identity(), nn.Linear(2, 2), nn.Linear(2, 2)]
+    trap = Trap()
+    trap.micro_batch, trap.phase = 0, "backward"
+    layers[place] = trap
+    note = note_of_a_failing_step(layers, Ouch, "it hurts")
+    assert f"in partition 0, layer '{place}' (Trap), micro-batch 0, action B0.0 (backward)" in note
+
+
+def test_the_layer_whose_output_was_overwritten_is_named() -> None:
+    layers = [nn.Linear(2, 2), Exponential(), AddInPlace(), nn.Linear(2, 2), nn.Linear(2, 2)]
+    note = note_of_a_failing_step(layers, RuntimeError, "modified by an inplace operation")
+    assert "partition 0, layer '1' (Exponential), micro-batch 0" in note
+
+
+def test_a_hook_that_raises_is_in_the_layers_between_what_has_run_and_what_has_not() -> None:
+    layers = [nn.Linear(2, 2), nn.Tanh(), Hooked(), nn.Linear(2, 2), nn.Linear(2, 2)]
+    note = note_of_a_failing_step(layers, Ouch, "hooked")
+    # The transposition of the weight saves nothing, so whether it had run cannot be told.
+    assert "layers '2' (Hooked) to '3' (Linear), micro-batch 0" in note
+
+
+def test_an_error_in_the_backward_of_the_loss_function_says_so() -> None:
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return RaiseInBackward.apply(functional.mse_loss(output, target), Ouch("no way back"))
+
+    pipe = GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
+    with pipe, pytest.raises(Ouch, match="no way back") as caught:
+        pipe.step(torch.ones(4, 2), torch.ones(4, 2), loss_fn)
+    assert "partition 1, the loss function, micro-batch 0" in caught.value.__notes__[0]
+
+
 def test_an_error_of_the_loss_function_says_so() -> None:
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         raise Ouch("no loss today")

@@ -1,0 +1,46 @@
+"""How far a backward came before it failed: which nodes were made when, and which have already run.
+
+torch numbers the nodes of a graph as they are made, in each thread, and its engine frees what a node saved as soon
+as the node has run. Both can be seen through private names only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+__all__ = ["Node", "complaint", "has_run", "next_number", "number_of"]
+
+Node: TypeAlias = Any
+"""torch.autograd.graph.Node, whose stubs do not know the attributes of its kinds."""
+
+
+def next_number() -> int:
+    """The number that the next node made in this thread will have."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def number_of(node: Node) -> int:
+    return int(node._sequence_nr())
+
+
+def has_run(node: Node) -> bool | None:
+    """Whether what the node saved is gone; None for a node that saves no tensor."""
+    if not _saved(node):
+        return None
+    return "a second time" in complaint(node)
+
+
+def complaint(node: Node) -> str:
+    """What the node would say if it were run now: that what it saved was freed, or written in place since."""
+    for name in _saved(node):
+        try:
+            getattr(node, name)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def _saved(node: Node) -> list[str]:
+    return [name.removeprefix("_raw") for name in dir(node) if name.startswith("_raw_saved_")]
