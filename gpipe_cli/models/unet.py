@@ -33,9 +33,9 @@ def build(
     depth: int = 3,
     convolutions: int = 2,
     base_channels: int = 16,
-    dropout: float = 0.1,
+    dropout: float = 0.0,
     num_classes: int = 4,
-    input_shape: tuple[int, ...] = (3, 64, 64),
+    input_shape: tuple[int, ...] = (3, 32, 32),
 ) -> nn.Sequential:
     """(B, C) of the benchmark is `convolutions` and `base_channels`; its `depth`, the number of levels, is 5.
 
@@ -58,9 +58,9 @@ def build(
 
 def build_standard(
     depth: int = 4,
-    base_channels: int = 64,
+    base_channels: int = 16,
     num_classes: int = 4,
-    input_shape: tuple[int, ...] = (3, 64, 64),
+    input_shape: tuple[int, ...] = (3, 32, 32),
 ) -> nn.Sequential:
     """The paper has 4 levels and begins with 64 channels."""
 
