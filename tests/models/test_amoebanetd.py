@@ -11,7 +11,7 @@ from gpipe_cli.models.amoebanetd import build
 
 @pytest.mark.parametrize("side", [(32, 32), (28, 28), (37, 50)])
 def test_odd_sides_are_fine(side: tuple[int, int]) -> None:
-    model = build(7, 3, 16, input_shape=(1, *side))
+    model = build(7, 3, 8, input_shape=(1, *side))
     assert model(torch.randn(2, 1, *side)).shape == (2, 7)
 
 
@@ -38,5 +38,7 @@ def test_each_reduction_halves_the_size_and_a_cell_hands_on_its_input() -> None:
 def test_sizes_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.num_layers=4: three groups of cells need a multiple of 3"):
         build(num_layers=4)
-    with pytest.raises(ConfigError, match=r"model\.num_filters=40: .* give a multiple of 16"):
-        build(num_filters=40)
+    with pytest.raises(ConfigError, match=r"model\.num_filters=20: .* give a multiple of 8"):
+        build(num_filters=20)
+    with pytest.raises(ConfigError, match=r"an AmoebaNet takes images, and the data has the shape \[32\]"):
+        build(input_shape=(32,))
