@@ -26,7 +26,7 @@ from gpipe_cli.pipeline.microbatch import Value, check, tensors_of, value_like
 from gpipe_cli.profiling.flops import FlopsPerLayer, LayerFlops, flop_counter
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.seen import LayerFacts, Seen, Shape
-from gpipe_cli.sequential import layer_names
+from gpipe_cli.sequential import layer_names, outside
 from gpipe_cli.sequential.by_tracing.meta_clone import clone_with
 from gpipe_cli.skip.name import SkipName
 from gpipe_cli.skip.tracker import use_skip_tracker
@@ -137,7 +137,8 @@ class _Run:
                 self.flops.ran(index, *tensors_of(value), *self.skips.of_layer())
         if sample.loss is None or sample.target is None:
             return tensors_of(value)
-        loss = self.seen[-1].watching(sample.loss)(value, _faked(sample.target))
+        output = outside(self._module, value)
+        loss = self.seen[-1].watching(sample.loss)(output, _faked(sample.target))
         self.flops.ran(len(self._module) - 1)
         return (loss,)
 
