@@ -29,10 +29,10 @@ from gpipe_cli.config.targets import accepted, bind, instantiate
 from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_threads
 from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.losses.protocol import measure_of
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.report.partitions import partition_rows
 from gpipe_cli.schedule.course import Course
-from gpipe_cli.training.metrics import accuracy
 
 # Keys that only some engines use, each with the argument of an engine's `build` that shows it does.
 ENGINE_KEYS = {
@@ -109,7 +109,7 @@ def make_model(settings: Shared, feed: Feed) -> nn.Sequential:
 
 def split_model(settings: Shared, model: nn.Sequential, feed: Feed) -> Split:
     """The balance the settings ask for, and one device per partition."""
-    if isinstance(settings, Running) and "balance" not in _takes(settings):
+    if isinstance(settings, Running) and not uses_partitions(settings):
         return _undivided(settings, model)
     layers = settings.balance.get("layers")
     partitions = settings.partitions or (len(layers) if layers else default_partitions(settings.devices))
@@ -164,9 +164,9 @@ def _undivided(settings: Running, model: nn.Sequential) -> Split:
     if len(devices) > 1:
         raise ConfigError(f"devices={settings.devices}: {_engine_name(settings)} runs on one device")
     set_threads(settings.threads, devices)
-    return Split(
-        Balanced.of([len(model)], [1] * len(model), "layers"), devices, make_course(settings, 1, devices)
-    )
+    # Each micro-batch goes there and back before the next one, which is what 1f1b does alone.
+    course = Course("1f1b", 1, min(settings.chunks, settings.batch_size))
+    return Split(Balanced.of([len(model)], [1] * len(model), "layers"), devices, course)
 
 
 def measures(settings: Shared) -> bool:
@@ -207,11 +207,11 @@ def make_engine(settings: Running, parts: Assembly) -> Engine:
 def make_objective(settings: Running) -> Objective:
     loss = instantiate(settings.loss, "loss", settings.allow)
     if not isinstance(settings, Train):
-        return Objective(loss, accuracy, precision=settings.precision)
+        return Objective(loss, measure_of(loss), precision=settings.precision)
 
     return Objective(
         loss,
-        accuracy,
+        measure_of(loss),
         optimizer=optimizer_factory(settings),
         clip_grad_norm=settings.clip_grad_norm,
         precision=settings.precision,
@@ -263,6 +263,11 @@ def _cutting(settings: Shared) -> dict[str, Any]:
         return {}
     own = accepted(node, "model", settings.allow)
     return {key: node[key] for key in CUTTING_KEYS if key in node and key not in own}
+
+
+def uses_partitions(settings: Running) -> bool:
+    """Whether the engine divides the model at all."""
+    return "balance" in _takes(settings)
 
 
 def _takes(settings: Running) -> frozenset[str]:

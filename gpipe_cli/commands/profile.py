@@ -15,7 +15,7 @@ from gpipe_cli.engines.devices import available_cores
 from gpipe_cli.pipeline.microbatch import batch_size
 from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import Sample, profile_layers
-from gpipe_cli.report.layers import layer_rows, print_layers, write_csv
+from gpipe_cli.report.layers import counted_rows, layer_rows, print_layers, write_csv
 from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.schedule import order
@@ -34,7 +34,11 @@ def run(settings: Profile, job: Job) -> Summary:
         return {"partitions": parts.partitions, "command": job.line}
 
     sample = make_sample(settings, parts.feed)
-    rows = _measured(settings, parts, sample) if settings.measure else _counted(parts, sample)
+    rows = (
+        _measured(settings, parts, sample)
+        if settings.measure
+        else counted_rows(model_facts(parts.model, sample), parts.split.balance)
+    )
     summary = {
         "layers": rows,
         "micro_batch": batch_size(sample.input),
@@ -55,12 +59,6 @@ def _measured(settings: Profile, parts: Assembly, sample: Sample) -> Rows:
     layers = profile_layers(parts.model, sample, seconds=settings.seconds)
     times = [{"forward_ms": one.forward_ms, "backward_ms": one.backward_ms} for one in layers]
     return layer_rows([one.facts for one in layers], times, parts.split.balance)
-
-
-def _counted(parts: Assembly, sample: Sample) -> Rows:
-    facts = model_facts(parts.model, sample)
-    counts = [{"forward_flops": one.forward, "backward_flops": one.backward} for one in facts.flops]
-    return layer_rows(facts.layers, counts, parts.split.balance)
 
 
 def _sums(rows: Rows) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from gpipe_cli.commands.assemble import assemble, make_engine
 from gpipe_cli.commands.feed import Feed
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.journal import Journal
+from gpipe_cli.commands.outlook import outlook
 from gpipe_cli.config.schema import Train
 from gpipe_cli.config.targets import instantiate
 from gpipe_cli.report.environment import environment
-from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.training.interrupts import interrupts
 from gpipe_cli.training.loop import Evaluated, Plan, train
@@ -26,13 +26,11 @@ from gpipe_cli.training.snapshot import save_weights
 
 def run(settings: Train, job: Job) -> Summary:
     check_run_dir(settings.run_dir, job.number)
-    parts = assemble(settings, job.overrides)
+    parts = assemble(settings, job.overrides, storage=not job.dry_run)
     feed = parts.feed
     plan = _plan(settings, feed)
     if job.dry_run:
-        if not job.json:
-            print_partitions(parts.partitions)
-        return {"partitions": parts.partitions, "steps": plan.steps, "command": job.line}
+        return outlook(settings, job, parts, plan.steps)
 
     engine = make_engine(settings, parts)
     try:
@@ -86,8 +84,7 @@ def _summary(
 ) -> dict[str, Any]:
     return {
         "loss": last.loss,
-        "top1": last.means.get("top1"),
-        **{name: value for name, value in last.means.items() if name != "top1"},
+        **last.means,
         "epochs": plan.epochs,
         "steps": last.step,
         "samples_per_second": feed.samples_after(last.step) / seconds,

@@ -3,7 +3,8 @@
     facts = model_facts(sequence, Sample(input, target, loss))
     facts.layers[3].saved_bytes         # of one micro-batch, as if the layer were alone
     facts.saved_bytes(0, 4)             # of layers 0..3 together, where one's output is the next one's input
-    facts.border(4)                     # what crosses from layer 3 to layer 4
+    facts.border(4)                     # what crosses into layer 4 from those before it
+    facts.arriving(4, 8)                # what a partition of layers 4..7 is sent
     facts.flops[3].forward
 
 The sequence is copied with fake tensors for parameters, so it may be on the meta device and larger than memory,
@@ -47,6 +48,8 @@ class Border:
 @final
 @dataclass(frozen=True)
 class ModelFacts:
+    input: Border
+    """What enters the first layer."""
     layers: tuple[LayerFacts, ...]
     flops: tuple[LayerFlops, ...]
     """One per layer, of one micro-batch."""
@@ -63,11 +66,20 @@ class ModelFacts:
 
     def border(self, layer: int) -> Border:
         """What crosses into `layer` from those before it; `border(len(layers))` is the output."""
-        crossing = [skip for skip in self.skips if skip.begin < layer <= skip.end]
-        before = self.layers[layer - 1]
+        return self._crossing(layer, len(self.layers))
+
+    def arriving(self, begin: int, end: int) -> Border:
+        """What a partition of layers `begin` to `end` (exclusive) is sent: skips that pass by are left out."""
+        return self._crossing(begin, end)
+
+    def _crossing(self, begin: int, end: int) -> Border:
+        if begin == 0:
+            return self.input
+        skips = [skip for skip in self.skips if skip.begin < begin <= skip.end < end]
+        before = self.layers[begin - 1]
         return Border(
-            (*before.output_shape, *(skip.shape for skip in crossing)),
-            before.output_bytes + sum(skip.bytes for skip in crossing),
+            (*before.output_shape, *(skip.shape for skip in skips)),
+            before.output_bytes + sum(skip.bytes for skip in skips),
         )
 
 
@@ -92,7 +104,9 @@ def model_facts(module: nn.Sequential, sample: Sample) -> ModelFacts:
             run = _Run(clone, names, FlopsPerLayer(len(clone), counter.get_total_flops))
             run.backward(run.forward(sample))
             flops = run.flops.finish()
+    entering = tensors_of(sample.input)
     return ModelFacts(
+        input=Border(tuple(tuple(one.shape) for one in entering), sum(one.nbytes for one in entering)),
         layers=tuple(
             seen.facts(index, names[index], layer)
             for index, (seen, layer) in enumerate(zip(run.seen, module, strict=True))

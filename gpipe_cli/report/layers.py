@@ -12,20 +12,21 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from gpipe_cli.profiling.facts import ModelFacts
 from gpipe_cli.profiling.seen import LayerFacts
 from gpipe_cli.report.numbers import readable
 from gpipe_cli.report.tables import print_rows
 
-__all__ = ["SORTS", "layer_rows", "print_layers", "shapes_text", "write_csv"]
+__all__ = ["counted_rows", "layer_rows", "print_layers", "shapes_text", "write_csv"]
 
 Row = Mapping[str, Any]
 
-SORTS = {
+_SORTS = {
     "order": lambda row: row["index"],
     "time": lambda row: -row["share"],
     "memory": lambda row: -row["saved_bytes"],
 }
-HEADINGS = {
+_HEADINGS = {
     "index": "layer",
     "name": "name",
     "type": "type",
@@ -60,13 +61,19 @@ def layer_rows(
     ]
 
 
+def counted_rows(facts: ModelFacts, balance: Sequence[int]) -> list[dict[str, Any]]:
+    """For layers that were not run: with operations in place of times."""
+    counts = [{"forward_flops": one.forward, "backward_flops": one.backward} for one in facts.flops]
+    return layer_rows(facts.layers, counts, balance)
+
+
 def print_layers(rows: Sequence[Row], *, sort: str, top: int | None) -> None:
-    columns = [key for key in HEADINGS if key in rows[0]]
-    shown = sorted(rows, key=SORTS[sort])[:top]
+    columns = [key for key in _HEADINGS if key in rows[0]]
+    shown = sorted(rows, key=_SORTS[sort])[:top]
     title = "layers" if len(shown) == len(rows) else f"{len(shown)} of {len(rows)} layers (top=null: all)"
     print_rows(
         title,
-        [HEADINGS[key] for key in columns],
+        [_HEADINGS[key] for key in columns],
         [[_cell(key, row[key]) for key in columns] for row in shown],
     )
 

@@ -42,6 +42,14 @@ def test_a_memory_limit_is_kept_by_every_method(gpipe: Gpipe) -> None:
     assert [row["layers"] for row in trained["partitions"]] == found["balance"]
 
 
+@pytest.mark.parametrize("words", [["schedule=1f1b"], ["checkpoint=never", "optimizer=sgd"]])
+def test_a_dry_run_tells_the_same_memory(gpipe: Gpipe, words: list[str]) -> None:
+    words = [*words, "partitions=3", "data.size=8", "batch_size=8", "--json"]
+    found = gpipe("balance", "--by", "params", *words).json
+    rows = gpipe("train", "--dry-run", "balance=params", *words).json["partitions"]
+    assert [row["total_bytes"] for row in rows] == found["memory_bytes"]
+
+
 def test_the_smallest_limit_that_would_do_does(gpipe: Gpipe) -> None:
     words = ["--by", "params", "data.size=8", "batch_size=8"]
     refused = gpipe("balance", *words, "device_memory=1KiB").err

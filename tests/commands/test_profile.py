@@ -38,24 +38,6 @@ def test_rows_are_sorted_and_cut_as_asked(gpipe: Gpipe) -> None:
     assert lines[3].startswith("micro_batch")
 
 
-HUGE = """
-from torch import nn
-
-
-def build(num_classes: int, width: int = 80_000) -> nn.Sequential:
-    hidden = [module for _ in range(4) for module in (nn.Linear(width, width), nn.ReLU(inplace=True))]
-    return nn.Sequential(nn.Flatten(), nn.Linear(192, width), *hidden, nn.Linear(width, num_classes))
-"""
-
-
-@pytest.fixture
-def huge(gpipe: Gpipe, tmp_path: Path) -> Gpipe:
-    """A model of 100 GB in the current folder, and the words that name it."""
-    (tmp_path / "huge_for_tests.py").write_text(HUGE, encoding="utf-8")
-    words = ("model._target_=huge_for_tests.build", "allow=[huge_for_tests]", "data=synthetic")
-    return lambda command, *more: gpipe(command, *words, "data.shape=[3,8,8]", "data.length=64", *more)
-
-
 def test_a_model_larger_than_memory_is_profiled_without_measuring(huge: Gpipe) -> None:
     answer = huge("profile", "measure=false", "batch_size=8", "chunks=2", "balance=params", "--json")
     assert answer.code == 0, answer.err

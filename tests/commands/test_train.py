@@ -135,14 +135,6 @@ def test_a_sweep_goes_on_after_a_failure_and_names_it(tiny: Gpipe) -> None:
     assert second["exit_code"] == 0 and second["steps"] == 2
 
 
-def test_a_dry_run_shows_the_partitions_and_writes_nothing(tiny: Gpipe, tmp_path: Path) -> None:
-    answer = tiny("train", "--dry-run", "balance=manual", "balance.layers=[3,5]", "--json")
-    assert [row["layers"] for row in answer.json["partitions"]] == [3, 5]
-    assert answer.json["partitions"][1]["first"] == "3"
-    assert not (tmp_path / "runs").exists()
-    assert "partition" in tiny("train", "--dry-run").out
-
-
 def test_an_error_in_a_layer_is_one_line_with_its_place_and_no_control_characters(tiny: Gpipe) -> None:
     answer = tiny("train", "model._target_=tiny_for_tests.broken", "partitions=2")
     assert answer.code == 1

@@ -21,7 +21,9 @@ _NO_STEPS = ("placeholder", "get_attr", "output")
 
 @final
 class Flow:
-    def __init__(self, graph: fx.Graph, values: Values) -> None:
+    def __init__(self, graph: fx.Graph, values: Values, output_names: tuple[str, ...] | None) -> None:
+        self.output_names = output_names
+        """The keys of the dict that the graph returns, if it does."""
         self.steps = [node for node in graph.nodes if node.op not in _NO_STEPS]
         self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self.output = next(node for node in graph.nodes if node.op == "output")
