@@ -14,7 +14,7 @@ from typing import Any
 
 from gpipe_cli.byte_size import byte_count
 from gpipe_cli.config.locate import options
-from gpipe_cli.config.schema import OPEN_GROUPS, SCHEMAS, Costed, Eval, Shared, Train
+from gpipe_cli.config.schema import OPEN_GROUPS, SCHEMAS, Costed, Eval, Profile, Shared, Train
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError, RunError
 
@@ -62,6 +62,8 @@ def _problems(settings: Shared) -> Iterator[str]:
             yield f"{group}: nothing chosen; give {group}=<option>, see `gpipe {_command(settings)} --help`"
     if isinstance(settings, Train) and settings.optimizer.get("_target_") and "lr" not in settings.optimizer:
         yield "optimizer.lr: must be given; lr_schedule multiplies it"
+    if isinstance(settings, Profile) and settings.timeline and not settings.measure:
+        yield "timeline=true: runs the model, and measure=false runs nothing; leave one of them out"
     if isinstance(settings, Eval) and settings.run is None:
         yield "run: say which run to evaluate, run=runs/train/..."
 

@@ -121,11 +121,15 @@ class Balance(Costed):
 
 
 @dataclass
-class Profile(Shared):
+class Profile(Costed):
     """gpipe profile"""
 
     measure: bool = True
     """Run the layers and take their time; false runs nothing, counts operations, and needs no memory."""
+    timeline: bool = False
+    """Run some pipelined steps too and record every action: trace.json, a picture, where time is lost."""
+    steps: int = 3
+    """How many steps timeline=true records, after two that warm up."""
     seconds: float = 3.0
     """How long to measure; five runs at least."""
     sort: str = "order"

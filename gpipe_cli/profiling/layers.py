@@ -9,8 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -19,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.pipeline.buffers import all_buffers, restore, save
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
+from gpipe_cli.profiling.left_as_found import left_as_found
+from gpipe_cli.profiling.record import recording
 from gpipe_cli.profiling.seen import LayerFacts, Seen
-from gpipe_cli.schedule.action import Action
 from gpipe_cli.sequential import layer_names
 from gpipe_cli.torch_internals.storage import storage_of
 
@@ -64,7 +62,7 @@ def profile_layers(
     if any(parameter.is_meta for parameter in module.parameters()):
         raise ConfigError("a model without storage cannot be run, so its layers cannot be measured")
     device = tensors_of(sample.input)[0].device
-    with _left_as_found(module):
+    with left_as_found(module):
         pipe = GPipe(module, [1] * len(module), devices=[device], checkpoint="never", schedule="interleaved")
         with pipe:
             seen = _look(pipe, sample)
@@ -77,22 +75,6 @@ def profile_layers(
         )
         for index, (name, layer) in enumerate(zip(layer_names(module), module, strict=True))
     ]
-
-
-@contextmanager
-def _left_as_found(module: nn.Module) -> Iterator[None]:
-    """Train mode inside; afterwards modes, buffers and gradients are what they were."""
-    modes = [(one, one.training) for one in module.modules()]
-    buffers = save(all_buffers([module]))
-    module.train()
-    try:
-        yield
-    finally:
-        restore(buffers)
-        for parameter in module.parameters():
-            parameter.grad = None
-        for one, training in modes:
-            one.training = training
 
 
 def _step(pipe: GPipe, sample: Sample) -> None:
@@ -108,20 +90,18 @@ def _step(pipe: GPipe, sample: Sample) -> None:
 
 
 def _measure(pipe: GPipe, sample: Sample, seconds: float, repeats: int) -> dict[tuple[int, str], list[float]]:
-    times: dict[tuple[int, str], list[float]] = defaultdict(list)
-
-    def record(action: Action, phase: str, begin: float, end: float) -> None:
-        times[action.partition, phase].append(end - begin)
-
+    """Seconds of every run, by layer and phase."""
     for _ in range(WARM_UP):
         _step(pipe, sample)
-    pipe.recorder = record
-    deadline = time.perf_counter() + seconds
-    for run in range(MOST_REPEATS):
-        if run >= repeats and time.perf_counter() > deadline:
-            break
-        _step(pipe, sample)
-    pipe.recorder = None
+    with recording(pipe) as record:
+        deadline = time.perf_counter() + seconds
+        for run in range(MOST_REPEATS):
+            if run >= repeats and time.perf_counter() > deadline:
+                break
+            _step(pipe, sample)
+    times: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for piece in record.pieces():
+        times[piece.action.partition, piece.phase].append(piece.end - piece.begin)
     return times
 
 

@@ -91,6 +91,4 @@ def shapes_text(shapes: Iterable[Sequence[int]]) -> str:
 
 
 def _cell(key: str, value: Any) -> str:
-    if key == "output_shape":
-        return shapes_text(value)
-    return f"{value:.3f}" if key.endswith("_ms") else readable(key, value)
+    return shapes_text(value) if key == "output_shape" else readable(key, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-PER_CENT = ("top1", "top5", "accuracy", "mean_iou", "share", "bubble")
+PER_CENT = ("top1", "top5", "accuracy", "mean_iou", "share", "bubble", "busy", "recompute")
 COUNTS = (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3))
 BYTES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
@@ -20,6 +20,8 @@ def readable(name: str, value: Any) -> str:
         return f"{100 * value:.2f} %"
     if name == "seconds":
         return f"{value:.1f} s"
+    if name.endswith("_ms"):
+        return f"{value:.3f}"
     if name.endswith(("parameters", "flops")):
         return _scaled(value, COUNTS)
     if name.endswith("bytes"):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -25,7 +25,7 @@ def print_facts(title: str, facts: Mapping[str, Any]) -> None:
     table.add_column(overflow="fold")
     for name, value in facts.items():
         table.add_row(name, Text(plain(readable(name, value))))
-    _print(table)
+    show(table)
 
 
 def print_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -34,17 +34,17 @@ def print_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]
         table.add_column(column, overflow="fold", no_wrap=column not in LONG)
     for row in rows:
         table.add_row(*(Text(plain(readable(name, cell))) for name, cell in zip(columns, row, strict=True)))
-    _print(table)
+    show(table)
 
 
-def _print(table: Table) -> None:
+def show(*parts: RenderableType) -> None:
     """On a terminal as wide as that; in a pipe there is no edge to fold at, and no one to see padding."""
     if sys.stdout.isatty():
-        Console().print(table)
+        Console().print(*parts, sep="\n")
         return
     console = Console(width=WIDE)
     with console.capture() as captured:
-        console.print(table)
+        console.print(*parts, sep="\n")
     try:
         sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
         sys.stdout.flush()

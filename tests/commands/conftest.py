@@ -50,9 +50,8 @@ TINY_RUN = (
     "data.length=64",
     "batch_size=20",
     "chunks=3",
-    "epochs=2",
-    "log.every=1",
 )
+TINY_TRAINING = (*TINY_RUN, "epochs=2", "log.every=1")
 
 
 @pytest.fixture
@@ -62,10 +61,8 @@ def tiny(gpipe: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
 
     def run(command: str, *words: str) -> Any:
         given = {word.partition("=")[0] for word in words}
-        base = (
-            [word for word in TINY_RUN if word.partition("=")[0] not in given] if command == "train" else []
-        )
-        return gpipe(command, *base, *words)
+        base = {"train": TINY_TRAINING, "profile": TINY_RUN, "balance": TINY_RUN}.get(command, ())
+        return gpipe(command, *(word for word in base if word.partition("=")[0] not in given), *words)
 
     return run
 

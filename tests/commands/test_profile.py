@@ -67,3 +67,27 @@ def test_a_model_without_storage_cannot_be_balanced_by_time(huge: Gpipe) -> None
     answer = huge("profile", "measure=false", "balance=time")
     assert answer.code == 2
     assert "a model without storage cannot be run, so its layers cannot be measured" in answer.err
+
+
+def test_a_timeline_is_recorded_drawn_and_judged(tiny: Gpipe) -> None:
+    answer = tiny("profile", "seconds=0", "timeline=true", "steps=2", "partitions=2")
+    assert answer.code == 0, answer.err
+    lines = answer.out.splitlines()
+    ideal = next(index for index, line in enumerate(lines) if line.startswith("ideal: "))
+    assert lines[ideal + 1].startswith("0 F0") and lines[ideal + 3].startswith("measured: ")
+    heading = next(line for line in lines if line.startswith("partition  busy"))
+    assert "waiting ms" in heading and "peak saved" in heading
+    assert any(line.startswith("bottleneck  partition ") for line in lines)
+    (directory,) = Path("runs/profile/build").iterdir()
+    timeline = json.loads((directory / "profile.json").read_text())["timeline"]
+    assert timeline["step_ms"] > 0 and 0 <= timeline["bubble"] < 1 and timeline["advice"]
+    assert [row["partition"] for row in timeline["partitions"]] == [0, 1]
+    assert all(row["peak_saved_bytes"] > 0 and 0 < row["busy"] <= 1 for row in timeline["partitions"])
+    trace = json.loads((directory / "trace.json").read_text())["traceEvents"]
+    assert {"F0", "R0", "B2"} <= {event["name"] for event in trace}
+
+
+def test_a_timeline_needs_a_model_that_runs(gpipe: Gpipe) -> None:
+    answer = gpipe("profile", "timeline=true", "measure=false")
+    assert (answer.code, answer.out) == (2, "")
+    assert "timeline=true: runs the model, and measure=false runs nothing" in answer.err

@@ -349,6 +349,6 @@ def test_outputs_and_borders_that_cannot_cross_are_refused() -> None:
             return output
 
     with pytest.raises(
-        ConfigError, match=r"cannot be cut anywhere: a tuple crosses \('getitem_1'\), .*model\.layers"
+        ConfigError, match=r"cannot be cut anywhere: a tuple of 'one' crosses; .* or give model\.layers"
     ):
         to_sequential(Recurrent(), torch.randn(2, 3, 2))
