@@ -47,9 +47,7 @@ def main() -> int:
     options = parser.parse_args()
     console = Console()
     prepare(console)
-    table = Table(
-        "case", "way", "measured ms", "simulated", "error", "from a profile alone", "error", box=None
-    )
+    table = Table("case", "way", "ms", "simulated", "error", "by profile alone", "error", box=None)
     errors: list[float] = []
     for name in options.case or CASES:
         case = build(name)
