@@ -164,9 +164,9 @@ def _undivided(settings: Running, model: nn.Sequential) -> Split:
     if len(devices) > 1:
         raise ConfigError(f"devices={settings.devices}: {_engine_name(settings)} runs on one device")
     set_threads(settings.threads, devices)
-    return Split(
-        Balanced.of([len(model)], [1] * len(model), "layers"), devices, make_course(settings, 1, devices)
-    )
+    # Each micro-batch goes there and back before the next one, which is what 1f1b does alone.
+    course = Course("1f1b", 1, min(settings.chunks, settings.batch_size))
+    return Split(Balanced.of([len(model)], [1] * len(model), "layers"), devices, course)
 
 
 def measures(settings: Shared) -> bool:
