@@ -126,6 +126,15 @@ CASES: list[tuple[str, int, str]] = [
     ("train engine=single log.partitions=true", 2, "log.partitions: has no effect with engine=single"),
     ("eval run=. recipe=digits", 2, "recipe: gpipe eval takes none"),
     ("-sc install=nosh", 2, "-sc install=nosh: one of: install=bash"),
+    (
+        "profile timeline=true measure=false",
+        2,
+        "timeline=true: runs the model, and measure=false runs nothing",
+    ),
+    ("profile steps=0", 2, "steps=0: must be at least 1"),
+    ("profile sort=tme", 2, "sort=tme: did you mean 'time'?"),
+    ("profile measure=perhaps", 2, "measure=perhaps: expected true or false"),
+    ("train balance=time balance.cach=false", 2, "did you mean 'balance.cache'?"),
     ("env now", 2, "gpipe env takes no arguments"),
 ]
 
