@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+BROKEN = "allow=[tests] model._target_=tests.broken_models"
+
 # (words, exit code, what the line must say)
 CASES: list[tuple[str, int, str]] = [
     ("trian", 2, "unknown command 'trian'; did you mean 'train'?"),
@@ -136,6 +138,29 @@ CASES: list[tuple[str, int, str]] = [
     ("profile measure=perhaps", 2, "measure=perhaps: expected true or false"),
     ("train balance=time balance.cach=false", 2, "did you mean 'balance.cache'?"),
     ("env now", 2, "gpipe env takes no arguments"),
+    ("train model=torchvision model.name=swin_tt", 2, "has no such model; choose one of swin_t, "),
+    ("train model=torchvision model.name=ssd300_vgg16", 2, "model.name=ssd300_vgg16: returns boxes, "),
+    ("train model=torchvision model.name=r3d_18", 2, "takes clips: channels, frames, height, width, and the"),
+    ("train loss=auxiliary loss.weight=-1", 2, "loss.weight=-1: must be a finite number of at least 0"),
+    (f"train {BROKEN}.returns_a_dict", 2, "layer '1' (Naming) returns a dict; between layers go tensors"),
+    (f"train {BROKEN}.returns_a_list", 2, "Listing returns a list; a model gives a tensor, or a tuple or"),
+    (
+        f"train {BROKEN}.looks_at_values",
+        2,
+        "/tests/broken_models.py:25 `return input if input.sum() > 0 else self.inner(input)`: "
+        "symbolically traced variables cannot be used as inputs to control flow; mark it as "
+        "a leaf with model.leaves=[gate], or give model.layers",
+    ),
+    (f"train {BROKEN}.hands_over_a_tuple", 2, "cannot be cut anywhere: a tuple of 'one' crosses; hand over"),
+    (
+        f"train {BROKEN}.traceable model.layers=[stem,gate,pool,head]",
+        2,
+        "layer 'head' (Linear) does not take 2x4x2x2: mat1 and mat2 shapes cannot be multiplied (16x2 and "
+        "16x10); model.layers must name all that its forward does, in order",
+    ),
+    (f"train {BROKEN}.traceable model.layers=[stem,gaet]", 2, "has no submodule 'gaet'; close names: gate"),
+    (f"train {BROKEN}.traceable model.leaves=[gaet]", 2, "no submodule or class 'gaet'; close names: gate"),
+    (f"train {BROKEN}.nothing", 2, "tests.broken_models has no nothing; one of: "),
 ]
 
 

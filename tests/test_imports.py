@@ -33,11 +33,16 @@ LEVELS = """
     sequential
     skip
     schedule torch_internals vision config.schema
+    values
     errors version byte_size
 """
 """Top to bottom. A room imports from itself and from lines below its own, so those of one line never meet."""
 
-ASIDE = {"models": {"sequential", "skip", "vision", "errors"}, "data": {"vision", "errors"}}
+ASIDE = {
+    "models": {"sequential", "skip", "vision", "values", "errors"},
+    "data": {"vision", "values", "errors"},
+    "losses": {"values", "errors"},
+}
 """Rooms beside the levels, and what they import; reached from `commands` and by `_target_` in a config."""
 
 ONLY_IN = {

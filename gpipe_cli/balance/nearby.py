@@ -20,7 +20,7 @@ def best_nearby(
     prices = {start: price(start)}
     waiting = [(prices[start], 0, start)]
     while waiting:
-        for balance in _neighbours(heappop(waiting)[-1]):
+        for balance in neighbours(heappop(waiting)[-1]):
             if balance in prices or not allowed(balance):
                 continue
             if len(prices) >= budget:
@@ -30,7 +30,7 @@ def best_nearby(
     return min(prices, key=prices.__getitem__)
 
 
-def _neighbours(balance: Balance) -> Iterator[Balance]:
+def neighbours(balance: Balance) -> Iterator[Balance]:
     """One layer from a partition to the next or back; none is left empty."""
     for index in range(len(balance) - 1):
         before, left, right, after = balance[:index], balance[index], balance[index + 1], balance[index + 2 :]

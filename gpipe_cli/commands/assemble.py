@@ -29,12 +29,12 @@ from gpipe_cli.config.targets import accepted, bind, instantiate
 from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_threads
 from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.losses.protocol import measure_of
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.report.output import say
 from gpipe_cli.report.partitions import partition_rows
 from gpipe_cli.schedule.course import Course
-from gpipe_cli.training.metrics import accuracy
 
 # Keys that only some engines use, each with the argument of an engine's `build` that shows it does.
 ENGINE_KEYS = {
@@ -214,11 +214,11 @@ def make_engine(settings: Running, parts: Assembly) -> Engine:
 def make_objective(settings: Running) -> Objective:
     loss = instantiate(settings.loss, "loss", settings.allow)
     if not isinstance(settings, Train):
-        return Objective(loss, accuracy, precision=settings.precision)
+        return Objective(loss, measure_of(loss), precision=settings.precision)
 
     return Objective(
         loss,
-        accuracy,
+        measure_of(loss),
         optimizer=optimizer_factory(settings),
         clip_grad_norm=settings.clip_grad_norm,
         precision=settings.precision,

@@ -97,8 +97,7 @@ def _summary(
 ) -> dict[str, Any]:
     return {
         "loss": last.loss,
-        "top1": last.means.get("top1"),
-        **{name: value for name, value in last.means.items() if name != "top1"},
+        **last.means,
         "epochs": plan.epochs,
         "steps": last.step,
         "samples_per_second": feed.samples_after(last.step) / seconds,

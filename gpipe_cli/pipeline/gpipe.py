@@ -89,7 +89,7 @@ class GPipe(WrappedSequence):
         self._place(views)
         self._runner = self._make_runner(views)
 
-    def forward(self, input: Value) -> Value:
+    def _forward(self, input: Value) -> Value:
         batch = MiniBatch.of(input, self.chunks, key=None)
         output = self._runner.forward(batch, input, self._checkpoint_stop(batch))
         # Interleaved partitions may end on another device than the last one.

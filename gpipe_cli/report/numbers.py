@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-PER_CENT = ("top1", "top5", "share", "bubble", "busy", "recompute")
+PER_CENT = ("top1", "top5", "accuracy", "mean_iou", "share", "bubble", "busy", "recompute")
 COUNTS = (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3))
 BYTES = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
