@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -15,8 +16,9 @@ from gpipe_cli.balance.memory import Memory
 from gpipe_cli.balance.nearby import best_nearby
 from gpipe_cli.balance.result import Balanced, best
 from gpipe_cli.balance.solver import Additive, require_layers, sums
-from gpipe_cli.pipeline.microbatch import Value, tensors_of, value_like
-from gpipe_cli.profiling.layers import LayerProfile, Sample, profile_layers
+from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
+from gpipe_cli.profiling.cache import ProfileCache
+from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.schedule.course import Course
 from gpipe_cli.schedule.simulate import PartitionCost
 
@@ -25,17 +27,29 @@ SIMULATED_ACTIONS = 200_000
 """Over all balances that are compared: under a second."""
 
 
+class Timed(Protocol):
+    """A layer's times for one micro-batch."""
+
+    @property
+    def forward_ms(self) -> float: ...
+    @property
+    def backward_ms(self) -> float: ...
+
+
 def balance(
     module: nn.Sequential,
     sample: Sample,
     partitions: int,
     course: Course | None = None,
     within: Memory | None = None,
+    profiles: ProfileCache | None = None,
     seconds: float = 3.0,
+    cache: bool = True,
 ) -> Balanced:
-    """`seconds` is how long to measure, five runs at least."""
+    """`seconds` is how long to measure, five runs at least; `profiles` may know the times already."""
     require_layers(len(module), partitions)
-    layers = profile_layers(module, sample, seconds=seconds)
+    known = profiles if profiles is not None and cache else ProfileCache(None)
+    layers = known.times(module, sample, seconds)
     course = course or Course("gpipe", partitions, micro_batches=1)
     costs = layer_costs(layers, course)
     objective = Additive(costs)
@@ -55,13 +69,13 @@ def balance(
     return Balanced.of(chosen, costs, "ms", found.largest)
 
 
-def layer_costs(layers: Sequence[LayerProfile], course: Course) -> list[float]:
+def layer_costs(layers: Sequence[Timed], course: Course) -> list[float]:
     """Milliseconds of each layer for one micro-batch, on the average of those that are recomputed or not."""
     recomputed = course.checkpoint_stop / course.micro_batches
     return [one.forward_ms * (1 + recomputed) + one.backward_ms for one in layers]
 
 
-def partition_costs(layers: Sequence[LayerProfile], balance: Sequence[int]) -> list[PartitionCost]:
+def partition_costs(layers: Sequence[Timed], balance: Sequence[int]) -> list[PartitionCost]:
     """What the simulator asks for; a recomputation is another forward."""
     parts = [layers[end - length : end] for end, length in zip(accumulate(balance), balance, strict=True)]
     forwards = [sum(one.forward_ms for one in part) for part in parts]
@@ -80,5 +94,4 @@ def balance_by_time(
 ) -> list[int]:
     """Layers per partition for `GPipe`, from `timeout` seconds of measuring with `sample`, a micro-batch."""
     place = tensors_of(sample)[0].device if device is None else torch.device(device)
-    moved = value_like(sample, tuple(tensor.to(place) for tensor in tensors_of(sample)))
-    return balance(module, Sample(moved), partitions, seconds=timeout).layers
+    return balance(module, Sample(moved(sample, place)), partitions, seconds=timeout).layers

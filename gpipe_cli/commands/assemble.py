@@ -30,7 +30,9 @@ from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_t
 from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.protocol import measure_of
+from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.report.output import say
 from gpipe_cli.report.partitions import partition_rows
 from gpipe_cli.schedule.course import Course
 
@@ -48,7 +50,7 @@ ENGINE_KEYS = {
 }
 
 # What a balance method may ask for; `within` is the memory to keep within, where a limit is given.
-BALANCE_OFFERS = ("module", "layer_count", "partitions", "sample", "course", "memory", "within")
+BALANCE_OFFERS = ("module", "layer_count", "partitions", "sample", "course", "memory", "within", "profiles")
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Split:
     course: Course
     memory: Memory | None = None
     """What partitions need, where that had to be known."""
+    origin: str = ""
+    """Where the costs come from, if that is worth a word."""
 
     @property
     def balance(self) -> list[int]:
@@ -136,9 +140,11 @@ def _balance(
     limits = isinstance(settings, Costed) and settings.device_memory is not None
     offered: dict[str, Any] = {"module": model, "layer_count": len(model), "partitions": course.partitions}
     memory = None
+    # Whoever asks for a balance wants it measured; a run may use what was measured before.
+    profiles = ProfileCache(default_folder(), reuse=isinstance(settings, Running), say=say)
     with ExitStack() as judging:
         if limits or takes & {"sample", "memory"}:
-            offered["sample"] = make_sample(settings, feed)
+            offered["sample"] = make_sample(settings, feed).to(devices[0])
             judging.enter_context(sample_must_fit(offered["sample"]))
         if limits or "memory" in takes:
             memory = make_memory(settings, model, offered["sample"], course)
@@ -150,12 +156,13 @@ def _balance(
             course=course,
             memory=memory,
             within=memory if limits else None,
+            profiles=profiles,
         )
     if memory is not None and not memory.fits(
         balanced.layers
     ):  # one given by hand, or a method of the user's
         raise memory.refusal(balanced.layers)
-    return Split(balanced, devices, course, memory)
+    return Split(balanced, devices, course, memory, profiles.origin)
 
 
 def _undivided(settings: Running, model: nn.Sequential) -> Split:

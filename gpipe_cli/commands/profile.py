@@ -38,7 +38,7 @@ def run(settings: Profile, job: Job) -> Summary:
             print_partitions(parts.partitions)
         return {"partitions": parts.partitions, "command": job.line}
 
-    sample = make_sample(settings, parts.feed)
+    sample = make_sample(settings, parts.feed).to(parts.split.devices[0])
     summary: dict[str, Any] = {"layers": [], "micro_batch": batch_size(sample.input)}
     seen = None
     if settings.measure:

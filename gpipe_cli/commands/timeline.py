@@ -77,6 +77,7 @@ def show_timeline(seen: Seen) -> None:
         "where the time goes",
         [column.replace("_", " ") for column in columns],
         [[readable(column, row[column]) for column in columns] for row in summary["partitions"]],
+        optional=("recompute", "waiting ms"),
     )
     print_facts(
         "", {"bottleneck": f"partition {summary['bottleneck']}", "to try": "; ".join(summary["advice"])}

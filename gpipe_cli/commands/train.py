@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from gpipe_cli.commands.assemble import assemble, make_engine
+from gpipe_cli.commands.assemble import Assembly, assemble, make_engine
 from gpipe_cli.commands.feed import Feed
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.journal import Journal
@@ -38,6 +38,7 @@ def run(settings: Train, job: Job) -> Summary:
         _write_origin(directory, job)
         with Journal.open(directory, plan, settings.log) as journal, interrupts() as ctrl_c:
             journal.say(f"run directory: {directory}")
+            _tell_balance(journal, parts)
             if settings.chunks > settings.batch_size:
                 journal.say(
                     f"chunks={settings.chunks} is more than batch_size={settings.batch_size}: "
@@ -54,6 +55,18 @@ def run(settings: Train, job: Job) -> Summary:
     if job.shows_result:
         print_facts("", {**summary, "evaluate": _evaluation(directory, settings)})
     return summary
+
+
+def _tell_balance(journal: Journal, parts: Assembly) -> None:
+    """The partitions to the log; to the person as well where they were found by measuring."""
+    if parts.split.origin:
+        journal.say(f"balance {parts.split.balance}: {parts.split.origin}")
+    for row, cost in zip(parts.partitions, parts.split.balanced.sums, strict=True):
+        journal.log.info(
+            "partition %(partition)d on %(device)s: layers %(first)s to %(last)s (%(layers)d), "
+            "%(parameters)d parameters, cost %(cost).6g %(unit)s",
+            {**row, "cost": cost, "unit": parts.split.balanced.unit},
+        )
 
 
 def _evaluation(directory: Path, settings: Train) -> str:

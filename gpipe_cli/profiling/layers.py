@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.loss import LossFunction
-from gpipe_cli.pipeline.microbatch import Value, tensors_of
-from gpipe_cli.profiling.left_as_found import left_as_found
+from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
+from gpipe_cli.profiling.left_as_found import left_as_found, staying_at_home
 from gpipe_cli.profiling.record import recording
 from gpipe_cli.profiling.seen import LayerFacts, Seen
 from gpipe_cli.sequential import layer_names
@@ -52,6 +52,10 @@ class Sample:
     target: Tensor | None = None
     loss: LossFunction | None = None
 
+    def to(self, device: torch.device) -> Sample:
+        target = None if self.target is None else self.target.to(device)
+        return Sample(moved(self.input, device), target, self.loss)
+
 
 def profile_layers(
     module: nn.Sequential, sample: Sample, *, seconds: float = 1.0, repeats: int = 5
@@ -62,7 +66,7 @@ def profile_layers(
     if any(parameter.is_meta for parameter in module.parameters()):
         raise ConfigError("a model without storage cannot be run, so its layers cannot be measured")
     device = tensors_of(sample.input)[0].device
-    with left_as_found(module):
+    with staying_at_home(module), left_as_found(module):
         pipe = GPipe(module, [1] * len(module), devices=[device], checkpoint="never", schedule="interleaved")
         with pipe:
             seen = _look(pipe, sample)

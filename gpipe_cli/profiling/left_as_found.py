@@ -9,7 +9,7 @@ from torch import nn
 
 from gpipe_cli.pipeline.buffers import all_buffers, restore, save
 
-__all__ = ["left_as_found"]
+__all__ = ["left_as_found", "staying_at_home"]
 
 
 @contextmanager
@@ -26,3 +26,14 @@ def left_as_found(module: nn.Module) -> Iterator[None]:
             parameter.grad = None
         for one, training in modes:
             one.training = training
+
+
+@contextmanager
+def staying_at_home(module: nn.Module) -> Iterator[None]:
+    """A pipe moves its layers to its devices; afterwards they are on the device they came from."""
+    home = next((parameter.device for parameter in module.parameters()), None)
+    try:
+        yield
+    finally:
+        if home is not None:
+            module.to(home)

@@ -43,6 +43,9 @@ _HEADINGS = {
 }
 """The columns of the table, in this order; a row has the keys of some of them."""
 
+_OPTIONAL = ("type", "bytes", "output", "partition", "parameters", "share", "saved")
+"""Headings that give way on a narrow terminal; files and JSON have them all."""
+
 
 def layer_rows(
     layers: Sequence[LayerFacts], costs: Sequence[Mapping[str, float]], balance: Sequence[int]
@@ -75,6 +78,7 @@ def print_layers(rows: Sequence[Row], *, sort: str, top: int | None) -> None:
         title,
         [_HEADINGS[key] for key in columns],
         [[_cell(key, row[key]) for key in columns] for row in shown],
+        optional=_OPTIONAL,
     )
 
 

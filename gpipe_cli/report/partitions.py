@@ -13,6 +13,9 @@ from gpipe_cli.report.numbers import readable
 from gpipe_cli.report.tables import print_rows
 from gpipe_cli.sequential import layer_names
 
+_OPTIONAL = ("device", "input_bytes", "parameters", "layers")
+"""Columns of the partitions that give way on a narrow terminal."""
+
 
 def partition_rows(
     model: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
@@ -22,7 +25,7 @@ def partition_rows(
 
 
 def print_partitions(rows: Sequence[Mapping[str, Any]]) -> None:
-    _print("partitions", [{**row, **_readable_border(row)} for row in rows])
+    _print("partitions", [{**row, **_readable_border(row)} for row in rows], optional=_OPTIONAL)
 
 
 def print_memory(rows: Sequence[Mapping[str, int]]) -> None:
@@ -51,9 +54,9 @@ def _heading(key: str) -> str:
     return word if word in ("optimizer", "total") else f"{word}s"
 
 
-def _print(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def _print(title: str, rows: Sequence[Mapping[str, Any]], optional: Sequence[str] = ()) -> None:
     columns = list(rows[0])
-    print_rows(title, columns, [[row[column] for column in columns] for row in rows])
+    print_rows(title, columns, [[row[column] for column in columns] for row in rows], optional=optional)
 
 
 def _rows(

@@ -161,3 +161,16 @@ def test_the_command_printed_at_the_end_evaluates_the_run(tiny: Gpipe) -> None:
     command, *words = shlex.split(line)[2:]
     assert command == "eval"
     assert tiny(command, *words).code == 0
+
+
+def test_balancing_on_the_fly_is_logged_and_measured_once(tiny: Gpipe) -> None:
+    words = ("balance=time", "balance.seconds=0", "steps=1", "threads=1")
+    first, second = tiny("train", *words), tiny("train", *words, "--json")
+    assert "layers measured in " in first.err
+    assert "reused; balance.cache=false measures them anew" in second.err
+    log = (Path(second.json["run_dir"]) / "train.log").read_text()
+    assert "reused" in log and "INFO partition 0 on cpu: layers 0 to " in log and " ms" in log
+    assert "reused" not in tiny("train", *words, "balance.cache=false").err
+    # Without running anything, what was measured before is there too; asking for a balance measures.
+    assert tiny("train", *words, "--dry-run").code == 0
+    assert "reused" not in tiny("balance", "--by", "time", "balance.seconds=0").err
