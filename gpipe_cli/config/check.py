@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gpipe_cli.config.durations import seconds
 from gpipe_cli.config.locate import options
 from gpipe_cli.config.schema import OPEN_GROUPS, SCHEMAS, Eval, Shared, Train
 from gpipe_cli.config.suggest import or_list
@@ -31,6 +32,8 @@ AT_LEAST = {
     "epochs": 1,
     "steps": 1,
     "log.every": 1,
+    "snapshot.every": 1,
+    "snapshot.keep": 1,
     "model.num_classes": 1,
     "seed": 0,
     "top": 1,
@@ -45,8 +48,10 @@ def check(settings: Shared) -> None:
     problems = list(_problems(settings))
     if problems:
         raise ConfigError("; ".join(problems))
-    if isinstance(settings, Eval) and not Path(str(settings.run)).is_dir():
-        raise RunError(f"run={settings.run}: no such directory")
+    for key in ("run", "snapshot") if isinstance(settings, Eval) else ():
+        given = getattr(settings, key)
+        if given is not None and not Path(given).is_dir():
+            raise RunError(f"{key}={given}: no such directory")
 
 
 def _problems(settings: Shared) -> Iterator[str]:
@@ -60,8 +65,14 @@ def _problems(settings: Shared) -> Iterator[str]:
             yield f"{group}: nothing chosen; give {group}=<option>, see `gpipe {_command(settings)} --help`"
     if isinstance(settings, Train) and settings.optimizer.get("_target_") and "lr" not in settings.optimizer:
         yield "optimizer.lr: must be given; lr_schedule multiplies it"
-    if isinstance(settings, Eval) and settings.run is None:
-        yield "run: say which run to evaluate, run=runs/train/..."
+    if isinstance(settings, Train):
+        yield from _survival(settings)
+    if isinstance(settings, Eval):
+        given = [key for key in ("run", "snapshot", "weights") if getattr(settings, key) is not None]
+        if not given:
+            yield "run: say which run to evaluate, run=runs/train/..., or snapshot=..., or weights=..."
+        elif len(given) > 1:
+            yield f"{given[0]} and {given[1]} exclude each other; give one of them"
 
 
 def _numbers(flat: Mapping[str, Any]) -> Iterator[str]:
@@ -123,6 +134,18 @@ def _balance(settings: Shared) -> Iterator[str]:
         yield f"balance.layers={layers}: every entry must be a positive whole number"
     elif settings.partitions is not None and settings.partitions != len(layers):
         yield f"partitions={settings.partitions}: balance.layers={layers} makes {len(layers)} partitions"
+
+
+def _survival(settings: Train) -> Iterator[str]:
+    every = settings.snapshot.every
+    if every != "epoch" and not _is_count(every):
+        yield f"snapshot.every={every}: must be a number of steps, or epoch"
+    if settings.time_limit is not None and seconds(settings.time_limit) is None:
+        yield f"time_limit={settings.time_limit}: give seconds, or such as 90s, 30m, 2h, 1h30m"
+    if settings.resume == "auto" and settings.run_dir is None:
+        yield "resume=auto: needs run_dir=<directory>, the same each time"
+    elif settings.resume not in (None, "auto") and settings.run_dir is not None:
+        yield f"run_dir={settings.run_dir}: a resumed run goes on in its own directory; leave it out"
 
 
 def _command(settings: Shared) -> str:

@@ -44,6 +44,8 @@ TINY_RUN = (
     "chunks=3",
     "epochs=2",
     "log.every=1",
+    "snapshot.keep=1",
+    "snapshot.monitor=null",
 )
 
 
