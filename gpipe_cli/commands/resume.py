@@ -35,7 +35,7 @@ FIXED = ("model", "data", "seed", "batch_size", "optimizer._target_")
 """Keys that cannot change: the tensors, or the samples of a step, would be others."""
 MOVABLE = ("data.workers", "data.root")
 """Below those, what only says where samples lie and who fetches them."""
-OF_THE_LAUNCH = ("resume", "run_dir", "allow")
+OF_THE_LAUNCH = ("resume", "run_dir")
 """Keys that are about one launch, not about the training."""
 
 
@@ -61,7 +61,7 @@ def resumption(settings: Train, job: Job, held: ExitStack) -> Resumed | None:
     if not job.dry_run:
         held.enter_context(only_writer(run))
     saved = saved_config(run)
-    tree = with_overrides(saved, job.tree, job.overrides)
+    tree = with_overrides(saved, job.tree, job.overrides, OF_THE_LAUNCH)
     now = settings_of(tree, job.command, job.overrides)
     assert isinstance(now, Train)
     changes = _changes(saved, tree)
@@ -127,7 +127,7 @@ def _changes(saved: DictConfig, tree: DictConfig) -> dict[str, tuple[Any, Any]]:
     return {
         key: (before.get(key), now.get(key))
         for key in dict.fromkeys([*before, *now])
-        if before.get(key) != now.get(key) and key not in OF_THE_LAUNCH
+        if before.get(key) != now.get(key) and key not in (*OF_THE_LAUNCH, "allow")
     }
 
 
