@@ -293,11 +293,11 @@ def balance_name(settings: Shared) -> str:
 def _is_given(settings: Running, key: str, overrides: Sequence[str]) -> bool:
     """On the command line, or by a recipe that moved it from its default.
 
-    An evaluation has the settings of its run, which nobody gave it.
+    An evaluation, or a resumed run, has the settings of its run, which nobody gave it.
     """
     if any(re.match(rf"[+~]*{re.escape(key)}[.=]", word) for word in overrides):
         return True
-    if not isinstance(settings, Train):
+    if not isinstance(settings, Train) or settings.resume is not None:
         return False
     if key == "balance":
         return default_options("train")["balance"].name != balance_name(settings)
