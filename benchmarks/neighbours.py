@@ -16,6 +16,7 @@ from itertools import accumulate
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cases import CASES as ALL_CASES
 from benchmarks.cases import Case, build
 from benchmarks.turns import Way, milliseconds, prepare
 from gpipe_cli.balance.nearby import neighbours
@@ -33,6 +34,7 @@ LAYERS_APART_AT_MOST = 1
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.neighbours")
+    parser.add_argument("--case", action="append", choices=ALL_CASES, help="may be given again")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--seconds", type=float, default=3.0, help="how long each balance measures")
     options = parser.parse_args()
@@ -40,7 +42,7 @@ def main() -> int:
     prepare(console)
     table = Table("case", "balance", "again", "best neighbour", "x best", "at most", box=None)
     missed = 0
-    for name in CASES:
+    for name in options.case or CASES:
         case = build(name)
         for partitions in PARTITIONS:
             chosen, again = (_balance(case, partitions, options.seconds) for _ in range(2))

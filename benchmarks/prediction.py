@@ -17,6 +17,7 @@ from itertools import product
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.cases import CASES as ALL_CASES
 from benchmarks.cases import build
 from benchmarks.turns import Way, layer_profiles, milliseconds, prepare
 from gpipe_cli.balance.solver import solve
@@ -40,16 +41,15 @@ MEDIAN_ERROR_AT_MOST = 0.10
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction")
+    parser.add_argument("--case", action="append", choices=ALL_CASES, help="may be given again")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=3.0, help="how long each profile measures")
     options = parser.parse_args()
     console = Console()
     prepare(console)
-    table = Table(
-        "case", "way", "measured ms", "simulated", "error", "from a profile alone", "error", box=None
-    )
+    table = Table("case", "way", "ms", "simulated", "error", "by profile alone", "error", box=None)
     errors: list[float] = []
-    for name in CASES:
+    for name in options.case or CASES:
         case = build(name)
         alone = layer_profiles(case, CHUNKS, options.seconds)
         beside = layer_profiles(case, CHUNKS, options.seconds, busy_workers=available_cores())

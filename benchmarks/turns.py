@@ -34,7 +34,7 @@ class Way:
     checkpoint: str = "never"
 
     def __str__(self) -> str:
-        return f"{self.schedule}, {self.checkpoint}, {len(self.balance)} partitions, {self.chunks} chunks"
+        return f"{self.schedule} {self.checkpoint}, {len(self.balance)} partitions"
 
 
 def milliseconds(case: Case, ways: Sequence[Way], rounds: int) -> Mapping[Way, list[float]]:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TextIO
 from gpipe_cli.arguments import FLAGS, PLAIN_FLAGS, Invocation, parse
 from gpipe_cli.completion import complete
 from gpipe_cli.config.suggest import or_list
-from gpipe_cli.errors import ConfigError, GpipeError
+from gpipe_cli.errors import ConfigError, GpipeError, Stopped
 from gpipe_cli.help import COMMANDS, command_help, overview
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.output import leave_stdout
@@ -85,7 +85,7 @@ def _configured(command: str, invocation: Invocation) -> int:
         notes = tempfile.mkdtemp(prefix="gpipe-sweep-")
         try:
             _run_hydra(command, invocation.hydra, [*overrides, f"hydra.sweep.dir={notes}"], jobs.task)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Stopped):
             jobs.finish()  # what the jobs before it found is shown
             raise
         finally:
@@ -142,6 +142,8 @@ def _fail(error: BaseException, *, debug: bool) -> int:
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt):
         line = "stopped by Ctrl-C"
+    elif isinstance(error, Stopped):
+        line = describe(error)
     else:
         hint = "" if debug or isinstance(error, GpipeError) else "; --debug shows the traceback"
         line = f"error: {describe(error)}{hint}"

@@ -9,13 +9,14 @@
     ├── PeerError                 7  another process failed or did not answer
     │   └── StepTimeout           7  a step took longer than step_timeout
     └── Stopped                  75  stopped on request; can be resumed
+        └── Interrupted         130  the same, by Ctrl-C
 
 The file knows nothing of how an error is shown: `cli` prints one line, Python users see a traceback.
 """
 
 from __future__ import annotations
 
-INTERRUPTED = 130  # exit code of Ctrl-C; KeyboardInterrupt has no class of ours
+INTERRUPTED = 130  # exit code of Ctrl-C, as a KeyboardInterrupt or as a run that stopped in good order
 
 
 class GpipeError(Exception):
@@ -54,3 +55,7 @@ class StepTimeout(PeerError):
 
 class Stopped(GpipeError):
     exit_code = 75
+
+
+class Interrupted(Stopped):
+    exit_code = INTERRUPTED

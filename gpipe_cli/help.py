@@ -33,13 +33,13 @@ COMMANDS = {
         (
             "gpipe train                                  # ResNet-18 on handwritten digits, two partitions",
             "gpipe train model=resnet101 chunks=8         # another model, more micro-batches",
-            "gpipe train engine=single epochs=1           # the plain model, for comparison",
+            "gpipe train resume=<directory> epochs=6      # go on with a run that was stopped, or longer",
             "gpipe train -m chunks=2,4,8                  # a sweep, with a table at the end",
         ),
     ),
     "eval": Command(
         "evaluate a trained run",
-        "gpipe eval run=<directory> [key=value ...] [flags]",
+        "gpipe eval run=<directory>|snapshot=<directory>|weights=<file> [key=value ...] [flags]",
         (
             "gpipe eval run=runs/train/resnet18/20260101-120000",
             "gpipe eval run=<directory> split=train       # on the training samples",
@@ -66,6 +66,17 @@ COMMANDS = {
             "gpipe profile timeline=true partitions=4     # some pipelined steps: trace.json, where time is lost",
             "gpipe profile measure=false                  # nothing is run: memory and FLOPs, of any size of model",
         ),
+    ),
+    "export": Command(
+        "write the weights of a run as one file that loads without gpipe",
+        "gpipe export run=<directory>|snapshot=<directory> [out=<file>] [--json]",
+        (
+            "gpipe export run=runs/train/resnet18/20260101-120000",
+            "gpipe export run=<directory> out=resnet18.safetensors",
+            "gpipe export snapshot=<directory>/snapshots/step-00000100 out=early.safetensors",
+            "gpipe export run=<directory> --json          # one JSON document on stdout",
+        ),
+        configured=False,
     ),
     "ls": Command(
         "list what can be chosen",

@@ -52,7 +52,18 @@ ONLY_IN = {
 }
 """Packages that only these know; the others say `from gpipe_cli.vision import torchvision`."""
 
-WITHOUT_TORCH = {"schedule", "balance.solver", "config.schema", "errors", "version", "byte_size"}
+WITHOUT_TORCH = {
+    "training.snapshot.durable",
+    "training.snapshot.manifest",
+    "training.snapshot.reading",
+    "training.snapshot.finding",
+    "schedule",
+    "balance.solver",
+    "config.schema",
+    "errors",
+    "version",
+    "byte_size",
+}
 
 LEVEL_OF = {room: level for level, line in enumerate(LEVELS.split("\n")) for room in line.split()}
 

@@ -31,7 +31,7 @@ def memory_of(
     module: nn.Sequential, sample: Sample, course: Course, trained: TrainedBytes, limit: int | None = None
 ) -> Memory:
     """What partitions of the module need for micro-batches like the sample."""
-    facts = model_facts(module, sample)
+    facts = model_facts(module, sample, count_flops=False)
     inputs = [sum(one.nbytes for one in tensors_of(sample.input))]
     inputs += [one.output_bytes for one in facts.layers[:-1]]
     resident = [_resident(layer, trained) for layer in module]

@@ -171,9 +171,9 @@ def _undivided(settings: Running, model: nn.Sequential) -> Split:
     if len(devices) > 1:
         raise ConfigError(f"devices={settings.devices}: {_engine_name(settings)} runs on one device")
     set_threads(settings.threads, devices)
-    return Split(
-        Balanced.of([len(model)], [1] * len(model), "layers"), devices, make_course(settings, 1, devices)
-    )
+    # Each micro-batch goes there and back before the next one, which is what 1f1b does alone.
+    course = Course("1f1b", 1, min(settings.chunks, settings.batch_size))
+    return Split(Balanced.of([len(model)], [1] * len(model), "layers"), devices, course)
 
 
 def measures(settings: Shared) -> bool:
@@ -293,11 +293,11 @@ def balance_name(settings: Shared) -> str:
 def _is_given(settings: Running, key: str, overrides: Sequence[str]) -> bool:
     """On the command line, or by a recipe that moved it from its default.
 
-    An evaluation has the settings of its run, which nobody gave it.
+    An evaluation, or a resumed run, has the settings of its run, which nobody gave it.
     """
     if any(re.match(rf"[+~]*{re.escape(key)}[.=]", word) for word in overrides):
         return True
-    if not isinstance(settings, Train):
+    if not isinstance(settings, Train) or settings.resume is not None:
         return False
     if key == "balance":
         return default_options("train")["balance"].name != balance_name(settings)

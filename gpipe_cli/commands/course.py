@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,9 +12,10 @@ from torch import nn
 from gpipe_cli.balance.memory import Memory
 from gpipe_cli.balance.size import memory_of
 from gpipe_cli.byte_size import byte_count
-from gpipe_cli.config.schema import Costed, Shared
+from gpipe_cli.config.schema import Costed, Running, Shared
 from gpipe_cli.config.targets import instantiate
 from gpipe_cli.engines.devices import available_cores
+from gpipe_cli.engines.stepping import DTYPES
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.layers import Sample
@@ -35,12 +37,24 @@ def make_course(settings: Shared, partitions: int, devices: Sequence[torch.devic
 
 def make_memory(settings: Shared, model: nn.Sequential, sample: Sample, course: Course) -> Memory:
     """What partitions of the model would need, and the limit if there is one."""
-    if not isinstance(settings, Costed):
-        return memory_of(model, sample, course, lambda parameter: 2 * parameter.nbytes)  # and its gradient
-    limit = None if settings.device_memory is None else byte_count(settings.device_memory)
-    parameters = list(model.parameters())
-    state = dict(zip(parameters, state_bytes(optimizer_factory(settings), parameters), strict=True))
-    return memory_of(model, sample, course, lambda parameter: 2 * parameter.nbytes + state[parameter], limit)
+    limit, state = None, dict[nn.Parameter, int]()
+    if isinstance(settings, Costed):
+        parameters = list(model.parameters())
+        state = dict(zip(parameters, state_bytes(optimizer_factory(settings), parameters), strict=True))
+        limit = None if settings.device_memory is None else byte_count(settings.device_memory)
+
+    def trained(parameter: nn.Parameter) -> int:
+        return 2 * parameter.nbytes + state.get(parameter, 0)  # itself and its gradient
+
+    with precision_of(settings):
+        return memory_of(model, sample, course, trained, limit)
+
+
+def precision_of(settings: Shared) -> AbstractContextManager[Any]:
+    """The autocast of a run, for what is said of it without running it."""
+    dtype = DTYPES.get(settings.precision) if isinstance(settings, Running) else None
+    # Tensors without values say they are on the CPU, whatever device the run will use.
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
 
 
 @contextmanager

@@ -1,34 +1,46 @@
-"""gpipe eval: a trained run's newest weights on its held-out samples, split as asked for."""
+"""gpipe eval: trained weights on held-out samples, split as asked for: of a run, a snapshot or a file."""
 
 from __future__ import annotations
 
+from torch import nn
+
 from gpipe_cli.commands.assemble import assemble, make_engine
+from gpipe_cli.commands.chosen import Chosen, choose
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.saved import saved_config, with_overrides
 from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import Eval
+from gpipe_cli.engines.state import EngineState, load_module
+from gpipe_cli.errors import RunError
+from gpipe_cli.models.weights import load_weights, read_weights
 from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
-from gpipe_cli.training.interrupts import interrupts
 from gpipe_cli.training.loop import evaluate
-from gpipe_cli.training.snapshot import load_weights, newest_weights
+from gpipe_cli.training.signals import INTERRUPT, StopRequested, stop_requests
+from gpipe_cli.training.snapshot.contents import tensors_of
+from gpipe_cli.training.snapshot.manifest import BUFFERS, MODEL
+
+OWN_KEYS = ("run", "snapshot", "weights", "split")
+"""Keys of an evaluation that are not those of its run, even where they have the same name."""
 
 
 def run(settings: Eval, job: Job) -> Summary:
-    assert settings.run is not None, "the configuration was checked"
-    weights = newest_weights(settings.run)
-    settings = _as_trained(settings.run, job)
+    chosen = _chosen(settings)
+    if chosen is not None:
+        settings = _as_trained(chosen, job)
     parts = assemble(settings, job.overrides)
-    load_weights(parts.model, weights)
+    weights = _load(parts.model, settings, chosen)
     if job.dry_run:
         if not job.json:
             print_partitions(parts.partitions)
-        return {"partitions": parts.partitions, "weights": str(weights), "command": job.line}
+        return {"partitions": parts.partitions, "weights": weights, "command": job.line}
 
     engine = make_engine(settings, parts)
     try:
-        with interrupts() as ctrl_c:
-            found, seconds = evaluate(engine, ctrl_c.heeded(parts.feed.ordered(settings.split)))
+        with stop_requests(INTERRUPT) as stops:
+            found, seconds = evaluate(engine, stops.heeded(parts.feed.ordered(settings.split)))
+    except StopRequested as request:
+        raise KeyboardInterrupt from request
     finally:
         engine.close()
     summary = {
@@ -38,7 +50,7 @@ def run(settings: Eval, job: Job) -> Summary:
         "samples_per_second": found.samples / seconds,
         "seconds": seconds,
         "split": settings.split,
-        "weights": str(weights),
+        "weights": weights,
         "command": job.line,
     }
     if job.shows_result:
@@ -46,9 +58,33 @@ def run(settings: Eval, job: Job) -> Summary:
     return summary
 
 
-def _as_trained(run: str, job: Job) -> Eval:
+def _chosen(settings: Eval) -> Chosen | None:
+    """The snapshot to evaluate; None where a file of weights is given."""
+    for key, value in (("run", settings.run), ("snapshot", settings.snapshot)):
+        if value is not None:
+            return choose(key, value, (MODEL, BUFFERS))
+    return None
+
+
+def _load(model: nn.Module, settings: Eval, chosen: Chosen | None) -> str:
+    """Fill the model; where from."""
+    if chosen is None:
+        assert settings.weights is not None, "the configuration was checked"
+        load_weights(model, read_weights(settings.weights, "weights"), settings.weights, "weights")
+        return settings.weights
+    path = chosen.snapshot.path / MODEL
+    try:
+        load_module(
+            model, EngineState(tensors_of(chosen.snapshot, MODEL), tensors_of(chosen.snapshot, BUFFERS))
+        )
+    except RunError as error:
+        raise RunError(f"{path}: {error}") from error
+    return str(path)
+
+
+def _as_trained(chosen: Chosen, job: Job) -> Eval:
     """The run's own settings, with what was given for the evaluation in their place."""
-    tree = with_overrides(saved_config(run), job.tree, job.overrides)
+    tree = with_overrides(saved_config(chosen.run), job.tree, job.overrides, OWN_KEYS)
     settings = settings_of(tree, job.command, job.overrides)
     assert isinstance(settings, Eval)
     return settings

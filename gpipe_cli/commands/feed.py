@@ -30,9 +30,9 @@ class Feed:
     def steps_per_epoch(self) -> int:
         return batch_count(len(self.data.train), self.batch_size)
 
-    def train(self, epoch: int) -> Iterator[Batch]:
-        """The training samples as this epoch shuffles them."""
-        return self._batches(self.data.train, self.transforms.train, epoch, shuffle=True)
+    def train(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The training samples as this epoch shuffles them, from one of its mini-batches on."""
+        return self._batches(self.data.train, self.transforms.train, epoch, shuffle=True, start=start)
 
     def test(self, epoch: int = 0) -> Iterator[Batch]:
         """The held-out samples, first to last."""
@@ -54,13 +54,14 @@ class Feed:
         return epochs * len(self.data.train) + rest * self.batch_size
 
     def _batches(
-        self, samples: Samples, transform: Transform | None, epoch: int, *, shuffle: bool
+        self, samples: Samples, transform: Transform | None, epoch: int, *, shuffle: bool, start: int = 0
     ) -> Iterator[Batch]:
         for input, target in batches(
             samples,
             batch_size=self.batch_size,
             seed=self.seed,
             epoch=epoch,
+            start=start,
             shuffle=shuffle,
             workers=self.data.workers,
             transform=transform,

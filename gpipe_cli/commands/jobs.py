@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.load import CUSTOM, settings_of
-from gpipe_cli.errors import GpipeError
+from gpipe_cli.errors import GpipeError, Stopped
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.tables import print_rows
 
@@ -72,7 +72,7 @@ class Jobs:
             # Only now: composing, printing and refusing a configuration must not wait for torch.
             command = importlib.import_module(f"gpipe_cli.commands.{self._command}")
             summary: Summary = command.run(settings, job)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Stopped):  # who asks for a stop means the whole command line
             raise
         except BaseException as error:  # noqa: BLE001 - a layer may raise anything; `finish` reports it
             self._outcomes.append(Outcome(job.overrides, error=error))

@@ -13,7 +13,7 @@ from gpipe_cli.commands.logs import run_log
 from gpipe_cli.config.schema import Log
 from gpipe_cli.report.numbers import readable
 from gpipe_cli.report.progress import Watcher, watcher
-from gpipe_cli.training.loop import Evaluated, Fact, Plan, Trained
+from gpipe_cli.training.loop import Evaluated, Fact, Plan, Position, Trained
 from gpipe_cli.training.metrics import MetricsFile
 
 
@@ -24,16 +24,22 @@ class Journal:
     log: logging.Logger
     watching: Watcher
     every: int
+    start: Position
 
     @staticmethod
     @contextmanager
-    def open(directory: Path, plan: Plan, settings: Log) -> Iterator[Journal]:
+    def open(
+        directory: Path,
+        plan: Plan,
+        settings: Log,
+        start: Position = Position(),  # noqa: B008 - immutable
+    ) -> Iterator[Journal]:
         with (
             run_log(directory / "train.log", partitions=settings.partitions, layers=settings.layers) as log,
             MetricsFile(directory / "metrics.jsonl") as metrics,
             watcher(plan.steps, plan.epochs, settings.every) as watching,
         ):
-            yield Journal(metrics, log, watching, settings.every)
+            yield Journal(metrics, log, watching, settings.every, start)
 
     def say(self, line: str) -> None:
         """To the person and to the log."""
@@ -42,8 +48,8 @@ class Journal:
 
     def follow(self, facts: Iterable[Fact]) -> Evaluated:
         """Write every fact where it belongs; the last evaluation is returned."""
-        last: Evaluated | None = None
-        pace = Pace()
+        last = self.start.evaluation
+        pace = Pace(self.start.seconds)
         for fact in facts:
             if isinstance(fact, Evaluated):
                 last = fact
@@ -77,9 +83,9 @@ class Journal:
 class Pace:
     """Training samples per second since the last row, evaluations left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.0) -> None:
         self._samples = 0
-        self._since = self._now = 0.0
+        self._since = self._now = seconds
 
     def after(self, fact: Trained) -> float:
         self._samples += fact.samples

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from itertools import accumulate, pairwise
 from typing import Any
 
-import torch
-
-from gpipe_cli.commands.assemble import Assembly, make_sample, uses_partitions
-from gpipe_cli.commands.course import optimizer_factory
+from gpipe_cli.commands.assemble import Assembly, make_sample
+from gpipe_cli.commands.course import optimizer_factory, precision_of
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.config.schema import Train
-from gpipe_cli.engines.stepping import DTYPES
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.memory import PartitionMemory, partition_memory
@@ -22,7 +18,6 @@ from gpipe_cli.report.layers import counted_rows, print_layers
 from gpipe_cli.report.output import say
 from gpipe_cli.report.partitions import print_memory, print_partitions
 from gpipe_cli.report.tables import print_facts
-from gpipe_cli.schedule.course import Course
 
 __all__ = ["outlook"]
 
@@ -42,10 +37,8 @@ def outlook(settings: Train, job: Job, parts: Assembly, steps: int) -> Summary:
 
 def _facts(settings: Train, parts: Assembly) -> ModelFacts | None:
     """None where a layer cannot be judged without running it: the rest of a dry run is worth having."""
-    dtype = DTYPES.get(settings.precision)
     try:
-        # Tensors without values say they are on the CPU, whatever device the run will use.
-        with nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype):
+        with precision_of(settings):
             return model_facts(parts.model, make_sample(settings, parts.feed))
     except ConfigError as error:
         say(f"shapes and memory are left out: {error}")
@@ -53,11 +46,8 @@ def _facts(settings: Train, parts: Assembly) -> ModelFacts | None:
 
 
 def _memory(settings: Train, parts: Assembly, facts: ModelFacts) -> list[PartitionMemory]:
-    course = parts.split.course
-    if not uses_partitions(settings):
-        # Each micro-batch goes there and back before the next one, which is what 1f1b does alone.
-        course = Course("1f1b", 1, course.micro_batches)
-    return partition_memory(parts.model, facts, parts.split.balance, course, optimizer_factory(settings))
+    split = parts.split
+    return partition_memory(parts.model, facts, split.balance, split.course, optimizer_factory(settings))
 
 
 def _with_borders(parts: Assembly, facts: ModelFacts) -> list[dict[str, Any]]:

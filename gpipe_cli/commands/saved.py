@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -12,11 +12,11 @@ from yaml import YAMLError
 from gpipe_cli.errors import RunError
 
 
-def saved_config(run: str) -> DictConfig:
+def saved_config(run: Path) -> DictConfig:
     """config.yaml of a run directory: data, nothing of it is executed."""
-    path = Path(run) / "config.yaml"
+    path = run / "config.yaml"
     if not path.is_file():
-        raise RunError(f"run={run}: is no run directory, it has no config.yaml")
+        raise RunError(f"{run}: is no run directory, it has no config.yaml")
     try:
         tree = OmegaConf.load(path)
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
@@ -26,12 +26,14 @@ def saved_config(run: str) -> DictConfig:
     return tree
 
 
-def with_overrides(saved: DictConfig, composed: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """The composed tree with all its keys as saved, except those the overrides speak of.
+def with_overrides(
+    saved: DictConfig, composed: DictConfig, overrides: Sequence[str], own: Collection[str] = ()
+) -> DictConfig:
+    """The composed tree with all its keys as saved, except those the overrides speak of, and the command's own.
 
     An option chosen anew (`balance=uniform`) replaces the whole component, a key (`chunks=2`) that key.
     """
-    given = [word.lstrip("+~").partition("=")[0] for word in overrides]
+    given = [*own, *(word.lstrip("+~").partition("=")[0] for word in overrides)]
     # As text, references and all: they are resolved later, where a mistake in them is told as one.
     before, now = OmegaConf.to_container(saved), OmegaConf.to_container(composed)
     assert isinstance(before, dict) and isinstance(now, dict)

@@ -1,59 +1,56 @@
-"""gpipe train: data, model, partitions, engine, loop, in this order."""
+"""gpipe train: data, model, partitions, engine, loop, in this order; a new run, or one that goes on."""
 
 from __future__ import annotations
 
-import shlex
 import time
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from omegaconf import OmegaConf
 
 from gpipe_cli.commands.assemble import Assembly, assemble, make_engine
 from gpipe_cli.commands.feed import Feed
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.journal import Journal
+from gpipe_cli.commands.origin import begin_run
+from gpipe_cli.commands.outcome import finished_before, show, summary_of
 from gpipe_cli.commands.outlook import outlook
+from gpipe_cli.commands.resume import Resumed, check_goal, differences, resumption
+from gpipe_cli.commands.stopping import stopping
+from gpipe_cli.config.durations import seconds
 from gpipe_cli.config.schema import Train
 from gpipe_cli.config.targets import instantiate
-from gpipe_cli.report.environment import environment
-from gpipe_cli.report.tables import print_facts
-from gpipe_cli.training.interrupts import interrupts
-from gpipe_cli.training.loop import Evaluated, Plan, train
-from gpipe_cli.training.run_directory import check_run_dir, make_run_directory, write_json
-from gpipe_cli.training.snapshot import save_weights
+from gpipe_cli.engines.protocol import Engine
+from gpipe_cli.errors import RunError
+from gpipe_cli.training.loop import Evaluated, Plan, Position, train
+from gpipe_cli.training.run_directory import check_run_dir, write_json
+from gpipe_cli.training.snapshot.keeper import Keeper, Retention
+from gpipe_cli.training.survival import survive
 
 
 def run(settings: Train, job: Job) -> Summary:
-    check_run_dir(settings.run_dir, job.number)
-    parts = assemble(settings, job.overrides, storage=not job.dry_run)
-    feed = parts.feed
-    plan = _plan(settings, feed)
-    if job.dry_run:
-        return outlook(settings, job, parts, plan.steps)
-
-    engine = make_engine(settings, parts)
-    try:
-        directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
-        _write_origin(directory, job)
-        with Journal.open(directory, plan, settings.log) as journal, interrupts() as ctrl_c:
-            journal.say(f"run directory: {directory}")
-            _tell_balance(journal, parts)
-            if settings.chunks > settings.batch_size:
-                journal.say(
-                    f"chunks={settings.chunks} is more than batch_size={settings.batch_size}: "
-                    f"a mini-batch makes {settings.batch_size} micro-batches"
-                )
-            began = time.perf_counter()
-            facts = train(engine, plan, feed.train, lambda epoch: ctrl_c.heeded(feed.test(epoch)))
-            last = journal.follow(ctrl_c.heeded(facts))
-            save_weights(engine.module, directory, last.step)
-            summary = _summary(last, plan, feed, time.perf_counter() - began, directory, job)
+    began = time.monotonic()
+    with ExitStack() as held:
+        again = resumption(settings, job, held)
+        if again is None:
+            check_run_dir(settings.run_dir, job.number)
+        settings = replace(settings, resume=None) if again is None else again.settings
+        parts = assemble(settings, job.overrides, storage=not job.dry_run)
+        plan = _plan(settings, parts.feed)
+        if again is not None and again.snapshot is not None:
+            check_goal(plan, again.snapshot.record)
+        if job.dry_run:
+            return outlook(settings, job, parts, plan.steps)
+        summary = None if again is None else finished_before(again, plan, parts.feed, job)
+        if summary is None:
+            engine = make_engine(settings, parts)
+            held.callback(engine.close)
+            _restore(engine, again)
+            directory = begin_run(settings, job, again, held)
+            last = _train(settings, parts, plan, engine, directory, again, began)
+            summary = summary_of(last, plan, parts.feed, directory, job)
             write_json(directory / "summary.json", summary)
-    finally:
-        engine.close()
     if job.shows_result:
-        print_facts("", {**summary, "evaluate": _evaluation(directory, settings)})
+        show(summary, settings)
     return summary
 
 
@@ -69,10 +66,60 @@ def _tell_balance(journal: Journal, parts: Assembly) -> None:
         )
 
 
-def _evaluation(directory: Path, settings: Train) -> str:
-    """What a newcomer would type next; trust in a package is given anew each time."""
-    allow = [f"allow=[{','.join(settings.allow)}]"] if settings.allow else []
-    return shlex.join(["gpipe", "eval", f"run={directory}", *allow])
+def _restore(engine: Engine, again: Resumed | None) -> None:
+    if again is None or again.snapshot is None:
+        return
+    try:
+        engine.load_state(again.snapshot.state)
+    except RunError as error:
+        raise RunError(f"{again.snapshot.path}: {error}") from error
+
+
+def _train(
+    settings: Train,
+    parts: Assembly,
+    plan: Plan,
+    engine: Engine,
+    directory: Path,
+    again: Resumed | None,
+    began: float,
+) -> Evaluated:
+    record = None if again is None or again.snapshot is None else again.snapshot.record
+    start = Position() if record is None else record.position
+    limit = seconds(settings.time_limit) if settings.time_limit else None
+    with Journal.open(directory, plan, settings.log, start) as journal:
+        _tell(journal, settings, directory, again)
+        _tell_balance(journal, parts)
+        retention = _retention(settings)
+        with (
+            stopping(directory, settings, None if limit is None else began + limit) as stops,
+            Keeper(directory, engine, plan, retention, record, journal.metrics.sync) as keeper,
+        ):
+            feed = parts.feed
+            facts = train(engine, plan, feed.train, lambda epoch: stops.heeded(feed.test(epoch)), start)
+            return journal.follow(survive(facts, keeper, stops))
+
+
+def _tell(journal: Journal, settings: Train, directory: Path, again: Resumed | None) -> None:
+    journal.say(f"run directory: {directory}")
+    if again is not None and again.snapshot is None:
+        journal.say("the run had saved nothing that can be used; it begins anew")
+    elif again is not None and again.snapshot is not None:
+        journal.say(f"going on from {again.snapshot.path}")
+        for line in differences(again.snapshot.record):
+            journal.say(line)
+    for change in () if again is None else again.changes:
+        journal.say(f"changed: {change}")
+    if settings.chunks > settings.batch_size:
+        journal.say(
+            f"chunks={settings.chunks} is more than batch_size={settings.batch_size}: "
+            f"a mini-batch makes {settings.batch_size} micro-batches"
+        )
+
+
+def _retention(settings: Train) -> Retention:
+    every = settings.snapshot.every
+    return Retention(None if every == "epoch" else every, settings.snapshot.keep, settings.snapshot.monitor)
 
 
 def _plan(settings: Train, feed: Feed) -> Plan:
@@ -83,25 +130,3 @@ def _plan(settings: Train, feed: Feed) -> Plan:
         lr_schedule=instantiate(settings.lr_schedule, "lr_schedule", settings.allow),
         seed=settings.seed,
     )
-
-
-def _write_origin(directory: Path, job: Job) -> None:
-    """Where the run came from: enough to repeat it."""
-    (directory / "config.yaml").write_text(OmegaConf.to_yaml(job.tree), encoding="utf-8")
-    (directory / "overrides.yaml").write_text(OmegaConf.to_yaml(list(job.overrides)), encoding="utf-8")
-    write_json(directory / "env.json", environment())
-
-
-def _summary(
-    last: Evaluated, plan: Plan, feed: Feed, seconds: float, directory: Path, job: Job
-) -> dict[str, Any]:
-    return {
-        "loss": last.loss,
-        **last.means,
-        "epochs": plan.epochs,
-        "steps": last.step,
-        "samples_per_second": feed.samples_after(last.step) / seconds,
-        "seconds": seconds,
-        "run_dir": str(directory),
-        "command": job.line,
-    }

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.byte_size import byte_count
+from gpipe_cli.config.durations import seconds
 from gpipe_cli.config.locate import options
 from gpipe_cli.config.schema import OPEN_GROUPS, SCHEMAS, Costed, Eval, Profile, Shared, Train
 from gpipe_cli.config.suggest import or_list
@@ -32,6 +33,8 @@ AT_LEAST = {
     "epochs": 1,
     "steps": 1,
     "log.every": 1,
+    "snapshot.every": 1,
+    "snapshot.keep": 1,
     "model.num_classes": 1,
     "seed": 0,
     "top": 1,
@@ -46,8 +49,10 @@ def check(settings: Shared) -> None:
     problems = list(_problems(settings))
     if problems:
         raise ConfigError("; ".join(problems))
-    if isinstance(settings, Eval) and not Path(str(settings.run)).is_dir():
-        raise RunError(f"run={settings.run}: no such directory")
+    for key in ("run", "snapshot") if isinstance(settings, Eval) else ():
+        given = getattr(settings, key)
+        if given is not None and not Path(given).is_dir():
+            raise RunError(f"{key}={given}: no such directory")
 
 
 def _problems(settings: Shared) -> Iterator[str]:
@@ -64,8 +69,14 @@ def _problems(settings: Shared) -> Iterator[str]:
         yield "optimizer.lr: must be given; lr_schedule multiplies it"
     if isinstance(settings, Profile) and settings.timeline and not settings.measure:
         yield "timeline=true: runs the model, and measure=false runs nothing; leave one of them out"
-    if isinstance(settings, Eval) and settings.run is None:
-        yield "run: say which run to evaluate, run=runs/train/..."
+    if isinstance(settings, Train):
+        yield from _survival(settings)
+    if isinstance(settings, Eval):
+        given = [key for key in ("run", "snapshot", "weights") if getattr(settings, key) is not None]
+        if not given:
+            yield "run: say which run to evaluate, run=runs/train/..., or snapshot=..., or weights=..."
+        elif len(given) > 1:
+            yield f"{given[0]} and {given[1]} exclude each other; give one of them"
 
 
 def _numbers(flat: Mapping[str, Any]) -> Iterator[str]:
@@ -135,6 +146,18 @@ def _memory(settings: Shared) -> Iterator[str]:
             byte_count(settings.device_memory)
         except ValueError as error:
             yield f"device_memory={settings.device_memory}: {error}, or null for no limit"
+
+
+def _survival(settings: Train) -> Iterator[str]:
+    every = settings.snapshot.every
+    if every != "epoch" and not _is_count(every):
+        yield f"snapshot.every={every}: must be a number of steps, or epoch"
+    if settings.time_limit is not None and seconds(settings.time_limit) is None:
+        yield f"time_limit={settings.time_limit}: give seconds, or such as 90s, 30m, 2h, 1h30m"
+    if settings.resume == "auto" and settings.run_dir is None:
+        yield "resume=auto: needs run_dir=<directory>, the same each time"
+    elif settings.resume not in (None, "auto") and settings.run_dir is not None:
+        yield f"run_dir={settings.run_dir}: a resumed run goes on in its own directory; leave it out"
 
 
 def _command(settings: Shared) -> str:

@@ -70,12 +70,13 @@ def compose_all(request: Request, *, complete: bool = True, multirun: bool = Fal
     A sweep is checked value by value, each with the first values of the other keys.
     """
     with _initialised(request), _as_config_error(request.command):
-        # The components of an evaluation are those of its run, so their keys need not be those of the defaults.
-        asked = _forced(request.overrides, OPEN_GROUPS if request.command == "eval" else ())
-        if any(word.startswith("recipes=") for word in asked) and not takes_recipes(request.command):
-            raise ConfigError(
-                f"recipe: gpipe {request.command} takes none, its settings are those of its run"
-            )
+        # The components may be those of an earlier run, so their keys need not be those of the defaults.
+        of_a_run = request.command == "eval" or any(word.startswith("resume=") for word in request.overrides)
+        asked = _forced(request.overrides, OPEN_GROUPS if of_a_run else ())
+        recipe = any(word.startswith("recipes=") for word in asked)
+        if recipe and (not takes_recipes(request.command) or (of_a_run and "resume=auto" not in asked)):
+            who = f"{request.command} resume=..." if request.command == "train" else request.command
+            raise ConfigError(f"recipe: gpipe {who} takes none, its settings are those of its run")
         parsed = _parse(asked)
         several = [one for one in parsed if one.is_sweep_override()]
         if several and not multirun:

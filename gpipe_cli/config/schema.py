@@ -28,6 +28,16 @@ class Log:
 
 
 @dataclass
+class Snapshots:
+    every: Any = "epoch"
+    """Steps between two snapshots, or `epoch`; the last step and the best evaluation are always saved."""
+    keep: int = 3
+    """How many of the newest snapshots stay; the best one stays too."""
+    monitor: str | None = "loss"
+    """What makes a snapshot the best: the smallest loss, or the largest of another metric (top1); null: nothing."""
+
+
+@dataclass
 class Shared:
     """The keys of every configured command: a model, samples for it, and how it is divided."""
 
@@ -103,6 +113,12 @@ class Train(Running, Costed):
     """Directory of the run; null: runs/<command>/<model>/<time>."""
     log: Log = field(default_factory=Log)
     """What is written while it runs."""
+    snapshot: Snapshots = field(default_factory=Snapshots)
+    """When the state of training is saved, and how many such snapshots stay."""
+    resume: str | None = None
+    """Go on with a run: its directory or one of its snapshots; auto: with `run_dir`, if there is anything in it."""
+    time_limit: str | None = None
+    """Stop in good order before that long, to be resumed later: 90s, 30m, 2h, 1h30m."""
 
 
 @dataclass
@@ -111,6 +127,10 @@ class Eval(Running):
 
     run: str | None = None
     """The run directory whose newest snapshot is evaluated, with the settings it was trained with."""
+    snapshot: str | None = None
+    """One snapshot of a run, instead of `run`."""
+    weights: str | None = None
+    """A file of weights (.safetensors, .pth), instead of `run`; model and data are those given here."""
     split: str = "test"
     """Which samples: test or train."""
 

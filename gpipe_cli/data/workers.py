@@ -6,6 +6,7 @@ function that fetches runs there, and the batch comes back.
 
 from __future__ import annotations
 
+import os
 import signal
 import traceback
 from collections.abc import Callable, Generator
@@ -30,7 +31,7 @@ def fetched_by_workers(
         batch_size=None,
         num_workers=min(workers, len(wanted)),
         collate_fn=_as_it_is,
-        worker_init_fn=_leave_interrupts_to_the_parent,
+        worker_init_fn=_leave_signals_to_the_parent,
         timeout=timeout,
         generator=torch.Generator(),  # the loader draws a seed, by default from torch's default generator
     )
@@ -81,6 +82,9 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _leave_interrupts_to_the_parent(_worker: int) -> None:
-    # Ctrl-C reaches every process of the terminal; the parent decides, and its workers end with it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _leave_signals_to_the_parent(_worker: int) -> None:
+    # Ctrl-C, a terminal that closes and many schedulers signal a whole group of processes. The parent decides when
+    # to stop, and its workers end with it: they leave the group, and ignore what does not end them by itself.
+    os.setsid()
+    for one in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(one, signal.SIG_IGN)

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.engines.state import EngineState
+
 Value = Tensor | tuple[Tensor, ...]
 Batch = tuple[Value, Tensor]
 Measure = Callable[[Any, Tensor], Mapping[str, float]]
@@ -52,6 +54,12 @@ class Engine(Protocol):
 
     def eval_step(self, batch: Batch) -> StepFacts:
         """Loss and counts of one mini-batch; nothing changes."""
+
+    def state(self) -> EngineState:
+        """All that training changes, by the original names."""
+
+    def load_state(self, state: EngineState) -> None:
+        """Go on from there."""
 
     def close(self) -> None:
         """End workers; twice is fine."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal, Protocol, final
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.engines.nonfinite import first_bad_gradient, first_bad_output
 from gpipe_cli.engines.protocol import Batch, Objective, StepFacts, Value
+from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state
 from gpipe_cli.engines.update import Update
 from gpipe_cli.errors import NumericError
 
@@ -52,6 +54,7 @@ class PipeEngine:
         self._first, self._last = first, last
         self._eval_chunks = eval_chunks
         self._update = self._make_update()
+        self._kept = None if self._update is None else self._optimizer_state(self._update)
 
     def train_step(self, batch: Batch, key: int, lr: float) -> StepFacts:
         assert self._update is not None, "an engine without an optimizer cannot train"
@@ -100,6 +103,23 @@ class PipeEngine:
             loss = self._loss(output, target)
         return StepFacts(float(loss), len(target), self._objective.measure(output, target))
 
+    def state(self) -> EngineState:
+        state = module_state(self.module)
+        if self._update is None or self._kept is None:
+            return state
+        tensors, numbers = self._kept.take()
+        scaler = self._update.scaler.state_dict()
+        return replace(state, optimizer=tensors, numbers={"optimizer": numbers, "scaler": scaler})
+
+    def load_state(self, state: EngineState) -> None:
+        load_module(self.module, state)
+        if self._update is None or self._kept is None:
+            return
+        self._kept.put(state.optimizer, state.numbers.get("optimizer", {}))
+        scaler = state.numbers.get("scaler")
+        if scaler and self._update.scaler.is_enabled():  # a run may go on in another precision
+            self._update.scaler.load_state_dict(scaler)
+
     def close(self) -> None:
         self._pipe.close()
 
@@ -124,6 +144,7 @@ class PipeEngine:
         make = self._objective.optimizer
         if make is None:
             return None
+        check_optimizer(make)
         parameters = [one for one in self.module.parameters() if one.requires_grad]
         return Update(
             make(parameters),
@@ -132,6 +153,10 @@ class PipeEngine:
             scale_loss=self._objective.precision == "fp16",
             device=self._last,
         )
+
+    def _optimizer_state(self, update: Update) -> OptimizerState:
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return OptimizerState(update.optimizer, names)
 
     def _loss(self, output: Any, target: Tensor) -> Tensor:
         # Autocast leaves scores in half precision; a loss summed there would lose most of its digits.

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.models.classes import check_num_classes
+from gpipe_cli.models.images import check_images
 from gpipe_cli.values import check_whole_number
 
 States = tuple[Tensor, Tensor]
@@ -37,12 +38,13 @@ def build(
     """
     check_num_classes(num_classes)
     check_whole_number("model.num_layers", num_layers, least=3)
-    check_whole_number("model.num_filters", num_filters, least=16)
+    check_whole_number("model.num_filters", num_filters, least=8)
+    check_images("an AmoebaNet", input_shape)
     if num_layers % 3:
         raise ConfigError(f"model.num_layers={num_layers}: three groups of cells need a multiple of 3")
-    if num_filters % 16:
+    if num_filters % 8:
         raise ConfigError(
-            f"model.num_filters={num_filters}: cells halve and quarter it; give a multiple of 16"
+            f"model.num_filters={num_filters}: the first cell works with an eighth of it; give a multiple of 8"
         )
     channels = num_filters // 4
     cells = _Cells(channels)

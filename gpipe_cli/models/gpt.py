@@ -30,7 +30,7 @@ def build(
     dropout: float = 0.0,
     tied: bool = True,
     num_classes: int = 256,
-    input_shape: tuple[int, ...] = (128,),
+    input_shape: tuple[int, ...] = (32,),
 ) -> nn.Sequential:
     """`depth` blocks of `width` channels with `heads` heads.
 

@@ -22,6 +22,7 @@ from torch.nn.functional import interpolate, max_pool2d
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.models.classes import check_num_classes
+from gpipe_cli.models.images import check_images
 from gpipe_cli.skip import Namespace, Skippable, pop, skippable, stash
 from gpipe_cli.skip.skippable import Commands
 from gpipe_cli.values import check_share, check_whole_number
@@ -33,9 +34,9 @@ def build(
     depth: int = 3,
     convolutions: int = 2,
     base_channels: int = 16,
-    dropout: float = 0.1,
+    dropout: float = 0.0,
     num_classes: int = 4,
-    input_shape: tuple[int, ...] = (3, 64, 64),
+    input_shape: tuple[int, ...] = (3, 32, 32),
 ) -> nn.Sequential:
     """(B, C) of the benchmark is `convolutions` and `base_channels`; its `depth`, the number of levels, is 5.
 
@@ -58,9 +59,9 @@ def build(
 
 def build_standard(
     depth: int = 4,
-    base_channels: int = 64,
+    base_channels: int = 16,
     num_classes: int = 4,
-    input_shape: tuple[int, ...] = (3, 64, 64),
+    input_shape: tuple[int, ...] = (3, 32, 32),
 ) -> nn.Sequential:
     """The paper has 4 levels and begins with 64 channels."""
 
@@ -101,7 +102,7 @@ def _unet(
     check_whole_number("model.depth", depth, least=1)
     check_whole_number("model.base_channels", base_channels, least=2)
     check_num_classes(num_classes)
-    _check_images(input_shape, depth)
+    _check_size(input_shape, depth)
     return nn.Sequential(OrderedDict(_layers(style, depth, base_channels, num_classes, input_shape[0])))
 
 
@@ -124,9 +125,8 @@ def _isolated(layer: nn.Module, namespace: Namespace) -> nn.Module:
     return layer.isolate(namespace)
 
 
-def _check_images(shape: Sequence[int], depth: int) -> None:
-    if len(shape) != 3:
-        raise ConfigError(f"model: a U-Net takes images, and the data has the shape {list(shape)}")
+def _check_size(shape: Sequence[int], depth: int) -> None:
+    check_images("a U-Net", shape)
     # An instance norm of a single pixel knows no deviation from it.
     least = 2 ** (depth + 1)
     if min(shape[1:]) < least:

@@ -21,18 +21,21 @@ from gpipe_cli.errors import ConfigError, RunError
 _SHOWN = 5  # names in a message; a wrong file differs in hundreds
 
 
-def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """Read the tensors of a `.safetensors`, `.pth` or `.pt` file by name, onto the CPU."""
+def read_weights(path: str | Path, key: str = "model.weights") -> dict[str, Tensor]:
+    """Read the tensors of a `.safetensors`, `.pth` or `.pt` file by name, onto the CPU; key: where it was given."""
     path = Path(path)
+    name = f"{key}={path}"
     readers = {".safetensors": _read_safetensors, ".pth": _read_torch, ".pt": _read_torch}
     if path.suffix not in readers:
-        raise ConfigError(f"model.weights={path}: unknown kind of file; give one of {', '.join(readers)}")
+        raise ConfigError(f"{name}: unknown kind of file; give one of {', '.join(readers)}")
     if not path.is_file():
-        raise RunError(f"model.weights={path}: no such file")
-    return readers[path.suffix](path)
+        raise RunError(f"{name}: no such file")
+    return readers[path.suffix](path, name)
 
 
-def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], path: str | Path) -> None:
+def load_weights(
+    model: nn.Module, tensors: Mapping[str, Tensor], path: str | Path, key: str = "model.weights"
+) -> None:
     """Load all of the model's tensors; the path is for the message when they are not exactly its own."""
     expected = model.state_dict()
     misshapen = [
@@ -47,27 +50,27 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor], path: str | Pa
         problems = {"of another shape": misshapen}
     told = "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names)
     if told:
-        raise ConfigError(f"model.weights={path}: made for another model ({told})")
+        raise ConfigError(f"{key}={path}: made for another model ({told})")
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
+def _read_safetensors(path: Path, name: str) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise RunError(f"model.weights={path}: damaged, or not a safetensors file ({error})") from error
+        raise RunError(f"{name}: damaged, or not a safetensors file ({error})") from error
 
 
-def _read_torch(path: Path) -> dict[str, Tensor]:
+def _read_torch(path: Path, name: str) -> dict[str, Tensor]:
     try:
         # Said aloud, because TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD turns the default into running the file's code.
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged bytes make torch.load raise nearly anything
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise RunError(
-            f"model.weights={path}: damaged, or holds more than tensors, which is not loaded ({reason})"
+            f"{name}: damaged, or holds more than tensors, which is not loaded ({reason})"
         ) from error
     if not isinstance(content, dict) or not all(_is_named_tensor(item) for item in content.items()):
-        raise RunError(f"model.weights={path}: holds a {type(content).__name__}, but not of tensors by name")
+        raise RunError(f"{name}: holds a {type(content).__name__}, but not of tensors by name")
     return content
 
 

@@ -88,7 +88,8 @@ def _step(pipe: GPipe, sample: Sample) -> None:
     # The pipe draws its key from torch's default generator, which must be left where it was.
     with torch.random.fork_rng(devices=[]):
         output = pipe(sample.input)
-    outputs = [one for one in tensors_of(output) if one.requires_grad]
+    given = output.values() if isinstance(output, dict) else tensors_of(output)
+    outputs = [one for one in given if one.requires_grad]
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
 

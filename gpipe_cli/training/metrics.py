@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -42,6 +43,10 @@ class MetricsFile:
 
     def write(self, row: Mapping[str, Any]) -> None:
         self._file.write(f"{json.dumps(row)}\n")
+
+    def sync(self) -> None:
+        """On the disk itself: a snapshot must not outlive the rows before it."""
+        os.fsync(self._file.fileno())
 
     def __enter__(self) -> Self:
         return self

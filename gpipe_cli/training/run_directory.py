@@ -22,7 +22,7 @@ def check_run_dir(run_dir: str | None, number: int | None) -> None:
         raise ConfigError(
             f"run_dir={run_dir}: give the name of a directory, or null for runs/<command>/<model>/<time>"
         )
-    path = Path("runs") if run_dir is None else _explicit(run_dir, number)
+    path = Path("runs") if run_dir is None else explicit_run_directory(run_dir, number)
     try:
         if run_dir is not None and path.is_dir() and any(path.iterdir()):
             raise ConfigError(f"run_dir={path}: exists and is not empty; choose another one, or remove it")
@@ -41,14 +41,15 @@ def make_run_directory(run_dir: str | None, command: str, name: str, number: int
     try:
         if run_dir is None:
             return _new(Path("runs") / command / _safe(name))
-        path = _explicit(run_dir, number)
+        path = explicit_run_directory(run_dir, number)
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ResourceError(f"the run directory cannot be made: {error}") from error
     return path
 
 
-def _explicit(run_dir: str, number: int | None) -> Path:
+def explicit_run_directory(run_dir: str, number: int | None) -> Path:
+    """The directory that was asked for, a job of a sweep in a numbered folder of it."""
     return Path(run_dir) if number is None else Path(run_dir) / str(number)
 
 

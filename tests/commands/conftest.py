@@ -51,7 +51,7 @@ TINY_RUN = (
     "batch_size=20",
     "chunks=3",
 )
-TINY_TRAINING = (*TINY_RUN, "epochs=2", "log.every=1")
+TINY_TRAINING = (*TINY_RUN, "epochs=2", "log.every=1", "snapshot.keep=1", "snapshot.monitor=null")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe_cli.losses.measures import absolute_error, accuracy, segmentation_accuracy, token_accuracy
@@ -46,6 +46,7 @@ def test_nothing_is_counted_where_the_target_is_no_class_per_sample(
     assert accuracy(output, target) == {}
 
 
+@settings(max_examples=25)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(2, 5), st.integers(0, 99))
 def test_tokens_are_counted_right(samples: int, tokens: int, vocabulary: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -60,6 +61,7 @@ def test_tokens_are_counted_right(samples: int, tokens: int, vocabulary: int, se
     assert found == {"token_accuracy": pytest.approx(right), "bits_per_token": pytest.approx(bits, rel=1e-4)}
 
 
+@settings(max_examples=25)
 @given(st.integers(1, 3), st.integers(1, 6), st.integers(1, 4), st.integers(0, 99))
 def test_pixels_are_counted_right(samples: int, pixels: int, classes: int, seed: int) -> None:
     """A class that is neither in a mask nor in what was seen says nothing about it."""

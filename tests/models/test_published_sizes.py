@@ -53,8 +53,8 @@ def rounded(count: int, like: str) -> str:
 
 def test_the_standard_unet_is_the_reference_network() -> None:
     with torch.device("meta"):
-        assert parameters(unet.build_standard(num_classes=1)) == 31_037_633
-        assert parameters(unet.build_standard(num_classes=2)) == 31_037_698
+        assert parameters(unet.build_standard(base_channels=64, num_classes=1)) == 31_037_633
+        assert parameters(unet.build_standard(base_channels=64, num_classes=2)) == 31_037_698
 
 
 @pytest.mark.parametrize(

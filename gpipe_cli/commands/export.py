@@ -1,0 +1,57 @@
+"""gpipe export: the weights of a run or snapshot as one file under the original names, for use without gpipe.
+
+A snapshot's own file of weights is such a file already; it is verified and copied, so torch is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from gpipe_cli.arguments import Invocation
+from gpipe_cli.commands.chosen import choose
+from gpipe_cli.config.suggest import or_list
+from gpipe_cli.errors import ConfigError, ResourceError
+from gpipe_cli.report.tables import print_facts
+from gpipe_cli.training.snapshot.durable import write_file
+from gpipe_cli.training.snapshot.manifest import MODEL
+
+KEYS = ("run", "snapshot", "out")
+
+
+def run(invocation: Invocation) -> None:
+    given = _given(invocation.words)
+    out = Path(given.get("out", MODEL))
+    if out.exists():
+        raise ConfigError(f"out={out}: exists; give another name, or remove it")
+    key = "snapshot" if "snapshot" in given else "run"
+    chosen = choose(key, given[key], (MODEL,)).snapshot
+    try:
+        write_file(out, [chosen.contents[MODEL]], replace=False)
+    except OSError as error:
+        raise ResourceError(f"out={out}: cannot be written: {error}") from error
+    facts = {
+        "out": str(out),
+        "bytes": out.stat().st_size,
+        "sha256": chosen.manifest.files[MODEL].sha256,
+        "snapshot": str(chosen.path),
+    }
+    if invocation.json:
+        sys.stdout.write(f"{json.dumps(facts)}\n")
+    else:
+        print_facts("", facts)
+
+
+def _given(words: tuple[str, ...]) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key not in KEYS:
+            raise ConfigError(f"unknown key '{key}'; {or_list(key, KEYS)}")
+        if not equals or not value:
+            raise ConfigError(f"{key}: give {key}=<{'file' if key == 'out' else 'directory'}>")
+        given[key] = value
+    if ("run" in given) == ("snapshot" in given):
+        raise ConfigError("give run=<directory> or snapshot=<directory>, one of them")
+    return given

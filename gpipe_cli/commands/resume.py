@@ -1,0 +1,149 @@
+"""gpipe train resume=...: which run goes on, from where, and with which settings.
+
+The settings are the saved ones with what is given anew on top. What would make another model, or other samples
+for the same step, is refused; everything else may change and is told. The files of a run are data: they pass the
+same checks as a configuration from anywhere else, and `allow` is never taken from them.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from gpipe_cli.commands.chosen import choose, tell_damaged
+from gpipe_cli.commands.jobs import Job
+from gpipe_cli.commands.saved import saved_config, with_overrides
+from gpipe_cli.config.load import settings_of
+from gpipe_cli.config.schema import Train
+from gpipe_cli.errors import ConfigError, RunError
+from gpipe_cli.training.lock import only_writer
+from gpipe_cli.training.loop import Plan
+from gpipe_cli.training.run_directory import explicit_run_directory
+from gpipe_cli.training.snapshot.contents import Snapshot, open_snapshot
+from gpipe_cli.training.snapshot.finding import is_snapshot, newest_valid, run_of
+from gpipe_cli.training.snapshot.manifest import FILES
+from gpipe_cli.training.snapshot.record import Record, versions
+
+FIXED = ("model", "data", "seed", "batch_size", "optimizer._target_")
+"""Keys that cannot change: the tensors, or the samples of a step, would be others."""
+MOVABLE = ("data.workers", "data.root")
+"""Below those, what only says where samples lie and who fetches them."""
+OF_THE_LAUNCH = ("resume", "run_dir")
+"""Keys that are about one launch, not about the training."""
+
+
+@final
+@dataclass(frozen=True)
+class Resumed:
+    """A run that goes on."""
+
+    run: Path
+    snapshot: Snapshot | None
+    """None: it was started and has saved nothing that can be used, so it begins anew in its place."""
+    settings: Train
+    tree: DictConfig
+    changes: list[str]
+    """What is given otherwise than before, as `key: before -> now`."""
+
+
+def resumption(settings: Train, job: Job, held: ExitStack) -> Resumed | None:
+    """The run that goes on, this process its only writer while `held`; None where a new one begins."""
+    run = _directory(settings, job)
+    if run is None:
+        return None
+    if not job.dry_run:
+        held.enter_context(only_writer(run))
+    saved = saved_config(run)
+    tree = with_overrides(saved, job.tree, job.overrides, OF_THE_LAUNCH)
+    now = settings_of(tree, job.command, job.overrides)
+    assert isinstance(now, Train)
+    changes = _changes(saved, tree)
+    _refuse(changes)
+    told = [f"{key}: {before} -> {after}" for key, (before, after) in changes.items()]
+    return Resumed(run, _snapshot(settings, run), now, tree, told)
+
+
+def resume_command(run: Path, settings: Train) -> str:
+    """The settings are in the run; trust in a package is given anew each time."""
+    return shlex.join(["gpipe", "train", f"resume={run}", *allow_words(settings)])
+
+
+def allow_words(settings: Train) -> list[str]:
+    return [f"allow=[{','.join(settings.allow)}]"] if settings.allow else []
+
+
+def check_goal(plan: Plan, record: Record) -> None:
+    """A run cannot end before where it stands."""
+    if plan.steps < record.position.step:
+        raise ConfigError(
+            f"steps={plan.steps}: the run has come to step {record.position.step}; "
+            "give at least that many, or resume from an earlier snapshot"
+        )
+
+
+def differences(record: Record) -> list[str]:
+    """What else is not as it was: such a run goes on, but not to the bit."""
+    before, now = (
+        {**record.versions, "threads": record.threads},
+        {**versions(), "threads": torch.get_num_threads()},
+    )
+    return [
+        f"{name} was {before.get(name)} and is {value}: results may differ in the last bits"
+        for name, value in now.items()
+        if before.get(name) != value
+    ]
+
+
+def _directory(settings: Train, job: Job) -> Path | None:
+    if settings.resume is None:
+        return None
+    if settings.resume != "auto":
+        path = Path(settings.resume)
+        if not path.is_dir():
+            raise RunError(f"resume={settings.resume}: no such directory")
+        return run_of(path) if is_snapshot(path) else path
+    assert settings.run_dir is not None, "the configuration was checked"
+    path = explicit_run_directory(settings.run_dir, job.number)
+    return path if (path / "config.yaml").exists() else None
+
+
+def _snapshot(settings: Train, run: Path) -> Snapshot | None:
+    if settings.resume != "auto":
+        return open_snapshot(choose("resume", str(settings.resume), FILES).snapshot)
+    found = newest_valid(run)
+    tell_damaged(found.damaged)
+    return None if found.newest is None else open_snapshot(found.newest)
+
+
+def _changes(saved: DictConfig, tree: DictConfig) -> dict[str, tuple[Any, Any]]:
+    before, now = (dict(_leaves(OmegaConf.to_container(one))) for one in (saved, tree))
+    return {
+        key: (before.get(key), now.get(key))
+        for key in dict.fromkeys([*before, *now])
+        if before.get(key) != now.get(key) and key not in (*OF_THE_LAUNCH, "allow")
+    }
+
+
+def _refuse(changes: Mapping[str, tuple[Any, Any]]) -> None:
+    for key, (before, after) in changes.items():
+        if key not in MOVABLE and any(key == one or key.startswith(f"{one}.") for one in FIXED):
+            raise ConfigError(
+                f"{key}={after}: the run was started with {before}, which cannot change when it is resumed; "
+                "leave it out, or start a new run"
+            )
+
+
+def _leaves(node: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Dotted key and value of all that is no mapping."""
+    if not isinstance(node, dict):
+        return [(path, node)]
+    return [
+        leaf for key, value in node.items() for leaf in _leaves(value, f"{path}.{key}" if path else str(key))
+    ]

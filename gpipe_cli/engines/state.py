@@ -1,0 +1,156 @@
+"""Everything a training step changes in an engine, under the original model's names: taken out, and put back.
+
+Names instead of positions, so that a state knows nothing of partitions. The learning rate is not part of it: that
+is a function of the step. Knows nothing of files; it sees to it that all it gives fits into safetensors and JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.errors import ConfigError, RunError
+
+NUMBERS = (bool, int, float, str, type(None))
+Groups = list[dict[str, Any]]
+
+
+@final
+@dataclass(frozen=True)
+class EngineState:
+    """Tensors are the engine's own: copy them before the next step."""
+
+    model: dict[str, Tensor]
+    """The state_dict: parameters and buffers."""
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """Buffers that a state_dict leaves out."""
+    optimizer: dict[str, Tensor] = field(default_factory=dict)
+    """By `parameter/key`, such as `conv1.weight/exp_avg`."""
+    numbers: dict[str, Any] = field(default_factory=dict)
+    """The rest, as JSON: what the optimizer keeps besides tensors, and the loss scale."""
+
+
+def module_state(module: nn.Module) -> EngineState:
+    model = module.state_dict()
+    return EngineState(model, {name: one for name, one in module.named_buffers() if name not in model})
+
+
+def load_module(module: nn.Module, state: EngineState) -> None:
+    """Every name must be there, and no other."""
+    try:
+        module.load_state_dict(state.model)
+    except RuntimeError as error:
+        raise RunError(f"does not fit the model: {' '.join(str(error).split())}") from error
+    left_out = module_state(module).buffers
+    if left_out.keys() != state.buffers.keys():
+        raise RunError(f"does not fit the model: buffers {sorted(left_out.keys() ^ state.buffers.keys())}")
+    for name, buffer in left_out.items():
+        buffer.copy_(state.buffers[name])
+
+
+@final
+class OptimizerState:
+    """What one optimizer keeps, by the names of its parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
+        self._optimizer, self._names = optimizer, names
+        self._at_first = _settings(optimizer)
+
+    def take(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors by `parameter/key`, and numbers."""
+        tensors: dict[str, Tensor] = {}
+        numbers: dict[str, dict[str, Any]] = {}
+        for parameter, values in self._optimizer.state.items():
+            name = self._name(parameter)
+            for key, value in values.items():
+                _check_storable(self._optimizer, key, value)
+                if isinstance(value, Tensor):
+                    tensors[f"{name}/{key}"] = value
+                else:
+                    numbers.setdefault(name, {})[key] = value
+        return tensors, {"state": numbers, "groups": self._moved()}
+
+    def put(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        """Continue from what `take` gave."""
+        groups = self._optimizer.state_dict()["param_groups"]
+        found = _checked(numbers, len(groups))
+        for path, tensor in tensors.items():
+            name, _, key = path.rpartition("/")
+            found.setdefault(name, {})[key] = tensor
+        if unknown := found.keys() - set(self._names.values()):
+            raise RunError(f"does not fit the model: it trains no {', '.join(sorted(unknown)[:5])}")
+        order = [one for group in self._optimizer.param_groups for one in group["params"]]
+        state = {index: found[self._name(one)] for index, one in enumerate(order) if self._name(one) in found}
+        for group, moved in zip(groups, numbers["groups"], strict=True):
+            group.update(moved)
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self._undo_rounding(order, state)
+
+    def _undo_rounding(self, order: list[nn.Parameter], state: Mapping[int, Mapping[str, Any]]) -> None:
+        """torch gives state the dtype of its parameter, even where the optimizer chose a finer one."""
+        for index, values in state.items():
+            loaded = self._optimizer.state[order[index]]
+            for key, value in values.items():
+                if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
+                    loaded[key] = value.to(loaded[key].device)
+
+    def _moved(self) -> Groups:
+        """Settings the optimizer changed by itself; the others are the configuration's, which may change."""
+        moved = [
+            {key: value for key, value in now.items() if value != first.get(key)}
+            for now, first in zip(_settings(self._optimizer), self._at_first, strict=True)
+        ]
+        for key, value in (item for group in moved for item in group.items()):
+            _check_storable(self._optimizer, key, value)
+        return moved
+
+    def _name(self, parameter: Any) -> str:
+        if parameter not in self._names:
+            raise ConfigError(f"{_title(self._optimizer)}: keeps state of no parameter; it cannot be saved")
+        return self._names[parameter]
+
+
+def check_optimizer(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> None:
+    """Say at the start, on a parameter of no importance, what would only fail at the first save."""
+    parameter = nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.ones(2, 2)
+    optimizer = make([parameter])
+    try:
+        optimizer.step()
+    except Exception:  # noqa: BLE001 - it may want other gradients than these; training itself will tell
+        return
+    OptimizerState(optimizer, {parameter: "parameter"}).take()
+
+
+def _check_storable(optimizer: torch.optim.Optimizer, key: Any, value: Any) -> None:
+    plain = isinstance(value, NUMBERS) or (isinstance(value, Tensor) and value.layout is torch.strided)
+    if not plain or not isinstance(key, str) or "/" in key:
+        raise ConfigError(
+            f"{_title(optimizer)}: its state {key!r} is a {type(value).__name__}, which cannot be saved and "
+            "resumed from; choose another optimizer"
+        )
+
+
+def _checked(numbers: Mapping[str, Any], groups: int) -> dict[str, dict[str, Any]]:
+    """The numbers of each parameter, copied; what a file says of them is not believed before it is seen."""
+    match numbers:
+        case {"state": dict(state), "groups": list(moved)} if len(moved) == groups:
+            if all(isinstance(one, dict) for one in (*state.values(), *moved)):
+                return {name: dict(values) for name, values in state.items()}
+    raise RunError("does not fit the optimizer: it holds no state of one with these groups")
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> Groups:
+    return [
+        {key: deepcopy(value) for key, value in group.items() if key not in ("params", "lr")}
+        for group in optimizer.param_groups
+    ]
+
+
+def _title(optimizer: torch.optim.Optimizer) -> str:
+    return f"optimizer._target_={type(optimizer).__module__}.{type(optimizer).__qualname__}"

@@ -1,0 +1,76 @@
+"""Verify a snapshot, then hand out the very bytes that were verified.
+
+Each file is read once: between a check and a second look somebody could change it. Knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from gpipe_cli.errors import ResourceError, RunError
+from gpipe_cli.training.snapshot.durable import CHUNK, FileFacts
+from gpipe_cli.training.snapshot.manifest import FILES, Manifest, read_manifest
+
+
+@final
+@dataclass(frozen=True)
+class Verified:
+    """A snapshot of which every file is as it was written."""
+
+    path: Path
+    manifest: Manifest
+    contents: dict[str, bytearray]
+    """The files asked for."""
+
+
+def read_snapshot(directory: Path, wanted: Collection[str] = FILES) -> Verified:
+    """Verify every file; keep what is wanted. RunError names the first that is damaged."""
+    manifest = read_manifest(directory)
+    contents = {}
+    for name, facts in manifest.files.items():
+        content = _verified(directory / name, facts, keep=name in wanted)
+        if content is not None:
+            contents[name] = content
+    return Verified(directory, manifest, contents)
+
+
+def verify(directory: Path) -> Manifest:
+    return read_snapshot(directory, wanted=()).manifest
+
+
+def _verified(path: Path, facts: FileFacts, *, keep: bool) -> bytearray | None:
+    try:
+        found = path.stat().st_size
+        if found != facts.size:  # before anything of that size is allocated
+            raise RunError(f"{path}: damaged: has {found} bytes instead of {facts.size}")
+        content = bytearray(facts.size if keep else min(facts.size, CHUNK))
+        digest = _digest(path, content, facts.size)
+    except MemoryError as error:
+        raise ResourceError(f"{path}: no memory for its {facts.size} bytes") from error
+    except OSError as error:
+        raise RunError(f"{path}: damaged, or not there: {error}") from error
+    if digest != facts.sha256:
+        raise RunError(f"{path}: damaged: its sha256 is {digest}, {facts.sha256} was written")
+    return content if keep else None
+
+
+def _digest(path: Path, content: bytearray, size: int) -> str:
+    """Hash the file while reading it into `content`, over and over from its start where that is shorter."""
+    digest, done = hashlib.sha256(), 0
+    view, reused = memoryview(content), len(content) < size
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, "gpipe-hash") as hashing:
+        while done < size:
+            place = view[: size - done] if reused else view[done : done + CHUNK]
+            count = file.readinto(place)
+            if not count:  # cut short meanwhile: the digest will tell
+                break
+            hashed = hashing.submit(digest.update, place[:count])
+            if reused:
+                hashed.result()
+            done += count
+    return digest.hexdigest()

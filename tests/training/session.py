@@ -1,0 +1,315 @@
+"""A whole training run in a process of its own, as `gpipe train` wires it but without a command line.
+
+Processes are forked from the one that has torch loaded, so a run takes moments and hundreds can be killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.data.loading import batch_count, batches
+from gpipe_cli.engines import single, threads
+from gpipe_cli.engines.protocol import Batch, Engine, Objective
+from gpipe_cli.engines.state import EngineState
+from gpipe_cli.losses.measures import accuracy
+from gpipe_cli.training.loop import Evaluated, Fact, Plan, Position, train
+from gpipe_cli.training.lr_schedules import Cosine
+from gpipe_cli.training.metrics import MetricsFile
+from gpipe_cli.training.rewind import rewind_metrics, rewind_snapshots
+from gpipe_cli.training.signals import StopRequested as StopRequested
+from gpipe_cli.training.signals import stop_requests
+from gpipe_cli.training.snapshot import durable
+from gpipe_cli.training.snapshot.contents import Snapshot, open_snapshot
+from gpipe_cli.training.snapshot.finding import newest_valid
+from gpipe_cli.training.snapshot.keeper import Keeper, Retention
+from gpipe_cli.training.survival import survive
+
+BATCH = 6
+SAMPLES = 22  # the last of four mini-batches is a short one
+STEPS = 10  # two epochs and a half
+Spoil = Callable[[Snapshot, EngineState], Snapshot]
+"""Takes something out of a snapshot; it is given the state of an engine that has not trained, to put in its place."""
+
+
+@final
+class Counting(nn.Module):
+    """Remembers in a buffer that no state_dict holds."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training:
+            self.seen.add_(1)
+        return input * (1 + 0.001 * float(self.seen))
+
+
+@final
+class Decaying(torch.optim.SGD):
+    """Changes one of its own settings."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["momentum"] *= 0.9
+        return super().step(closure)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True),
+    "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=0.1),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "decaying": lambda parameters: Decaying(parameters, lr=0.1, momentum=0.9),
+}
+
+
+@final
+@dataclass(frozen=True)
+class Case:
+    """How to train; all but `balance` and `workers` decides the bits."""
+
+    optimizer: str = "adamw"
+    clip: float | None = None
+    precision: str = "fp32"
+    balance: tuple[int, ...] = ()
+    """None: the engine `single`."""
+    workers: int = 0
+    every: int | None = 3
+    keep: int = 2
+
+
+@final
+class Numbered:
+    """Samples that carry their own number."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        chance = torch.Generator().manual_seed(index)
+        return torch.cat([torch.tensor([float(index)]), torch.randn(5, generator=chance)]), index % 3
+
+
+def make_engine(case: Case) -> Engine:
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Linear(6, 8),
+        nn.BatchNorm1d(8, momentum=None),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        Counting(),
+        nn.Linear(8, 8),
+        nn.BatchNorm1d(8),
+        nn.Linear(8, 3),
+    )
+    loss = nn.functional.cross_entropy
+    objective = Objective(loss, accuracy, OPTIMIZERS[case.optimizer], case.clip, case.precision)
+    device = torch.device("cpu")
+    if not case.balance:
+        return single.build(
+            module, objective, device=device, chunks=2, eval_chunks=2, deferred_batch_norm=False
+        )
+    return threads.build(
+        module,
+        objective,
+        balance=list(case.balance),
+        devices=[device] * len(case.balance),
+        chunks=2,
+        eval_chunks=2,
+        checkpoint="except_last",
+        schedule="1f1b",
+        deferred_batch_norm=False,
+        step_timeout=None,
+        log_layers=False,
+    )
+
+
+def warm_up() -> None:
+    """Let torch import, once and before any fork, what it only imports at a first step."""
+    make_engine(Case()).train_step(next(_batches(0, 0, Case()))[0], 0, 0.0)
+
+
+def run(
+    directory: Path,
+    case: Case,
+    *,
+    steps: int = STEPS,
+    spoil: Spoil | None = None,
+    at_fact: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Train to the end, going on from whatever the directory holds."""
+    torch.set_num_threads(1)
+    directory.mkdir(exist_ok=True)
+    engine = make_engine(case)
+    found = newest_valid(directory).newest
+    snapshot = None if found is None else open_snapshot(found)
+    if snapshot is not None:
+        if spoil is not None:
+            fresh = make_engine(case)
+            fresh.train_step(next(_batches(0, 0, case))[0], 0, 0.0)  # so that its optimizer has a state
+            snapshot = spoil(snapshot, fresh.state())
+        engine.load_state(snapshot.state)
+    start = Position() if snapshot is None else snapshot.record.position
+    rewind_snapshots(directory, start.step, None if snapshot is None else snapshot.path)
+    rewind_metrics(directory / "metrics.jsonl", start)
+    plan = Plan(steps, batch_count(SAMPLES, BATCH), lr=0.1, lr_schedule=Cosine(), seed=5)
+    seen: list[list[float]] = []
+
+    def train_batches(epoch: int, first: int) -> Iterator[Batch]:
+        for batch, numbers in _batches(epoch, first, case):
+            seen.append(numbers)
+            yield batch
+
+    record = None if snapshot is None else snapshot.record
+    with (
+        stop_requests() as stops,
+        MetricsFile(directory / "metrics.jsonl") as metrics,
+        Keeper(directory, engine, plan, Retention(case.every, case.keep, "loss"), record) as keeper,
+    ):
+        held_out = lambda epoch: stops.heeded(batch for batch, _ in _batches(0, 0, case))  # noqa: E731
+        facts = train(engine, plan, train_batches, held_out, start)
+        for count, fact in enumerate(survive(facts, keeper, stops)):
+            metrics.write(_row(fact, seen))
+            at_fact(count)
+    engine.close()
+
+
+def _batches(epoch: int, first: int, case: Case) -> Iterator[tuple[Batch, list[float]]]:
+    samples = batches(
+        Numbered(), batch_size=BATCH, seed=5, epoch=epoch, start=first, shuffle=True, workers=case.workers
+    )
+    for input, target in samples:
+        yield (input, target), input[:, 0].tolist()
+
+
+def _row(fact: Fact, seen: list[list[float]]) -> dict[str, Any]:
+    kind = "eval" if isinstance(fact, Evaluated) else "train"
+    samples = seen[-1] if kind == "train" else []
+    return {
+        "step": fact.step,
+        "split": kind,
+        "loss": repr(fact.loss),
+        "means": fact.means,
+        "samples": samples,
+    }
+
+
+def result(directory: Path) -> dict[str, Any]:
+    """Everything that must not depend on how often a run was killed: bytes of the tensors, record, rows."""
+    found = newest_valid(directory)
+    assert found.newest is not None and not found.damaged
+    record: dict[str, Any] = dict(found.newest.manifest.record)
+    del record["seconds"]
+    record["evaluation"] = {
+        key: value for key, value in record["evaluation"].items() if key not in ("took", "seconds")
+    }
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "files": {name: bytes(one) for name, one in found.newest.contents.items()},
+        "record": record,
+        "rows": rows,
+    }
+
+
+def in_a_child(work: Callable[[], None]) -> int:
+    """Run it in a forked process; how that ended, as the negative number of a signal or as an exit code."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:  # noqa: BLE001 - a child must never return into the tests of its parent
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def kill_at(count: int) -> Callable[[int], None]:
+    """End the process, as the system would, when that many facts have been written down."""
+
+    def at_fact(now: int) -> None:
+        if now == count:
+            for thread in threading.enumerate():  # a save that was begun is another test's business
+                if thread.name == "gpipe-snapshot":
+                    thread.join()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return at_fact
+
+
+@final
+class DeadlyDisk:
+    """`os` for the file that writes: the process is killed at the n-th call that changes the disk.
+
+    A write is done by half first.
+    """
+
+    def __init__(self, deadly: int) -> None:
+        self._left = deadly
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(os, name)
+        if name not in ("write", "fsync", "rename", "mkdir"):
+            return call
+
+        def counted(*arguments: Any) -> Any:
+            self._left -= 1
+            if self._left < 0:
+                if name == "write":
+                    call(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments)
+
+        return counted
+
+
+def with_deadly_disk(directory: Path, case: Case, deadly: int) -> None:
+    durable.os = DeadlyDisk(deadly)  # type: ignore[assignment]  # a child has its own copy of every module
+    run(directory, case)
+
+
+def without(part: str, names: str) -> Spoil:
+    """Leave out those tensors of a part of the state whose names contain the text."""
+
+    def spoil(snapshot: Snapshot, fresh: EngineState) -> Snapshot:
+        before, new = getattr(snapshot.state, part), getattr(fresh, part)
+        spoiled = {name: new[name] if names in name else tensor for name, tensor in before.items()}
+        assert any(names in name for name in before), f"{part} has no {names}"
+        return replace(snapshot, state=replace(snapshot.state, **{part: spoiled}))
+
+    return spoil
+
+
+def without_numbers(part: str) -> Spoil:
+    def spoil(snapshot: Snapshot, fresh: EngineState) -> Snapshot:
+        numbers = {**snapshot.state.numbers, part: fresh.numbers[part]}
+        return replace(snapshot, state=replace(snapshot.state, numbers=numbers))
+
+    return spoil
+
+
+def with_position(**changes: Any) -> Spoil:
+    def spoil(snapshot: Snapshot, fresh: EngineState) -> Snapshot:
+        position = replace(snapshot.record.position, **changes)
+        return replace(snapshot, record=replace(snapshot.record, position=position))
+
+    return spoil
+
+
+def without_best(snapshot: Snapshot, fresh: EngineState) -> Snapshot:
+    return replace(snapshot, record=replace(snapshot.record, best=None))

@@ -1,0 +1,222 @@
+"""Snapshots on disk: whole, verified, byte-equal for equal states, and refused if anything of them has changed."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpipe_cli.engines.state import EngineState
+from gpipe_cli.errors import ConfigError, ResourceError, RunError
+from gpipe_cli.training.loop import Evaluated, Position
+from gpipe_cli.training.snapshot import durable, manifest
+from gpipe_cli.training.snapshot.contents import amend, check_savable, open_snapshot, write_snapshot
+from gpipe_cli.training.snapshot.finding import newest_valid, snapshot_path, snapshot_paths, unfinished_paths
+from gpipe_cli.training.snapshot.reading import read_snapshot
+from gpipe_cli.training.snapshot.record import Best, Record, versions
+
+EVALUATION = Evaluated(
+    step=4, epoch=0, loss=0.1 + 0.2, means={"top1": 1 / 3}, samples=9, lr=1e-3, took=0.5, seconds=2.5
+)
+
+
+def state() -> EngineState:
+    return EngineState(
+        model={"a.weight": torch.randn(4, 3), "a.count": torch.tensor(7)},
+        buffers={"a.mask": torch.ones(3, dtype=torch.bool)},
+        optimizer={"a.weight/exp_avg": torch.randn(4, 3), "a.weight/step": torch.tensor(4.0)},
+        numbers={
+            "optimizer": {"state": {"a.weight": {"n": 3}}, "groups": [{}]},
+            "scaler": {"scale": 65536.0},
+        },
+    )
+
+
+def record(step: int = 4, **changes: Any) -> Record:
+    best = Best("loss", 0.25, 2)
+    whole = Record(Position(step, 3.5, EVALUATION), best, 4, 7, 1, versions(), state().numbers)
+    return replace(whole, **changes)
+
+
+def go_on() -> None:
+    pass
+
+
+def write(run: Path, step: int = 4, saved: EngineState | None = None) -> Path:
+    path = snapshot_path(run, step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_snapshot(path, saved or state(), record(step), go_on)
+    return path
+
+
+def test_what_is_saved_comes_back_to_the_bit(tmp_path: Path) -> None:
+    saved = state()
+    found = open_snapshot(read_snapshot(write(tmp_path, saved=saved)))
+    assert found.record == record()
+    assert found.state.numbers == saved.numbers
+    for part in ("model", "buffers", "optimizer"):
+        before, now = getattr(saved, part), getattr(found.state, part)
+        assert before.keys() == now.keys()
+        assert all(torch.equal(before[name], now[name]) for name in before)
+
+
+def test_equal_states_give_byte_equal_files(tmp_path: Path) -> None:
+    saved = state()
+    first, second = write(tmp_path / "a", saved=saved), write(tmp_path / "b", saved=saved)
+    assert {one.name for one in first.iterdir()} == {*manifest.FILES, manifest.MANIFEST}
+    for path in first.iterdir():
+        assert path.read_bytes() == (second / path.name).read_bytes()
+
+
+def test_a_hundred_bit_flips_and_cuts_are_all_noticed(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    whole = {file: file.read_bytes() for file in path.iterdir()}
+    chance = random.Random(0)
+    for attempt in range(100):
+        file = chance.choice(sorted(whole))
+        damaged = bytearray(whole[file])
+        if attempt % 4:
+            damaged[chance.randrange(len(damaged))] ^= 1 << chance.randrange(8)
+        else:
+            del damaged[chance.choice([0, 10, len(damaged) // 2, len(damaged) - 1]) :]
+        file.write_bytes(damaged)
+        with pytest.raises(RunError, match=r"damaged|format"):
+            read_snapshot(path)
+        file.write_bytes(whole[file])
+    read_snapshot(path)
+
+
+@pytest.mark.parametrize("name", [*manifest.FILES, manifest.MANIFEST])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path)
+    (path / name).unlink()
+    with pytest.raises(RunError, match=name):
+        read_snapshot(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": -1},
+        {"step": True},
+        {"evaluation": {"step": 1}},
+        {"evaluation": 3},
+        {"best": {"metric": 1, "value": "x", "step": 1}},
+        {"engine": 3},
+        {"versions": 7},
+        {"seconds": "1"},
+    ],
+)
+def test_a_record_that_is_whole_but_wrong_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Somebody who can write a file can write its digest too."""
+    path = write(tmp_path)
+    read = manifest.read_manifest(path)
+    hostile = manifest.Manifest(read.files, {**read.record, **change})
+    (path / manifest.MANIFEST).write_bytes(manifest.encode(hostile))
+    with pytest.raises(RunError, match="its record cannot be used"):
+        open_snapshot(read_snapshot(path))
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "other.safetensors"])
+def test_a_manifest_leads_nowhere_else(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path)
+    read = manifest.read_manifest(path)
+    hostile = manifest.Manifest({name: read.files[manifest.MODEL]}, read.record)
+    (path / manifest.MANIFEST).write_bytes(manifest.encode(hostile))
+    with pytest.raises(RunError, match="no file of a snapshot is described by"):
+        read_snapshot(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"[" * 10**5, b'{"format": 2}', b"\xff\xfe"])
+def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = write(tmp_path)
+    (path / manifest.MANIFEST).write_bytes(content)
+    with pytest.raises(RunError, match=r"damaged|has the format"):
+        read_snapshot(path)
+
+
+def test_the_record_can_be_amended_without_touching_a_tensor(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    before = {name: (path / name).stat().st_mtime_ns for name in manifest.FILES}
+    amend(path, record(position=Position(4, 9.0)))
+    assert open_snapshot(read_snapshot(path)).record.position == Position(4, 9.0)
+    assert {name: (path / name).stat().st_mtime_ns for name in manifest.FILES} == before
+
+
+def test_the_newest_valid_one_is_found_and_damaged_ones_are_named(tmp_path: Path) -> None:
+    for step in (9, 100, 20):
+        write(tmp_path, step)
+    assert [path.name for path in snapshot_paths(tmp_path)] == [f"step-{n:08d}" for n in (100, 20, 9)]
+    newest = snapshot_path(tmp_path, 100)
+    (newest / manifest.OPTIMIZER).write_bytes(b"")
+    found = newest_valid(tmp_path)
+    assert found.newest is not None and found.newest.path == snapshot_path(tmp_path, 20)
+    assert list(found.damaged) == [newest] and manifest.OPTIMIZER in str(found.damaged[newest])
+
+
+def test_only_real_directories_with_the_right_name_are_snapshots(tmp_path: Path) -> None:
+    path = write(tmp_path, 5)
+    (path.parent / "step-00000009").symlink_to(path, target_is_directory=True)
+    (path.parent / "step-00000007.tmp").mkdir()
+    (path.parent / "step-00000008").touch()
+    (path.parent / "step-5").mkdir()
+    (path.parent / "mine.tmp").mkdir()
+    assert snapshot_paths(tmp_path) == [path]
+    assert [one.name for one in unfinished_paths(tmp_path)] == ["step-00000007.tmp"]
+    assert snapshot_paths(tmp_path / "nowhere") == []
+
+
+def test_a_failed_save_names_path_need_and_free_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, piece: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(durable.os, "write", full)
+    says = r"step-00000004: the snapshot cannot be written: .*No space left.*; it needs \d+ bytes, [\d,]+ are free"
+    with pytest.raises(ResourceError, match=says):
+        write(tmp_path)
+    assert not list((tmp_path / "snapshots").iterdir())
+
+
+def test_what_a_snapshot_cannot_hold_is_told_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"'w' has the dtype torch.complex64, which a snapshot cannot hold"):
+        check_savable(EngineState({"w": torch.ones(2, dtype=torch.complex64)}))
+
+
+def test_a_snapshot_that_was_removed_halfway_is_never_seen(tmp_path: Path) -> None:
+    path = write(tmp_path, 5)
+    canary = tmp_path / "canary"
+    canary.mkdir()
+    (path / "link").symlink_to(canary, target_is_directory=True)
+    durable.retire(path)
+    assert canary.is_dir() and not list(path.parent.iterdir())
+
+
+def test_a_half_written_file_never_replaces_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "config.yaml"
+    target.write_text("old")
+
+    def broken(descriptor: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(durable.os, "fsync", broken)
+    with pytest.raises(OSError, match="Input/output error"):
+        durable.write_file(target, [b"new"])
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_file_that_must_be_new_replaces_nothing(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    durable.write_file(target, [b"new"], replace=False)
+    with pytest.raises(FileExistsError):
+        durable.write_file(target, [b"newer"], replace=False)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"new"]
+    shutil.rmtree(tmp_path)

@@ -1,0 +1,209 @@
+"""A run that was killed and resumed equals one that never was, in every bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpipe_cli.training.snapshot.finding import newest_valid, snapshot_paths
+from tests.training import session
+from tests.training.session import (
+    Case,
+    Spoil,
+    in_a_child,
+    kill_at,
+    result,
+    run,
+    with_deadly_disk,
+    with_position,
+    without,
+    without_best,
+    without_numbers,
+)
+
+HALF = Case(optimizer="sgd", clip=0.1, precision="bf16")
+SCALED = Case(optimizer="decaying", precision="fp16", every=None)
+REFERENCES: dict[Case, dict[str, Any]] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    session.warm_up()
+
+
+def reference(case: Case, folder: Path) -> dict[str, Any]:
+    """What the case gives when nothing happens to it."""
+    if case not in REFERENCES:
+        directory = folder / "reference"
+        assert in_a_child(lambda: run(directory, case)) == 0
+        REFERENCES[case] = result(directory)
+    return REFERENCES[case]
+
+
+@pytest.mark.parametrize(
+    ("case", "facts"),
+    [
+        (Case(), 4),  # in the middle of an epoch
+        (Case(), 5),
+        (Case(every=2), 3),  # the last step of an epoch is done, its evaluation is not
+        (Case(every=2), 4),  # both are
+        (Case(every=2, workers=2), 7),
+        (HALF, 7),
+        (SCALED, 7),
+        (Case(optimizer="nadam", clip=1.0), 8),
+        (Case(balance=(2, 6)), 8),
+    ],
+)
+def test_a_run_that_was_killed_goes_on_to_the_bit(tmp_path: Path, case: Case, facts: int) -> None:
+    expected = reference(case, tmp_path)
+    directory = tmp_path / "run"
+    assert in_a_child(lambda: run(directory, case, at_fact=kill_at(facts))) == -signal.SIGKILL
+    assert newest_valid(directory).newest is not None
+    assert in_a_child(lambda: run(directory, case)) == 0
+    assert result(directory) == expected
+
+
+def test_it_may_go_on_with_other_partitions_workers_and_engine(tmp_path: Path) -> None:
+    expected = reference(Case(), tmp_path)
+    directory = tmp_path / "run"
+    for facts, balance, workers in ((4, (), 0), (4, (3, 5), 1), (4, (1, 2, 5), 0), (99, (), 0)):
+        case = Case(balance=balance, workers=workers)
+        code = in_a_child(lambda case=case, facts=facts: run(directory, case, at_fact=kill_at(facts)))
+        assert code in (0, -signal.SIGKILL)
+    assert result(directory) == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "spoil"),
+    [
+        (Case(), without("model", "0.weight")),
+        (Case(), without("model", "7.bias")),
+        (Case(), without("model", "running_mean")),
+        (Case(), without("model", "running_var")),
+        (Case(), without("model", "1.num_batches_tracked")),
+        (Case(), without("buffers", "seen")),
+        (Case(), without("optimizer", "5.weight/exp_avg")),
+        (Case(), without("optimizer", "/exp_avg_sq")),
+        (Case(), without("optimizer", "/max_exp_avg_sq")),
+        (Case(), without("optimizer", "/step")),
+        (HALF, without("optimizer", "momentum_buffer")),
+        (SCALED, without_numbers("optimizer")),
+        (SCALED, without_numbers("scaler")),
+        (Case(), with_position(step=2)),
+        (HALF, without_best),
+    ],
+)
+def test_leaving_out_any_one_saved_item_is_noticed(tmp_path: Path, case: Case, spoil: Spoil) -> None:
+    """The test above would be worth nothing if it passed without what is saved."""
+    expected = reference(case, tmp_path)
+    directory = tmp_path / "run"
+    assert in_a_child(lambda: run(directory, case, at_fact=kill_at(6))) == -signal.SIGKILL
+    assert in_a_child(lambda: run(directory, case, spoil=spoil)) == 0
+    assert result(directory) != expected
+
+
+def torn(case: Case, directory: Path, expected: dict[str, Any], deadly: int) -> bool:
+    """Kill a run at one of its calls that change the disk, then resume it; False where it has no such call."""
+    code = in_a_child(lambda: with_deadly_disk(directory, case, deadly))
+    if code == 0:
+        return False
+    assert code == -signal.SIGKILL
+    found = newest_valid(directory)
+    assert not found.damaged, "what has the name of a snapshot is whole"
+    rows = (directory / "metrics.jsonl").read_text().count('"train"')
+    saved = 0 if found.newest is None else found.newest.manifest.record["step"]
+    assert (
+        case.every is not None and rows - saved <= 2 * case.every
+    )  # one is being written, the next may be due
+    assert in_a_child(lambda: run(directory, case)) == 0
+    assert result(directory) == expected
+    names = {path.name for path in (directory / "snapshots").iterdir()}
+    assert names == {path.name for path in snapshot_paths(directory)}, "nothing half-written is left"
+    return True
+
+
+def test_a_save_may_be_killed_at_any_write_fsync_or_rename(tmp_path: Path) -> None:
+    """The second save and the removal of an old snapshot after it: calls 18 to 45 of the run."""
+    case = Case(keep=1)
+    expected = reference(case, tmp_path)
+    for deadly in range(18, 45, 4):
+        assert torn(case, tmp_path / str(deadly), expected, deadly)
+
+
+@pytest.mark.slow
+def test_every_call_of_a_run_that_changes_the_disk_may_be_its_last(tmp_path: Path) -> None:
+    case = Case(keep=1)
+    expected = reference(case, tmp_path)
+    count = 0
+    while torn(case, tmp_path / str(count), expected, count):
+        count += 1
+    assert count > 60
+
+
+def killed_at_random(directory: Path, case: Case, chance: random.Random, longest: float) -> Iterator[int]:
+    """Start the run again and again, each time for a while, until it ends by itself."""
+    while True:
+        child = os.fork()
+        if child == 0:
+            try:
+                run(directory, case)
+            finally:
+                os._exit(0)
+        until = time.monotonic() + chance.uniform(0, longest)
+        while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+            if time.monotonic() > until:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.001)
+        yield os.waitstatus_to_exitcode(ended[1])
+        if os.waitstatus_to_exitcode(ended[1]) == 0:
+            return
+
+
+@pytest.mark.parametrize("kills", [6, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_run_may_be_killed_at_any_time_again_and_again(tmp_path: Path, kills: int) -> None:
+    case = replace(Case(), every=1)
+    expected = reference(case, tmp_path)
+    chance, killed, attempt = random.Random(7), 0, 0
+    while killed < kills and attempt < 40 * kills:
+        directory = tmp_path / str(attempt)
+        attempt += 1
+        for code in killed_at_random(directory, case, chance, longest=0.4):
+            killed += code == -signal.SIGKILL
+            found = newest_valid(directory)
+            assert not found.damaged
+        assert result(directory) == expected
+    assert killed >= kills
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_saves_the_step_under_way_and_the_run_goes_on_to_the_bit(
+    tmp_path: Path, number: int
+) -> None:
+    """At fact 3 an epoch's last step is done: its evaluation is left to the resumed run."""
+    case = Case(every=None)
+    expected = reference(case, tmp_path)
+    directory = tmp_path / "run"
+
+    def stopped() -> None:
+        at_fact = {3: number}
+        with pytest.raises(session.StopRequested):
+            run(
+                directory,
+                case,
+                at_fact=lambda now: os.kill(os.getpid(), at_fact[now]) if now in at_fact else None,
+            )
+
+    assert in_a_child(stopped) == 0
+    found = newest_valid(directory).newest
+    assert found is not None
+    assert (found.manifest.record["step"], found.manifest.record["evaluation"]) == (4, None)
+    assert in_a_child(lambda: run(directory, case)) == 0
+    assert result(directory) == expected
