@@ -176,7 +176,7 @@ def run(
     with (
         stop_requests() as stops,
         MetricsFile(directory / "metrics.jsonl") as metrics,
-        Keeper(directory, engine, plan, Retention(case.every, case.keep, "top1"), record) as keeper,
+        Keeper(directory, engine, plan, Retention(case.every, case.keep, "loss"), record) as keeper,
     ):
         held_out = lambda epoch: stops.heeded(batch for batch, _ in _batches(0, 0, case))  # noqa: E731
         facts = train(engine, plan, train_batches, held_out, start)

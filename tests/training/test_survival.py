@@ -98,7 +98,7 @@ def test_it_may_go_on_with_other_partitions_workers_and_engine(tmp_path: Path) -
         (SCALED, without_numbers("optimizer")),
         (SCALED, without_numbers("scaler")),
         (Case(), with_position(step=2)),
-        (Case(), without_best),
+        (HALF, without_best),
     ],
 )
 def test_leaving_out_any_one_saved_item_is_noticed(tmp_path: Path, case: Case, spoil: Spoil) -> None:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-Content = Iterable[bytes | memoryview]
+Content = Iterable[bytes | bytearray | memoryview]
 CHUNK = 8 * 2**20
 """Bytes between two looks at whether to go on."""
 UNFINISHED = ".tmp"
