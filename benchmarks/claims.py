@@ -6,7 +6,7 @@ Only says which figure is compared with which bound; the figures come from `harn
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from benchmarks.harness import Measured, ratio
@@ -34,8 +34,11 @@ class Claim:
 class Judged:
     text: str
     figure: float
+    best: float
+    """The same of each system's fastest turn: what is left when nothing else disturbs the machine."""
     bound: str
     holds: bool
+    """Judged by the medians."""
 
 
 def judge(case: str, results: Results) -> list[Judged]:
@@ -51,7 +54,8 @@ def judge(case: str, results: Results) -> list[Judged]:
 def _judge_one(claim: Claim, measured: list[Measured]) -> Judged:
     figure = claim.figure(*measured)
     holds = figure <= claim.bound if claim.at_most else figure >= claim.bound
-    return Judged(claim.text, figure, f"{'≤' if claim.at_most else '≥'} {claim.bound:g}", holds)
+    best = claim.figure(*(replace(one, seconds=[one.best]) for one in measured))
+    return Judged(claim.text, figure, best, f"{'≤' if claim.at_most else '≥'} {claim.bound:g}", holds)
 
 
 def _time(system: str, other: str, bound: float) -> Claim:
@@ -77,6 +81,7 @@ CLAIMS = (
     _time("gpipe-except_last", "torchgpipe-except_last", 0.70),
     _time("gpipe", "torch-gpipe", 1.0),
     _time("1f1b", "torch-1f1b", 1.0),
+    _time("gpipe-recorded", "gpipe", 1.02),
     _speed_up("gpipe"),
     _speed_up("1f1b"),
     Claim(

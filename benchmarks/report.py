@@ -77,7 +77,8 @@ def _cells(measured: Measured, plain: Measured | None) -> list[str]:
 
 
 def _claims_table(case: str, judged: Sequence[Judged]) -> Table:
-    table = Table("claim", "measured", "bound", "holds", title=f"{case}: claims")
+    table = Table("claim", "measured", "of bests", "bound", "holds", title=f"{case}: claims")
     for one in judged:
-        table.add_row(one.text, f"{one.figure:.3f}", one.bound, "yes" if one.holds else "[red]no")
+        holds = "yes" if one.holds else "[red]no"
+        table.add_row(one.text, f"{one.figure:.3f}", f"{one.best:.3f}", one.bound, holds)
     return table

@@ -62,6 +62,21 @@ def _gpipe_backward(case: Case, seat: Seat, *, schedule: str, checkpoint: str) -
     return lambda: case.loss(pipe(case.input), case.target).backward()
 
 
+def _gpipe_recorded(case: Case, seat: Seat) -> Step:
+    """What `gpipe profile timeline=true` does to a step, the reading of the record included."""
+    from gpipe_cli.profiling.record import Record
+
+    pipe = _gpipe_pipe(case, "gpipe", "never")
+    pipe.recorder = record = Record(pipe.devices)
+
+    def step() -> None:
+        pipe.step(case.input, case.target, case.loss)
+        record.pieces()
+        record.clear()
+
+    return step
+
+
 def _gpipe_pipe(case: Case, schedule: str, checkpoint: str) -> Any:
     from gpipe_cli import GPipe
 
@@ -130,6 +145,7 @@ SYSTEMS: Mapping[str, System] = {
     "gpipe": System(partial(_gpipe, schedule="gpipe", checkpoint="never")),
     "gpipe-backward": System(partial(_gpipe_backward, schedule="gpipe", checkpoint="never")),
     "gpipe-except_last": System(partial(_gpipe, schedule="gpipe", checkpoint="except_last")),
+    "gpipe-recorded": System(_gpipe_recorded),
     "1f1b": System(partial(_gpipe, schedule="1f1b", checkpoint="never")),
     "1f1b-except_last": System(partial(_gpipe, schedule="1f1b", checkpoint="except_last")),
     "interleaved": System(partial(_gpipe, schedule="interleaved", checkpoint="never")),

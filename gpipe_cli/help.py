@@ -63,8 +63,8 @@ COMMANDS = {
         (
             "gpipe profile                                # time and memory of each layer",
             "gpipe profile model=resnet101 sort=time top=10",
-            "gpipe profile batch_size=128 chunks=8        # at the micro-batch size of such a run",
-            "gpipe profile --json                         # one JSON document on stdout",
+            "gpipe profile timeline=true partitions=4     # some pipelined steps: trace.json, where time is lost",
+            "gpipe profile measure=false                  # nothing is run: memory and FLOPs, of any size of model",
         ),
     ),
     "export": Command(
@@ -94,7 +94,7 @@ COMMANDS = {
 FLAGS = {
     "--by X": "balance by X: short for balance=X",
     "--json": "print the result as one JSON document on stdout",
-    "--dry-run": "check and build everything, show the partitions, write nothing",
+    "--dry-run": "check everything, show partitions and their memory, build no storage, write nothing",
     "--debug": "show the full traceback of an error",
     "-m, --multirun": "run a sweep: comma-separated values, every combination",
     "--cfg job": "print the composed configuration and stop (--resolve fills in ${...})",

@@ -10,8 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from gpipe_cli.cli import main
+
+# Timing decides no test, and a suite that was green is green again; new examples are a matter of
+# `pytest --hypothesis-profile=default`.
+settings.register_profile("gpipe", deadline=None, derandomize=True)
+settings.load_profile("gpipe")
 
 
 @dataclass(frozen=True)
@@ -38,10 +44,14 @@ def one_intra_op_thread() -> Iterator[None]:
 
 @pytest.fixture
 def gpipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Callable[..., Answer]:
-    """Runs a command line in this process, in an empty folder."""
+    """Runs a command line in this process, in an empty folder, with an empty cache."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
     def run(*words: str) -> Answer:
         capsys.readouterr()

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+BROKEN = "allow=[tests] model._target_=tests.broken_models"
+
 # (words, exit code, what the line must say)
 CASES: list[tuple[str, int, str]] = [
     ("trian", 2, "unknown command 'trian'; did you mean 'train'?"),
@@ -51,6 +53,31 @@ CASES: list[tuple[str, int, str]] = [
     ("train balance=manual balance.layers=[10,0]", 2, "every entry must be a positive whole number"),
     ("train balance=manual balance.layers=[4,6] partitions=3", 2, "makes 2 partitions"),
     ("train partitions=11", 2, "partitions=11: the model has only 10 layers"),
+    ("balance partitions=11", 2, "partitions=11: the model has only 10 layers; give at most that many"),
+    ("balance balance=manual balance.layers=[4,4]", 2, "covers 8 layers, the model has 10"),
+    ("balance balance=manual balance.layers=[11,-1]", 2, "every entry must be a positive whole number"),
+    *(
+        (
+            f"balance --by {by} data=synthetic data.shape=[1,8,8] batch_size=8",
+            2,
+            "the model does not take a micro-batch of 2x1x8x8: RuntimeError: Given groups=1, weight of size "
+            "[64, 3, 7, 7], expected input[2, 1, 8, 8] to have 3 channels, but got 1 channels instead",
+        )
+        for by in ("time", "size", "params")
+    ),
+    ("balance device_memory=11XB", 2, "device_memory=11XB: expected a number of bytes such as 11GiB"),
+    ("balance device_memory=0", 2, "device_memory=0: expected a number of bytes such as 11GiB"),
+    (
+        "balance --by params device_memory=1MiB data.size=8 batch_size=8",
+        2,
+        "device_memory=1MiB: no balance of 2 partitions needs so little; the smallest limit that would do is ",
+    ),
+    (
+        "train balance=manual balance.layers=[9,1] device_memory=100MiB data.size=8 batch_size=8",
+        2,
+        "device_memory=100MiB: balance [9, 1] needs ",
+    ),
+    ("train engine=single device_memory=1GiB", 2, "device_memory: has no effect with engine=single"),
     ("train partitions=3 devices=[cpu,cpu]", 2, "partitions=3: devices=['cpu', 'cpu'] are 2"),
     ("train partitions=2 devices=3", 2, "partitions=2: devices=3 are 3; one device per partition is needed"),
     ("train engine=single devices=2", 2, "devices=2: engine=single runs on one device"),
@@ -78,6 +105,11 @@ CASES: list[tuple[str, int, str]] = [
     ("train allow=['a;b']", 2, "is no package name"),
     ("train data=mnist data.root=nowhere", 3, "nowhere"),
     ("train data.size=0", 2, "data.size=0"),
+    ("train data=text data.path=nowhere", 3, "data.path=nowhere: cannot be read"),
+    ("train model=gpt model.context=64", 2, "model.context=64: samples have 32 tokens; set data.context=64"),
+    ("train model=gpt data=digits", 2, "gpt takes rows of tokens, and the data has the shape [3, 32, 32]"),
+    ("train model=unet model.depth=5", 2, "needs 64 pixels each way, the data has 32x32"),
+    ("train loss.label_smoothing=2", 2, "loss.label_smoothing=2: must be from 0 to 1"),
     ("train --config-name nope", 2, "--config-name nope: no such config"),
     ("train --config-dir nowhere", 2, "--config-dir nowhere: no such folder"),
     ("train +hydra.callbacks.x._target_=os.system", 2, "only Hydra's own plugins may be named there"),
@@ -119,7 +151,39 @@ CASES: list[tuple[str, int, str]] = [
     ("train engine=single log.partitions=true", 2, "log.partitions: has no effect with engine=single"),
     ("eval run=. recipe=digits", 2, "recipe: gpipe eval takes none"),
     ("-sc install=nosh", 2, "-sc install=nosh: one of: install=bash"),
+    (
+        "profile timeline=true measure=false",
+        2,
+        "timeline=true: runs the model, and measure=false runs nothing",
+    ),
+    ("profile steps=0", 2, "steps=0: must be at least 1"),
+    ("profile sort=tme", 2, "sort=tme: did you mean 'time'?"),
+    ("profile measure=perhaps", 2, "measure=perhaps: expected true or false"),
+    ("train balance=time balance.cach=false", 2, "did you mean 'balance.cache'?"),
     ("env now", 2, "gpipe env takes no arguments"),
+    ("train model=torchvision model.name=swin_tt", 2, "has no such model; choose one of swin_t, "),
+    ("train model=torchvision model.name=ssd300_vgg16", 2, "model.name=ssd300_vgg16: returns boxes, "),
+    ("train model=torchvision model.name=r3d_18", 2, "takes clips: channels, frames, height, width, and the"),
+    ("train loss=auxiliary loss.weight=-1", 2, "loss.weight=-1: must be a finite number of at least 0"),
+    (f"train {BROKEN}.returns_a_dict", 2, "layer '1' (Naming) returns a dict; between layers go tensors"),
+    (f"train {BROKEN}.returns_a_list", 2, "Listing returns a list; a model gives a tensor, or a tuple or"),
+    (
+        f"train {BROKEN}.looks_at_values",
+        2,
+        "/tests/broken_models.py:25 `return input if input.sum() > 0 else self.inner(input)`: "
+        "symbolically traced variables cannot be used as inputs to control flow; mark it as "
+        "a leaf with model.leaves=[gate], or give model.layers",
+    ),
+    (f"train {BROKEN}.hands_over_a_tuple", 2, "cannot be cut anywhere: a tuple of 'one' crosses; hand over"),
+    (
+        f"train {BROKEN}.traceable model.layers=[stem,gate,pool,head]",
+        2,
+        "layer 'head' (Linear) does not take 2x4x2x2: mat1 and mat2 shapes cannot be multiplied (16x2 and "
+        "16x10); model.layers must name all that its forward does, in order",
+    ),
+    (f"train {BROKEN}.traceable model.layers=[stem,gaet]", 2, "has no submodule 'gaet'; close names: gate"),
+    (f"train {BROKEN}.traceable model.leaves=[gaet]", 2, "no submodule or class 'gaet'; close names: gate"),
+    (f"train {BROKEN}.nothing", 2, "tests.broken_models has no nothing; one of: "),
 ]
 
 

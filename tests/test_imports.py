@@ -33,11 +33,16 @@ LEVELS = """
     sequential
     skip
     schedule torch_internals vision config.schema
-    errors version
+    values
+    errors version byte_size
 """
 """Top to bottom. A room imports from itself and from lines below its own, so those of one line never meet."""
 
-ASIDE = {"models": {"sequential", "skip", "vision", "errors"}, "data": {"vision", "errors"}}
+ASIDE = {
+    "models": {"sequential", "skip", "vision", "values", "errors"},
+    "data": {"vision", "values", "errors"},
+    "losses": {"values", "errors"},
+}
 """Rooms beside the levels, and what they import; reached from `commands` and by `_target_` in a config."""
 
 ONLY_IN = {
@@ -57,6 +62,7 @@ WITHOUT_TORCH = {
     "config.schema",
     "errors",
     "version",
+    "byte_size",
 }
 
 LEVEL_OF = {room: level for level, line in enumerate(LEVELS.split("\n")) for room in line.split()}

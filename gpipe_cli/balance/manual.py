@@ -13,4 +13,4 @@ def balance(layer_count: int, layers: list[int]) -> Balanced:
             f"balance.layers={layers}: covers {sum(layers)} layers, the model has {layer_count}; "
             f"the entries must add up to that"
         )
-    return Balanced(list(layers), [1] * layer_count, "layers")
+    return Balanced.of(layers, [1] * layer_count, "layers")

@@ -1,19 +1,88 @@
-"""Balance by time: every layer is measured on this machine, and the slowest partition is as quick as possible."""
+"""Balance by time: every layer is measured on this machine, and the slowest partition is as quick as possible.
+
+Among balances that are as good to within 1 %, the one whose step is shortest under the schedule chosen.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from gpipe_cli.balance.result import Balanced
-from gpipe_cli.pipeline.microbatch import Value, tensors_of, value_like
-from gpipe_cli.profiling.layers import Sample, profile_layers
+from gpipe_cli.balance.memory import Memory
+from gpipe_cli.balance.nearby import best_nearby
+from gpipe_cli.balance.result import Balanced, best
+from gpipe_cli.balance.solver import Additive, require_layers, sums
+from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
+from gpipe_cli.profiling.cache import ProfileCache
+from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.simulate import PartitionCost
+
+AS_GOOD = 1.01
+SIMULATED_ACTIONS = 200_000
+"""Over all balances that are compared: under a second."""
 
 
-def balance(module: nn.Sequential, sample: Sample, partitions: int, seconds: float = 3.0) -> Balanced:
-    """`seconds` is how long to measure, five runs at least."""
-    layers = profile_layers(module, sample, seconds=seconds)
-    return Balanced.by([one.forward_ms + one.backward_ms for one in layers], partitions, "ms")
+class Timed(Protocol):
+    """A layer's times for one micro-batch."""
+
+    @property
+    def forward_ms(self) -> float: ...
+    @property
+    def backward_ms(self) -> float: ...
+
+
+def balance(
+    module: nn.Sequential,
+    sample: Sample,
+    partitions: int,
+    course: Course | None = None,
+    within: Memory | None = None,
+    profiles: ProfileCache | None = None,
+    seconds: float = 3.0,
+    cache: bool = True,
+) -> Balanced:
+    """`seconds` is how long to measure, five runs at least; `profiles` may know the times already."""
+    require_layers(len(module), partitions)
+    known = profiles if profiles is not None and cache else ProfileCache(None)
+    layers = known.times(module, sample, seconds)
+    course = course or Course("gpipe", partitions, micro_batches=1)
+    costs = layer_costs(layers, course)
+    objective = Additive(costs)
+    found = best(objective, partitions, within)
+
+    def as_good(balance: Sequence[int]) -> bool:
+        return max(sums(objective, balance)) <= AS_GOOD * found.largest and (
+            within is None or within.fits(balance)
+        )
+
+    chosen = best_nearby(
+        tuple(found.balance),
+        as_good,
+        lambda balance: course.simulate(partition_costs(layers, balance)).step,
+        budget=max(1, SIMULATED_ACTIONS // sum(map(len, course.order))),
+    )
+    return Balanced.of(chosen, costs, "ms", found.largest)
+
+
+def layer_costs(layers: Sequence[Timed], course: Course) -> list[float]:
+    """Milliseconds of each layer for one micro-batch, on the average of those that are recomputed or not."""
+    recomputed = course.checkpoint_stop / course.micro_batches
+    return [one.forward_ms * (1 + recomputed) + one.backward_ms for one in layers]
+
+
+def partition_costs(layers: Sequence[Timed], balance: Sequence[int]) -> list[PartitionCost]:
+    """What the simulator asks for; a recomputation is another forward."""
+    parts = [layers[end - length : end] for end, length in zip(accumulate(balance), balance, strict=True)]
+    forwards = [sum(one.forward_ms for one in part) for part in parts]
+    return [
+        PartitionCost(forward, sum(one.backward_ms for one in part), recompute=forward)
+        for part, forward in zip(parts, forwards, strict=True)
+    ]
 
 
 def balance_by_time(
@@ -25,5 +94,4 @@ def balance_by_time(
 ) -> list[int]:
     """Layers per partition for `GPipe`, from `timeout` seconds of measuring with `sample`, a micro-batch."""
     place = tensors_of(sample)[0].device if device is None else torch.device(device)
-    moved = value_like(sample, tuple(tensor.to(place) for tensor in tensors_of(sample)))
-    return balance(module, Sample(moved), partitions, seconds=timeout).layers
+    return balance(module, Sample(moved(sample, place)), partitions, seconds=timeout).layers

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from gpipe_cli.balance.memory import Memory
 from gpipe_cli.balance.result import Balanced
 
 
-def balance(layer_count: int, partitions: int) -> Balanced:
-    """11 layers over 4 partitions are 3, 3, 3, 2."""
+def balance(layer_count: int, partitions: int, within: Memory | None = None) -> Balanced:
+    """11 layers over 4 partitions are 3, 3, 3, 2; only a memory limit makes it less even."""
     share, rest = divmod(layer_count, partitions)
-    return Balanced([share + (index < rest) for index in range(partitions)], [1] * layer_count, "layers")
+    even = [share + (index < rest) for index in range(partitions)]
+    if within is None or within.fits(even):
+        return Balanced.of(even, [1] * layer_count, "layers")
+    return Balanced.by([1] * layer_count, partitions, "layers", within)

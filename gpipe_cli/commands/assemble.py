@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -16,23 +17,30 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpipe_cli.balance.memory import Memory
 from gpipe_cli.balance.result import Balanced
+from gpipe_cli.commands.course import make_course, make_memory, optimizer_factory, sample_must_fit
 from gpipe_cli.commands.feed import Feed, make_feed
 from gpipe_cli.commands.layers import CUTTING_KEYS, as_sequence, check_layers
+from gpipe_cli.commands.sketch import sketched
 from gpipe_cli.config.locate import default_options
-from gpipe_cli.config.schema import OPEN_GROUPS, Running, Shared, Train
+from gpipe_cli.config.schema import OPEN_GROUPS, Costed, Running, Shared, Train
 from gpipe_cli.config.targets import accepted, bind, instantiate
 from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_threads
 from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.losses.protocol import measure_of
+from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.report.output import say
 from gpipe_cli.report.partitions import partition_rows
-from gpipe_cli.training.metrics import accuracy
+from gpipe_cli.schedule.course import Course
 
 # Keys that only some engines use, each with the argument of an engine's `build` that shows it does.
 ENGINE_KEYS = {
     "balance": "balance",
     "partitions": "balance",
+    "device_memory": "balance",
     "schedule": "schedule",
     "checkpoint": "checkpoint",
     "step_timeout": "step_timeout",
@@ -41,6 +49,9 @@ ENGINE_KEYS = {
     "log.partitions": "log_layers",
 }
 
+# What a balance method may ask for; `within` is the memory to keep within, where a limit is given.
+BALANCE_OFFERS = ("module", "layer_count", "partitions", "sample", "course", "memory", "within", "profiles")
+
 
 @dataclass(frozen=True)
 class Split:
@@ -48,6 +59,11 @@ class Split:
 
     balanced: Balanced
     devices: list[torch.device]
+    course: Course
+    memory: Memory | None = None
+    """What partitions need, where that had to be known."""
+    origin: str = ""
+    """Where the costs come from, if that is worth a word."""
 
     @property
     def balance(self) -> list[int]:
@@ -68,13 +84,13 @@ class Assembly:
         return partition_rows(self.model, self.split.balance, self.split.devices)
 
 
-def assemble(settings: Shared, overrides: Sequence[str]) -> Assembly:
-    """Check every component, then make data, model and partitions."""
+def assemble(settings: Shared, overrides: Sequence[str], *, storage: bool = True) -> Assembly:
+    """Check every component, then make data, model and partitions; the model with or without its numbers."""
     if settings.allow:  # packages allowed on the command line may lie in the current folder
         sys.path.insert(0, str(Path.cwd()))
     check_components(settings, overrides)
     feed = make_feed(settings)
-    model = make_model(settings, feed)
+    model = make_model(settings, feed) if storage else sketched(lambda: make_model(settings, feed))
     return Assembly(feed, model, split_model(settings, model, feed))
 
 
@@ -97,7 +113,7 @@ def make_model(settings: Shared, feed: Feed) -> nn.Sequential:
 
 def split_model(settings: Shared, model: nn.Sequential, feed: Feed) -> Split:
     """The balance the settings ask for, and one device per partition."""
-    if isinstance(settings, Running) and "balance" not in _takes(settings):
+    if isinstance(settings, Running) and not uses_partitions(settings):
         return _undivided(settings, model)
     layers = settings.balance.get("layers")
     partitions = settings.partitions or (len(layers) if layers else default_partitions(settings.devices))
@@ -113,17 +129,40 @@ def split_model(settings: Shared, model: nn.Sequential, feed: Feed) -> Split:
             f"one device per partition is needed (only schedule=interleaved puts several partitions on one)"
         )
     set_threads(settings.threads, devices)  # before anything is measured, so that it is as it will be trained
-    measures = "sample" in accepted(settings.balance, "balance", settings.allow)
-    balanced = instantiate(
-        settings.balance,
-        "balance",
-        settings.allow,
-        module=model,
-        layer_count=len(model),
-        partitions=partitions,
-        **({"sample": make_sample(settings, feed)} if measures else {}),
-    )
-    return Split(balanced, devices)
+    return _balance(settings, model, feed, devices, make_course(settings, partitions, devices))
+
+
+def _balance(
+    settings: Shared, model: nn.Sequential, feed: Feed, devices: list[torch.device], course: Course
+) -> Split:
+    """By the method chosen, within the memory limit if there is one; only what the method asks for is made."""
+    takes = accepted(settings.balance, "balance", settings.allow)
+    limits = isinstance(settings, Costed) and settings.device_memory is not None
+    offered: dict[str, Any] = {"module": model, "layer_count": len(model), "partitions": course.partitions}
+    memory = None
+    # Whoever asks for a balance wants it measured; a run may use what was measured before.
+    profiles = ProfileCache(default_folder(), reuse=isinstance(settings, Running), say=say)
+    with ExitStack() as judging:
+        if limits or takes & {"sample", "memory"}:
+            offered["sample"] = make_sample(settings, feed).to(devices[0])
+            judging.enter_context(sample_must_fit(offered["sample"]))
+        if limits or "memory" in takes:
+            memory = make_memory(settings, model, offered["sample"], course)
+        balanced: Balanced = instantiate(
+            settings.balance,
+            "balance",
+            settings.allow,
+            **offered,
+            course=course,
+            memory=memory,
+            within=memory if limits else None,
+            profiles=profiles,
+        )
+    if memory is not None and not memory.fits(
+        balanced.layers
+    ):  # one given by hand, or a method of the user's
+        raise memory.refusal(balanced.layers)
+    return Split(balanced, devices, course, memory, profiles.origin)
 
 
 def _undivided(settings: Running, model: nn.Sequential) -> Split:
@@ -132,7 +171,14 @@ def _undivided(settings: Running, model: nn.Sequential) -> Split:
     if len(devices) > 1:
         raise ConfigError(f"devices={settings.devices}: {_engine_name(settings)} runs on one device")
     set_threads(settings.threads, devices)
-    return Split(Balanced([len(model)], [1.0] * len(model), "layers"), devices)
+    # Each micro-batch goes there and back before the next one, which is what 1f1b does alone.
+    course = Course("1f1b", 1, min(settings.chunks, settings.batch_size))
+    return Split(Balanced.of([len(model)], [1] * len(model), "layers"), devices, course)
+
+
+def measures(settings: Shared) -> bool:
+    """Whether the balance method runs the model, for which it needs its numbers."""
+    return "sample" in accepted(settings.balance, "balance", settings.allow)
 
 
 def make_sample(settings: Shared, feed: Feed) -> Sample:
@@ -168,18 +214,12 @@ def make_engine(settings: Running, parts: Assembly) -> Engine:
 def make_objective(settings: Running) -> Objective:
     loss = instantiate(settings.loss, "loss", settings.allow)
     if not isinstance(settings, Train):
-        return Objective(loss, accuracy, precision=settings.precision)
-
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = instantiate(
-            settings.optimizer, "optimizer", settings.allow, params=parameters
-        )
-        return made
+        return Objective(loss, measure_of(loss), precision=settings.precision)
 
     return Objective(
         loss,
-        accuracy,
-        optimizer=optimizer,
+        measure_of(loss),
+        optimizer=optimizer_factory(settings),
         clip_grad_norm=settings.clip_grad_norm,
         precision=settings.precision,
     )
@@ -190,7 +230,7 @@ def check_components(settings: Shared, overrides: Sequence[str]) -> None:
     offers = {
         "model": dict.fromkeys(("num_classes", "input_shape")),
         "transform": {"data": None},
-        "balance": dict.fromkeys(("module", "layer_count", "partitions", "sample")),
+        "balance": dict.fromkeys(BALANCE_OFFERS),
         "engine": dict.fromkeys(_takes(settings)) if isinstance(settings, Running) else {},
         "optimizer": {"params": None},
     }
@@ -230,6 +270,11 @@ def _cutting(settings: Shared) -> dict[str, Any]:
         return {}
     own = accepted(node, "model", settings.allow)
     return {key: node[key] for key in CUTTING_KEYS if key in node and key not in own}
+
+
+def uses_partitions(settings: Running) -> bool:
+    """Whether the engine divides the model at all."""
+    return "balance" in _takes(settings)
 
 
 def _takes(settings: Running) -> frozenset[str]:

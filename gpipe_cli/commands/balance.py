@@ -5,31 +5,63 @@ from __future__ import annotations
 from typing import Any
 
 from gpipe_cli.balance.result import Balanced
-from gpipe_cli.commands.assemble import assemble, balance_name
+from gpipe_cli.balance.solver import sums
+from gpipe_cli.byte_size import byte_text
+from gpipe_cli.commands.assemble import Assembly, assemble, balance_name, make_sample, measures
+from gpipe_cli.commands.course import make_memory, sample_must_fit
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.config.schema import Balance
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.report.output import say
 from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
 
+OWN_COLUMNS = ("ms",)
+"""Units that have a column; the others are in the table already."""
+
 
 def run(settings: Balance, job: Job) -> Summary:
-    parts = assemble(settings, job.overrides)
+    parts = assemble(settings, job.overrides, storage=measures(settings))
     balanced = parts.split.balanced
-    summary = _summary(balanced, settings, job)
+    memory = _memory(settings, parts)
+    summary = _summary(balanced, memory, settings, job)
     if job.shows_result:
         print_partitions(
-            [{**row, **cost} for row, cost in zip(parts.partitions, _costs(balanced), strict=True)]
+            [
+                {**row, **_cells(balanced, index), "memory": memory and byte_text(memory[index])}
+                for index, row in enumerate(parts.partitions)
+            ]
         )
-        print_facts("", {key: summary[key] for key in ("max", "lower_bound", "imbalance", "paste")})
+        figures = {key: _figure(summary[key], balanced.unit) for key in ("max", "lower_bound")}
+        print_facts("", {**figures, "imbalance": summary["imbalance"], "paste": summary["paste"]})
     return summary
 
 
-def _costs(balanced: Balanced) -> list[dict[str, Any]]:
-    total = sum(balanced.sums) or 1.0
-    return [{balanced.unit: cost, "share": f"{100 * cost / total:.1f} %"} for cost in balanced.sums]
+def _memory(settings: Balance, parts: Assembly) -> list[float] | None:
+    """Bytes of each partition; unknown where a layer cannot be judged without running it."""
+    split, memory = parts.split, parts.split.memory
+    if memory is None:
+        sample = make_sample(settings, parts.feed)
+        with sample_must_fit(sample):
+            try:
+                memory = make_memory(settings, parts.model, sample, split.course)
+            except ConfigError as error:
+                say(f"memory is left out: {error}")
+                return None
+    return sums(memory, split.balance)
 
 
-def _summary(balanced: Balanced, settings: Balance, job: Job) -> dict[str, Any]:
+def _cells(balanced: Balanced, partition: int) -> dict[str, Any]:
+    cost, total = balanced.sums[partition], sum(balanced.sums) or 1.0
+    own = {balanced.unit: cost} if balanced.unit in OWN_COLUMNS else {}
+    return {**own, "share": f"{100 * cost / total:.1f} %"}
+
+
+def _figure(value: float, unit: str) -> str:
+    return byte_text(value) if unit == "bytes" else f"{value:.4g} {unit}"
+
+
+def _summary(balanced: Balanced, memory: list[float] | None, settings: Balance, job: Job) -> dict[str, Any]:
     return {
         "balance": balanced.layers,
         "by": balance_name(settings),
@@ -38,6 +70,7 @@ def _summary(balanced: Balanced, settings: Balance, job: Job) -> dict[str, Any]:
         "max": balanced.largest,
         "lower_bound": balanced.lower_bound,
         "imbalance": balanced.imbalance,
+        "memory_bytes": memory,
         "paste": f"balance=manual balance.layers={str(balanced.layers).replace(' ', '')}",
         "command": job.line,
     }

@@ -45,8 +45,7 @@ def run(settings: Eval, job: Job) -> Summary:
         engine.close()
     summary = {
         "loss": found.loss,
-        "top1": found.means.get("top1"),
-        **{name: value for name, value in found.means.items() if name != "top1"},
+        **found.means,
         "samples": found.samples,
         "samples_per_second": found.samples / seconds,
         "seconds": seconds,

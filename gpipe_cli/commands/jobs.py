@@ -146,19 +146,26 @@ class Jobs:
             ]
             sys.stdout.write(f"{json.dumps(rows)}\n")
             return
-        columns = ("job", "overrides", "top1", "loss", "seconds", "result")
+        found = [one.summary or {} for one in self._outcomes]
+        numbers = _measured(found)
         common = set.intersection(*(set(one.overrides) for one in self._outcomes))
         rows_ = [
             (
                 index,
                 " ".join(word for word in one.overrides if word not in common),
-                *((one.summary or {}).get(name) for name in ("top1", "loss", "seconds")),
-                _reason(one) or (one.summary or {}).get("run_dir"),
+                *(summary.get(name) for name in numbers),
+                _reason(one) or summary.get("run_dir"),
             )
-            for index, one in enumerate(self._outcomes)
+            for index, (one, summary) in enumerate(zip(self._outcomes, found, strict=True))
         ]
         failed = sum(one.exit_code != 0 for one in self._outcomes)
-        print_rows(f"{len(rows_)} jobs, {failed} failed", columns, rows_)
+        print_rows(f"{len(rows_)} jobs, {failed} failed", ("job", "overrides", *numbers, "result"), rows_)
+
+
+def _measured(summaries: Sequence[Summary]) -> list[str]:
+    """What was measured, in the order of the summaries: what was asked for is a whole number or a word."""
+    names = (name for summary in summaries for name, value in summary.items() if isinstance(value, float))
+    return list(dict.fromkeys(names))
 
 
 def _reason(outcome: Outcome) -> str | None:

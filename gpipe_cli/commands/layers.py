@@ -8,7 +8,8 @@ Decides which functions a list may name: a config is data, so only those that re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.sequential import flatten_model, to_sequential
+from gpipe_cli.pipeline.trial import check_fit, check_outputs
+from gpipe_cli.sequential import Sequence, flatten_model, to_sequential
 
 __all__ = ["CUTTING_KEYS", "as_sequence", "check_layers"]
 
@@ -53,7 +55,7 @@ CALLS = {
 def check_layers(cutting: Mapping[str, Any]) -> None:
     """Refuse what is no list of names and calls, before anything is built."""
     for key, items in cutting.items():
-        if not isinstance(items, Sequence) or isinstance(items, str):
+        if not isinstance(items, SequenceOf) or isinstance(items, str):
             raise ConfigError(f"model.{key}={items}: must be a list")
     for index, item in enumerate(cutting.get("layers", ())):
         _layer(item, f"model.layers[{index}]")
@@ -63,8 +65,12 @@ def as_sequence(model: nn.Module, cutting: Mapping[str, Any], sample: Tensor) ->
     """The model itself where it is a sequence and nothing was said about its layers."""
     if "layers" in cutting:
         items = enumerate(cutting["layers"])
-        return flatten_model(model, [_layer(item, f"model.layers[{index}]") for index, item in items])
+        listed = flatten_model(model, [_layer(item, f"model.layers[{index}]") for index, item in items])
+        check_fit(listed, sample, "model.layers must name all that its forward does, in order")
+        return listed
     if isinstance(model, nn.Sequential) and "leaves" not in cutting:
+        if not isinstance(model, Sequence):  # which was tried when it was made
+            check_outputs(model, sample)
         return model
     return to_sequential(model, sample, cutting.get("leaves", ()))
 

@@ -19,8 +19,7 @@ from gpipe_cli.training.run_directory import write_json
 def summary_of(last: Evaluated, plan: Plan, feed: Feed, directory: Path, job: Job) -> dict[str, Any]:
     return {
         "loss": last.loss,
-        "top1": last.means.get("top1"),
-        **{name: value for name, value in last.means.items() if name != "top1"},
+        **last.means,
         "epochs": plan.epochs,
         "steps": last.step,
         "samples_per_second": feed.samples_after(last.step) / last.seconds,

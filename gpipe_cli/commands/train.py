@@ -13,6 +13,7 @@ from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.journal import Journal
 from gpipe_cli.commands.origin import begin_run
 from gpipe_cli.commands.outcome import finished_before, show, summary_of
+from gpipe_cli.commands.outlook import outlook
 from gpipe_cli.commands.resume import Resumed, check_goal, differences, resumption
 from gpipe_cli.commands.stopping import stopping
 from gpipe_cli.config.durations import seconds
@@ -20,7 +21,6 @@ from gpipe_cli.config.schema import Train
 from gpipe_cli.config.targets import instantiate
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import RunError
-from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.training.loop import Evaluated, Plan, Position, train
 from gpipe_cli.training.run_directory import check_run_dir, write_json
 from gpipe_cli.training.snapshot.keeper import Keeper, Retention
@@ -34,14 +34,12 @@ def run(settings: Train, job: Job) -> Summary:
         if again is None:
             check_run_dir(settings.run_dir, job.number)
         settings = replace(settings, resume=None) if again is None else again.settings
-        parts = assemble(settings, job.overrides)
+        parts = assemble(settings, job.overrides, storage=not job.dry_run)
         plan = _plan(settings, parts.feed)
         if again is not None and again.snapshot is not None:
             check_goal(plan, again.snapshot.record)
         if job.dry_run:
-            if not job.json:
-                print_partitions(parts.partitions)
-            return {"partitions": parts.partitions, "steps": plan.steps, "command": job.line}
+            return outlook(settings, job, parts, plan.steps)
         summary = None if again is None else finished_before(again, plan, parts.feed, job)
         if summary is None:
             engine = make_engine(settings, parts)
@@ -54,6 +52,18 @@ def run(settings: Train, job: Job) -> Summary:
     if job.shows_result:
         show(summary, settings)
     return summary
+
+
+def _tell_balance(journal: Journal, parts: Assembly) -> None:
+    """The partitions to the log; to the person as well where they were found by measuring."""
+    if parts.split.origin:
+        journal.say(f"balance {parts.split.balance}: {parts.split.origin}")
+    for row, cost in zip(parts.partitions, parts.split.balanced.sums, strict=True):
+        journal.log.info(
+            "partition %(partition)d on %(device)s: layers %(first)s to %(last)s (%(layers)d), "
+            "%(parameters)d parameters, cost %(cost).6g %(unit)s",
+            {**row, "cost": cost, "unit": parts.split.balanced.unit},
+        )
 
 
 def _restore(engine: Engine, again: Resumed | None) -> None:
@@ -79,6 +89,7 @@ def _train(
     limit = seconds(settings.time_limit) if settings.time_limit else None
     with Journal.open(directory, plan, settings.log, start) as journal:
         _tell(journal, settings, directory, again)
+        _tell_balance(journal, parts)
         retention = _retention(settings)
         with (
             stopping(directory, settings, None if limit is None else began + limit) as stops,

@@ -12,9 +12,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from gpipe_cli.byte_size import byte_count
 from gpipe_cli.config.durations import seconds
 from gpipe_cli.config.locate import options
-from gpipe_cli.config.schema import OPEN_GROUPS, SCHEMAS, Eval, Shared, Train
+from gpipe_cli.config.schema import OPEN_GROUPS, SCHEMAS, Costed, Eval, Profile, Shared, Train
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError, RunError
 
@@ -60,11 +61,14 @@ def _problems(settings: Shared) -> Iterator[str]:
     yield from _choices(flat)
     yield from _devices(settings)
     yield from _balance(settings)
+    yield from _memory(settings)
     for group in OPEN_GROUPS:
         if hasattr(settings, group) and not getattr(settings, group).get("_target_"):
             yield f"{group}: nothing chosen; give {group}=<option>, see `gpipe {_command(settings)} --help`"
     if isinstance(settings, Train) and settings.optimizer.get("_target_") and "lr" not in settings.optimizer:
         yield "optimizer.lr: must be given; lr_schedule multiplies it"
+    if isinstance(settings, Profile) and settings.timeline and not settings.measure:
+        yield "timeline=true: runs the model, and measure=false runs nothing; leave one of them out"
     if isinstance(settings, Train):
         yield from _survival(settings)
     if isinstance(settings, Eval):
@@ -134,6 +138,14 @@ def _balance(settings: Shared) -> Iterator[str]:
         yield f"balance.layers={layers}: every entry must be a positive whole number"
     elif settings.partitions is not None and settings.partitions != len(layers):
         yield f"partitions={settings.partitions}: balance.layers={layers} makes {len(layers)} partitions"
+
+
+def _memory(settings: Shared) -> Iterator[str]:
+    if isinstance(settings, Costed) and settings.device_memory is not None:
+        try:
+            byte_count(settings.device_memory)
+        except ValueError as error:
+            yield f"device_memory={settings.device_memory}: {error}, or null for no limit"
 
 
 def _survival(settings: Train) -> Iterator[str]:

@@ -29,8 +29,8 @@ def _classes() -> dict[str, ast.ClassDef]:
 
 
 def fields(command: str) -> list[Field]:
-    """Every key of the command, nested ones with their dotted path."""
-    return _of_class(SCHEMAS[command].__name__, prefix="")
+    """Every key of the command, nested ones with their dotted path; those a class has by two ways come once."""
+    return list({one.key: one for one in _of_class(SCHEMAS[command].__name__, prefix="")}.values())
 
 
 def _of_class(name: str, prefix: str) -> list[Field]:

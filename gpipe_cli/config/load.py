@@ -285,6 +285,8 @@ def _reason(error: Exception, key: str) -> str:
     text = _first_line(error)
     if wrong := re.search(r"could not be converted to (\w+)", text):
         return f"expected {KINDS.get(wrong[1], wrong[1])}"
+    if "is not a valid bool" in text:
+        return f"expected {KINDS['Boolean']}"
     if isinstance(error, MissingMandatoryValue):
         return "must be given"
     if "is not Optional" in text:

@@ -82,19 +82,27 @@ class Running(Shared):
 
 
 @dataclass
-class Train(Running):
-    """gpipe train"""
+class Costed(Shared):
+    """The keys that decide, besides those of the model and its division, what a step of training takes."""
 
     optimizer: dict[str, Any] = field(default_factory=dict)
-    """What updates the parameters."""
+    """What updates the parameters; its state needs memory."""
+    checkpoint: str = "except_last"
+    """Which micro-batches recompute their activations in backward: always, except_last or never."""
+    device_memory: Any = None
+    """Most memory a device may need, such as 11GiB: layers are divided so that it is kept; null: no limit."""
+
+
+@dataclass
+class Train(Running, Costed):
+    """gpipe train"""
+
     lr_schedule: dict[str, Any] = field(default_factory=dict)
     """How the learning rate moves over the run."""
     epochs: int = 3
     """Passes over the training data."""
     steps: int | None = None
     """Total number of steps; overrides `epochs`."""
-    checkpoint: str = "except_last"
-    """Which micro-batches recompute their activations in backward: always, except_last or never."""
     deferred_batch_norm: bool = False
     """Batch-norm statistics of the whole mini-batch instead of each micro-batch."""
     clip_grad_norm: float | None = None
@@ -128,19 +136,25 @@ class Eval(Running):
 
 
 @dataclass
-class Balance(Shared):
+class Balance(Costed):
     """gpipe balance"""
 
 
 @dataclass
-class Profile(Shared):
+class Profile(Costed):
     """gpipe profile"""
 
+    measure: bool = True
+    """Run the layers and take their time; false runs nothing, counts operations, and needs no memory."""
+    timeline: bool = False
+    """Run some pipelined steps too and record every action: trace.json, a picture, where time is lost."""
+    steps: int = 3
+    """How many steps timeline=true records, after two that warm up."""
     seconds: float = 3.0
     """How long to measure; five runs at least."""
     sort: str = "order"
-    """Order of the rows: order (of the model), time or memory."""
-    top: int | None = None
+    """Order of the rows: order (of the model), time (operations where none is measured) or memory."""
+    top: int | None = 20
     """How many rows to show; null: all."""
     run_dir: str | None = None
     """Directory of the profile; null: runs/<command>/<model>/<time>."""

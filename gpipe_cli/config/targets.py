@@ -30,7 +30,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         ),
     ),
     "transform": ("gpipe_cli.data.transforms.",),
-    "loss": ("torch.nn.", "gpipe_cli.training.losses."),
+    "loss": ("torch.nn.", "gpipe_cli.losses."),
     "balance": ("gpipe_cli.balance.",),
     "engine": ("gpipe_cli.engines.",),
     "optimizer": ("torch.optim.",),

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from gpipe_cli.errors import ConfigError
-
-
-def check_whole_number(key: str, value: object, *, least: int) -> None:
-    # bool is an int to Python, but `data.workers=true` is a mistake.
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{key}={value}: must be a whole number of at least {least}")
+from gpipe_cli.values import check_whole_number
 
 
 def check_common_keys(size: int | None, workers: int) -> None:

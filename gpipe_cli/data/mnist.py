@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.data.datasets import Data, ImageSamples
-from gpipe_cli.data.keys import check_common_keys, check_whole_number
+from gpipe_cli.data.keys import check_common_keys
 from gpipe_cli.data.sources import find_file, read_bytes
 from gpipe_cli.errors import DataError
+from gpipe_cli.values import check_whole_number
 
 _FOLDER = "mnist"
 _BYTES = 0x08  # the idx code of unsigned bytes

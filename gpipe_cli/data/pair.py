@@ -12,8 +12,9 @@ from torch import Tensor
 
 from gpipe_cli.data.datasets import Data
 from gpipe_cli.data.image_folder import middle_square, pixels
-from gpipe_cli.data.keys import check_common_keys, check_whole_number
+from gpipe_cli.data.keys import check_common_keys
 from gpipe_cli.errors import ConfigError, DataError
+from gpipe_cli.values import check_whole_number
 
 
 class Dataset(Protocol):

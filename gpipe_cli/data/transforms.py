@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gpipe_cli.data.datasets import Data
-from gpipe_cli.data.keys import check_whole_number
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.values import check_whole_number
 
 
 class Transform(Protocol):

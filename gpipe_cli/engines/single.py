@@ -21,4 +21,12 @@ def build(
 ) -> Engine:
     module.to(device)
     pipe = PlainPipe(module, chunks=chunks, deferred_batch_norm=deferred_batch_norm)
-    return PipeEngine(pipe, module, objective, first=device, last=device, eval_chunks=eval_chunks)
+    return PipeEngine(
+        pipe,
+        module,
+        objective,
+        balance=[len(module)],
+        first=device,
+        last=device,
+        eval_chunks=eval_chunks,
+    )

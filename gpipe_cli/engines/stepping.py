@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, Protocol, final
@@ -10,9 +10,12 @@ from typing import Any, Literal, Protocol, final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.engines.memory import memory_watched
+from gpipe_cli.engines.nonfinite import first_bad_gradient, first_bad_output
 from gpipe_cli.engines.protocol import Batch, Objective, StepFacts, Value
 from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state
 from gpipe_cli.engines.update import Update
+from gpipe_cli.errors import NumericError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,9 +39,10 @@ class PipeEngine:
     def __init__(
         self,
         pipe: Pipe,
-        module: nn.Module,
+        module: nn.Sequential,
         objective: Objective,
         *,
+        balance: Sequence[int],
         first: torch.device,
         last: torch.device,
         eval_chunks: int,
@@ -46,6 +50,7 @@ class PipeEngine:
         self.module = module
         self._pipe = pipe
         self._objective = objective
+        self._balance = balance
         self._first, self._last = first, last
         self._eval_chunks = eval_chunks
         self._update = self._make_update()
@@ -53,26 +58,47 @@ class PipeEngine:
 
     def train_step(self, batch: Batch, key: int, lr: float) -> StepFacts:
         assert self._update is not None, "an engine without an optimizer cannot train"
-        scaler = self._update.scaler
         input, target = self._place(batch)
         self._pipe.train()
         self._update.begin()
-        with self._autocast():
-            scaled, output = self._pipe.step(
+        scaled, output = self._step(self._update.scaler, input, target, key)
+        loss = float(scaled) / self._update.scaler.get_scale()
+        try:
+            with memory_watched():
+                facts = self._update.apply(loss, lr)
+        except NumericError as error:
+            for note in self._trace_back(self._update.scaler, input, target, key):
+                error.add_note(note)
+            raise
+        sums = self._objective.measure(output, target)
+        return StepFacts(loss, len(target), sums, facts.grad_norm, facts.skipped)
+
+    def _step(
+        self, scaler: torch.amp.GradScaler, input: Value, target: Tensor, key: int
+    ) -> tuple[Tensor, Any]:
+        with self._autocast(), memory_watched():
+            return self._pipe.step(
                 input,
                 target,
                 lambda output, target: scaler.scale(self._loss(output, target)),
                 key=key,
                 return_output=True,
             )
-        loss = float(scaled) / scaler.get_scale()
-        facts = self._update.apply(loss, lr)
-        sums = self._objective.measure(output, target)
-        return StepFacts(loss, len(target), sums, facts.grad_norm, facts.skipped)
+
+    def _trace_back(
+        self, scaler: torch.amp.GradScaler, input: Value, target: Tensor, key: int
+    ) -> Iterator[str]:
+        """Where a loss or gradient that is not finite came from."""
+        gradient = first_bad_gradient(self.module)
+        place = first_bad_output(self.module, self._balance, lambda: self._step(scaler, input, target, key))
+        if place is not None:
+            yield f"first output that is not finite: {place}"
+        elif gradient is not None:
+            yield f"all layers' outputs are finite; first gradient that is not: {gradient}"
 
     def eval_step(self, batch: Batch) -> StepFacts:
         input, target = self._place(batch)
-        with self._evaluating(), self._autocast():
+        with self._evaluating(), self._autocast(), memory_watched():
             output = self._pipe(input)
             loss = self._loss(output, target)
         return StepFacts(float(loss), len(target), self._objective.measure(output, target))
@@ -153,4 +179,6 @@ class PipeEngine:
 def _float(output: Any) -> Any:
     if isinstance(output, Tensor):
         return output.float() if output.dtype in DTYPES.values() else output
+    if isinstance(output, dict):
+        return {name: _float(one) for name, one in output.items()}
     return tuple(_float(one) for one in output)

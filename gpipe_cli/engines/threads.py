@@ -38,5 +38,11 @@ def build(
     if log_layers:
         register_layer_logging_hooks(pipe.partitions)
     return PipeEngine(
-        pipe, module, objective, first=pipe.devices[0], last=pipe.devices[-1], eval_chunks=eval_chunks
+        pipe,
+        module,
+        objective,
+        balance=balance,
+        first=pipe.devices[0],
+        last=pipe.devices[-1],
+        eval_chunks=eval_chunks,
     )

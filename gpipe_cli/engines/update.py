@@ -9,12 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import NumericError
+
+MOST_SKIPS_IN_A_ROW = 20
+"""The scale halves each time: from torch's first one, 65,536, to 1/16, where overflow is no matter of scale."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Update:
         self.optimizer = optimizer
         self._parameters = parameters
         self._clip = clip_grad_norm
+        self._skips_in_a_row = 0
         self.scaler = torch.amp.GradScaler(device.type, enabled=scale_loss)
 
     def begin(self) -> None:
@@ -58,21 +63,32 @@ class Update:
         before = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return UpdateFacts(grad_norm=norm, skipped=self.scaler.get_scale() < before)
+        skipped = self.scaler.get_scale() < before
+        self._count(skipped)
+        return UpdateFacts(grad_norm=norm, skipped=skipped)
+
+    def _count(self, skipped: bool) -> None:
+        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
+        if self._skips_in_a_row == MOST_SKIPS_IN_A_ROW:
+            raise NumericError(
+                f"the gradients overflowed in {MOST_SKIPS_IN_A_ROW} steps in a row, down to a loss scale of "
+                f"{self.scaler.get_scale():g}; try a smaller optimizer.lr, precision=bf16 or precision=fp32"
+            )
 
     def _clip_gradients(self) -> float | None:
-        """The norm of the gradients before they were clipped; None where none is asked for, or it overflowed."""
-        if self._clip is None:
-            return None
+        """The norm of the gradients before they were clipped; None where fp16 overflowed."""
         gradients = [one.grad for one in self._parameters if one.grad is not None]
         norm = global_norm(gradients)
         if not math.isfinite(norm):
             if self.scaler.is_enabled():  # an fp16 overflow is the scaler's to handle
                 return None
-            raise NumericError(f"the gradient norm is {norm}; try a smaller optimizer.lr")
-        factor = min(1.0, self._clip / (norm + 1e-6))
-        for gradient in gradients:
-            gradient.mul_(factor)
+            raise NumericError(
+                f"the gradient norm is {norm}; try a smaller optimizer.lr, clip_grad_norm=1 or precision=fp32"
+            )
+        if self._clip is not None:
+            factor = min(1.0, self._clip / (norm + 1e-6))
+            for gradient in gradients:
+                gradient.mul_(factor)
         return norm
 
 
@@ -80,5 +96,10 @@ def global_norm(gradients: Sequence[Tensor]) -> float:
     """The 2-norm of all gradients together: norms per tensor, then the norm of those, in the order given."""
     if not gradients:
         return 0.0
-    norms = [torch.linalg.vector_norm(one.detach()).to("cpu", torch.float64) for one in gradients]
-    return float(torch.linalg.vector_norm(torch.stack(norms)))
+    norms = [torch.linalg.vector_norm(one.detach()) for one in gradients]
+    # One transfer per run of equal devices: each would wait for its device.
+    runs = [
+        torch.stack(list(run)).to("cpu", torch.float64)
+        for _, run in groupby(norms, key=lambda norm: (norm.device, norm.dtype))
+    ]
+    return float(torch.linalg.vector_norm(torch.cat(runs)))

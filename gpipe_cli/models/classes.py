@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.values import check_whole_number
 
 
 def check_num_classes(num_classes: int) -> None:
-    if not isinstance(num_classes, int) or num_classes < 1:
-        raise ConfigError(f"model.num_classes={num_classes}: must be a whole number of at least 1")
+    check_whole_number("model.num_classes", num_classes, least=1)

@@ -1,8 +1,9 @@
-"""Every classification model of torchvision, cut into layers by tracing.
+"""The models of torchvision for classification, segmentation and video, cut into layers by tracing.
 
-Decides which names are taken, why others are not, and how a model is told the size of its images. The
-modules are torchvision's own, so outputs are bitwise those of the original and its weights load by name.
-Nothing is ever downloaded. How a model is cut is the business of `gpipe_cli.sequential`.
+Decides which names are taken, why others are not, and what a model is told besides its classes. The modules are
+torchvision's own, so outputs are bitwise those of the original and its weights load by name. Nothing is ever
+downloaded. Auxiliary heads are there as torchvision trains them; which loss they are given is the config's
+word. How a model is cut is the business of `gpipe_cli.sequential`.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from gpipe_cli.models.weights import load_weights, read_weights
 from gpipe_cli.sequential import Sequence, to_sequential
 from gpipe_cli.vision import torchvision
 
-__all__ = ["build", "names"]
+__all__ = ["build", "names", "options"]
+
+_DIMENSIONS = {"classification": 3, "segmentation": 3, "video": 4}
+"""The tasks whose models are taken, and of how many dimensions one input is."""
 
 _REFUSED = {
     "detection": "returns boxes, a different number for each image, which no layer can be cut out of",
-    "segmentation": "returns a dict, and tensors are needed",
-    "video": "takes clips, and the data here are images",
     "optical_flow": "takes two images and repeats itself as often as it is told",
     "quantization": "is made for evaluation in whole numbers and cannot be trained",
 }
 """Packages of torchvision.models whose models are not taken, and why."""
 
-# Given, because torchvision warns that it will change its mind about the first; the second would return
-# tuples in training, which the losses here do not take.
-_WITH_AUXILIARY_HEADS = {"init_weights": True, "aux_logits": False}
 
-
-def names() -> list[str]:
-    listed: list[str] = torchvision.models.list_models(module=torchvision.models)
+def names(task: str = "classification") -> list[str]:
+    models = torchvision.models
+    listed: list[str] = models.list_models(
+        module=models if task == "classification" else getattr(models, task)
+    )
     return listed
 
 
@@ -51,36 +52,65 @@ def build(
     """A model with fresh parameters from torch's default generator, or with those of the file `weights`.
 
     leaves: paths or classes of submodules that are not to be cut.
-    input_shape: of one image; the model is made and cut for it.
+    input_shape: of one image, or of one clip as (channels, frames, height, width); the model is made and cut
+    for it.
     """
-    _check_name(name)
+    _check_input(name, _task(name), input_shape)
     check_num_classes(num_classes)
     model = torchvision.models.get_model(
-        name, weights=None, num_classes=num_classes, **_options(name, input_shape)
+        name, weights=None, num_classes=num_classes, **options(name, input_shape)
     )
-    # Two images: batch norm in training knows no single one.
+    # Two inputs: batch norm in training knows no single one.
     sequence = to_sequential(model, torch.empty(2, *input_shape, device="meta"), leaves)
     if weights is not None:
         load_weights(sequence, read_weights(weights), weights)
     return sequence
 
 
-def _options(name: str, input_shape: tuple[int, ...]) -> dict[str, Any]:
-    """What a model is told besides its classes: two families are built for one size of images."""
+def options(name: str, input_shape: tuple[int, ...]) -> dict[str, Any]:
+    """What torchvision is told of a model besides its classes."""
     if name in ("googlenet", "inception_v3"):
-        return _WITH_AUXILIARY_HEADS
-    if name.startswith("vit_"):
+        # Given, because torchvision warns that it will change its mind about the first.
+        return {"init_weights": True, "aux_logits": True}
+    if name.startswith("lraspp_"):
+        return {"weights_backbone": None}
+    if name in names("segmentation"):
+        return {"weights_backbone": None, "aux_loss": True}
+    if name.startswith("vit_"):  # this family and the next are built for one size of images
         return {"image_size": input_shape[-1]}
     if name.startswith("maxvit_"):
         return {"input_size": input_shape[-2:]}
     return {}
 
 
-def _check_name(name: str) -> None:
-    if name in names():
-        return
+def _check_input(name: str, task: str, input_shape: tuple[int, ...]) -> None:
+    if len(input_shape) != _DIMENSIONS[task]:
+        needed = {3: "images: channels, height, width", 4: "clips: channels, frames, height, width"}
+        raise ConfigError(
+            f"model.name={name}: takes {needed[_DIMENSIONS[task]]}, and the data gives {_by(input_shape)}; "
+            f"choose fitting data, such as data=synthetic{'_clips' if task == 'video' else ''}"
+        )
+    # torchvision's own functions fix this size, whatever they are told.
+    if name.startswith("mvit_") and input_shape[1:] != (16, 224, 224):
+        raise ConfigError(
+            f"model.name={name}: takes clips of 3x16x224x224 only, and the data gives {_by(input_shape)}; "
+            "give data=synthetic_clips data.shape=[3,16,224,224], or choose another model"
+        )
+
+
+def _task(name: str) -> str:
+    for task in _DIMENSIONS:
+        if name in names(task):
+            return task
     for package, reason in _REFUSED.items():
-        if name in torchvision.models.list_models(module=getattr(torchvision.models, package)):
-            raise ConfigError(f"model.name={name}: {reason}; choose a classification model")
-    near = get_close_matches(name, names(), n=5) or names()
+        if name in names(package):
+            raise ConfigError(
+                f"model.name={name}: {reason}; choose a model for {', '.join(list(_DIMENSIONS)[:-1])} or video"
+            )
+    known = [one for task in _DIMENSIONS for one in names(task)]
+    near = get_close_matches(name, known, n=5) or known
     raise ConfigError(f"model.name={name}: torchvision has no such model; choose one of {', '.join(near)}")
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))

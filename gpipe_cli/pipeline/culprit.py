@@ -14,18 +14,34 @@ from collections.abc import Sequence
 
 from torch.autograd import graph
 
+from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.torch_internals.graph_progress import Node, complaint, has_run, number_of
 
-__all__ = ["suspects"]
+__all__ = ["failed_in_backward"]
 
 
-def suspects(
+def failed_in_backward(
+    layers: Sequence[Layer],
+    roots: Sequence[graph.GradientEdge | None],
+    marks: Sequence[int],
+    error: BaseException,
+) -> str:
+    """In words, the layer of `layers` whose backward raised `error`, or those it must be among.
+
+    `marks` are the numbers of the next node before the first layer and after each; a loss after the last layer has
+    a mark of its own.
+    """
+    places = _suspects(roots, marks, error) or (0, len(layers) - 1)
+    if places[0] == len(layers):
+        return "the loss function"
+    first, last = (layers[min(place, len(layers) - 1)] for place in places)
+    return f"layer {first!r}" if first is last else f"layers {first!r} to {last!r}"
+
+
+def _suspects(
     roots: Sequence[graph.GradientEdge | None], marks: Sequence[int], error: BaseException
 ) -> tuple[int, int] | None:
-    """The first and last place, among the layers, of those that may have failed; None if nothing is known.
-
-    `marks` are the numbers of the next node before the first layer and after each; the loss counts as a layer.
-    """
+    """The first and last place of those that may have failed; None if nothing is known."""
     nodes = _made_here([root.node for root in roots if root is not None], marks)
     if not nodes:
         return None

@@ -25,6 +25,7 @@ from gpipe_cli.pipeline.tied import TiedParameters
 from gpipe_cli.pipeline.walk import Recorder
 from gpipe_cli.pipeline.wrapped import WrappedSequence
 from gpipe_cli.schedule import names as schedule_names
+from gpipe_cli.schedule.course import checkpoint_stop
 from gpipe_cli.skip.layout import skip_layout
 
 __all__ = ["GPipe"]
@@ -88,7 +89,7 @@ class GPipe(WrappedSequence):
         self._place(views)
         self._runner = self._make_runner(views)
 
-    def forward(self, input: Value) -> Value:
+    def _forward(self, input: Value) -> Value:
         batch = MiniBatch.of(input, self.chunks, key=None)
         output = self._runner.forward(batch, input, self._checkpoint_stop(batch))
         # Interleaved partitions may end on another device than the last one.
@@ -139,11 +140,10 @@ class GPipe(WrappedSequence):
         _deny_moving()
 
     def _checkpoint_stop(self, batch: MiniBatch) -> int:
-        """The first micro-batch that is not checkpointed; `except_last` means the last one that exists."""
+        """The first micro-batch that is not checkpointed; in evaluation none is."""
         if not (self.training and batch.state.grad):
             return 0
-        count = len(batch.micro_batches)
-        return {"always": count, "except_last": count - 1, "never": 0}[self.checkpoint]
+        return checkpoint_stop(self.checkpoint, len(batch.micro_batches))
 
     def _check_balance(self) -> None:
         if len(self) != sum(self.balance):

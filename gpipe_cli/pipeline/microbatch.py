@@ -21,6 +21,7 @@ __all__ = [
     "detached",
     "gather",
     "micro_batches",
+    "moved",
     "scatter",
     "tensors_of",
     "value_like",
@@ -48,6 +49,10 @@ def value_like(model: Value, tensors: tuple[Tensor, ...]) -> Value:
 
 def detached(value: Value) -> Value:
     return value_like(value, tuple(tensor.detach() for tensor in tensors_of(value)))
+
+
+def moved(value: Value, device: torch.device) -> Value:
+    return value_like(value, tuple(tensor.to(device) for tensor in tensors_of(value)))
 
 
 def batch_size(value: Value, what: str = "input") -> int:

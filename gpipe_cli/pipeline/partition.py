@@ -26,7 +26,7 @@ from gpipe_cli.pipeline.buffers import (
     swapped_in,
 )
 from gpipe_cli.pipeline.context import MicroBatch, Running
-from gpipe_cli.pipeline.culprit import suspects
+from gpipe_cli.pipeline.culprit import failed_in_backward
 from gpipe_cli.pipeline.entangled import Watch
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.microbatch import Value, check, tensors_of
@@ -230,12 +230,7 @@ class Partition:
         return f"layer {self.running!r}" if isinstance(self.running, Layer) else self.running
 
     def whereabouts_in_backward(self, kept: Kept, error: BaseException) -> str:
-        """The layer whose backward raised `error`, or those it must be among."""
-        places = suspects(kept.roots, kept.marks, error) or (0, len(self.layers) - 1)
-        if places[0] == len(self.layers):
-            return "the loss function"
-        first, last = (self.layers[min(place, len(self.layers) - 1)] for place in places)
-        return f"layer {first!r}" if first is last else f"layers {first!r} to {last!r}"
+        return failed_in_backward(self.layers, kept.roots, kept.marks, error)
 
     def undo(self) -> None:
         """Forget what was learnt, and give buffers the values they had before this mini-batch."""

@@ -10,14 +10,17 @@ from collections.abc import Callable
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from gpipe_cli.pipeline.boundary import roots_of
 from gpipe_cli.pipeline.context import Running
+from gpipe_cli.pipeline.culprit import failed_in_backward
 from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import Value, check, gather
 from gpipe_cli.pipeline.minibatch import MiniBatch, guarded
 from gpipe_cli.pipeline.wrapped import WrappedSequence
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
+from gpipe_cli.torch_internals.graph_progress import next_number
 from gpipe_cli.torch_internals.keyed_random import KeyedRandom
 
 __all__ = ["PlainPipe"]
@@ -30,11 +33,11 @@ class PlainPipe(WrappedSequence):
     def __init__(self, module: nn.Sequential, *, chunks: int = 1, deferred_batch_norm: bool = False) -> None:
         super().__init__(module, chunks, deferred_batch_norm)
 
-    def forward(self, input: Value) -> Value:
+    def _forward(self, input: Value) -> Value:
         batch = MiniBatch.of(input, self.chunks, key=None)
         with guarded(self._layers, self._devices(), self._batch_norms), batch.state.entered():
             random = KeyedRandom()
-            outputs = [self._run(batch, index, random) for index in range(len(batch.inputs))]
+            outputs = [self._run(batch, index, random, []) for index in range(len(batch.inputs))]
         return gather(outputs)
 
     def _step(self, batch: MiniBatch, input: Value, make_loss: Callable[[], StepLoss]) -> StepLoss:
@@ -42,13 +45,24 @@ class PlainPipe(WrappedSequence):
         random = KeyedRandom()
         with guarded(self._layers, self._devices(), self._batch_norms):
             for micro_batch in batch.micro_batches:
+                marks: list[int] = []
                 with batch.state.entered():
-                    output = self._run(batch, micro_batch.index, random)
+                    output = self._run(batch, micro_batch.index, random, marks)
                     weighted = loss.weighted(output, micro_batch, batch.key, random)
+                marks.append(next_number())
                 if weighted.requires_grad:
                     with batch.state.without_autocast():
-                        torch.autograd.backward(weighted)
+                        self._backward(weighted, micro_batch.index, marks)
         return loss
+
+    def _backward(self, loss: Tensor, micro_batch: int, marks: list[int]) -> None:
+        roots = roots_of([loss])
+        try:
+            torch.autograd.backward(loss)
+        except BaseException as error:
+            where = failed_in_backward(self._layers, roots, marks, error)
+            error.add_note(f"in {where}, micro-batch {micro_batch} (backward)")
+            raise
 
     def close(self) -> None:
         """Nothing to end: there are no workers."""
@@ -56,9 +70,15 @@ class PlainPipe(WrappedSequence):
     def _devices(self) -> list[torch.device]:
         return [parameter.device for parameter in self.parameters()]
 
-    def _run(self, batch: MiniBatch, index: int, random: KeyedRandom) -> Value:
+    def _run(self, batch: MiniBatch, index: int, random: KeyedRandom, marks: list[int]) -> Value:
         value = batch.inputs[index]
+        marks.append(next_number())
         with Running(batch.micro_batches[index]), use_skip_tracker(DictionarySkipTracker()):
-            for layer in self._layers:
-                value = layer.run(value, batch.key, index, random)
+            try:
+                for layer in self._layers:
+                    value = layer.run(value, batch.key, index, random)
+                    marks.append(next_number())
+            except BaseException as error:
+                error.add_note(f"in layer {layer!r}, micro-batch {index} (forward)")
+                raise
         return check(value)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
-from typing import Protocol, final
+from typing import Any, Protocol, final
+
+import torch
 
 from gpipe_cli.pipeline.flight import Flight
 from gpipe_cli.pipeline.partition import Partition
@@ -23,9 +24,15 @@ logger = logging.getLogger("gpipe_cli.pipeline")
 
 
 class Recorder(Protocol):
-    """Told of each piece of work when it has ended; `phase` is forward, recompute or backward."""
+    """Told of each piece of work when it has ended, by the thread that did it.
 
-    def __call__(self, action: Action, phase: str, begin: float, end: float) -> None: ...
+    `phase` is forward, recompute, backward, or copy for the handing over of what came of it.
+    """
+
+    def now(self, device: torch.device) -> Any:
+        """This moment in the work of a device, in a form of the recorder's own."""
+
+    def __call__(self, action: Action, phase: str, begin: Any, end: Any) -> None: ...
 
 
 @final
@@ -122,26 +129,28 @@ class Walk:
             )
         if self._failure is not None:
             raise WayClosed
-        begin = time.perf_counter()
+        begin = self._now(partition)
         output, kept = partition.forward(parcel, visit)
-        self._record(place, begin)
+        begin = self._record(action, place.phase, partition, begin)
         if kept is not None:
             self._flight.kept[action.partition, action.micro_batch] = kept
         self._routes.send(partition, action.micro_batch, output)
+        if action.partition < len(self._partitions) - 1:
+            self._record(action, "copy", partition, begin)
 
     def _backward(self, place: _Place, partition: Partition, action: Action) -> None:
         kept = self._flight.kept[action.partition, action.micro_batch]
         if kept.parcel is not None:
             # Before the gradient is waited for: this is what makes recomputation cheap in a pipeline.
             place.phase = "recompute"
-            begin = time.perf_counter()
+            begin = self._now(partition)
             partition.recompute(kept)
-            self._record(place, begin)
+            self._record(action, place.phase, partition, begin)
         place.phase = "backward"
         gradients = self._routes.receive_gradients(partition, action.micro_batch)
         if self._failure is not None:
             raise WayClosed
-        begin = time.perf_counter()
+        begin = self._now(partition)
         # Without parameters there is nothing to split off.
         if action.kind is Kind.INPUT_GRAD and self._parameters:
             entered = partition.backward_input(kept, gradients, keep_graph=self._keep_graph)
@@ -149,17 +158,19 @@ class Walk:
             entered = partition.backward(
                 kept, gradients, keep_graph=self._keep_graph, parameters=self._parameters
             )
-        self._record(place, begin)
+        begin = self._record(action, place.phase, partition, begin)
         if action.kind is Kind.BACKWARD:
             self._let_go(action)
         self._routes.send_gradients(partition, action.micro_batch, entered)
+        if action.partition > 0:
+            self._record(action, "copy", partition, begin)
 
     def _backward_weights(self, place: _Place, partition: Partition, action: Action) -> None:
         place.phase = "backward"
-        begin = time.perf_counter()
+        begin = self._now(partition)
         kept = self._flight.kept[action.partition, action.micro_batch]
         partition.backward_weights(kept, keep_graph=self._keep_graph)
-        self._record(place, begin)
+        self._record(action, place.phase, partition, begin)
         self._let_go(action)
 
     def _let_go(self, action: Action) -> None:
@@ -170,9 +181,16 @@ class Walk:
         elif self._flight.kept[place].parcel is not None:
             self._flight.kept[place].roots = ()
 
-    def _record(self, place: _Place, begin: float) -> None:
-        if self._recorder is not None and place.action is not None:
-            self._recorder(place.action, place.phase, begin, time.perf_counter())
+    def _now(self, partition: Partition) -> Any:
+        return None if self._recorder is None else self._recorder.now(partition.device)
+
+    def _record(self, action: Action, phase: str, partition: Partition, begin: Any) -> Any:
+        """Gives the end, where what follows begins."""
+        if self._recorder is None:
+            return None
+        end = self._recorder.now(partition.device)
+        self._recorder(action, phase, begin, end)
+        return end
 
 
 @final

@@ -11,7 +11,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, TypeAlias, overload
 
 from torch import Tensor, nn
 
@@ -20,10 +20,13 @@ from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.loss import LossFunction, StepLoss
 from gpipe_cli.pipeline.microbatch import Value, gather
 from gpipe_cli.pipeline.minibatch import MiniBatch
-from gpipe_cli.sequential import layer_names
+from gpipe_cli.sequential import layer_names, outside
 from gpipe_cli.skip.verify import verify_skippables
 
 __all__ = ["WrappedSequence"]
+
+Output: TypeAlias = Value | dict[str, Tensor]
+"""A dict where the model that the sequence was made from returns one."""
 
 _TORCHGPIPE_PREFIX = re.compile(r"^partitions\.\d+\.")
 
@@ -81,7 +84,7 @@ class WrappedSequence(nn.Module):
         key: int | None = None,
         *,
         return_output: Literal[True],
-    ) -> tuple[Tensor, Value]: ...
+    ) -> tuple[Tensor, Output]: ...
 
     def step(
         self,
@@ -90,17 +93,30 @@ class WrappedSequence(nn.Module):
         loss_fn: LossFunction,
         key: int | None = None,
         return_output: bool = False,
-    ) -> Tensor | tuple[Tensor, Value]:
+    ) -> Tensor | tuple[Tensor, Output]:
         """Forward and backward of a whole mini-batch: fills `.grad` and returns the detached mean loss."""
         batch = MiniBatch.of(input, self.chunks, key)
 
+        def loss_of(output: Value, target: Value) -> Tensor:
+            return loss_fn(outside(self.module, output), target)
+
         def make_loss() -> StepLoss:
             return StepLoss(
-                loss_fn, target, batch.rows, len(batch.inputs), len(self), keeps_outputs=return_output
+                loss_of, target, batch.rows, len(batch.inputs), len(self), keeps_outputs=return_output
             )
 
         loss = self._step(batch, input, make_loss)
-        return (loss.total(), gather(loss.outputs())) if return_output else loss.total()
+        if not return_output:
+            return loss.total()
+        return loss.total(), outside(self.module, gather(loss.outputs()))
+
+    def forward(self, input: Value) -> Output:
+        output: Output = outside(self.module, self._forward(input))
+        return output
+
+    @abstractmethod
+    def _forward(self, input: Value) -> Value:
+        """Run the mini-batch forward; what the last layer gives."""
 
     @abstractmethod
     def _step(self, batch: MiniBatch, input: Value, make_loss: Callable[[], StepLoss]) -> StepLoss:

@@ -9,20 +9,22 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.pipeline.buffers import all_buffers, restore, save
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.loss import LossFunction
-from gpipe_cli.pipeline.microbatch import Value, tensors_of
-from gpipe_cli.schedule.action import Action
+from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
+from gpipe_cli.profiling.left_as_found import left_as_found, staying_at_home
+from gpipe_cli.profiling.record import recording
+from gpipe_cli.profiling.seen import LayerFacts, Seen
 from gpipe_cli.sequential import layer_names
+from gpipe_cli.torch_internals.storage import storage_of
 
 WARM_UP = 2
 MOST_REPEATS = 50
@@ -31,16 +33,14 @@ MOST_REPEATS = 50
 @final
 @dataclass(frozen=True)
 class LayerProfile:
-    index: int
-    name: str
-    type: str
-    parameters: int
-    parameter_bytes: int
-    saved_bytes: int
-    """Kept for backward, parameters excepted, each storage counted once."""
-    output_shape: tuple[tuple[int, ...], ...]
+    facts: LayerFacts
     forward_ms: float
     backward_ms: float
+
+    @property
+    def ms(self) -> float:
+        """Of one micro-batch, there and back."""
+        return self.forward_ms + self.backward_ms
 
 
 @final
@@ -52,6 +52,10 @@ class Sample:
     target: Tensor | None = None
     loss: LossFunction | None = None
 
+    def to(self, device: torch.device) -> Sample:
+        target = None if self.target is None else self.target.to(device)
+        return Sample(moved(self.input, device), target, self.loss)
+
 
 def profile_layers(
     module: nn.Sequential, sample: Sample, *, seconds: float = 1.0, repeats: int = 5
@@ -59,42 +63,22 @@ def profile_layers(
     """Medians of at least `repeats` runs, and of more while `seconds` last."""
     if any(parameter.grad is not None for parameter in module.parameters()):
         raise ValueError("some parameter already has gradient")
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise ConfigError("a model without storage cannot be run, so its layers cannot be measured")
     device = tensors_of(sample.input)[0].device
-    with _left_as_found(module):
+    with staying_at_home(module), left_as_found(module):
         pipe = GPipe(module, [1] * len(module), devices=[device], checkpoint="never", schedule="interleaved")
         with pipe:
             seen = _look(pipe, sample)
             times = _measure(pipe, sample, seconds, repeats)
     return [
         LayerProfile(
-            index=index,
-            name=name,
-            type=type(layer).__name__,
-            parameters=sum(one.numel() for one in layer.parameters()),
-            parameter_bytes=sum(one.nbytes for one in layer.parameters()),
-            saved_bytes=seen[index].saved_bytes,
-            output_shape=seen[index].output_shape,
+            seen[index].facts(index, name, layer),
             forward_ms=1000 * statistics.median(times[index, "forward"]),
             backward_ms=1000 * statistics.median(times.get((index, "backward"), [0.0])),
         )
         for index, (name, layer) in enumerate(zip(layer_names(module), module, strict=True))
     ]
-
-
-@contextmanager
-def _left_as_found(module: nn.Module) -> Iterator[None]:
-    """Train mode inside; afterwards modes, buffers and gradients are what they were."""
-    modes = [(one, one.training) for one in module.modules()]
-    buffers = save(all_buffers([module]))
-    module.train()
-    try:
-        yield
-    finally:
-        restore(buffers)
-        for parameter in module.parameters():
-            parameter.grad = None
-        for one, training in modes:
-            one.training = training
 
 
 def _step(pipe: GPipe, sample: Sample) -> None:
@@ -104,69 +88,48 @@ def _step(pipe: GPipe, sample: Sample) -> None:
     # The pipe draws its key from torch's default generator, which must be left where it was.
     with torch.random.fork_rng(devices=[]):
         output = pipe(sample.input)
-    outputs = [one for one in tensors_of(output) if one.requires_grad]
+    given = output.values() if isinstance(output, dict) else tensors_of(output)
+    outputs = [one for one in given if one.requires_grad]
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
 
 
 def _measure(pipe: GPipe, sample: Sample, seconds: float, repeats: int) -> dict[tuple[int, str], list[float]]:
-    times: dict[tuple[int, str], list[float]] = defaultdict(list)
-
-    def record(action: Action, phase: str, begin: float, end: float) -> None:
-        times[action.partition, phase].append(end - begin)
-
+    """Seconds of every run, by layer and phase."""
     for _ in range(WARM_UP):
         _step(pipe, sample)
-    pipe.recorder = record
-    deadline = time.perf_counter() + seconds
-    for run in range(MOST_REPEATS):
-        if run >= repeats and time.perf_counter() > deadline:
-            break
-        _step(pipe, sample)
-    pipe.recorder = None
+    with recording(pipe) as record:
+        deadline = time.perf_counter() + seconds
+        for run in range(MOST_REPEATS):
+            if run >= repeats and time.perf_counter() > deadline:
+                break
+            _step(pipe, sample)
+    times: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for piece in record.pieces():
+        times[piece.action.partition, piece.phase].append(piece.end - piece.begin)
     return times
 
 
-@final
-class _Seen:
-    """What one layer's forward kept and gave."""
-
-    def __init__(self, parameters: set[int]) -> None:
-        self._parameters = parameters
-        self._storages: dict[int, int] = {}
-        self.output_shape: tuple[tuple[int, ...], ...] = ()
-        self._hooks: Any = None
-
-    @property
-    def saved_bytes(self) -> int:
-        return sum(self._storages.values())
-
-    def before(self, layer: nn.Module, inputs: Any) -> None:
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda kept: kept)
-        self._hooks.__enter__()
-
-    def after(self, layer: nn.Module, inputs: Any, output: Any) -> None:
-        self._hooks.__exit__(None, None, None)
-        self.output_shape = tuple(tuple(one.shape) for one in tensors_of(output) if isinstance(one, Tensor))
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._parameters:
-            self._storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-
-def _look(pipe: GPipe, sample: Sample) -> list[_Seen]:
-    """One step with hooks around every layer."""
-    parameters = {one.untyped_storage().data_ptr() for one in pipe.parameters()}
-    seen = [_Seen(parameters) for _ in pipe]
+def _look(pipe: GPipe, sample: Sample) -> list[Seen]:
+    """One step with an eye on every layer."""
+    parameters = {storage_of(one) for one in pipe.parameters()}
+    seen = [Seen(parameters) for _ in pipe]
     handles = []
     for one, layer in zip(seen, pipe, strict=True):
-        handles.append(layer.register_forward_pre_hook(one.before))
-        handles.append(layer.register_forward_hook(one.after))
+        handles.append(layer.register_forward_pre_hook(partial(_before, one)))
+        handles.append(layer.register_forward_hook(partial(_after, one)))
     try:
-        _step(pipe, sample)
+        _step(pipe, replace(sample, loss=sample.loss and seen[-1].watching(sample.loss)))
     finally:
         for handle in handles:
             handle.remove()
     return seen
+
+
+def _before(seen: Seen, layer: nn.Module, inputs: Any) -> None:
+    seen.__enter__()
+
+
+def _after(seen: Seen, layer: nn.Module, inputs: Any, output: Any) -> None:
+    seen.__exit__(None, None, None)
+    seen.look_at(output)

@@ -8,8 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpipe_cli.report.layers import shapes_text
+from gpipe_cli.report.numbers import readable
 from gpipe_cli.report.tables import print_rows
 from gpipe_cli.sequential import layer_names
+
+_OPTIONAL = ("device", "input_bytes", "parameters", "layers")
+"""Columns of the partitions that give way on a narrow terminal."""
 
 
 def partition_rows(
@@ -20,8 +25,38 @@ def partition_rows(
 
 
 def print_partitions(rows: Sequence[Mapping[str, Any]]) -> None:
+    _print("partitions", [{**row, **_readable_border(row)} for row in rows], optional=_OPTIONAL)
+
+
+def print_memory(rows: Sequence[Mapping[str, int]]) -> None:
+    """A row per partition: bytes by what they are for."""
+    _print(
+        "memory, estimated",
+        [
+            {"partition": index, **{_heading(key): readable(key, row[key]) for key in row}}
+            for index, row in enumerate(rows)
+        ],
+    )
+
+
+def _readable_border(row: Mapping[str, Any]) -> dict[str, str]:
+    """Shapes and bytes of what a partition is sent, where they are known."""
+    if "input_shapes" not in row:
+        return {}
+    return {
+        "input_shapes": shapes_text(row["input_shapes"]),
+        "input_bytes": readable("bytes", row["input_bytes"]),
+    }
+
+
+def _heading(key: str) -> str:
+    word = key.removesuffix("_bytes")
+    return word if word in ("optimizer", "total") else f"{word}s"
+
+
+def _print(title: str, rows: Sequence[Mapping[str, Any]], optional: Sequence[str] = ()) -> None:
     columns = list(rows[0])
-    print_rows("partitions", columns, [[row[column] for column in columns] for row in rows])
+    print_rows(title, columns, [[row[column] for column in columns] for row in rows], optional=optional)
 
 
 def _rows(

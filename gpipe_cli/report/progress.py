@@ -11,6 +11,7 @@ from typing import Protocol, Self, final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from gpipe_cli.report.output import say
 from gpipe_cli.report.text import plain
 
 
@@ -100,8 +101,7 @@ class Lines:
             )
 
     def say(self, line: str) -> None:
-        sys.stderr.write(f"{plain(line)}\n")
-        sys.stderr.flush()
+        say(line)
 
 
 @final

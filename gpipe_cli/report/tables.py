@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +16,7 @@ from gpipe_cli.report.output import leave_stdout
 from gpipe_cli.report.text import plain
 
 WIDE = 500
+GAP = 2  # between two columns
 LONG = ("overrides", "result", "description")  # columns that are folded where the terminal is narrow
 
 
@@ -25,26 +27,45 @@ def print_facts(title: str, facts: Mapping[str, Any]) -> None:
     table.add_column(overflow="fold")
     for name, value in facts.items():
         table.add_row(name, Text(plain(readable(name, value))))
-    _print(table)
+    show(table)
 
 
-def print_rows(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+def print_rows(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, optional: Sequence[str] = ()
+) -> None:
+    """Columns of `optional` give way, the first of them first, where the terminal is too narrow for all."""
+    cells = [[plain(readable(name, cell)) for name, cell in zip(columns, row, strict=True)] for row in rows]
+    shown = _fitting(columns, cells, optional)
+    left_out = [name for index, name in enumerate(columns) if index not in shown]
+    if left_out:
+        title = f"{title}; no room for {', '.join(left_out)}"
     table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column not in LONG)
-    for row in rows:
-        table.add_row(*(Text(plain(readable(name, cell))) for name, cell in zip(columns, row, strict=True)))
-    _print(table)
+    for index in shown:
+        table.add_column(columns[index], overflow="fold", no_wrap=columns[index] not in LONG)
+    for row in cells:
+        table.add_row(*(Text(row[index]) for index in shown))
+    show(table)
 
 
-def _print(table: Table) -> None:
+def _fitting(columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str]) -> list[int]:
+    """The places of the columns there is room for."""
+    room = Console().width if sys.stdout.isatty() else WIDE
+    widths = [max(cell_len(row[index]) for row in [columns, *rows]) + GAP for index in range(len(columns))]
+    shown = list(range(len(columns)))
+    for name in optional:
+        if sum(widths[index] for index in shown) - GAP > room and name in columns:
+            shown.remove(columns.index(name))
+    return shown
+
+
+def show(*parts: RenderableType) -> None:
     """On a terminal as wide as that; in a pipe there is no edge to fold at, and no one to see padding."""
     if sys.stdout.isatty():
-        Console().print(table)
+        Console().print(*parts, sep="\n")
         return
     console = Console(width=WIDE)
     with console.capture() as captured:
-        console.print(table)
+        console.print(*parts, sep="\n")
     try:
         sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
         sys.stdout.flush()

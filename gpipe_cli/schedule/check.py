@@ -1,26 +1,19 @@
-"""Proves an order legal, and counts its bubble and the activations it keeps alive.
+"""Proves an order legal.
 
 Legal: each partition belongs to one worker; each micro-batch is forwarded once and backwarded once (in one
 piece or in two) on each partition, in ascending order, so that queues between partitions are first in,
 first out and gradients add up in one order; and workers that wait for what they need never wait in a circle.
-Knows nothing of real durations, nor of who made the order.
+Knows nothing of durations (see `simulate`) and memory (see `memory`), nor of who made the order.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import final
 
 from gpipe_cli.schedule.action import Action, Kind, Order
-
-UNIT_COSTS: Mapping[Kind, float] = {
-    Kind.FORWARD: 1,
-    Kind.BACKWARD: 2,  # two matrix products where the forward has one
-    Kind.INPUT_GRAD: 1,
-    Kind.WEIGHT_GRAD: 1,
-}
 
 
 @final
@@ -70,31 +63,6 @@ def dependencies(action: Action, everything: Collection[Action]) -> list[Action]
                 Action(Kind.INPUT_GRAD, partition + 1, micro_batch),
             ]
     return [candidate for candidate in candidates if candidate in everything]
-
-
-def bubble(order: Order, costs: Mapping[Kind, float] = UNIT_COSTS) -> float:
-    """The share of all workers' time in which they wait, if every partition's actions cost the same."""
-    everything = _everything(order)
-    worker_of = {action.partition: worker for worker, actions in enumerate(order) for action in actions}
-    ends: dict[Action, float] = {}
-    free = [0.0] * len(order)
-    for action in walk(order):
-        worker = worker_of[action.partition]
-        begin = max([free[worker], *(ends[earlier] for earlier in dependencies(action, everything))])
-        free[worker] = ends[action] = begin + costs[action.kind]
-    busy = sum(costs[action.kind] for action in everything)
-    return 1 - busy / (len(order) * max(free))
-
-
-def live_activations(order: Order) -> tuple[int, ...]:
-    """For each partition the most micro-batches that are forwarded and not yet wholly backwarded."""
-    change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT_GRAD: 0, Kind.WEIGHT_GRAD: -1}
-    live: Counter[int] = Counter()
-    peak: Counter[int] = Counter()
-    for action in itertools.chain.from_iterable(order):
-        live[action.partition] += change[action.kind]
-        peak[action.partition] = max(peak[action.partition], live[action.partition])
-    return tuple(peak[partition] for partition in sorted(peak))
 
 
 def _everything(order: Order) -> frozenset[Action]:

@@ -1,66 +1,83 @@
-"""Predicts when every action of an order begins and ends, from what the partitions cost.
+"""Predicts when every action of an order begins and ends, and the bytes it keeps, from what its partitions cost.
 
 Pure Python, no clock: a worker runs its actions in order, each as soon as what it needs has arrived and a core is
-free. Knows nothing of where the costs come from.
+free; who was ready first gets the core. The order is one that `check` accepts. Knows nothing of where costs come from.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from functools import cached_property
+from heapq import heappop, heappush, heapreplace
+from itertools import chain
+from typing import NamedTuple, TypeAlias, final
 
 from gpipe_cli.schedule.action import Action, Kind, Order
+from gpipe_cli.schedule.memory import kept_at_once
 
 
 @final
 @dataclass(frozen=True)
 class PartitionCost:
-    """Durations of one micro-batch on one partition, in any unit of time."""
+    """What one micro-batch costs on one partition: durations in any unit of time, and bytes."""
 
     forward: float
     backward: float
     """The whole of it; a split backward is taken as two halves."""
     recompute: float = 0.0
-    """Added before the backward of a micro-batch that was checkpointed."""
+    """Before the backward of a micro-batch that was checkpointed."""
     transfer: float = 0.0
     """From this partition to the next, and of its gradient back."""
-
-    @property
-    def by_kind(self) -> dict[Kind, float]:
-        half = self.backward / 2
-        return {
-            Kind.FORWARD: self.forward,
-            Kind.BACKWARD: self.backward,
-            Kind.INPUT_GRAD: half,
-            Kind.WEIGHT_GRAD: half,
-        }
+    saved_bytes: int = 0
+    """Kept for backward."""
+    input_bytes: int = 0
+    """Kept instead, where the rest is recomputed."""
+    resident_bytes: int = 0
+    """There all the time: parameters, gradients, the optimizer's state."""
 
 
-class Span(NamedTuple):  # a tuple, because there may be millions of them
+class Span(NamedTuple):
+    """A piece of work; `phase` is forward, recompute or backward, as a pipe's recorder calls them."""
+
     action: Action
     worker: int
     begin: float
     end: float
+    phase: str
 
 
 @final
 @dataclass(frozen=True)
 class Simulation:
-    spans: list[Span]
-    workers: int
+    step: float
+    """From the first action's begin to the last one's end."""
+    bubble: float
+    """The share of all workers' time in which they do nothing."""
+    _order: Order
+    _costs: Sequence[PartitionCost]
+    _checkpoint_stop: int
+    _begins: list[list[float]]
 
-    @property
-    def step(self) -> float:
-        """From the first action's begin to the last one's end."""
-        return max(span.end for span in self.spans)
+    @cached_property
+    def spans(self) -> list[Span]:
+        """Every piece of work, worker by worker."""
+        roles_of = _roles(self._costs, self._checkpoint_stop)
+        pieces = [[(role, one) for one in actions for role in roles_of(one)] for actions in self._order]
+        return [
+            Span(action, worker, begin, begin + role.duration, role.phase)
+            for worker, begins in enumerate(self._begins)
+            for (role, action), begin in zip(pieces[worker], begins, strict=True)
+        ]
 
-    @property
-    def bubble(self) -> float:
-        """The share of all workers' time in which they do nothing."""
-        busy = sum(span.end - span.begin for span in self.spans)
-        return 1 - busy / (self.workers * self.step) if self.step else 0.0
+    @cached_property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most each partition keeps at once."""
+        kept = kept_at_once(self._order, self._checkpoint_stop)
+        return tuple(
+            cost.resident_bytes + one.bytes(cost.saved_bytes, cost.input_bytes)
+            for cost, one in zip(self._costs, kept, strict=True)
+        )
 
 
 def simulate(
@@ -68,100 +85,117 @@ def simulate(
 ) -> Simulation:
     """Run the order on paper. `cores` is how many workers can run at once; None: all of them.
 
-    Micro-batches below `checkpoint_stop` recompute before their backward, which needs no gradient to begin:
-    the recomputation may go on while the gradient is on its way.
+    Micro-batches below `checkpoint_stop` recompute before their backward. That needs no gradient to begin, so it
+    may go on while the gradient is on its way.
     """
-    return _Run(order, costs, checkpoint_stop, cores).finish()
+    roles_of = _roles(costs, checkpoint_stop)
+    work = [list(chain.from_iterable(map(roles_of, actions))) for actions in order]
+    begins = _run(work, min(cores or len(order), len(order)))
+    if any(len(begun) < len(roles) for begun, roles in zip(begins, work, strict=True)):
+        raise ValueError("the order cannot be run: its workers wait for each other, or for what nobody does")
+    step = max(
+        (begun[-1] + roles[-1].duration for begun, roles in zip(begins, work, strict=True) if roles),
+        default=0.0,
+    )
+    busy = sum(role.duration for role in chain.from_iterable(work))
+    bubble = 1 - busy / (len(order) * step) if step else 0.0
+    return Simulation(step, bubble, order, costs, checkpoint_stop, begins)
 
 
 @final
 class _Way:
-    """Over a border, in one direction: when each micro-batch arrives, and who waits for the next one."""
+    """Over a border, in one direction. Micro-batches cross in ascending order, so counting tells which it is."""
 
-    __slots__ = ("arrivals", "waiting")
+    __slots__ = ("arrivals", "taken", "transfer", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, transfer: float) -> None:
+        self.transfer = transfer
         self.arrivals: list[float] = []
-        self.waiting: int | None = None
+        self.taken = 0
+        self.waiting: tuple[int, float] | None = None
+        """The worker that waits for the next one, and since when it has had nothing else to do."""
 
 
 @final
-class _Run:
-    """One simulation. Micro-batches cross in ascending order, so how many have arrived says which."""
+@dataclass(slots=True)
+class _Role:
+    """What all micro-batches of one phase on one partition have in common."""
 
-    def __init__(
-        self, order: Order, costs: Sequence[PartitionCost], checkpoint_stop: int, cores: int | None
-    ) -> None:
-        self._order, self._costs, self._checkpoint_stop = order, costs, checkpoint_stop
-        self._durations = [cost.by_kind for cost in costs]
-        self._last = len(costs) - 1
-        self._places = [0] * len(order)
-        self._free = [0.0] * len(order)
-        self._cores = [0.0] * (len(order) if cores is None else min(cores, len(order)))
-        # When the outputs and the input gradients of each partition arrive where they are wanted.
-        self._outputs = [_Way() for _ in costs]
-        self._gradients = [_Way() for _ in costs]
-        self._ready: list[tuple[float, int]] = []
-        self._spans: list[Span] = []
+    phase: str
+    duration: float
+    needs: _Way | None = None
+    """Where its input comes from another partition; what its own worker makes is there by that one's order."""
+    gives: _Way | None = None
 
-    def finish(self) -> Simulation:
-        for worker in range(len(self._order)):
-            self._line_up(worker)
-        while self._ready:
-            self._run(*heapq.heappop(self._ready))
-        if len(self._spans) < sum(map(len, self._order)):
-            raise ValueError(
-                "the order cannot be run: its workers wait for each other, or for what nobody does"
-            )
-        return Simulation(self._spans, len(self._order))
 
-    def _line_up(self, worker: int) -> None:
-        """Make a worker ready for its next action, or let it wait for what that needs."""
-        place, actions = self._places[worker], self._order[worker]
-        if place == len(actions):
+_RolesOf: TypeAlias = Callable[[Action], tuple[_Role, ...]]
+
+
+def _roles(costs: Sequence[PartitionCost], checkpoint_stop: int) -> _RolesOf:
+    """What an action consists of: a checkpointed backward has a recomputation before it."""
+    outputs = [_Way(cost.transfer) for cost in costs]
+    # A gradient goes back over the border its input came by, which belongs to the partition before.
+    gradients = [_Way(costs[max(0, partition - 1)].transfer) for partition in range(len(costs))]
+    inputs, output_gradients = [None, *outputs[:-1]], [*gradients[1:], None]
+    table = [
+        (
+            (_Role("forward", cost.forward, inputs[partition], outputs[partition]),),
+            (_Role("backward", cost.backward, output_gradients[partition], gradients[partition]),),
+            (_Role("backward", cost.backward / 2, output_gradients[partition], gradients[partition]),),
+            (_Role("backward", cost.backward / 2),),
+            (_Role("recompute", cost.recompute),),
+        )
+        for partition, cost in enumerate(costs)
+    ]
+
+    def roles_of(action: Action) -> tuple[_Role, ...]:
+        forward, backward, input_grad, weight_grad, recompute = table[action.partition]
+        kind = action.kind
+        if kind is Kind.FORWARD:
+            return forward
+        if kind is Kind.WEIGHT_GRAD:
+            return weight_grad
+        gradient = backward if kind is Kind.BACKWARD else input_grad
+        return recompute + gradient if action.micro_batch < checkpoint_stop else gradient
+
+    return roles_of
+
+
+def _run(work: Sequence[Sequence[_Role]], cores: int) -> list[list[float]]:
+    """When each piece of work begins; an order that cannot be run to its end leaves some out."""
+    begins: list[list[float]] = [[] for _ in work]
+    free_cores = [0.0] * cores
+    ready: list[tuple[float, int]] = []  # since when a worker can run its next piece
+
+    def line_up(worker: int, free: float) -> None:
+        """Make a worker ready for its next piece, or let it wait for what that needs."""
+        roles, place = work[worker], len(begins[worker])
+        if place == len(roles):
             return
-        action = actions[place]
-        way = self._way(action)
-        if way is None:  # its own forward a worker has done before, in its own order
-            heapq.heappush(self._ready, (self._free[worker], worker))
-        elif len(way.arrivals) > action.micro_batch:
-            heapq.heappush(self._ready, (max(self._free[worker], way.arrivals[action.micro_batch]), worker))
+        way = roles[place].needs
+        if way is None:
+            heappush(ready, (free, worker))
+        elif way.taken < len(way.arrivals):
+            arrival = way.arrivals[way.taken]
+            way.taken += 1
+            heappush(ready, (free if free > arrival else arrival, worker))
         else:
-            way.waiting = worker
+            way.waiting = worker, free
 
-    def _way(self, action: Action) -> _Way | None:
-        """The way on which an action's input comes from another partition; None where it needs nothing."""
-        partition, kind = action.partition, action.kind
-        if kind is Kind.FORWARD:
-            return self._outputs[partition - 1] if partition else None
-        if kind is Kind.WEIGHT_GRAD or partition == self._last:
-            return None
-        return self._gradients[partition + 1]
-
-    def _run(self, ready: float, worker: int) -> None:
-        action = self._order[worker][self._places[worker]]
-        kind, partition = action.kind, action.partition
-        duration = self._durations[partition][kind]
-        begin = max(ready, heapq.heappop(self._cores))
-        if action.micro_batch < self._checkpoint_stop and kind in (Kind.BACKWARD, Kind.INPUT_GRAD):
-            # It may begin when the worker is free, and be waiting for the gradient when it has ended.
-            recompute = self._costs[partition].recompute
-            begin = min(begin, max(self._free[worker], begin - recompute))
-            duration += max(ready - begin, recompute)
-        end = begin + duration
-        heapq.heappush(self._cores, end)
-        self._spans.append(Span(action, worker, begin, end))
-        self._places[worker] += 1
-        self._free[worker] = end
-        if kind is Kind.FORWARD:
-            self._deliver(self._outputs[partition], end + self._costs[partition].transfer)
-        elif kind is not Kind.WEIGHT_GRAD:
-            # A gradient goes back over the border it came by, which belongs to the partition before.
-            self._deliver(self._gradients[partition], end + self._costs[max(0, partition - 1)].transfer)
-        self._line_up(worker)
-
-    def _deliver(self, way: _Way, time: float) -> None:
-        way.arrivals.append(time)
-        if way.waiting is not None:
-            worker, way.waiting = way.waiting, None
-            self._line_up(worker)
+    for worker in range(len(work)):
+        line_up(worker, 0.0)
+    while ready:
+        since, worker = heappop(ready)
+        role = work[worker][len(begins[worker])]
+        begin = since if since > free_cores[0] else free_cores[0]
+        end = begin + role.duration
+        heapreplace(free_cores, end)
+        begins[worker].append(begin)
+        way = role.gives
+        if way is not None:
+            way.arrivals.append(end + way.transfer)
+            if way.waiting is not None:
+                waiting, way.waiting = way.waiting, None
+                line_up(*waiting)
+        line_up(worker, end)
+    return begins

@@ -10,14 +10,18 @@ table from layer key to original key is one path per layer.
 original order. `named_modules` and `get_submodule` speak of the sequence as it is built, so that they agree.
 Inside another module the state_dict still holds the original names; for the rest ask the sequence itself.
 
+Where the original returns a dict, the last layer gives a tuple, because tensors and tuples are what a pipe
+carries; `outside` makes it a dict again for whoever called the sequence or the pipe.
+
 This file decides names. It knows nothing of how layers are found or run; how a state_dict is taken in is
 told in `loading`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, TypeVar, final, overload
 
 from torch import Tensor, nn
@@ -25,7 +29,10 @@ from torch import Tensor, nn
 from gpipe_cli.sequential import loading
 from gpipe_cli.torch_internals.state_version import adopt_version, repeat_versions
 
+__all__ = ["Sequence", "layer_names", "outside"]
+
 Member = TypeVar("Member", bound=Tensor)
+NO_DICT: Mapping[bool, tuple[str, ...]] = MappingProxyType({})
 
 
 @final
@@ -36,6 +43,7 @@ class Sequence(nn.Sequential):
     paths: where the content of each stood in the original; by default its index.
     names: what each is called for people; by default its path, or its index where the path is empty.
     original: read once, for the order of its names and to see that none is lost; by default layer by layer.
+    output_names: in training and in evaluation the keys of the dict the original returns, if it does.
     """
 
     def __init__(
@@ -45,8 +53,10 @@ class Sequence(nn.Sequential):
         paths: Iterable[str] | None = None,
         names: Iterable[str] | None = None,
         original: nn.Module | None = None,
+        output_names: Mapping[bool, tuple[str, ...]] = NO_DICT,
     ) -> None:
         super().__init__(*layers)
+        self.output_names = dict(output_names)
         indices = [str(index) for index in range(len(self))]
         self.paths = tuple(indices if paths is None else paths)
         _check_length("paths", self.paths, len(self))
@@ -58,11 +68,15 @@ class Sequence(nn.Sequential):
         if original is not None:
             self._positions = {name: position for position, name in enumerate(_member_names(original))}
             _check_completeness(self, self._positions)
+            self.training = original.training
             adopt_version(self, original)
         self.register_state_dict_post_hook(_speak_original_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(loading.take_original_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(loading.report_original_names)  # type: ignore[no-untyped-call]
         self.loading: loading.Load | None = None
+
+    def forward(self, input: Any) -> Any:
+        return outside(self, super().forward(input))  # type: ignore[no-untyped-call]
 
     def original_key(self, key: str) -> str:
         """The original model's name for what this sequence holds at `key`, such as "3.conv1.weight"."""
@@ -164,3 +178,9 @@ def _check_completeness(sequence: Sequence, expected: Iterable[str]) -> None:
 def layer_names(module: nn.Sequential) -> tuple[str, ...]:
     """What to call the layers of any sequence: its children's names, unless it knows better ones."""
     return module.layer_names if isinstance(module, Sequence) else tuple(dict(module.named_children()))
+
+
+def outside(module: nn.Sequential, output: Any) -> Any:
+    """What the last layer of any sequence gave, as the original model gives it: by name where it returns a dict."""
+    names = module.output_names.get(module.training) if isinstance(module, Sequence) else None
+    return output if names is None else dict(zip(names, output, strict=True))

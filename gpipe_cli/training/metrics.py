@@ -1,4 +1,4 @@
-"""What is counted while training, and the file it goes to."""
+"""Loss and measures of many batches together, and the file they go to. What is measured is the loss's matter."""
 
 from __future__ import annotations
 
@@ -8,20 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
-
-from torch import Tensor
-
-
-def accuracy(output: Any, target: Tensor) -> dict[str, float]:
-    """How many samples have their class as the first, or among the first five, of the scores.
-
-    Nothing is counted where the target is no class per sample (a regression, say).
-    """
-    if not isinstance(output, Tensor) or output.ndim != 2 or target.ndim != 1 or target.is_floating_point():
-        return {}
-    best = output.detach().topk(min(5, output.shape[1]), dim=1).indices
-    right = best == target.unsqueeze(1)
-    return {"top1": float(right[:, :1].sum()), "top5": float(right.sum())}
 
 
 @final

@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from gpipe_cli import GPipe
 from gpipe_cli.balance import balance_by_time
 from gpipe_cli.balance.time import balance as by_time
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.balance.time import layer_costs, partition_costs
+from gpipe_cli.profiling.layers import LayerProfile, Sample
+from gpipe_cli.profiling.seen import LayerFacts
+from gpipe_cli.schedule.course import Course
 
 
 class Slow(nn.Module):
@@ -23,6 +26,36 @@ def test_time_gives_slow_layers_a_partition_of_their_own() -> None:
     balanced = by_time(module, Sample(torch.randn(2, 2, requires_grad=True)), 2, seconds=0)
     assert balanced.layers == [3, 2]
     assert balanced.unit == "ms" and balanced.sums[0] > 9
+
+
+def profiled(forward: float, backward: float) -> LayerProfile:
+    facts = LayerFacts(0, "", "", 0, 0, 0, (), 0)
+    return LayerProfile(facts=facts, forward_ms=forward, backward_ms=backward)
+
+
+def test_among_equally_good_balances_the_simulated_step_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpipe runs all forwards, then all backwards: the slowest forward and the slowest backward count, not their sum.
+
+    The largest sum is 40 wherever the middle layer goes. In the first partition it makes the slowest forward 28,
+    beside a backward of 20; in the second one they are 20 and 22.
+    """
+    layers = [profiled(20, 10), profiled(8, 2), profiled(10, 20)]
+    monkeypatch.setattr("gpipe_cli.balance.time.profile_layers", lambda *_, **__: layers)
+    module, sample = nn.Sequential(*(nn.Identity() for _ in layers)), Sample(torch.zeros(1))
+    found = by_time(module, sample, 2, Course("gpipe", 2, 8))
+    assert found.layers == [1, 2]
+    assert found.largest == found.lower_bound == 40
+    steps = {
+        balance: Course("gpipe", 2, 8).simulate(partition_costs(layers, balance)).step
+        for balance in ((1, 2), (2, 1))
+    }
+    assert steps[1, 2] < steps[2, 1]
+
+
+def test_recomputation_counts_where_the_checkpoint_mode_asks_for_it() -> None:
+    layers = [profiled(4, 8)]
+    costs = [layer_costs(layers, Course("gpipe", 1, 4, mode)) for mode in ("never", "except_last", "always")]
+    assert costs == [[12], [15], [16]]
 
 
 def test_the_guides_example_balances_and_trains() -> None:

@@ -1,4 +1,4 @@
-"""A model so small that whole runs take a second."""
+"""A model so small that whole runs take a second, and one so large that none is possible."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ def piped(num_classes: int) -> nn.Sequential:
 
     return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes), Piped())
 """
+HUGE = """
+from torch import nn
+
+
+def build(num_classes: int, width: int = 80_000) -> nn.Sequential:
+    hidden = [module for _ in range(4) for module in (nn.Linear(width, width), nn.ReLU(inplace=True))]
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, width), *hidden, nn.Linear(width, num_classes))
+"""
 TINY_RUN = (
     "model._target_=tiny_for_tests.build",
     "allow=[tiny_for_tests]",
@@ -42,11 +50,8 @@ TINY_RUN = (
     "data.length=64",
     "batch_size=20",
     "chunks=3",
-    "epochs=2",
-    "log.every=1",
-    "snapshot.keep=1",
-    "snapshot.monitor=null",
 )
+TINY_TRAINING = (*TINY_RUN, "epochs=2", "log.every=1", "snapshot.keep=1", "snapshot.monitor=null")
 
 
 @pytest.fixture
@@ -56,9 +61,15 @@ def tiny(gpipe: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
 
     def run(command: str, *words: str) -> Any:
         given = {word.partition("=")[0] for word in words}
-        base = (
-            [word for word in TINY_RUN if word.partition("=")[0] not in given] if command == "train" else []
-        )
-        return gpipe(command, *base, *words)
+        base = {"train": TINY_TRAINING, "profile": TINY_RUN, "balance": TINY_RUN}.get(command, ())
+        return gpipe(command, *(word for word in base if word.partition("=")[0] not in given), *words)
 
     return run
+
+
+@pytest.fixture
+def huge(gpipe: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """A model of 100 GB in the current folder, and the words that name it."""
+    (tmp_path / "huge_for_tests.py").write_text(HUGE, encoding="utf-8")
+    words = ("model._target_=huge_for_tests.build", "allow=[huge_for_tests]", "data=synthetic")
+    return lambda command, *more: gpipe(command, *words, "data.shape=[3,8,8]", "data.length=64", *more)

@@ -6,10 +6,18 @@ from typing import Any
 
 import pytest
 
+from gpipe_cli.byte_size import byte_count
+
 Gpipe = Callable[..., Any]
+TINY = (
+    "model._target_=tiny_for_tests.build",
+    "allow=[tiny_for_tests]",
+    "data=synthetic",
+    "data.shape=[3,8,8]",
+)
 
 
-@pytest.mark.parametrize("by", ["time", "params", "uniform"])
+@pytest.mark.parametrize("by", ["time", "size", "params", "uniform"])
 def test_a_balance_covers_the_model_and_can_be_pasted(gpipe: Gpipe, tmp_path: Path, by: str) -> None:
     quick = ["balance.seconds=0"] if by == "time" else []
     words = ["data.size=8", "batch_size=8", "partitions=3", *quick]
@@ -26,7 +34,49 @@ def test_a_balance_covers_the_model_and_can_be_pasted(gpipe: Gpipe, tmp_path: Pa
 def test_the_table_shows_every_partition_and_the_line_to_paste(gpipe: Gpipe) -> None:
     out = gpipe("balance", "--by", "params", "partitions=3").out
     assert "balance=manual balance.layers=[7,1,2]" in out
-    assert "imbalance" in out and "lower_bound" in out and "share" in out
+    assert all(word in out for word in ("imbalance", "lower_bound", "share", "memory", "MiB"))
+
+
+def test_a_memory_limit_is_kept_by_every_method(tiny: Gpipe) -> None:
+    words = [*TINY, "partitions=3", "--json"]
+    uniform = tiny("balance", "--by", "uniform", *words).json
+    limit = int(0.99 * max(uniform["memory_bytes"]))
+    found = tiny("balance", "--by", "uniform", f"device_memory={limit}", *words).json
+    assert found["balance"] != uniform["balance"]
+    assert max(found["memory_bytes"]) <= limit
+    trained = tiny("train", f"device_memory={limit}", *words, "--dry-run").json
+    assert [row["layers"] for row in trained["partitions"]] == found["balance"]
+
+
+@pytest.mark.parametrize("words", [["schedule=1f1b"], ["checkpoint=never", "optimizer=sgd"]])
+def test_a_dry_run_tells_the_same_memory(tiny: Gpipe, words: list[str]) -> None:
+    words = [*TINY, *words, "partitions=3", "--json"]
+    found = tiny("balance", "--by", "params", *words).json
+    rows = tiny("train", "--dry-run", "balance=params", *words).json["partitions"]
+    assert [row["total_bytes"] for row in rows] == found["memory_bytes"]
+
+
+def test_the_smallest_limit_that_would_do_does(tiny: Gpipe) -> None:
+    words = ["--by", "params", *TINY]
+    refused = tiny("balance", *words, "device_memory=1KiB").err
+    smallest = refused.partition("the smallest limit that would do is ")[2].partition(",")[0]
+    assert tiny("balance", *words, f"device_memory={smallest}").code == 0
+    by_size = tiny("balance", "--by", "size", *TINY, "--json").json
+    assert by_size["max"] == by_size["lower_bound"] == max(by_size["memory_bytes"])
+    assert by_size["max"] <= byte_count(smallest) <= 1.01 * by_size["max"]
+
+
+def test_the_optimizer_the_schedule_and_the_checkpoint_mode_change_what_memory_is_needed(
+    tiny: Gpipe,
+) -> None:
+    def most(*words: str) -> int:
+        found = tiny("balance", "--by", "size", *TINY, "--json", *words).json
+        return int(found["max"])
+
+    usual = most()
+    assert most("optimizer=sgd") < usual
+    assert most("checkpoint=never") > usual
+    assert most("checkpoint=never", "schedule=1f1b") < most("checkpoint=never")
 
 
 def test_training_balances_on_the_fly(gpipe: Gpipe) -> None:

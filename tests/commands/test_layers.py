@@ -70,6 +70,14 @@ def test_what_cannot_be_traced_is_told_and_cured_by_leaves_or_layers(train: Call
     assert train(condition, layers).code == 0
 
 
+def test_the_list_of_a_resnet_makes_layers_of_its_blocks(gpipe: Callable[..., Any]) -> None:
+    items = "conv1,bn1,relu,maxpool,layer1,layer2,layer3,layer4,avgpool,{call:torch.flatten,start_dim:1},fc"
+    target = "model._target_=torchvision.models.resnet18"
+    answer = gpipe("train", target, f"model.layers=[{items}]", "--dry-run", "--json")
+    assert answer.code == 0, answer.err
+    assert [row["layers"] for row in answer.json["partitions"]] == [8, 7]
+
+
 def test_a_list_names_submodules_and_harmless_functions_only() -> None:
     check_layers({"layers": ["fc", {"call": "torch.flatten", "start_dim": 1}], "leaves": ["fc"]})
     for items, told in (

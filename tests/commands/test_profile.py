@@ -29,8 +29,65 @@ def test_a_profile_has_a_row_per_layer_on_stdout_and_on_disk(gpipe: Gpipe) -> No
 
 
 def test_rows_are_sorted_and_cut_as_asked(gpipe: Gpipe) -> None:
-    lines = gpipe("profile", *QUICK, "sort=memory", "top=3").out.splitlines()
-    table = lines[2:5]
-    saved = [float(line.split()[5]) for line in table]
+    title, heading, *lines = gpipe("profile", *QUICK, "sort=memory", "top=3").out.splitlines()
+    assert title == "3 of 10 layers (top=null: all)"
+    columns = "layer name type partition parameters bytes saved output forward ms backward ms share"
+    assert " ".join(heading.split()) == columns
+    saved = [float(line.split()[7]) for line in lines[:3]]
     assert saved == sorted(saved, reverse=True)
-    assert lines[5].startswith("micro_batch")
+    assert lines[3].startswith("micro_batch")
+
+
+def test_a_model_larger_than_memory_is_profiled_without_measuring(huge: Gpipe) -> None:
+    answer = huge("profile", "measure=false", "batch_size=8", "chunks=2", "balance=params", "--json")
+    assert answer.code == 0, answer.err
+    found = answer.json
+    assert found["parameter_bytes"] > 100e9
+    assert found["layers"][2] == {
+        "index": 2,
+        "name": "2",
+        "type": "Linear",
+        "parameters": 80_000 * 80_001,
+        "parameter_bytes": 4 * 80_000 * 80_001,
+        "saved_bytes": 4 * 4 * 80_000,
+        "output_shape": [[4, 80_000]],
+        "output_bytes": 4 * 4 * 80_000,
+        "forward_flops": 2 * 4 * 80_000**2,
+        "backward_flops": 4 * 4 * 80_000**2,
+        "partition": 0,
+        "share": pytest.approx(1 / 4, rel=0.01),
+    }
+    assert "forward_ms" not in found and "predicted_step_ms" not in found
+    assert {path.name for path in Path(found["run_dir"]).iterdir()} == {"profile.json", "profile.csv"}
+    shown = huge("profile", "measure=false", "sort=time", "top=1")
+    assert "forward FLOPs" in shown.out and "23.84 GiB" in shown.out
+
+
+def test_a_model_without_storage_cannot_be_balanced_by_time(huge: Gpipe) -> None:
+    answer = huge("profile", "measure=false", "balance=time")
+    assert answer.code == 2
+    assert "balance=time: nothing is run here" in answer.err and "gpipe balance --by time" in answer.err
+
+
+def test_a_timeline_is_recorded_drawn_and_judged(tiny: Gpipe) -> None:
+    answer = tiny("profile", "seconds=0", "timeline=true", "steps=2", "partitions=2")
+    assert answer.code == 0, answer.err
+    lines = answer.out.splitlines()
+    ideal = next(index for index, line in enumerate(lines) if line.startswith("ideal: "))
+    assert lines[ideal + 1].startswith("0 F0") and lines[ideal + 3].startswith("measured: ")
+    heading = next(line for line in lines if line.startswith("partition  busy"))
+    assert "waiting ms" in heading and "peak saved" in heading
+    assert any(line.startswith("bottleneck  partition ") for line in lines)
+    (directory,) = Path("runs/profile/build").iterdir()
+    timeline = json.loads((directory / "profile.json").read_text())["timeline"]
+    assert timeline["step_ms"] > 0 and 0 <= timeline["bubble"] < 1 and timeline["advice"]
+    assert [row["partition"] for row in timeline["partitions"]] == [0, 1]
+    assert all(row["peak_saved_bytes"] > 0 and 0 < row["busy"] <= 1 for row in timeline["partitions"])
+    trace = json.loads((directory / "trace.json").read_text())["traceEvents"]
+    assert {"F0", "R0", "B2"} <= {event["name"] for event in trace}
+
+
+def test_a_timeline_needs_a_model_that_runs(gpipe: Gpipe) -> None:
+    answer = gpipe("profile", "timeline=true", "measure=false")
+    assert (answer.code, answer.out) == (2, "")
+    assert "timeline=true: runs the model, and measure=false runs nothing" in answer.err

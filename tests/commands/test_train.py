@@ -135,14 +135,6 @@ def test_a_sweep_goes_on_after_a_failure_and_names_it(tiny: Gpipe) -> None:
     assert second["exit_code"] == 0 and second["steps"] == 2
 
 
-def test_a_dry_run_shows_the_partitions_and_writes_nothing(tiny: Gpipe, tmp_path: Path) -> None:
-    answer = tiny("train", "--dry-run", "balance=manual", "balance.layers=[3,5]", "--json")
-    assert [row["layers"] for row in answer.json["partitions"]] == [3, 5]
-    assert answer.json["partitions"][1]["first"] == "3"
-    assert not (tmp_path / "runs").exists()
-    assert "partition" in tiny("train", "--dry-run").out
-
-
 def test_an_error_in_a_layer_is_one_line_with_its_place_and_no_control_characters(tiny: Gpipe) -> None:
     answer = tiny("train", "model._target_=tiny_for_tests.broken", "partitions=2")
     assert answer.code == 1
@@ -169,3 +161,16 @@ def test_the_command_printed_at_the_end_evaluates_the_run(tiny: Gpipe) -> None:
     command, *words = shlex.split(line)[2:]
     assert command == "eval"
     assert tiny(command, *words).code == 0
+
+
+def test_balancing_on_the_fly_is_logged_and_measured_once(tiny: Gpipe) -> None:
+    words = ("balance=time", "balance.seconds=0", "steps=1", "threads=1")
+    first, second = tiny("train", *words), tiny("train", *words, "--json")
+    assert "layers measured in " in first.err
+    assert "reused; balance.cache=false measures them anew" in second.err
+    log = (Path(second.json["run_dir"]) / "train.log").read_text()
+    assert "reused" in log and "INFO partition 0 on cpu: layers 0 to " in log and " ms" in log
+    assert "reused" not in tiny("train", *words, "balance.cache=false").err
+    # Without running anything, what was measured before is there too; asking for a balance measures.
+    assert tiny("train", *words, "--dry-run").code == 0
+    assert "reused" not in tiny("balance", "--by", "time", "balance.seconds=0").err

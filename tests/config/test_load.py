@@ -97,7 +97,7 @@ def test_a_model_chooses_its_data_and_the_command_line_wins(tmp_path: Path) -> N
     )
     made = settings("model=mine", config_dir=tmp_path)
     assert made.data["_target_"] == "gpipe_cli.data.synthetic.build"
-    assert made.loss["_target_"] == "torch.nn.MSELoss"
+    assert made.loss["_target_"] == "gpipe_cli.losses.mse.MeanSquaredError"
     assert (
         settings("model=mine", "data=digits", config_dir=tmp_path).data["_target_"]
         == "gpipe_cli.data.digits.build"

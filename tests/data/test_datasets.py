@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gpipe_cli.data.datasets import BatchedSamples, ImageSamples
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     length=st.integers(1, 20),
     side=st.integers(1, 12),

@@ -52,7 +52,7 @@ def assert_equal_batches(
         assert torch.equal(input, other_input) and torch.equal(target, other_target)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     length=st.integers(1, 60),
     batch_size=st.integers(1, 70),

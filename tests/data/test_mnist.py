@@ -51,7 +51,7 @@ def test_a_missing_file_says_what_to_put_where(tmp_path: Path) -> None:
         mnist.build(root=str(tmp_path))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(length=st.integers(0, 120), compressed=st.booleans())
 def test_a_file_cut_short_anywhere_is_an_error_that_names_it(
     tmp_path_factory: pytest.TempPathFactory, length: int, compressed: bool

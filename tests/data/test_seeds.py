@@ -14,7 +14,7 @@ def test_a_seed_is_the_same_in_every_process_and_version() -> None:
     assert derived_seed(0, "order", 1) == 7021862330116196507
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(one=parts, other=parts)
 def test_different_parts_give_different_seeds_that_torch_accepts(
     one: list[int | str], other: list[int | str]

@@ -60,7 +60,7 @@ def test_data_without_statistics_is_left_as_it_is() -> None:
     assert transforms.basic(synthetic.build()).train is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(padding=st.integers(0, 5), flip=st.booleans(), seed=st.integers(0, 2**60))
 def test_augment_gives_one_of_the_moved_or_mirrored_images(padding: int, flip: bool, seed: int) -> None:
     data = synthetic.build(shape=[1, 4, 5], length=1)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli import current_microbatch
 from gpipe_cli.engines import single, threads
 from gpipe_cli.engines.protocol import Engine, Objective
-from gpipe_cli.training.metrics import accuracy
+from gpipe_cli.errors import NumericError, ResourceError
+from gpipe_cli.losses.measures import accuracy
 
 CPU = torch.device("cpu")
 
@@ -166,3 +168,59 @@ def test_closing_twice_is_fine(build: Callable[..., Engine]) -> None:
     engine.train_step(batch(), key=0, lr=0.1)
     engine.close()
     engine.close()
+
+
+class BadFrom(nn.Module):
+    """Gives a number that is not finite for the rows of one micro-batch, or a gradient that is not."""
+
+    def __init__(self, micro_batch: int, where: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.micro_batch, self.where = micro_batch, where
+
+    def forward(self, input: Tensor) -> Tensor:
+        here = current_microbatch()
+        if here is None or here.index != self.micro_batch:
+            return input * self.weight
+        if self.where == "output":
+            return input * self.weight / 0.0
+        # The root's slope at 0 is infinite; its value is 0.
+        return input * self.weight + (self.weight - self.weight.detach()).sqrt()
+
+
+def test_the_first_layer_whose_output_is_not_finite_is_named(build: Callable[..., Engine]) -> None:
+    module = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), BadFrom(1, "output"), nn.Linear(8, 3))
+    before = copy.deepcopy(module.state_dict())
+    engine = build(module, objective())
+    with pytest.raises(NumericError, match="the loss is nan") as caught:
+        engine.train_step(batch(), key=1, lr=0.1)
+    assert caught.value.__notes__ == [
+        "first output that is not finite: layer '2' (BadFrom) in partition 0, micro-batch 1"
+    ]
+    assert all(torch.equal(before[name], now) for name, now in module.state_dict().items())
+
+
+def test_the_first_gradient_that_is_not_finite_is_named(build: Callable[..., Engine]) -> None:
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), BadFrom(0, "gradient"), nn.Linear(8, 3))
+    engine = build(module, objective())
+    with pytest.raises(NumericError, match="the gradient norm is inf") as caught:
+        engine.train_step(batch(), key=1, lr=0.1)
+    assert caught.value.__notes__ == ["all layers' outputs are finite; first gradient that is not: 2.weight"]
+
+
+class Greedy(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        here = current_microbatch()
+        assert here is not None
+        return input if here.index != 1 else torch.empty(1 << 50, dtype=torch.uint8) + input
+
+
+def test_memory_that_runs_out_is_a_resource_error_with_its_place(build: Callable[..., Engine]) -> None:
+    engine = build(nn.Sequential(nn.Linear(6, 8), Greedy(), nn.Linear(8, 3)), objective())
+    wanted = (
+        r"out of memory: 1,125,899,906,842,624 bytes could not be had; try more chunks, checkpoint=always"
+    )
+    with pytest.raises(ResourceError, match=wanted) as caught:
+        engine.train_step(batch(), key=1, lr=0.1)
+    (note,) = caught.value.__notes__
+    assert "layer '1' (Greedy), micro-batch 1" in note

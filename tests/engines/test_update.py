@@ -30,7 +30,7 @@ def test_the_rate_of_the_step_is_the_one_given() -> None:
     (only,) = parameters([0.5])
     facts = update([only]).apply(loss=1.0, lr=0.1)
     assert torch.equal(only.detach(), torch.tensor([1 - 0.1 * 0.5]))
-    assert (facts.grad_norm, facts.skipped) == (None, False)
+    assert (facts.grad_norm, facts.skipped) == (0.5, False)
 
 
 def test_gradients_are_forgotten_before_a_step() -> None:
@@ -47,7 +47,9 @@ def test_clipping_is_that_of_torch(gradients: list[list[float]], largest: float)
     mine, theirs = parameters(*gradients), parameters(*gradients)
     norm = update(mine, clip=largest).apply(loss=1.0, lr=0.0).grad_norm
     expected = nn.utils.clip_grad_norm_(theirs, largest)
-    assert norm == pytest.approx(float(expected), rel=1e-6, abs=1e-30)
+    assert norm == pytest.approx(
+        float(expected), rel=1e-6, abs=1e-18
+    )  # torch squares in fp32, which underflows
     for one, other in zip(mine, theirs, strict=True):
         assert one.grad is not None and other.grad is not None
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-30)
@@ -80,10 +82,11 @@ def test_a_loss_that_is_not_finite_stops_before_anything_changes(loss: float, fp
 
 
 @pytest.mark.parametrize("gradient", [math.nan, math.inf])
-def test_a_norm_that_is_not_finite_stops_before_anything_changes(gradient: float) -> None:
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_norm_that_is_not_finite_stops_before_anything_changes(gradient: float, clip: float | None) -> None:
     (only,) = parameters([gradient])
-    with pytest.raises(NumericError, match=r"the gradient norm is (nan|inf)"):
-        update([only], clip=1.0).apply(loss=1.0, lr=0.1)
+    with pytest.raises(NumericError, match=r"the gradient norm is (nan|inf); try a smaller optimizer.lr"):
+        update([only], clip=clip).apply(loss=1.0, lr=0.1)
     assert torch.equal(only.detach(), torch.ones(1))
 
 
@@ -97,6 +100,28 @@ def test_scaled_gradients_that_overflowed_leave_the_step_out(clip: float | None)
     assert (facts.skipped, facts.grad_norm) == (True, None)
     assert torch.equal(first.detach(), torch.ones(1)) and torch.equal(second.detach(), torch.ones(1))
     assert updating.scaler.get_scale() == before / 2
+
+
+def test_gradients_that_overflow_for_ever_stop_the_run() -> None:
+    (only,) = parameters([math.inf])
+    updating = update([only], fp16=True)
+    updating.scaler.scale(torch.ones(()))
+    for _ in range(19):
+        assert updating.apply(loss=1.0, lr=0.1).skipped
+    with pytest.raises(
+        NumericError, match=r"overflowed in 20 steps in a row, down to a loss scale of 0\.0625"
+    ):
+        updating.apply(loss=1.0, lr=0.1)
+
+
+def test_an_overflow_now_and_then_is_forgiven() -> None:
+    (only,) = parameters([1.0])
+    updating = update([only], fp16=True)
+    updating.scaler.scale(torch.ones(()))
+    for step in range(60):
+        assert only.grad is not None
+        only.grad.fill_(math.inf if step % 3 else 1.0)
+        assert updating.apply(loss=1.0, lr=0.0).skipped is (step % 3 != 0)
 
 
 def test_scaled_gradients_are_unscaled_before_they_are_clipped() -> None:

@@ -38,7 +38,7 @@ def assert_same_buffers(left: nn.Module, right: nn.Module, *, relative: float = 
         torch.testing.assert_close(one, two, rtol=relative, atol=1e-12, msg=name)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     kind=st.sampled_from(sorted(SHAPES, key=str)),
     sizes=st.lists(st.integers(2, 5), min_size=1, max_size=5),

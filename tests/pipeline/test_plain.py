@@ -30,6 +30,37 @@ def test_loss_and_gradients_of_uneven_micro_batches_are_those_of_the_whole_batch
         torch.testing.assert_close(mine, plain, rtol=1e-12, atol=1e-14)
 
 
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, input: torch.Tensor) -> torch.Tensor:
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("no gradient today")
+
+
+class FailsInBackward(nn.Module):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return Failing.apply(input)
+
+
+@pytest.mark.parametrize(
+    ("layer", "error", "place"),
+    [
+        (nn.Linear(3, 2), RuntimeError, "in layer '1' (Linear), micro-batch 0 (forward)"),
+        (FailsInBackward(), ArithmeticError, "in layer '1' (FailsInBackward), micro-batch 0 (backward)"),
+    ],
+)
+def test_an_error_says_which_layer_it_comes_from(
+    layer: nn.Module, error: type[Exception], place: str
+) -> None:
+    pipe = PlainPipe(nn.Sequential(nn.Linear(2, 2), layer, nn.Linear(2, 2)), chunks=2)
+    with pytest.raises(error) as caught:
+        pipe.step(torch.ones(4, 2), torch.ones(4, 2), functional.mse_loss)
+    assert caught.value.__notes__ == [place]
+
+
 def test_the_key_alone_decides_every_random_number() -> None:
     model = nn.Sequential(
         nn.Linear(4, 8),

@@ -13,11 +13,11 @@ from gpipe_cli.skip import pop, skippable, stash
 def test_every_layer_is_measured_and_counted() -> None:
     module = nn.Sequential(nn.Linear(64, 256), nn.ReLU(inplace=True), nn.Linear(256, 4, bias=False))
     layers = profile_layers(module, Sample(torch.randn(8, 64)), seconds=0)
-    assert [one.name for one in layers] == ["0", "1", "2"]
-    assert [one.type for one in layers] == ["Linear", "ReLU", "Linear"]
-    assert [one.parameters for one in layers] == [64 * 256 + 256, 0, 1024]
-    assert [one.parameter_bytes for one in layers] == [4 * (64 * 256 + 256), 0, 4096]
-    assert [one.output_shape for one in layers] == [((8, 256),), ((8, 256),), ((8, 4),)]
+    assert [one.facts.name for one in layers] == ["0", "1", "2"]
+    assert [one.facts.type for one in layers] == ["Linear", "ReLU", "Linear"]
+    assert [one.facts.parameters for one in layers] == [64 * 256 + 256, 0, 1024]
+    assert [one.facts.parameter_bytes for one in layers] == [4 * (64 * 256 + 256), 0, 4096]
+    assert [one.facts.output_shape for one in layers] == [((8, 256),), ((8, 256),), ((8, 4),)]
     assert all(one.forward_ms > 0 and one.backward_ms > 0 for one in layers)
 
 
@@ -25,7 +25,7 @@ def test_saved_bytes_count_a_storage_once_and_no_parameters() -> None:
     module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Flatten())
     layers = profile_layers(module, Sample(torch.randn(4, 16)), seconds=0)
     # A linear layer keeps its input for the weight's gradient, tanh its output, a view nothing.
-    assert [one.saved_bytes for one in layers] == [4 * 16 * 4, 4 * 16 * 4, 0]
+    assert [one.facts.saved_bytes for one in layers] == [4 * 16 * 4, 4 * 16 * 4, 0]
 
 
 def test_the_model_its_buffers_its_mode_and_the_generators_stay_as_they_were() -> None:
@@ -74,7 +74,7 @@ def test_skips_tuples_and_integer_inputs_are_profiled() -> None:
     module = nn.Sequential(nn.Embedding(10, 4), Stash(), Pair(), Sum(), nn.Linear(4, 4), Pop())
     layers = profile_layers(module, Sample(torch.randint(10, (3, 5))), seconds=0)
     assert len(layers) == 6
-    assert layers[2].output_shape == ((3, 5, 4), (3, 5, 4))
+    assert layers[2].facts.output_shape == ((3, 5, 4), (3, 5, 4))
 
 
 def test_gradients_that_are_there_already_are_refused() -> None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import io
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -28,6 +31,33 @@ def test_rows_stand_under_their_columns(capsys: Captured) -> None:
 def test_text_from_outside_is_neither_markup_nor_control(capsys: Captured) -> None:
     print_rows("t", ("overrides",), [("[red]run_dir=\x1b[2Jx\ny",)])
     assert capsys.readouterr().out.splitlines()[-1] == "[red]run_dir=[2Jx y"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [
+        (40, ["jobs", "job  kind   name          loss"]),
+        (28, ["jobs; no room for kind", "job  name          loss"]),
+        (18, ["jobs; no room for", "kind, loss", "job  name"]),
+    ],
+)
+def test_columns_give_way_on_a_narrow_terminal_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, width: int, lines: list[str]
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")  # rich takes a dumb one for 80 wide
+    rows = [(0, "short", "stem.layer.1", 0.5)]
+    print_rows("jobs", ("job", "kind", "name", "loss"), rows, optional=("kind", "loss"))
+    printed = [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue()).splitlines()]
+    assert printed[:-1] == lines
+    assert "stem.layer.1" in printed[-1]
 
 
 def test_partitions_are_named_by_their_first_and_last_layer(capsys: Captured) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe_cli.schedule import Action, Kind, Order, names, order
-from gpipe_cli.schedule.check import IllegalOrder, bubble, check, walk
+from gpipe_cli.schedule.check import IllegalOrder, check, walk
 
 FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 sizes = st.integers(1, 5)
@@ -27,7 +27,6 @@ def changed(before: Order, worker: int, actions: list[Action]) -> Order:
     return (*before[:worker], tuple(actions), *before[worker + 1 :])
 
 
-@settings(deadline=None)
 @given(orders(), st.data())
 def test_a_dropped_action_is_noticed_by_name(made: tuple[Order, int, int], data: st.DataObject) -> None:
     before, partitions, chunks = made
@@ -41,7 +40,6 @@ def test_a_dropped_action_is_noticed_by_name(made: tuple[Order, int, int], data:
         check(after, partitions, chunks)
 
 
-@settings(deadline=None)
 @given(orders(), st.data())
 def test_a_repeated_action_is_noticed_by_name(made: tuple[Order, int, int], data: st.DataObject) -> None:
     before, partitions, chunks = made
@@ -51,7 +49,6 @@ def test_a_repeated_action_is_noticed_by_name(made: tuple[Order, int, int], data
         check(changed(before, worker, [*before[worker], repeated]), partitions, chunks)
 
 
-@settings(deadline=None)
 @given(orders(), st.data())
 def test_exchanging_two_actions_of_one_partition_and_kind_is_noticed(
     made: tuple[Order, int, int], data: st.DataObject
@@ -73,7 +70,6 @@ def test_exchanging_two_actions_of_one_partition_and_kind_is_noticed(
             check(changed(before, worker, actions), partitions, chunks)
 
 
-@settings(deadline=None)
 @given(orders())
 def test_running_any_workers_actions_backwards_is_noticed(made: tuple[Order, int, int]) -> None:
     before, partitions, chunks = made
@@ -82,7 +78,6 @@ def test_running_any_workers_actions_backwards_is_noticed(made: tuple[Order, int
             check(changed(before, worker, list(reversed(actions))), partitions, chunks)
 
 
-@settings(deadline=None)
 @given(orders())
 def test_a_walk_meets_every_action_once_and_each_worker_in_its_order(made: tuple[Order, int, int]) -> None:
     before, _, _ = made
@@ -120,7 +115,3 @@ def test_an_action_beyond_the_partitions_or_chunks_is_refused() -> None:
     for partitions, chunks in ((1, 2), (2, 1)):
         with pytest.raises(IllegalOrder, match=f"is beyond {partitions} partitions and {chunks} chunks"):
             check(order("gpipe", 2, 2, 2), partitions, chunks)
-
-
-def test_one_worker_alone_never_waits() -> None:
-    assert bubble(order("1f1b", 1, 4, 1)) == 0

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_cli.schedule import Kind, names, order
-from gpipe_cli.schedule.check import bubble
+from gpipe_cli.schedule import Kind, order
+from gpipe_cli.schedule.check import dependencies
 from gpipe_cli.schedule.simulate import PartitionCost, simulate
 
 costs_of_partitions = st.lists(
@@ -17,6 +18,7 @@ costs_of_partitions = st.lists(
 )
 
 
+@settings(max_examples=200)
 @given(costs_of_partitions, st.integers(1, 12))
 def test_gpipe_takes_what_its_closed_form_says(costs: list[PartitionCost], chunks: int) -> None:
     found = simulate(order("gpipe", len(costs), chunks, len(costs)), costs)
@@ -32,13 +34,8 @@ def test_no_schedule_beats_its_busiest_partition(costs: list[PartitionCost], chu
     assert 0 <= found.bubble < 1
 
 
-@pytest.mark.parametrize("name", names())
-@pytest.mark.parametrize(("partitions", "chunks"), [(1, 1), (2, 8), (4, 8), (4, 2), (8, 16)])
-def test_equal_partitions_have_the_bubble_that_check_counts(name: str, partitions: int, chunks: int) -> None:
-    actions = order(name, partitions, chunks, partitions)
-    found = simulate(actions, [PartitionCost(1, 2)] * partitions)
-    assert found.bubble == pytest.approx(bubble(actions))
-    assert len(found.spans) == sum(map(len, actions))
+def test_one_worker_alone_never_waits() -> None:
+    assert simulate(order("1f1b", 1, 4, 1), [PartitionCost(1, 2)]).bubble == 0
 
 
 @given(costs_of_partitions, st.integers(1, 8), st.integers(1, 3))
@@ -68,7 +65,44 @@ def test_recomputation_hides_where_the_gradient_is_still_on_its_way() -> None:
     actions = order("gpipe", 2, 1, 2)
     # Both recompute, but the first does so while the second works.
     assert simulate(actions, costs).step == 6
-    assert simulate(actions, costs, checkpoint_stop=1).step == 7
+    found = simulate(actions, costs, checkpoint_stop=1)
+    assert found.step == 7
+    of_the_first = [(one.phase, one.begin, one.end) for one in found.spans if one.worker == 0]
+    assert of_the_first == [("forward", 0, 1), ("recompute", 1, 2), ("backward", 5, 7)]
+
+
+def test_recomputation_keeps_a_core_from_others_only_while_it_runs() -> None:
+    costs = [PartitionCost(1, 2, recompute=1), PartitionCost(1, 2, recompute=1)]
+    assert simulate(order("gpipe", 2, 3, 2), costs, checkpoint_stop=3, cores=1).step == 2 * 3 * 4
+
+
+@given(costs_of_partitions, st.integers(1, 6), st.sampled_from(["gpipe", "1f1b", "zero_bubble"]), st.data())
+def test_no_piece_begins_before_what_it_needs_has_arrived(
+    costs: list[PartitionCost], chunks: int, name: str, data: st.DataObject
+) -> None:
+    stop, cores = data.draw(st.integers(0, chunks)), data.draw(st.integers(1, 6))
+    actions = order(name, len(costs), chunks, len(costs))
+    costs = [replace(one, recompute=3.0, transfer=2.0) for one in costs]
+    found = simulate(actions, costs, checkpoint_stop=stop, cores=cores)
+    ends = {(one.action, one.phase): one.end for one in found.spans}
+    for span in found.spans:
+        for needed in dependencies(span.action, frozenset(action for action, _ in ends)):
+            crosses = needed.partition != span.action.partition
+            phase = "forward" if needed.kind is Kind.FORWARD else "backward"
+            if span.phase != "recompute" or not crosses:
+                assert span.begin >= ends[needed, phase] + (2 if crosses else 0)
+    recomputed = {one.action.micro_batch for one in found.spans if one.phase == "recompute"}
+    assert recomputed == set(range(stop))
+    assert found.step == max(ends.values())
+
+
+def test_the_most_a_partition_keeps_counts_graphs_inputs_and_what_is_always_there() -> None:
+    costs = [PartitionCost(1, 2, saved_bytes=100, input_bytes=10, resident_bytes=1000)] * 2
+    actions = order("1f1b", 2, 4, 2)
+    assert simulate(actions, costs).peak_bytes == (1200, 1100)
+    # Two inputs and the graph of one of them; at the end the last micro-batch's own graph as well.
+    assert simulate(actions, costs, checkpoint_stop=3).peak_bytes == (1210, 1110)
+    assert simulate(actions, costs, checkpoint_stop=4).peak_bytes == (1120, 1110)
 
 
 def test_actions_of_a_worker_keep_their_order_and_do_not_overlap() -> None:

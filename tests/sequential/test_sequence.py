@@ -285,7 +285,7 @@ def grow(tree: Tree) -> nn.Module:
     return module
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tree=trees, seed=st.integers(0, 1000))
 def test_any_tree_cut_at_its_leaves_in_any_order_keeps_its_names(tree: Tree, seed: int) -> None:
     original = grow({"root": tree})

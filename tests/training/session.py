@@ -22,9 +22,10 @@ from gpipe_cli.data.loading import batch_count, batches
 from gpipe_cli.engines import single, threads
 from gpipe_cli.engines.protocol import Batch, Engine, Objective
 from gpipe_cli.engines.state import EngineState
+from gpipe_cli.losses.measures import accuracy
 from gpipe_cli.training.loop import Evaluated, Fact, Plan, Position, train
 from gpipe_cli.training.lr_schedules import Cosine
-from gpipe_cli.training.metrics import MetricsFile, accuracy
+from gpipe_cli.training.metrics import MetricsFile
 from gpipe_cli.training.rewind import rewind_metrics, rewind_snapshots
 from gpipe_cli.training.signals import StopRequested as StopRequested
 from gpipe_cli.training.signals import stop_requests

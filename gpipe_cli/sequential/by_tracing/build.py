@@ -43,7 +43,7 @@ def _planted(planter: Planter, stretches: Sequence[Stretch], training: bool) -> 
     for path in sorted(called, key=lambda path: path.count(".")):
         planter.module(layer, path)
     for stretch in stretches:
-        last = [stretch.flow.output] if stretch.stop == len(stretch.flow.steps) else []
+        last = [stretch.flow.output] if stretch.is_last else []
         for path in (path for step in (*stretch.steps, *last) for path in reads(step)):
             planter.attribute(layer, path)
     return layer

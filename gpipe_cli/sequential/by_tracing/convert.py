@@ -13,7 +13,6 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from gpipe_cli.errors import ConfigError
 from gpipe_cli.sequential.by_tracing.borders import borders_of
 from gpipe_cli.sequential.by_tracing.build import build_layers
 from gpipe_cli.sequential.by_tracing.cuts import choose_cuts
@@ -23,6 +22,7 @@ from gpipe_cli.sequential.by_tracing.leaves import Leaves
 from gpipe_cli.sequential.by_tracing.meta_clone import meta_clone
 from gpipe_cli.sequential.by_tracing.modes import unified
 from gpipe_cli.sequential.by_tracing.names import layer_names
+from gpipe_cli.sequential.by_tracing.outputs import output_names
 from gpipe_cli.sequential.by_tracing.tracer import trace
 from gpipe_cli.sequential.by_tracing.values import follow
 from gpipe_cli.sequential.sequence import Sequence
@@ -38,6 +38,7 @@ def to_sequential(
     sample: an input as the model takes it, or a tuple of its positional arguments; a meta tensor will do.
     leaves: paths or classes of submodules that are to stay whole.
 
+    A dict that the model returns is a tuple in the last layer and a dict again when the sequence is called.
     Both modes behave as the model's: `training` is read when a layer runs. Other Python attributes of
     modules that have children are fixed as they are now, and hooks on such modules are lost.
     """
@@ -45,20 +46,23 @@ def to_sequential(
     whole = Leaves(model, leaves)
     clone = meta_clone(model)
     flows = _flows(model, clone, whole, inputs)
-    for flow in flows:
-        _check_output(model, flow.facts[flow.output].kind)
     holders = sum(flow.holders(len(flow.steps)) for flow in flows)
     cuts = choose_cuts(borders_of(flows, clone), holders)
     ends = [tuple(0 for _ in flows), *(cut.places for cut in cuts), tuple(len(flow.steps) for flow in flows)]
     stretches = [
-        [Stretch(flow, start, stop) for flow, start, stop in zip(flows, *bounds, strict=True)]
-        for bounds in pairwise(ends)
+        [
+            Stretch(flow, start, stop, stops is ends[-1])
+            for flow, start, stop in zip(flows, starts, stops, strict=True)
+        ]
+        for starts, stops in pairwise(ends)
     ]
     layers = build_layers(model, clone, whole, stretches, isinstance(sample, tuple))
     names = layer_names(
         [[path for one in group for step in one.steps for path in one.flow.held(step)] for group in stretches]
     )
-    return Sequence(layers, paths=[""] * len(layers), names=names, original=model)
+    modes = zip((True, False), (flows[0], flows[-1]), strict=True)
+    output_names = {mode: flow.output_names for mode, flow in modes if flow.output_names is not None}
+    return Sequence(layers, paths=[""] * len(layers), names=names, original=model, output_names=output_names)
 
 
 def _flows(model: nn.Module, clone: nn.Module, leaves: Leaves, inputs: tuple[Tensor, ...]) -> list[Flow]:
@@ -66,12 +70,5 @@ def _flows(model: nn.Module, clone: nn.Module, leaves: Leaves, inputs: tuple[Ten
     training, evaluation = (trace(clone, leaves, len(inputs), mode) for mode in (True, False))
     both = unified(training, evaluation, clone)
     modes = {training: [True], evaluation: [False]} if both is None else {both: [True, False]}
-    return [Flow(graph, follow(graph, model, clone, inputs, of_graph)) for graph, of_graph in modes.items()]
-
-
-def _check_output(model: nn.Module, kind: type) -> None:
-    if not issubclass(kind, Tensor | tuple):
-        raise ConfigError(
-            f"{type(model).__name__} returns a {kind.__name__}; a pipe gives a tensor or a tuple of tensors, "
-            "so wrap the model in a module that returns one of these"
-        )
+    values = {graph: follow(graph, model, clone, inputs, of_graph) for graph, of_graph in modes.items()}
+    return [Flow(graph, found, output_names(model, found.output)) for graph, found in values.items()]

@@ -27,7 +27,8 @@ def choose_cuts(borders: Sequence[Border], holders: int) -> list[Border]:
     if inner and not legal:
         obstacles = ", ".join(sorted({border.obstacle for border in inner if border.obstacle})[:3])
         raise ConfigError(
-            f"the model cannot be cut anywhere: {obstacles}; let only tensors and sizes cross, or give model.layers"
+            f"the model cannot be cut anywhere: {obstacles}; hand over nothing but tensors and sizes between its "
+            "modules, or give model.layers"
         )
     fewest = min((border.tensors for border in legal), default=0)
     narrow = [border for border in legal if border.tensors == fewest]

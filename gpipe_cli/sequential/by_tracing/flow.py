@@ -21,7 +21,9 @@ _NO_STEPS = ("placeholder", "get_attr", "output")
 
 @final
 class Flow:
-    def __init__(self, graph: fx.Graph, values: Values) -> None:
+    def __init__(self, graph: fx.Graph, values: Values, output_names: tuple[str, ...] | None) -> None:
+        self.output_names = output_names
+        """The keys of the dict that the graph returns, if it does."""
         self.steps = [node for node in graph.nodes if node.op not in _NO_STEPS]
         self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self.output = next(node for node in graph.nodes if node.op == "output")
@@ -45,7 +47,7 @@ class Flow:
             return "memory that crosses is written later"
         for node in self.crossing[border]:
             if not _can_cross(self.facts[node]):
-                return f"a {self.facts[node].kind.__name__} crosses ('{node.name}')"
+                return f"a {self.facts[node].kind.__name__} of {_maker(node)} crosses"
         return None if self.tensors(border) else "no tensor crosses"
 
     def holders(self, border: int) -> int:
@@ -82,3 +84,10 @@ def reads_training(path: str) -> bool:
 
 def _can_cross(fact: Fact) -> bool:
     return fact.is_tensor or fact.is_size
+
+
+def _maker(node: fx.Node) -> str:
+    """The module that a value comes from, for people; what functions did to it since is left out."""
+    while node.op != "call_module" and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return f"'{node.target}'"

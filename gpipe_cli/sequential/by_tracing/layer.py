@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gpipe_cli.sequential.by_tracing.flow import Flow
+from gpipe_cli.sequential.by_tracing.outputs import carried
 
 __all__ = ["Stretch", "TracedLayer", "stretch_graph"]
 
@@ -34,7 +35,7 @@ class TracedLayer(nn.Module):
     def set_graphs(self, training: fx.Graph, evaluation: fx.Graph) -> None:
         """What to do in each mode, once the layer holds all that the graphs use."""
         self._graphs = {True: training, False: evaluation}
-        code = {graph: _compiled(graph, self) for graph in self._graphs.values()}
+        code = {graph: _compiled(graph, self) for graph in {training, evaluation}}
         self._code = {mode: code[graph] for mode, graph in self._graphs.items()}
 
     def forward(self, input: Any) -> Any:
@@ -57,6 +58,8 @@ class Stretch:
     flow: Flow
     start: int
     stop: int
+    is_last: bool
+    """Whether the model's output leaves it. In one of the modes a stretch before it may have reached it."""
 
     @property
     def steps(self) -> list[fx.Node]:
@@ -79,8 +82,9 @@ def stretch_graph(stretch: Stretch, is_tuple: bool) -> fx.Graph:
 
     for step in stretch.steps:
         made[step] = graph.node_copy(step, copied)
-    if stretch.stop == len(flow.steps):
-        graph.node_copy(flow.output, copied)
+    if stretch.is_last:
+        output = fx.map_arg(flow.output.args[0], copied)
+        graph.output(output if flow.output_names is None else carried(graph, output))
     else:
         leaving = [_packed(graph, made[node], node, flow) for node in flow.crossing[stretch.stop]]
         graph.output(leaving[0] if len(leaving) == 1 else tuple(leaving))

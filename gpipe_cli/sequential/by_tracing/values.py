@@ -21,7 +21,7 @@ from gpipe_cli.torch_internals.tensor_version import version_of
 
 __all__ = ["Fact", "Span", "Values", "follow"]
 
-_SHAPE_KEEPING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm)
+_SHAPE_KEEPING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GELU)
 
 
 @final
@@ -54,6 +54,8 @@ class Span:
 class Values:
     facts: dict[fx.Node, Fact]
     spans: list[Span]
+    output: Any
+    """What the graph returned."""
 
 
 def follow(
@@ -62,11 +64,13 @@ def follow(
     """Run the graph in each of the modes; what is written in one of them is written."""
     facts: dict[fx.Node, Fact] = {}
     spans: list[Span] = []
+    output = None
     for training in modes:
         run = _run(graph, model, clone, sample, training)
         facts.update(run.facts)
         spans += run.memory.spans()
-    return Values(facts, spans)
+        output = run.result
+    return Values(facts, spans, output)
 
 
 def _run(
@@ -103,6 +107,7 @@ class _Run(fx.Interpreter):
         self._device = device
         self.facts: dict[fx.Node, Fact] = {}
         self.memory = _Memory()
+        self.result: Any = None
         self.place = type(module).__name__
 
     def run_node(self, n: fx.Node) -> Any:
@@ -116,11 +121,12 @@ class _Run(fx.Interpreter):
             tensor for tensor, version in zip(given, versions, strict=True) if version_of(tensor) != version
         ]
         self.memory.note(n, given, written, list(tensors_in(value)))
+        self.result = value  # in the end that of the last node
         self.facts[n] = Fact(type(value), value.nbytes if isinstance(value, Tensor) else 0, _is_size(value))
         return value
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # On meta torch takes batch norm apart in Python: half of all the time for what is known beforehand.
+        # On meta torch takes these apart in Python: half of all the time for what is known beforehand.
         if self._device == "meta" and isinstance(self.fetch_attr(target), _SHAPE_KEEPING):
             return torch.empty_like(args[0])
         return super().call_module(target, args, kwargs)

@@ -70,6 +70,6 @@ def test_a_small_model_in_which_several_tensors_always_cross_is_cut_too() -> Non
 
 def test_a_model_without_any_legal_cut_says_what_bars_them() -> None:
     with pytest.raises(
-        ConfigError, match=r"cannot be cut anywhere: a dict crosses \('x'\); let only tensors"
+        ConfigError, match=r"cannot be cut anywhere: a dict crosses \('x'\); hand over nothing but"
     ):
         choose_cuts([border(1, 1, obstacle="a dict crosses ('x')")], 2)

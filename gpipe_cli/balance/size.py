@@ -1,0 +1,71 @@
+"""Balance by size: the partition that needs most memory needs as little as possible.
+
+Nothing is run and nothing measured: the bytes come from fake tensors, so any device will do, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from gpipe_cli.balance.memory import LayerBytes, Memory, SkipBytes
+from gpipe_cli.balance.result import Balanced, best
+from gpipe_cli.balance.solver import require_layers
+from gpipe_cli.pipeline.microbatch import Value, tensors_of, value_like
+from gpipe_cli.profiling.facts import model_facts
+from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.schedule.course import Course
+
+TrainedBytes = Callable[[nn.Parameter], int]
+"""What a parameter needs that is trained: itself, its gradient, the optimizer's state."""
+
+
+def balance(memory: Memory, partitions: int) -> Balanced:
+    found = best(memory, partitions, memory)
+    return Balanced.of(found.balance, memory.costs, "bytes", found.largest, memory)
+
+
+def memory_of(
+    module: nn.Sequential, sample: Sample, course: Course, trained: TrainedBytes, limit: int | None = None
+) -> Memory:
+    """What partitions of the module need for micro-batches like the sample."""
+    facts = model_facts(module, sample, count_flops=False)
+    inputs = [sum(one.nbytes for one in tensors_of(sample.input))]
+    inputs += [one.output_bytes for one in facts.layers[:-1]]
+    resident = [_resident(layer, trained) for layer in module]
+    layers = [LayerBytes(*one) for one in zip(resident, inputs, facts.storages, strict=True)]
+    return Memory(layers, course, limit, [SkipBytes(one.begin, one.end, one.bytes) for one in facts.skips])
+
+
+def _resident(layer: nn.Module, trained: TrainedBytes) -> dict[int, int]:
+    parameters = {id(one): trained(one) if one.requires_grad else one.nbytes for one in layer.parameters()}
+    return parameters | {id(one): one.nbytes for one in layer.buffers()}
+
+
+def balance_by_size(
+    module: nn.Sequential,
+    sample: Value,
+    partitions: int = 4,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: torch.device | str | None = None,
+) -> list[int]:
+    """Layers per partition for `GPipe(module, balance, chunks=chunks)` and mini-batches like `sample`.
+
+    `param_scale` is how many bytes there are for each byte of parameters: 2 with gradients, up to 3 with SGD, 4 with
+    Adam. Nothing runs on `device`, but the sample must be where the module is.
+    """
+    if any(parameter.grad is not None for parameter in module.parameters()):
+        raise ValueError("some parameter already has gradient")
+    require_layers(len(module), partitions)
+    place = tensors_of(sample)[0].device if device is None else torch.device(device)
+    pieces = tuple(tensor.to(place).tensor_split(chunks)[0] for tensor in tensors_of(sample))
+    memory = memory_of(
+        module,
+        Sample(value_like(sample, pieces)),
+        Course("gpipe", partitions, chunks, checkpoint="except_last"),
+        lambda parameter: round(param_scale * parameter.nbytes),
+    )
+    return balance(memory, partitions).layers

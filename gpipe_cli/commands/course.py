@@ -1,0 +1,79 @@
+"""What a step of training would be like with these settings: its course through the partitions, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe_cli.balance.memory import Memory
+from gpipe_cli.balance.size import memory_of
+from gpipe_cli.byte_size import byte_count
+from gpipe_cli.config.schema import Costed, Running, Shared
+from gpipe_cli.config.targets import instantiate
+from gpipe_cli.engines.devices import available_cores
+from gpipe_cli.engines.stepping import DTYPES
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.pipeline.microbatch import tensors_of
+from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.optimizer_state import state_bytes
+from gpipe_cli.report.failure import describe
+from gpipe_cli.schedule.course import Course
+
+
+def make_course(settings: Shared, partitions: int, devices: Sequence[torch.device]) -> Course:
+    return Course(
+        schedule=settings.schedule.name,
+        partitions=partitions,
+        micro_batches=min(settings.chunks, settings.batch_size),
+        checkpoint=settings.checkpoint if isinstance(settings, Costed) else "never",
+        devices=len(devices),
+        cores=available_cores() if all(device.type == "cpu" for device in devices) else None,
+    )
+
+
+def make_memory(settings: Shared, model: nn.Sequential, sample: Sample, course: Course) -> Memory:
+    """What partitions of the model would need, and the limit if there is one."""
+    limit, state = None, dict[nn.Parameter, int]()
+    if isinstance(settings, Costed):
+        parameters = list(model.parameters())
+        state = dict(zip(parameters, state_bytes(optimizer_factory(settings), parameters), strict=True))
+        limit = None if settings.device_memory is None else byte_count(settings.device_memory)
+
+    def trained(parameter: nn.Parameter) -> int:
+        return 2 * parameter.nbytes + state.get(parameter, 0)  # itself and its gradient
+
+    with precision_of(settings):
+        return memory_of(model, sample, course, trained, limit)
+
+
+def precision_of(settings: Shared) -> AbstractContextManager[Any]:
+    """The autocast of a run, for what is said of it without running it."""
+    dtype = DTYPES.get(settings.precision) if isinstance(settings, Running) else None
+    # Tensors without values say they are on the CPU, whatever device the run will use.
+    return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+
+
+@contextmanager
+def sample_must_fit(sample: Sample) -> Iterator[None]:
+    """What torch raises over a sample of the wrong shape is a matter of the settings, not of a layer's code."""
+    try:
+        yield
+    except RuntimeError as error:
+        shapes = " ".join("x".join(map(str, one.shape)) for one in tensors_of(sample.input))
+        raise ConfigError(
+            f"the model does not take a micro-batch of {shapes}: {describe(error)}; choose data and model that fit"
+        ) from error
+
+
+def optimizer_factory(settings: Costed) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = instantiate(
+            settings.optimizer, "optimizer", settings.allow, params=parameters
+        )
+        return made
+
+    return optimizer

@@ -1,0 +1,131 @@
+"""The part of `gpipe profile timeline=true` that runs the pipeline and says where its time goes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from typing import Any, final
+
+from gpipe_cli.commands.assemble import Assembly
+from gpipe_cli.config.schema import Profile
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.pipeline.gpipe import GPipe
+from gpipe_cli.pipeline.microbatch import moved
+from gpipe_cli.profiling.bottleneck import verdict
+from gpipe_cli.profiling.facts import model_facts
+from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.record import Piece
+from gpipe_cli.profiling.timeline import Step, median_step, record_steps
+from gpipe_cli.report.numbers import readable
+from gpipe_cli.report.tables import print_facts, print_rows
+from gpipe_cli.report.timeline import print_picture
+from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.simulate import Simulation
+
+__all__ = ["Seen", "show_timeline", "watch"]
+
+
+@final
+@dataclass(frozen=True)
+class Seen:
+    steps: list[Step]
+    ideal: Step
+    names: list[str]
+    """Of the rows: one per partition."""
+    summary: dict[str, Any]
+
+
+def watch(settings: Profile, parts: Assembly, sample: Sample, ideal: Simulation) -> Seen:
+    """Run some steps as training would, and judge the median one."""
+    assert sample.loss is not None, "a configured command has a loss"
+    input, target = next(parts.feed.ordered("train"))
+    split = parts.split
+    with GPipe(
+        parts.model,
+        split.balance,
+        devices=split.devices,
+        chunks=settings.chunks,
+        checkpoint=settings.checkpoint,
+        schedule=settings.schedule.name,
+    ) as pipe:
+        steps = record_steps(
+            pipe,
+            moved(input, pipe.devices[0]),
+            moved(target, pipe.devices[-1]),
+            sample.loss,
+            settings.steps,
+        )
+    return Seen(
+        steps,
+        _as_step(ideal),
+        [f"partition {index} ({row['device']})" for index, row in enumerate(parts.partitions)],
+        _summary(median_step(steps), ideal, parts, sample),
+    )
+
+
+def show_timeline(seen: Seen) -> None:
+    """The ideal above what was measured, to the same scale; then the numbers."""
+    measured, summary = median_step(seen.steps), seen.summary
+    longest = max(measured.seconds, seen.ideal.seconds)
+    for title, step in (("ideal", seen.ideal), ("measured", measured)):
+        bubble = readable("bubble", step.bubble)
+        print_picture(
+            f"{title}: {1000 * step.seconds:.1f} ms, bubble {bubble}", step, len(seen.names), longest
+        )
+    columns = list(summary["partitions"][0])
+    print_rows(
+        "where the time goes",
+        [column.replace("_", " ") for column in columns],
+        [[readable(column, row[column]) for column in columns] for row in summary["partitions"]],
+        optional=("recompute", "waiting ms"),
+    )
+    print_facts(
+        "", {"bottleneck": f"partition {summary['bottleneck']}", "to try": "; ".join(summary["advice"])}
+    )
+
+
+def _as_step(simulation: Simulation) -> Step:
+    return Step(
+        tuple(
+            Piece(span.action, span.phase, span.begin / 1000, span.end / 1000, span.worker)
+            for span in simulation.spans
+        )
+    )
+
+
+def _summary(step: Step, ideal: Simulation, parts: Assembly, sample: Sample) -> dict[str, Any]:
+    course = parts.split.course
+    times = [step.partition(index) for index in range(course.partitions)]
+    found = verdict(times, course, bubble=step.bubble, ideal_bubble=ideal.bubble, rows=parts.feed.batch_size)
+    peaks = _peaks(parts, sample, course)
+    return {
+        "step_ms": 1000 * step.seconds,
+        "ideal_step_ms": ideal.step,
+        "bubble": step.bubble,
+        "ideal_bubble": ideal.bubble,
+        "partitions": [
+            {
+                "partition": index,
+                "busy": one.busy,
+                "recompute": one.recompute,
+                "bubble": one.bubble,
+                "waiting_ms": 1000 * one.waiting,
+                "peak_saved_bytes": peaks[index],
+            }
+            for index, one in enumerate(times)
+        ],
+        **asdict(found),
+    }
+
+
+def _peaks(parts: Assembly, sample: Sample, course: Course) -> list[int | None]:
+    """The most that is kept for backward at once; unknown where a layer cannot be judged without running it."""
+    borders = pairwise([0, *accumulate(parts.split.balance)])
+    try:
+        facts = model_facts(parts.model, sample)
+    except ConfigError:
+        return [None] * course.partitions
+    return [
+        kept.bytes(facts.saved_bytes(begin, end), facts.arriving(begin, end).bytes)
+        for (begin, end), kept in zip(borders, course.kept, strict=True)
+    ]

@@ -1,0 +1,75 @@
+"""Any text file as bytes, to learn what comes next; by default Shakespeare's sonnets (see files/sonnets.md).
+
+A sample is a window of `context` bytes, its target the same window one byte later. The end of the file is held
+out, so that no window to train on reaches into it. The file decides windows; a byte is a token, so there is no
+tokenizer, and any encoding and language will do.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gpipe_cli.data.datasets import Data
+from gpipe_cli.data.keys import check_common_keys
+from gpipe_cli.errors import ConfigError, DataError
+from gpipe_cli.values import check_whole_number
+
+_FILE = Path(__file__).parent / "files" / "sonnets.txt"
+_BYTES = 256
+
+
+def build(
+    path: str | None = None, context: int = 32, stride: int = 8, held_out: float = 0.1, workers: int = 0
+) -> Data:
+    """Windows of `context` bytes, one beginning every `stride` bytes; the last `held_out` of the file is kept.
+
+    Held-out windows do not overlap: each of those bytes is to be guessed once.
+    """
+    check_common_keys(None, workers)
+    check_whole_number("data.context", context, least=1)
+    check_whole_number("data.stride", stride, least=1)
+    if not 0 < held_out < 1:
+        raise ConfigError(f"data.held_out={held_out}: must be between 0 and 1")
+    text = _read(_FILE if path is None else Path(path))
+    kept = max(round(len(text) * held_out), context + 1)
+    if len(text) - kept <= context:
+        raise DataError(
+            f"data.path={path}: {len(text)} bytes are too few to train on {context} of them and hold out as many; "
+            "give a longer text or a smaller data.context"
+        )
+    train = TextSamples(text[:-kept], context, stride)
+    test = TextSamples(text[-kept:], context, context)
+    return Data(train, test, classes=_BYTES, shape=(context,), workers=workers)
+
+
+def _read(path: Path) -> Tensor:
+    try:
+        content = bytearray(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"data.path={path}: cannot be read: {error.strerror}") from error
+    if not content:
+        raise DataError(f"data.path={path}: is empty")
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
+@final
+class TextSamples:
+    """text: uint8 [length]. Windows are views of it; what is given are copies as whole numbers."""
+
+    def __init__(self, text: Tensor, context: int, stride: int) -> None:
+        self._windows = text.unfold(0, context + 1, stride)
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.batch(torch.tensor([index]))
+        return inputs[0], targets[0]
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        windows = self._windows.index_select(0, indices).long()
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

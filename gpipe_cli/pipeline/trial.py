@@ -1,0 +1,90 @@
+"""A sequence tried on a sample before training, so that a layer that does not fit is told by name.
+
+The layers run once without storage, as in a pipe; where one needs values they run for real, on a copy. What
+flows between layers must be what a pipe carries. Decides what is said of a layer; knows nothing of partitions.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.pipeline.context import MicroBatch, Running
+from gpipe_cli.sequential import layer_names
+from gpipe_cli.sequential.by_tracing.meta_clone import meta_clone, meta_twin
+from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
+
+__all__ = ["check_fit", "check_outputs"]
+
+
+class _Misfit(Exception):
+    """A layer that raised, and what it was given; the cause is what it raised."""
+
+
+def check_outputs(sequence: nn.Sequential, sample: Tensor) -> None:
+    """Raise ConfigError if a layer returns what no pipe can carry.
+
+    A layer that raises is let be: its own code may be wrong, which its first step will tell.
+    """
+    try:
+        _run_without_storage(sequence, sample)
+    except _Misfit:
+        return
+
+
+def check_fit(sequence: nn.Sequential, sample: Tensor, cure: str) -> None:
+    """Raise ConfigError if a layer does not take what the one before it gives, or returns what none can carry."""
+    try:
+        _run_without_storage(sequence, sample)
+    except _Misfit as misfit:
+        if any(tensor.is_meta for tensor in (sample, *sequence.parameters())):
+            raise ConfigError(f"{misfit}; {cure}") from misfit.__cause__
+    else:
+        return
+    try:
+        _run(copy.deepcopy(sequence), layer_names(sequence), sample)
+    except _Misfit as misfit:
+        raise ConfigError(f"{misfit}; {cure}") from misfit.__cause__
+
+
+def _run_without_storage(sequence: nn.Sequential, sample: Tensor) -> None:
+    with torch.device("meta"):
+        _run(meta_clone(sequence), layer_names(sequence), meta_twin(sample))
+
+
+@torch.no_grad()
+def _run(layers: nn.Module, names: tuple[str, ...], value: Any) -> None:
+    with (
+        Running(MicroBatch(0, len(value))),
+        use_skip_tracker(DictionarySkipTracker()),
+        torch.random.fork_rng(devices=[]),
+    ):
+        for name, layer in zip(names, layers.children(), strict=True):
+            subject = f"layer '{name}' ({type(layer).__name__})"
+            given = _described(value)
+            try:
+                value = layer(value)
+            except Exception as error:  # a layer's code, given what it may not expect, may raise anything
+                reason = str(error).partition("\n")[0] or type(error).__name__
+                raise _Misfit(f"{subject} does not take {given}: {reason}") from error
+            _check_carried(subject, value)
+
+
+def _check_carried(subject: str, value: Any) -> None:
+    members = value if isinstance(value, tuple) else (value,)
+    for member in members:
+        if not isinstance(member, Tensor):
+            what = f"a {type(member).__name__}" + (" in a tuple" if isinstance(value, tuple) else "")
+            raise ConfigError(
+                f"{subject} returns {what}; between layers go tensors and tuples of tensors, so let it return "
+                "one of these, or keep it and the layer that takes it in one module"
+            )
+
+
+def _described(value: Any) -> str:
+    members = value if isinstance(value, tuple) else (value,)
+    return " and ".join("x".join(map(str, member.shape)) for member in members)

@@ -1,0 +1,65 @@
+"""What each partition will need on its device: an estimate from facts, nothing is run.
+
+Counts what is there all the time (parameters, buffers, gradients, the optimizer's state) and the activations alive
+at the worst moment under the schedule. What a layer needs only while it runs is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import final
+
+from torch import nn
+
+from gpipe_cli.profiling.facts import ModelFacts
+from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes
+from gpipe_cli.schedule.course import Course
+
+__all__ = ["PartitionMemory", "partition_memory"]
+
+
+@final
+@dataclass(frozen=True)
+class PartitionMemory:
+    parameter_bytes: int
+    """Buffers among them."""
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
+
+
+def partition_memory(
+    module: nn.Sequential,
+    facts: ModelFacts,
+    balance: Sequence[int],
+    course: Course,
+    optimizer: MakeOptimizer,
+) -> list[PartitionMemory]:
+    """One per partition of the balance."""
+    layers = list(module)
+    return [
+        _one(
+            layers[begin:end],
+            kept.bytes(facts.saved_bytes(begin, end), facts.arriving(begin, end).bytes),
+            optimizer,
+        )
+        for (begin, end), kept in zip(pairwise([0, *accumulate(balance)]), course.kept, strict=True)
+    ]
+
+
+def _one(layers: Sequence[nn.Module], activations: int, optimizer: MakeOptimizer) -> PartitionMemory:
+    # dict: what layers share is there once.
+    parameters = dict.fromkeys(one for layer in layers for one in layer.parameters())
+    buffers = dict.fromkeys(one for layer in layers for one in layer.buffers())
+    return PartitionMemory(
+        parameter_bytes=sum(one.nbytes for one in (*parameters, *buffers)),
+        gradient_bytes=sum(one.nbytes for one in parameters if one.requires_grad),
+        optimizer_bytes=sum(state_bytes(optimizer, parameters)),
+        activation_bytes=activations,
+    )

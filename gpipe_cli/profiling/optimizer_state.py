@@ -1,0 +1,67 @@
+"""How many bytes an optimizer will keep per parameter, found out with parameters of a few numbers.
+
+Every optimizer is asked, none is known by name: it makes one update of a tiny parameter, and the shapes of what it
+keeps then say how that grows. Momenta have the parameter's shape, Adafactor's rows and columns a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["MakeOptimizer", "state_bytes"]
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+_SIDES = (2, 3, 5, 7, 11, 13, 17, 19)
+"""The shape of a tiny parameter: different primes, so that a side of a kept tensor says which one it is."""
+
+
+@final
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor of the optimizer's: which sides of the parameter it has, and how large the rest of it is."""
+
+    sides: tuple[int, ...]
+    rest: int
+
+    def bytes(self, shape: Sequence[int]) -> int:
+        return self.rest * prod(shape[side] for side in self.sides)
+
+
+def state_bytes(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> list[int]:
+    """For each parameter what the optimizer keeps once it has made an update; none for a frozen one."""
+
+    @cache
+    def kept(dimensions: int, dtype: torch.dtype) -> list[_Kept]:
+        return _try_out(make, dimensions, dtype)
+
+    return [
+        sum(one.bytes(parameter.shape) for one in kept(parameter.dim(), parameter.dtype))
+        if parameter.requires_grad
+        else 0
+        for parameter in parameters
+    ]
+
+
+def _try_out(make: MakeOptimizer, dimensions: int, dtype: torch.dtype) -> list[_Kept]:
+    tiny = nn.Parameter(torch.ones(_SIDES[:dimensions], dtype=dtype))
+    tiny.grad = torch.ones_like(tiny)
+    optimizer = make([tiny])
+    optimizer.step()
+    return [_describe(one, dimensions) for one in optimizer.state[tiny].values() if isinstance(one, Tensor)]
+
+
+def _describe(kept: Tensor, dimensions: int) -> _Kept:
+    sides = _SIDES[:dimensions]
+    if kept.numel() == prod(sides):  # of the same size, if perhaps of another shape
+        return _Kept(tuple(range(dimensions)), kept.element_size())
+    found = tuple(sides.index(side) for side in kept.shape if side in sides)
+    rest = prod(side for side in kept.shape if side not in sides)
+    return _Kept(found, rest * kept.element_size())

@@ -1,0 +1,57 @@
+"""Recorded steps as a file that Perfetto and chrome://tracing open: Chrome's trace event format.
+
+One row per partition. Complete events (`X`) with microseconds since recording began, metadata events (`M`) for names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpipe_cli.profiling.timeline import Step
+
+__all__ = ["trace_events", "write_trace"]
+
+PROCESS = 1
+
+
+def write_trace(path: Path, steps: Sequence[Step], rows: Sequence[str]) -> None:
+    """`rows` are the names of the partitions."""
+    document = {"traceEvents": trace_events(steps, rows), "displayTimeUnit": "ms"}
+    path.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+
+
+def trace_events(steps: Sequence[Step], rows: Sequence[str]) -> list[dict[str, Any]]:
+    return [*_names(rows), *(event for number, step in enumerate(steps) for event in _slices(number, step))]
+
+
+def _names(rows: Sequence[str]) -> Iterator[dict[str, Any]]:
+    yield _metadata("process_name", 0, {"name": "gpipe"})
+    for index, name in enumerate(rows):
+        yield _metadata("thread_name", index, {"name": name})
+        yield _metadata("thread_sort_index", index, {"sort_index": index})
+
+
+def _metadata(name: str, row: int, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": PROCESS, "tid": row, "args": arguments}
+
+
+def _slices(number: int, step: Step) -> Iterator[dict[str, Any]]:
+    for piece in sorted(step.pieces, key=lambda piece: piece.begin):
+        yield {
+            "ph": "X",
+            "name": piece.label,
+            "cat": piece.phase,
+            "pid": PROCESS,
+            "tid": piece.action.partition,
+            "ts": 1e6 * piece.begin,
+            "dur": 1e6 * (piece.end - piece.begin),
+            "args": {
+                "step": number,
+                "partition": piece.action.partition,
+                "micro_batch": piece.action.micro_batch,
+                "thread": piece.thread,
+            },
+        }

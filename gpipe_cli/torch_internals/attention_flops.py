@@ -1,0 +1,37 @@
+"""Floating-point operations of attention on the CPU, whose kernels are private; torch counts those of CUDA only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["ATTENTION_ON_CPU"]
+
+Shape = tuple[int, ...]
+
+
+def _forward(query: Shape, key: Shape, value: Shape, *rest: object, **options: object) -> int:
+    """Scores, then their product with the values: two multiplications of matrices."""
+    return _pair(query, key) * (query[-1] + value[-1])
+
+
+def _backward(
+    gradient: Shape, query: Shape, key: Shape, value: Shape, *rest: object, **options: object
+) -> int:
+    """Scores once more, then the gradients of scores, values, queries and keys."""
+    return _pair(query, key) * (3 * query[-1] + 2 * value[-1])
+
+
+def _pair(query: Shape, key: Shape) -> int:
+    """To multiply and add for each query, key and number in a row."""
+    batch, heads, queries, _ = query
+    return 2 * batch * heads * queries * key[-2]
+
+
+ATTENTION_ON_CPU: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
+}
+"""For `FlopCounterMode(custom_mapping=...)`."""

@@ -1,0 +1,36 @@
+"""Tensors that have everything but values, and take no memory: torch's fake tensors.
+
+Unlike those on the meta device they say they are on the CPU, so torch chooses for them the kernels it would
+choose for real ones: what attention saves for backward depends on that. torch keeps them private.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+__all__ = ["NEEDS_VALUES", "fake_tensors", "fake_twin"]
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+"""Raised where an operation cannot do without values, or was never told how to."""
+
+
+def fake_tensors() -> AbstractContextManager[object]:
+    """Inside, every operation of this thread gives a fake tensor; real ones may be among its inputs."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_twin(tensor: Tensor) -> Tensor:
+    """For use inside `fake_tensors`: one like `tensor`, on the CPU."""
+    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(twin, tensor.requires_grad)
+    return twin.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_cli import GPipe
+from gpipe_cli.balance import balance_by_size
+from gpipe_cli.balance.size import balance as by_size
+from gpipe_cli.balance.size import memory_of
+from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.schedule.course import Course
+
+
+def twice(parameter: nn.Parameter) -> int:
+    return 2 * parameter.nbytes
+
+
+def test_large_layers_and_large_activations_weigh() -> None:
+    wide = nn.Sequential(nn.Linear(4, 512), nn.Linear(512, 4), *(nn.Linear(4, 4) for _ in range(4)))
+    assert balance_by_size(wide, torch.rand(2, 4), partitions=2) == [1, 5]
+    # Without parameters, what counts is the batch: the first layers keep most.
+    narrowing = nn.Sequential(nn.Tanh(), nn.Tanh(), nn.AdaptiveAvgPool1d(1), *(nn.Tanh() for _ in range(5)))
+    assert balance_by_size(narrowing, torch.rand(64, 3, 32), partitions=2)[0] <= 2
+
+
+def test_chunks_divide_the_sample_and_param_scale_multiplies_parameters() -> None:
+    module = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Tanh(), nn.Tanh(), nn.Tanh())
+    sample = torch.rand(1024, 32)
+    assert balance_by_size(module, sample, partitions=2, chunks=1, param_scale=0.0) == [2, 2]
+    # 64 rows of 32 numbers are 8 KiB a layer, the parameters 4 KiB times 100.
+    assert balance_by_size(module, sample, partitions=2, chunks=16, param_scale=100.0) == [1, 3]
+
+
+def test_the_guides_example_balances_and_trains() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    sample = torch.rand(16, 8)
+    balance = balance_by_size(model, sample, partitions=4, chunks=8)
+    assert len(balance) == 4 and sum(balance) == 6 and min(balance) >= 1
+    with GPipe(model, balance, chunks=8) as pipe:
+        pipe(sample).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_more_partitions_than_layers_and_gradients_already_there_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"layers: 1, partitions: 2"):
+        balance_by_size(model, torch.rand(4, 2), partitions=2)
+    model(torch.rand(4, 2)).sum().backward()
+    with pytest.raises(ValueError, match="some parameter already has gradient"):
+        balance_by_size(model, torch.rand(4, 2), partitions=1)
+
+
+def test_what_counts_is_the_memory_of_live_micro_batches() -> None:
+    """Under 1f1b the first partition keeps most micro-batches, so it gets fewer of equal layers."""
+    module = nn.Sequential(*(nn.Tanh() for _ in range(10)))
+    sample = Sample(torch.rand(8, 8, requires_grad=True))
+    found = by_size(memory_of(module, sample, Course("1f1b", 4, 8), twice), 4)
+    assert found.layers == sorted(found.layers) and found.layers[0] < found.layers[-1]
+    assert found.largest == found.lower_bound
+    assert by_size(memory_of(module, sample, Course("gpipe", 2, 8), twice), 2).layers == [5, 5]
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
+    module = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False))
+    module[0].requires_grad_(False)
+    memory = memory_of(module, Sample(torch.rand(1, 10)), Course("gpipe", 2, 1), twice)
+    assert memory.cost(0, 0, 1) == 400
+    assert memory.cost(1, 1, 2) == 800 + 40

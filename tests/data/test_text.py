@@ -1,0 +1,100 @@
+"""A text is cut into windows by position: nothing held out is trained on, nothing of it is left out."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gpipe_cli.data
+from gpipe_cli.data import text
+from gpipe_cli.data.loading import batches
+from gpipe_cli.errors import ConfigError, DataError
+
+FILES = Path(gpipe_cli.data.__file__).parent / "files"
+
+
+def numbered(path: Path, length: int) -> str:
+    """A file whose bytes tell where they stand."""
+    path.write_bytes(bytes(place % 251 for place in range(length)))
+    return str(path)
+
+
+@settings(max_examples=25)
+@given(
+    length=st.integers(22, 240),
+    context=st.integers(1, 10),
+    stride=st.integers(1, 12),
+    share=st.floats(0.01, 0.4),
+)
+def test_the_target_is_the_next_byte_and_the_end_is_held_out(
+    tmp_path_factory: pytest.TempPathFactory, length: int, context: int, stride: int, share: float
+) -> None:
+    path = numbered(tmp_path_factory.mktemp("text") / "numbers", length)
+    data = text.build(path, context, stride, share)
+    assert data.shape == (context,) and data.classes == 256
+    kept = max(round(length * share), context + 1)
+    for samples, first, step in ((data.train, 0, stride), (data.test, length - kept, context)):
+        for index in range(len(samples)):
+            input, target = samples[index]
+            assert isinstance(target, torch.Tensor)
+            start = first + index * step
+            assert input.tolist() == list(range(start, start + context))
+            assert target.tolist() == list(range(start + 1, start + context + 1))
+    last = len(data.train) - 1
+    assert last * stride + context < length - kept
+    unused = kept - 1 - len(data.test) * context
+    assert 0 <= unused < context, "each held-out byte but a rest is to be guessed once"
+
+
+def test_the_bundled_sonnets_are_whole() -> None:
+    content = (FILES / "sonnets.txt").read_bytes()
+    sonnets = content.decode("ascii").removesuffix("\n").split("\n\n")
+    assert len(sonnets) == 80 and all(one.count("\n") == 13 for one in sonnets)
+    assert sonnets[17].startswith("Shall I compare thee to a summer's day?\n")
+    assert sonnets[72].endswith("  To love that well, which thou must leave ere long.")
+    counts = Counter(content)
+    entropy = -sum(count / len(content) * math.log2(count / len(content)) for count in counts.values())
+    assert entropy == pytest.approx(4.46, abs=0.01), (
+        "bits per byte of whoever knows only how frequent each is"
+    )
+    assert "public domain" in (FILES / "sonnets.md").read_text()
+
+
+def test_batches_are_whole_numbers_that_nobody_shares() -> None:
+    data = text.build()
+    input, target = next(batches(data.train, batch_size=4, seed=0, epoch=0, shuffle=True))
+    assert input.dtype == target.dtype == torch.long and input.shape == target.shape == (4, 32)
+    assert torch.equal(input[:, 1:], target[:, :-1])
+    input.zero_()
+    again, _ = next(batches(data.train, batch_size=4, seed=0, epoch=0, shuffle=True))
+    assert again.any()
+
+
+def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.path=nowhere\.txt: cannot be read: No such file"):
+        text.build("nowhere.txt")
+    with pytest.raises(DataError, match=r"cannot be read: Is a directory"):
+        text.build(str(tmp_path))
+    (tmp_path / "empty").touch()
+    with pytest.raises(DataError, match=r"empty: is empty"):
+        text.build(str(tmp_path / "empty"))
+    with pytest.raises(
+        DataError, match=r"65 bytes are too few to train on 32 of them .* smaller data\.context"
+    ):
+        text.build(numbered(tmp_path / "short", 65))
+    assert len(text.build(numbered(tmp_path / "enough", 66)).train) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [("context", 0, "of at least 1"), ("stride", 0, "of at least 1"), ("held_out", 1.0, "between 0 and 1")],
+)
+def test_a_wrong_key_is_named_with_its_value(key: str, value: float, says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.{key}={value}: must be .*{says}"):
+        text.build(**{key: value})  # type: ignore[arg-type]

@@ -1,0 +1,112 @@
+"""Our own models train in a pipe as they do alone: two steps, every parameter and gradient, three modes.
+
+U-Net's skips go far over partitions, GPT's tied matrix is used in the first and in the last, AmoebaNet's cells
+hand on pairs. Dropout is on: masks are those of the plain pipe too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli import GPipe
+from gpipe_cli.losses.cross_entropy import CrossEntropy
+from gpipe_cli.losses.dice import Dice
+from gpipe_cli.losses.token_cross_entropy import TokenCrossEntropy
+from gpipe_cli.models import amoebanetd, gpt, mlp, unet
+from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.sequential import partition_uniform
+
+Task = tuple[nn.Sequential, Tensor, Tensor, Callable[..., Tensor]]
+CHUNKS = 3
+
+
+def images() -> tuple[Tensor, Tensor]:
+    """Two for each micro-batch: AmoebaNet ends in single pixels, of which batch norm needs two."""
+    return torch.randn(6, 3, 16, 16), torch.randint(3, (6,))
+
+
+def long_skips() -> Task:
+    model = unet.build(3, 2, 4, dropout=0.2, num_classes=3, input_shape=(3, 17, 20))
+    return model, torch.randn(4, 3, 17, 20), torch.randint(3, (4, 17, 20)), Dice()
+
+
+def standard_unet() -> Task:
+    model = unet.build_standard(2, 4, num_classes=3, input_shape=(3, 16, 16))
+    return model, torch.randn(4, 3, 16, 16), torch.randint(3, (4, 16, 16)), CrossEntropy()
+
+
+def untied_gpt() -> Task:
+    model = gpt.build(16, 3, 2, dropout=0.1, tied=False, num_classes=11, input_shape=(9,))
+    return model, torch.randint(11, (4, 9)), torch.randint(11, (4, 9)), TokenCrossEntropy()
+
+
+def pairs() -> Task:
+    return amoebanetd.build(3, 3, 16, input_shape=(3, 16, 16)), *images(), CrossEntropy()
+
+
+def perceptron() -> Task:
+    return mlp.build(8, 4, 3, input_shape=(3, 16, 16)), *images(), CrossEntropy()
+
+
+def two_steps(pipe: Any, input: Tensor, target: Tensor, loss: Callable[..., Tensor]) -> list[Tensor]:
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for key in range(2):
+        optimizer.zero_grad()
+        losses.append(pipe.train().step(input, target, loss, key=key))
+        optimizer.step()
+    return losses
+
+
+def tensors_of(model: nn.Module, losses: list[Tensor]) -> dict[str, Tensor]:
+    """Losses, parameters, buffers and the gradients of the last step, by name."""
+    gradients = {f"{name}.grad": one.grad for name, one in model.named_parameters()}
+    missing = [name for name, one in gradients.items() if one is None]
+    assert missing == []
+    found = {**model.state_dict(), **gradients, **{f"loss {step}": one for step, one in enumerate(losses)}}
+    return {name: tensor.detach().clone() for name, tensor in found.items() if tensor is not None}
+
+
+def runs(task: Callable[[], Task], dtype: torch.dtype = torch.float32) -> Any:
+    """What the plain pipe leaves behind, and each pipe after it with its description."""
+    torch.manual_seed(0)
+    model, input, target, loss = task()
+    model, input = model.to(dtype), input.to(dtype) if input.is_floating_point() else input
+    start = copy.deepcopy(model.state_dict())
+    expected = tensors_of(model, two_steps(PlainPipe(model, chunks=CHUNKS), input, target, loss))
+    for partitions in (2, 4):
+        balance = [len(part) for part in partition_uniform(model, partitions)]
+        for checkpoint in ("always", "except_last", "never"):
+            model.load_state_dict(start)
+            model.zero_grad()
+            devices = ["cpu"] * partitions
+            with GPipe(model, balance, devices=devices, chunks=CHUNKS, checkpoint=checkpoint) as pipe:
+                found = tensors_of(model, two_steps(pipe, input, target, loss))
+            yield (balance, checkpoint), expected, found
+
+
+@pytest.mark.parametrize("task", [long_skips, standard_unet, untied_gpt, pairs, perceptron])
+def test_two_steps_in_a_pipe_give_the_bits_of_two_steps_alone(task: Callable[[], Task]) -> None:
+    for place, expected, found in runs(task):
+        assert expected.keys() == found.keys()
+        assert [name for name in expected if not torch.equal(expected[name], found[name])] == [], place
+
+
+def test_a_head_tied_to_an_embedding_in_another_partition_learns_as_one_matrix() -> None:
+    """Plain autograd adds the two uses of a tied matrix micro-batch by micro-batch, the pipe use by use."""
+
+    def tied() -> Task:
+        model = gpt.build(16, 3, 2, num_classes=11, input_shape=(9,))
+        return model, torch.randint(11, (4, 9)), torch.randint(11, (4, 9)), TokenCrossEntropy()
+
+    for place, expected, found in runs(tied, torch.float64):
+        assert "embedding.tokens.weight" in found and "head.scores.weight" in found
+        assert torch.equal(found["embedding.tokens.weight"], found["head.scores.weight"])
+        for name, tensor in expected.items():
+            assert torch.allclose(found[name], tensor, rtol=1e-12, atol=1e-12), (*place, name)

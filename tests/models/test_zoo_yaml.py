@@ -1,0 +1,70 @@
+"""The facts of our own models' YAML files are true, and each file chooses data and a loss that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+OURS = ("amoebanetd", "gpt", "mlp", "unet", "unet_standard")
+MEASURED = {
+    "cross_entropy": ["top1", "top5"],
+    "dice": ["mean_iou", "pixel_accuracy"],
+    "token_cross_entropy": ["token_accuracy", "bits_per_token"],
+}
+
+
+def choices(name: str) -> dict[str, str]:
+    """The options its file chooses of other groups, by group."""
+    lines = (CONF / "model" / f"{name}.yaml").read_text().splitlines()
+    chosen = [line.split("@_global_.")[1] for line in lines if line.startswith("  - override /")]
+    return dict(line.split(": ") for line in chosen)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_facts_of_its_yaml_are_true(name: str) -> None:
+    path = CONF / "model" / f"{name}.yaml"
+    node: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[assignment]
+    module, _, builder = node["_target_"].rpartition(".")
+    data = import_module(f"gpipe_cli.data.{choices(name)['data']}").build()
+    keys = {key: value for key, value in node.items() if key not in ("_target_", "defaults", "num_classes")}
+    with torch.device("meta"):
+        model = getattr(import_module(module), builder)(
+            **keys, num_classes=data.classes, input_shape=data.shape
+        )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    shape = "x".join(map(str, data.shape))
+    assert path.read_text().splitlines()[1] == (
+        f"# facts: parameters={parameters} layers={len(model)} input={shape}"
+    )
+
+
+SMALL = {
+    "amoebanetd": ["model.num_filters=16", "data=synthetic", "data.length=32"],
+    "gpt": ["model.width=16", "model.depth=2"],
+    "mlp": ["model.width=8"],
+    "unet": ["model.base_channels=4", "data.length=32"],
+    "unet_standard": ["model.base_channels=4", "data.length=32"],
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [one if one in ("gpt", "unet") else pytest.param(one, marks=pytest.mark.slow) for one in OURS],
+)
+def test_it_trains_and_is_evaluated_alone(gpipe: Callable[..., Any], name: str) -> None:
+    trained = gpipe("train", f"model={name}", "steps=1", "batch_size=32", "chunks=2", *SMALL[name], "--json")
+    assert trained.code == 0, trained.err
+    measured = MEASURED[choices(name)["loss"]]
+    assert list(trained.json)[: 1 + len(measured)] == ["loss", *measured]
+    found = gpipe("eval", f"run={trained.json['run_dir']}", "engine=single", "threads=1", "--json")
+    assert found.code == 0, found.err
+    assert {key: found.json[key] for key in ("loss", *measured)} == {
+        key: trained.json[key] for key in ("loss", *measured)
+    }

@@ -1,0 +1,91 @@
+"""A sequence is tried before training: what does not fit is told with its layer, what fits is left as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.pipeline.context import current_microbatch
+from gpipe_cli.pipeline.trial import check_fit, check_outputs
+from gpipe_cli.skip import pop, skippable, stash
+
+SAMPLE = torch.ones(2, 3)
+
+
+class Given(nn.Module):
+    """Does what it is told to."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, input: Tensor) -> Any:
+        return self.function(input)
+
+
+@skippable(stash=["kept"])
+class Stash(nn.Module):
+    def forward(self, input: Tensor) -> Generator[stash, None, Tensor]:
+        yield stash("kept", input)
+        return input * 2
+
+
+@skippable(pop=["kept"])
+class Pop(nn.Module):
+    def forward(self, input: Tensor) -> Generator[pop, Tensor, Tensor]:
+        kept = yield pop("kept")
+        return input + kept
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (
+            lambda value: {"a": value},
+            r"layer '1' \(Given\) returns a dict; between layers go tensors and tuples",
+        ),
+        (lambda value: (value, None), r"layer '1' \(Given\) returns a NoneType in a tuple; "),
+        (lambda value: value.item() if value.is_meta else [value], r""),
+    ],
+)
+def test_what_no_pipe_carries_is_refused_with_layer_type_and_cure(function: Any, told: str) -> None:
+    sequence = nn.Sequential(nn.Linear(3, 3), Given(function))
+    with pytest.raises(ConfigError, match=told or r"layer '1' \(Given\) returns a list; .* in one module"):
+        check_fit(sequence, SAMPLE, "do this")
+    if told:
+        with pytest.raises(ConfigError, match=told):
+            check_outputs(sequence, SAMPLE)
+
+
+def test_a_list_that_does_not_fit_is_refused_with_what_the_layer_was_given() -> None:
+    sequence = nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 1))
+    with pytest.raises(ConfigError, match=r"^layer '1' \(Linear\) does not take 2x4: mat1 and .*; do this$"):
+        check_fit(sequence, SAMPLE, "do this")
+    with pytest.raises(ConfigError, match=r"^layer '1' \(Linear\) does not take 2x4: .*; do this$"):
+        check_fit(copy.deepcopy(sequence).to("meta"), SAMPLE, "do this")
+
+
+def test_a_layer_that_raises_of_itself_is_left_to_the_first_step() -> None:
+    def fail(value: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    check_outputs(nn.Sequential(Given(fail)), SAMPLE)
+
+
+def test_what_a_pipe_can_run_passes_and_is_left_as_it_was() -> None:
+    def look(value: Tensor) -> Tensor:
+        assert current_microbatch() is not None
+        return value if value.sum().item() > 0 else value + torch.rand(3)
+
+    sequence = nn.Sequential(Stash(), nn.BatchNorm1d(3), nn.Dropout(), Given(look), Pop(), nn.Linear(3, 1))
+    state, random = copy.deepcopy(sequence.state_dict()), torch.get_rng_state()
+    check_fit(sequence, SAMPLE, "do this")
+    check_outputs(sequence, SAMPLE)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in sequence.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import importlib
+import json
+import linecache
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.profiling import cache
+from gpipe_cli.profiling.cache import LayerTimes, ProfileCache, default_folder
+from gpipe_cli.profiling.fingerprint import fingerprint
+from gpipe_cli.profiling.layers import Sample, profile_layers
+
+SAMPLE = Sample(torch.zeros(2, 4))
+
+
+def make_module(width: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU())
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """For how many seconds layers were measured, each time they were."""
+    calls: list[float] = []
+
+    def watched(module: nn.Sequential, sample: Sample, *, seconds: float) -> Any:
+        calls.append(seconds)
+        return profile_layers(module, sample, seconds=0, repeats=1)
+
+    monkeypatch.setattr(cache, "profile_layers", watched)
+    return calls
+
+
+def test_what_was_measured_once_is_reused_and_said(tmp_path: Path, measured: list[float]) -> None:
+    first, second = ProfileCache(tmp_path), ProfileCache(tmp_path)
+    times = first.times(make_module(), SAMPLE, seconds=1)
+    assert second.times(make_module(), SAMPLE, seconds=1) == times
+    assert measured == [1]
+    assert first.origin.startswith("layers measured in ")
+    assert second.origin.endswith(" reused; balance.cache=false measures them anew")
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+def test_a_model_without_storage_reuses_and_cannot_be_measured(tmp_path: Path, measured: list[float]) -> None:
+    times = ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    with torch.device("meta"):
+        sketch, wider = make_module(), make_module(5)
+    assert ProfileCache(tmp_path, reuse=False).times(sketch, SAMPLE, seconds=1) == times
+    with pytest.raises(ConfigError, match="balance=time: nothing is run here"):
+        ProfileCache(tmp_path).times(wider, SAMPLE, seconds=1)
+
+
+@pytest.mark.parametrize(
+    ("module", "sample"),
+    [
+        (make_module(5), SAMPLE),
+        (nn.Sequential(nn.Linear(4, 3), nn.LeakyReLU()), SAMPLE),
+        (nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True)), SAMPLE),
+        (nn.Sequential(nn.Linear(4, 3).requires_grad_(False), nn.ReLU()), SAMPLE),
+        (make_module().double(), Sample(torch.zeros(2, 4).double())),
+        (make_module(), Sample(torch.zeros(3, 4))),
+        (make_module(), Sample(torch.zeros(2, 4), torch.zeros(2, 3), nn.MSELoss())),
+    ],
+)
+def test_whatever_changes_the_time_is_measured_anew(
+    tmp_path: Path, measured: list[float], module: nn.Sequential, sample: Sample
+) -> None:
+    ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    ProfileCache(tmp_path).times(module, sample, seconds=1)
+    assert measured == [1, 1]
+
+
+def test_threads_count_too(tmp_path: Path, measured: list[float]) -> None:
+    ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    torch.set_num_threads(2)
+    ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    assert measured == [1, 1]
+
+
+def test_so_does_the_source_of_a_class_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def print_of(operation: str) -> str:
+        lines = [
+            "from torch import nn",
+            "class Own(nn.Module):",
+            f"    def forward(self, input): return {operation}",
+        ]
+        (tmp_path / "own_for_cache_tests.py").write_text("\n".join(lines))
+        monkeypatch.delitem(sys.modules, "own_for_cache_tests", raising=False)
+        importlib.invalidate_caches()
+        linecache.clearcache()
+        own = importlib.import_module("own_for_cache_tests").Own()
+        return str(fingerprint(nn.Sequential(own), SAMPLE)["model"])
+
+    assert print_of("input * 2") == print_of("input * 2")
+    assert print_of("input * 2") != print_of("input.exp().exp()")
+
+
+def test_a_short_measurement_does_not_stand_for_a_long_one(tmp_path: Path, measured: list[float]) -> None:
+    for seconds in (1, 2, 1):
+        ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=seconds)
+    assert measured == [1, 2]
+
+
+def test_without_reuse_times_are_measured_and_kept(tmp_path: Path, measured: list[float]) -> None:
+    ProfileCache(tmp_path, reuse=False).times(make_module(), SAMPLE, seconds=1)
+    ProfileCache(tmp_path, reuse=False).times(make_module(), SAMPLE, seconds=1)
+    ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    assert measured == [1, 1]
+
+
+def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[str], str]:
+    def edit(text: str) -> str:
+        document = json.loads(text)
+        changed = change(document)
+        return json.dumps(document if changed is None else changed)
+
+    return edit
+
+
+DAMAGES: dict[str, Callable[[str], str]] = {
+    "torn": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
+    "a list": lambda text: "[]",
+    "deep": lambda text: "[" * 100_000,
+    "another format": edited(lambda document: document.update(format=2)),
+    "another model": edited(lambda document: document["key"].update(model="x")),
+    "too few layers": edited(lambda document: document["layers"].pop()),
+    "words": edited(lambda document: document["layers"].__setitem__(0, ["a", 1])),
+    "negative": edited(lambda document: document["layers"].__setitem__(0, [-1, 1])),
+    "infinite": lambda text: text.replace('"seconds": 1', '"seconds": Infinity'),
+    "not a number": edited(lambda document: document["layers"].__setitem__(0, [float("nan"), 1])),
+    "no date": edited(lambda document: document.update(measured=5)),
+    "huge": lambda text: text + " " * (cache.LARGEST + 1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_or_hostile_file_is_ignored_and_said(
+    tmp_path: Path, measured: list[float], damage: Callable[[str], str]
+) -> None:
+    ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    (path,) = tmp_path.iterdir()
+    path.write_text(damage(path.read_text()))
+    said: list[str] = []
+    times = ProfileCache(tmp_path, say=said.append).times(make_module(), SAMPLE, seconds=1)
+    assert measured == [1, 1] and len(times) == 2
+    assert len(said) == 1 and f"{path} is no measurement and is ignored: " in said[0]
+    # What took its place is sound again.
+    ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    assert measured == [1, 1]
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    )
+)
+def test_no_document_is_taken_for_times_that_is_none(document: Any) -> None:
+    with pytest.raises(ValueError, match="it "):
+        cache._checked(document, {"layers": 2})
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path: Path, measured: list[float]) -> None:
+    (tmp_path / "file").write_text("")
+    said: list[str] = []
+    times = ProfileCache(tmp_path / "file", say=said.append).times(make_module(), SAMPLE, seconds=1)
+    assert isinstance(times[0], LayerTimes)
+    assert any("cannot be kept for the next run" in line for line in said)
+
+
+def test_the_folder_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "gpipe" / "profiles"
+    for unset in ("", "relative/path"):
+        monkeypatch.setenv("XDG_CACHE_HOME", unset)
+        assert default_folder() == Path.home() / ".cache" / "gpipe" / "profiles"

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.models.resnet import build as resnet
+from gpipe_cli.profiling.facts import model_facts
+from gpipe_cli.profiling.layers import Sample, profile_layers
+from gpipe_cli.skip import pop, skippable, stash
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, input: Tensor):  # type: ignore[no-untyped-def]
+        yield stash("skip", input * 3)
+        return input * 2
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, input: Tensor):  # type: ignore[no-untyped-def]
+        skip = yield pop("skip")
+        return input * skip
+
+
+class Pair(nn.Module):
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        return input, input.exp()
+
+
+class Product(nn.Module):
+    def forward(self, input: tuple[Tensor, Tensor]) -> Tensor:
+        return input[0] * input[1]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 48)
+
+    def forward(self, input: Tensor) -> Tensor:
+        query, key, value = self.project(input).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).flatten(2)
+
+
+class Looking(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        return input * 2 if input.sum().item() > 0 else input
+
+
+def image_sample(side: int = 8) -> Sample:
+    return Sample(torch.randn(4, 3, side, side), torch.randint(4, (4,)), nn.CrossEntropyLoss())
+
+
+CASES = {
+    "convolutions, in place": (
+        nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+            nn.Dropout(0.3),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(72, 4),
+        ),
+        image_sample(),
+    ),
+    "integers, skips, tuples": (
+        nn.Sequential(nn.Embedding(10, 16), Stash(), Pair(), Product(), nn.Linear(16, 16), Pop()),
+        Sample(torch.randint(10, (3, 5))),
+    ),
+    "attention": (
+        nn.Sequential(nn.Embedding(10, 16), Attention(), nn.Tanh()),
+        Sample(torch.randint(10, (3, 32))),
+    ),
+    "frozen layers first": (
+        nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.ReLU(), nn.Linear(8, 2)),
+        Sample(torch.randn(5, 8)),
+    ),
+    "a real model": (resnet("resnet18", num_classes=4), image_sample(16)),
+}
+
+
+@pytest.mark.parametrize(("module", "sample"), CASES.values(), ids=CASES)
+def test_what_is_said_without_running_is_what_a_run_shows(module: nn.Sequential, sample: Sample) -> None:
+    measured = profile_layers(module, sample, seconds=0, repeats=1)
+    assert list(model_facts(module, sample).layers) == [one.facts for one in measured]
+
+
+def test_nothing_is_touched() -> None:
+    module, sample = CASES["convolutions, in place"]
+    module.eval()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    generator = torch.get_rng_state()
+    model_facts(module, sample)
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+    assert not any(one.training for one in module.modules())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert torch.equal(generator, torch.get_rng_state())
+    module.train()
+
+
+def test_a_model_far_larger_than_memory_is_judged() -> None:
+    width = 200_000
+    with torch.device("meta"):
+        module = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
+    facts = model_facts(module, Sample(torch.empty(2, width, device="meta")))
+    assert [one.parameter_bytes for one in facts.layers] == [4 * (width * width + width)] * 3
+    assert [one.saved_bytes for one in facts.layers] == [4 * 2 * width] * 3
+    assert facts.flops[1].forward == 2 * 2 * width * width
+
+
+def test_what_neighbours_share_is_counted_once_for_both() -> None:
+    """Tanh keeps its output, and the linear layer keeps the same tensor as its input."""
+    module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    facts = model_facts(module, Sample(torch.randn(4, 16)))
+    one = 4 * 16 * 4
+    assert [layer.saved_bytes for layer in facts.layers] == [one] * 3
+    assert facts.saved_bytes(0, 3) == 2 * one
+    assert facts.saved_bytes(1, 3) == one
+    assert facts.saved_bytes(2, 2) == 0
+
+
+def test_skips_cross_every_border_between_their_layers() -> None:
+    module, sample = CASES["integers, skips, tuples"]
+    facts = model_facts(module, sample)
+    value = (3, 5, 16)
+    assert [facts.border(layer).shapes for layer in range(1, 7)] == [
+        (value,),
+        (value, value),
+        (value, value, value),
+        (value, value),
+        (value, value),
+        (value,),
+    ]
+    assert facts.border(3).bytes == 3 * 4 * 3 * 5 * 16
+    assert facts.border(0).shapes == ((3, 5),) and facts.border(0).bytes == 8 * 3 * 5
+
+
+def test_a_skip_arrives_only_where_it_is_popped() -> None:
+    module, sample = CASES["integers, skips, tuples"]
+    facts = model_facts(module, sample)
+    value = (3, 5, 16)
+    assert facts.arriving(3, 5).shapes == (value, value)  # of a pair, while the skip passes by
+    assert facts.arriving(5, 6).shapes == (value, value)  # a tensor and the skip
+    assert facts.arriving(0, 6).shapes == ((3, 5),)
+
+
+def test_operations_are_counted_per_layer_both_ways() -> None:
+    module = nn.Sequential(
+        nn.Conv2d(4, 8, 3, groups=4, bias=False),
+        nn.ReLU(inplace=True),
+        nn.Identity(),
+        nn.Flatten(),
+        nn.Linear(8 * 36, 5, bias=False),
+    )
+    facts = model_facts(module, Sample(torch.randn(2, 4, 8, 8)))
+    convolution, linear = 2 * 2 * 36 * (8 * 1 * 9), 2 * 2 * 8 * 36 * 5
+    assert [one.forward for one in facts.flops] == [convolution, 0, 0, 0, linear]
+    # The input needs no gradient, so the first layer does half of what the last one does.
+    assert [one.backward for one in facts.flops] == [convolution, 0, 0, 0, 2 * linear]
+
+
+def test_attention_counts_on_a_cpu_too() -> None:
+    module, sample = CASES["attention"]
+    flops = model_facts(module, sample).flops[1]
+    projection, product = 2 * 96 * 16 * 48, 2 * 3 * 2 * 32 * 32 * 8
+    assert flops.forward == projection + 2 * product
+    assert flops.backward == 2 * projection + 5 * product
+
+
+def test_backward_of_a_skip_belongs_to_the_layer_that_stashed_it() -> None:
+    @skippable(stash=["late"])
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6, bias=False)
+
+        def forward(self, input: Tensor):  # type: ignore[no-untyped-def]
+            output = input.tanh()
+            yield stash("late", self.linear(output))
+            return output
+
+    @skippable(pop=["late"])
+    class Sum(nn.Module):
+        def forward(self, input: Tensor):  # type: ignore[no-untyped-def]
+            late = yield pop("late")
+            return input + late
+
+    module = nn.Sequential(nn.Linear(6, 6, bias=False), Late(), nn.ReLU(), Sum())
+    one = 2 * 3 * 6 * 6
+    flops = model_facts(module, Sample(torch.randn(3, 6))).flops
+    assert [count.backward for count in flops] == [one, 2 * one, 0, 0]
+
+
+def test_a_layer_that_looks_at_values_is_named() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Looking())
+    with pytest.raises(ConfigError, match=r"layer '1' \(Looking\) looks at the values of its tensors"):
+        model_facts(module, Sample(torch.randn(2, 4)))
+
+
+def test_a_layer_that_does_not_fit_is_named() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4))
+    with pytest.raises(RuntimeError) as caught:
+        model_facts(module, Sample(torch.randn(2, 4)))
+    assert caught.value.__notes__ == ["in layer '1' (Linear), without values"]
+
+
+def test_without_flops_the_rest_is_the_same() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten())
+    sample = Sample(torch.randn(2, 3, 8, 8))
+    counted, quick = model_facts(module, sample), model_facts(module, sample, count_flops=False)
+    assert quick.flops == ()
+    assert quick.layers == counted.layers
+    assert [sorted(one.values()) for one in quick.storages] == [
+        sorted(one.values()) for one in counted.storages
+    ]

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.profiling.optimizer_state import state_bytes
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": torch.optim.AdamW,
+    "amsgrad": partial(torch.optim.Adam, amsgrad=True),
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": partial(torch.optim.RMSprop, centered=True),
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_it_is_what_the_optimizer_really_keeps(make: Any) -> None:
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in ((), (4,), (2, 2), (6, 4, 3, 3), (1, 5))]
+    optimizer = make(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = [
+        sum(one.nbytes for one in optimizer.state[parameter].values() if isinstance(one, Tensor))
+        for parameter in parameters
+    ]
+    assert state_bytes(make, parameters) == kept
+
+
+def test_a_frozen_parameter_needs_nothing_and_a_huge_one_no_memory() -> None:
+    parameters = [nn.Parameter(torch.empty(2**20, 2**20, device="meta")), nn.Parameter(torch.ones(3), False)]
+    assert state_bytes(torch.optim.AdamW, parameters) == [2 * 4 * 2**40 + 4, 0]

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_cli import GPipe
+from gpipe_cli.profiling.record import Piece, recording
+from gpipe_cli.profiling.timeline import Step, median_step, record_steps
+from gpipe_cli.schedule.action import Action, Kind
+
+
+def make_pipe(checkpoint: str = "except_last", schedule: str = "gpipe") -> GPipe:
+    module = nn.Sequential(
+        nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8), nn.ReLU(inplace=True)
+    )
+    return GPipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint, schedule=schedule)
+
+
+def record(pipe: GPipe, steps: int = 1) -> list[Step]:
+    data = torch.linspace(0, 1, 48).reshape(6, 8)
+    return record_steps(pipe, data, data, nn.functional.mse_loss, steps)
+
+
+def test_every_action_is_recorded_by_its_worker_and_none_overlap() -> None:
+    with make_pipe() as pipe:
+        first, second = record(pipe, steps=2)
+    for partition, handed_over in ((0, ["copy 0", "copy 1", "copy 2"]), (1, ["copy 0", "copy 1", "copy 2"])):
+        own = [piece for piece in second.pieces if piece.action.partition == partition]
+        computed = [piece.label for piece in own if piece.phase != "copy"]
+        assert computed == ["F0", "F1", "F2", "R0", "B0", "R1", "B1", "B2"]
+        assert [piece.label for piece in own if piece.phase == "copy"] == handed_over
+        assert len({piece.thread for piece in own}) == 1
+        assert all(before.end <= after.begin for before, after in pairwise(own))
+    assert {piece.thread for piece in first.pieces} == {piece.thread for piece in second.pieces}
+    assert threading.get_native_id() not in {piece.thread for piece in second.pieces}
+    assert 0 <= second.bubble < 1
+
+
+def test_a_split_backward_has_two_labels() -> None:
+    with make_pipe("never", "zero_bubble") as pipe:
+        (step,) = record(pipe)
+    labels = {piece.label[0] for piece in step.pieces}
+    assert {"F", "I", "W"} <= labels and "R" not in labels
+
+
+def test_recording_leaves_the_model_as_it_was() -> None:
+    with make_pipe() as pipe:
+        pipe.eval()
+        before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+        generator = torch.get_rng_state()
+        record(pipe)
+        assert all(torch.equal(before[name], tensor) for name, tensor in pipe.state_dict().items())
+        assert not any(module.training for module in pipe.modules())
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+        assert torch.equal(generator, torch.get_rng_state())
+        assert pipe.recorder is None
+
+
+def test_recording_ends_with_its_block_even_if_a_layer_fails() -> None:
+    with make_pipe() as pipe:
+        with pytest.raises(RuntimeError), recording(pipe):
+            pipe(torch.randn(6, 7))
+        assert pipe.recorder is None
+
+
+def piece(kind: Kind, partition: int, begin: float, end: float, phase: str = "forward") -> Piece:
+    return Piece(Action(kind, partition, 0), phase, begin, end, thread=partition)
+
+
+STEP = Step(
+    (
+        piece(Kind.FORWARD, 0, 1, 2),
+        piece(Kind.FORWARD, 1, 2, 4),
+        piece(Kind.BACKWARD, 1, 4, 8, "backward"),
+        piece(Kind.BACKWARD, 0, 7, 8, "recompute"),
+        piece(Kind.BACKWARD, 0, 8, 11, "backward"),
+    )
+)
+
+
+def test_busy_bubble_and_waiting_are_shares_of_the_step() -> None:
+    assert (STEP.begin, STEP.seconds) == (1, 10)
+    assert STEP.bubble == pytest.approx(1 - 11 / 20)
+    first, second = STEP.partition(0), STEP.partition(1)
+    assert (first.busy, first.recompute, first.bubble, first.waiting) == pytest.approx((0.5, 0.1, 0.5, 5))
+    assert (second.busy, second.recompute, second.bubble, second.waiting) == pytest.approx((0.6, 0, 0.4, 0))
+
+
+def test_the_median_step_is_the_one_in_the_middle() -> None:
+    steps = [Step((piece(Kind.FORWARD, 0, 0, length),)) for length in (5, 1, 3)]
+    assert median_step(steps).seconds == 3
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_work_on_a_gpu_is_timed_by_its_events() -> None:
+    module = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)).cuda()
+    sample = torch.randn(4096, 2048, device="cuda")
+    with GPipe(module, [1, 1], devices=["cuda", "cuda"], chunks=2) as pipe:
+        (step,) = record_steps(pipe, sample, sample, nn.functional.mse_loss, steps=1)
+    # Launching takes microseconds, the work itself much longer.
+    assert all(one.end - one.begin > 1e-4 for one in step.pieces if one.phase == "forward")
+    for partition in (0, 1):
+        own = [one for one in step.pieces if one.action.partition == partition]
+        assert all(before.end <= after.begin + 1e-6 for before, after in pairwise(own))

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_cli import GPipe
+from gpipe_cli.profiling.timeline import record_steps
+from gpipe_cli.report.trace import write_trace
+
+Event = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    with GPipe(module, [1, 2], devices=["cpu", "cpu"], chunks=2) as pipe:
+        data = torch.randn(4, 8)
+        steps = record_steps(pipe, data, data, nn.functional.mse_loss, steps=2)
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    write_trace(path, steps, ["partition 0 (cpu)", "partition 1 (cpu)"])
+
+    def refuse(constant: str) -> Any:
+        raise AssertionError(f"{constant} is no JSON")
+
+    found: dict[str, Any] = json.loads(Path(path).read_text(encoding="ascii"), parse_constant=refuse)
+    return found
+
+
+def of_phase(document: dict[str, Any], phase: str) -> list[Event]:
+    return [event for event in document["traceEvents"] if event["ph"] == phase]
+
+
+def test_the_document_is_what_the_format_asks_for(document: dict[str, Any]) -> None:
+    assert document.keys() == {"traceEvents", "displayTimeUnit"}
+    assert document["displayTimeUnit"] in ("ms", "ns")
+    fields: dict[str, Callable[[Any], bool]] = {
+        "ph": lambda value: value in ("X", "M"),
+        "name": lambda value: isinstance(value, str) and bool(value),
+        "pid": lambda value: isinstance(value, int),
+        "tid": lambda value: isinstance(value, int),
+        "args": lambda value: isinstance(value, dict),
+    }
+    more: dict[str, Callable[[Any], bool]] = {
+        "cat": lambda value: isinstance(value, str),
+        "ts": lambda value: isinstance(value, float) and value >= 0,
+        "dur": lambda value: isinstance(value, float) and value >= 0,
+    }
+    for event in document["traceEvents"]:
+        expected = fields if event["ph"] == "M" else fields | more
+        assert event.keys() == expected.keys()
+        assert all(holds(event[name]) for name, holds in expected.items()), event
+
+
+def test_there_is_one_named_row_per_partition(document: dict[str, Any]) -> None:
+    names = {
+        event["tid"]: event["args"] for event in of_phase(document, "M") if event["name"] == "thread_name"
+    }
+    assert names == {0: {"name": "partition 0 (cpu)"}, 1: {"name": "partition 1 (cpu)"}}
+    assert {event["tid"] for event in of_phase(document, "X")} == {0, 1}
+
+
+def test_slices_of_a_row_do_not_overlap_and_name_their_work(document: dict[str, Any]) -> None:
+    for row in (0, 1):
+        slices = [event for event in of_phase(document, "X") if event["tid"] == row]
+        # Microseconds as floats: two ends computed differently may be a rounding apart.
+        assert all(one["ts"] + one["dur"] <= other["ts"] + 1e-6 for one, other in pairwise(slices))
+        for number in (0, 1):
+            of_step = [event for event in slices if event["args"]["step"] == number]
+            computed = [event["name"] for event in of_step if event["cat"] != "copy"]
+            assert computed == ["F0", "F1", "R0", "B0", "B1"]
+            assert all(event["args"]["partition"] == row for event in of_step)
+            assert len({event["args"]["thread"] for event in of_step}) == 1

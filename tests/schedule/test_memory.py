@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe_cli.schedule import Kind, names, order
+from gpipe_cli.schedule.memory import Alive, kept_at_once
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpoint_stop", "expected"),
+    [
+        ("gpipe", 0, [(8, 0)] * 4),
+        ("gpipe", 8, [(1, 8)] * 4),
+        # The last micro-batch's graph waits while the first one is recomputed.
+        ("gpipe", 7, [(2, 7)] * 4),
+        ("1f1b", 0, [(4, 0), (3, 0), (2, 0), (1, 0)]),
+        ("1f1b", 8, [(1, 4), (1, 3), (1, 2), (1, 1)]),
+        ("zero_bubble", 0, [(4, 0)] * 4),
+    ],
+)
+def test_schedules_keep_as_many_micro_batches_as_they_promise(
+    name: str, checkpoint_stop: int, expected: list[tuple[int, int]]
+) -> None:
+    found = kept_at_once(order(name, 4, 8, 4), checkpoint_stop)
+    assert [one.moments for one in found] == [(Alive(*pair),) for pair in expected]
+
+
+def test_several_moments_are_kept_where_the_bytes_decide_which_is_worst() -> None:
+    first = kept_at_once(order("1f1b", 2, 4, 2), 3)[0]
+    assert first.moments == (Alive(2, 1), Alive(1, 2))
+    assert first.bytes(graph=100, input=10) == 210
+    assert first.bytes(graph=100, input=100) == 300
+
+
+@given(st.sampled_from(names()), st.integers(1, 5), st.integers(1, 9), st.integers(0, 9), st.integers(0, 50))
+def test_no_moment_needs_more(name: str, partitions: int, chunks: int, stop: int, input: int) -> None:
+    """Against a count of the bytes themselves, action by action."""
+    actions = order(name, partitions, chunks, partitions)
+    found = [one.bytes(graph=20, input=input) for one in kept_at_once(actions, stop)]
+    for partition, own in enumerate(actions):
+        kept, most = 0, 0
+        for action in own:
+            checkpointed = action.micro_batch < stop
+            if action.kind is Kind.FORWARD:
+                kept += input if checkpointed else 20
+            elif action.kind is not Kind.WEIGHT_GRAD and checkpointed:
+                kept += 20
+            most = max(most, kept)
+            if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
+                kept -= 20 + checkpointed * input
+        assert kept == 0
+        assert found[partition] == most

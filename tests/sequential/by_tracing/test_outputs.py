@@ -1,0 +1,111 @@
+"""A dict that a model returns is a tuple inside a pipe and a dict outside; what no pipe can give is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli import GPipe
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.sequential import to_sequential
+
+
+class Heads(nn.Module):
+    """Two outputs in training, one in evaluation; `give` says in which form."""
+
+    def __init__(self, give: Any = dict) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        self.out, self.aux = nn.Linear(4, 2), nn.Linear(4, 2)
+        self.give = give
+
+    def forward(self, input: Tensor) -> Any:
+        value = self.body(input)
+        return self.give(out=self.out(value), aux=self.aux(value)) if self.training else {"only": value}
+
+
+class Naming(nn.Module):
+    """Childless, so a leaf: the dict is not in the graph but comes out of one of its nodes."""
+
+    def forward(self, input: Tensor) -> dict[str, Tensor]:
+        return {"twice": input * 2, "half": input / 2}
+
+
+def summed(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    return sum((value - target).square().mean() for value in output.values())  # type: ignore[return-value]
+
+
+def assert_equal_dicts(given: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(given) == list(expected)
+    assert all(torch.equal(given[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("model", [Heads(), nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2), Naming())])
+@pytest.mark.parametrize("training", [True, False])
+def test_whoever_calls_it_gets_the_dict(model: nn.Module, training: bool) -> None:
+    original, input = model.train(training), torch.randn(6, 4)
+    sequence = to_sequential(copy.deepcopy(original), input)
+    expected = original(input)
+    assert_equal_dicts(sequence(input), expected)
+    balance = [1, len(sequence) - 1]
+    with GPipe(sequence, balance, devices=["cpu"] * 2, chunks=1) as pipe:
+        assert_equal_dicts(pipe(input), expected)
+        joined = GPipe(sequence, balance, devices=["cpu"] * 2, chunks=3)(input)
+        assert all(torch.allclose(joined[name], expected[name]) for name in expected)
+    assert isinstance(sequence[-1](sequence[:-1](input)), tuple)
+
+
+class Longer(nn.Module):
+    """Ends earlier in evaluation, with outputs in another order than they were made in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, input: Tensor) -> tuple[Tensor, ...]:
+        first = self.one(input)
+        second = self.two(first)
+        return (second, first, self.three(second).relu()) if self.training else (second, first)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_after_the_end_of_a_mode_hand_its_outputs_on(training: bool) -> None:
+    original, input = Longer().train(training), torch.randn(2, 4)
+    sequence = to_sequential(original, input)
+    assert len(sequence) == 3
+    assert all(torch.equal(*pair) for pair in zip(sequence(input), original(input), strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_the_loss_of_a_step_gets_the_dict_too(schedule: str) -> None:
+    original, input, target = Heads().train(), torch.randn(6, 4), torch.randn(6, 2)
+    sequence = to_sequential(copy.deepcopy(original), input)
+    plain = PlainPipe(to_sequential(original, input), chunks=2)
+    expected = plain.step(input, target, summed, key=0, return_output=True)
+    with GPipe(sequence, [2, len(sequence) - 2], devices=["cpu"] * 2, chunks=2, schedule=schedule) as pipe:
+        loss, output = pipe.step(input, target, summed, key=0, return_output=True)
+    assert torch.equal(loss, expected[0])
+    assert isinstance(output, dict) and isinstance(expected[1], dict)
+    assert_equal_dicts(output, expected[1])
+    for there, here in zip(original.parameters(), sequence.parameters(), strict=True):
+        assert there.grad is not None and here.grad is not None and torch.equal(there.grad, here.grad)
+
+
+@pytest.mark.parametrize(
+    ("give", "told"),
+    [
+        (lambda out, aux: [out, aux], r"Heads returns a list; a model gives a tensor, or a tuple or dict"),
+        (lambda out, aux: (out, None), r"Heads returns a tuple with a NoneType at 1; "),
+        (lambda out, aux: {"out": out, "all": [aux]}, r"Heads returns a dict with a list at 'all'; "),
+        (lambda out, aux: {}, r"Heads returns an empty dict; "),
+        (lambda out, aux: 3, r"Heads returns a int; .* wrap it in a module that returns one of these"),
+    ],
+)
+def test_what_no_pipe_can_give_is_refused_with_its_place(give: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        to_sequential(Heads(give), torch.randn(2, 4))
