@@ -85,8 +85,10 @@ def _configured(command: str, invocation: Invocation) -> int:
         notes = tempfile.mkdtemp(prefix="gpipe-sweep-")
         try:
             _run_hydra(command, invocation.hydra, [*overrides, f"hydra.sweep.dir={notes}"], jobs.task)
-        except (KeyboardInterrupt, Stopped):
+        except KeyboardInterrupt as error:
             jobs.finish()  # what the jobs before it found is shown
+            if isinstance(error.__cause__, Stopped):
+                raise error.__cause__ from None
             raise
         finally:
             shutil.rmtree(notes)

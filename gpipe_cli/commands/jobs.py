@@ -72,8 +72,13 @@ class Jobs:
             # Only now: composing, printing and refusing a configuration must not wait for torch.
             command = importlib.import_module(f"gpipe_cli.commands.{self._command}")
             summary: Summary = command.run(settings, job)
-        except (KeyboardInterrupt, Stopped):  # who asks for a stop means the whole command line
+        except KeyboardInterrupt:
             raise
+        except Stopped as error:
+            self._outcomes.append(Outcome(job.overrides, error=error))
+            if job.number is not None:  # who asks for a stop means all jobs; Hydra lets nothing else through
+                raise KeyboardInterrupt from error
+            return None
         except BaseException as error:  # noqa: BLE001 - a layer may raise anything; `finish` reports it
             self._outcomes.append(Outcome(job.overrides, error=error))
             if job.number is not None:

@@ -66,7 +66,7 @@ def resumption(settings: Train, job: Job, held: ExitStack) -> Resumed | None:
     assert isinstance(now, Train)
     changes = _changes(saved, tree)
     _refuse(changes)
-    told = [f"{key}: {before} -> {after}" for key, (before, after) in changes.items()]
+    told = [f"{key}: {_told(before)} -> {_told(after)}" for key, (before, after) in changes.items()]
     return Resumed(run, _snapshot(settings, run), now, tree, told)
 
 
@@ -135,9 +135,13 @@ def _refuse(changes: Mapping[str, tuple[Any, Any]]) -> None:
     for key, (before, after) in changes.items():
         if key not in MOVABLE and any(key == one or key.startswith(f"{one}.") for one in FIXED):
             raise ConfigError(
-                f"{key}={after}: the run was started with {before}, which cannot change when it is resumed; "
-                "leave it out, or start a new run"
+                f"{key}={_told(after)}: the run was started with {_told(before)}, which cannot change when it is "
+                "resumed; leave it out, or start a new run"
             )
+
+
+def _told(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def _leaves(node: Any, path: str = "") -> list[tuple[str, Any]]:

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from gpipe_cli.vision import torchvision
+
+Gpipe = Callable[..., Any]
+ALLOW = "allow=[tiny_for_tests]"
+
+
+def test_torchvision_loads_what_is_exported_without_gpipe(gpipe: Gpipe, tmp_path: Path) -> None:
+    run = gpipe(
+        "train",
+        "model=torchvision",
+        "model.name=squeezenet1_1",
+        "data.size=32",
+        "steps=1",
+        "batch_size=8",
+        "--json",
+    )
+    found = gpipe("export", f"run={run.json['run_dir']}", "out=net.safetensors", "--json").json
+    assert found["bytes"] == (tmp_path / "net.safetensors").stat().st_size
+    torchvision.models.squeezenet1_1(num_classes=10).load_state_dict(load_file(tmp_path / "net.safetensors"))
+
+
+def test_run_snapshot_and_file_are_evaluated_alike(tiny: Gpipe, tmp_path: Path) -> None:
+    run = tiny("train", "threads=1", "run_dir=run", "snapshot.every=2", "snapshot.keep=9", "--json").json
+    assert tiny("export", "run=run", "out=all.safetensors").code == 0
+    words = [ALLOW, "threads=1", "--json"]
+    of_run = tiny("eval", "run=run", *words).json
+    assert of_run["loss"] == run["loss"]
+    assert (
+        tiny("eval", "snapshot=run/snapshots/step-00000008", "partitions=4", *words).json["loss"]
+        == run["loss"]
+    )
+    early = tiny("eval", "snapshot=run/snapshots/step-00000002", *words).json["loss"]
+    assert early != run["loss"]
+    model = ["model._target_=tiny_for_tests.build", "data=synthetic", "data.shape=[3,8,8]", "data.length=64"]
+    rest = ["batch_size=20", "chunks=3"]
+    assert tiny("eval", "weights=all.safetensors", *model, *rest, *words).json["loss"] == run["loss"]
+    tiny("export", "snapshot=run/snapshots/step-00000002", "out=early.safetensors")
+    assert tiny("eval", "weights=early.safetensors", *model, *rest, *words).json["loss"] == early
+    wrong = tiny("eval", "weights=early.safetensors", *model, "+model.width=5", *words)
+    assert wrong.code == 2 and "weights=early.safetensors: made for another model" in wrong.err
+
+
+def test_nothing_is_overwritten_and_nothing_damaged_is_exported(tiny: Gpipe, tmp_path: Path) -> None:
+    tiny("train", "run_dir=run", "steps=1")
+    (tmp_path / "mine").write_text("precious")
+    answer = tiny("export", "run=run", "out=mine")
+    assert (
+        answer.code == 2
+        and "out=mine: exists" in answer.err
+        and (tmp_path / "mine").read_text() == "precious"
+    )
+    (path,) = (tmp_path / "run").glob("snapshots/*/optimizer.safetensors")
+    path.write_bytes(b"")
+    answer = tiny("export", "run=run")
+    assert answer.code == 4 and "every snapshot in it is damaged" in answer.err
+    assert not (tmp_path / "model.safetensors").exists()

@@ -1,0 +1,281 @@
+"""gpipe train resume=...: on the command line, in a run directory, with signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpipe_cli.training.lock import only_writer
+from gpipe_cli.training.metrics import MetricsFile
+
+Gpipe = Callable[..., Any]
+ALLOW = "allow=[tiny_for_tests]"
+WORDS = ("threads=1", "snapshot.every=1", "snapshot.keep=3")
+
+
+def facts(run: Path) -> dict[str, Any]:
+    """What must not depend on how often a run was stopped."""
+    timed = ("seconds", "samples_per_second")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    newest = max((run / "snapshots").glob("step-*"))
+    return {
+        "rows": [{key: value for key, value in row.items() if key not in timed} for row in rows],
+        "weights": (newest / "model.safetensors").read_bytes(),
+        "optimizer": (newest / "optimizer.safetensors").read_bytes(),
+    }
+
+
+def content(run: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def at_row(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], None]], None]:
+    """Something happens as soon as that many rows have been written to metrics.jsonl."""
+
+    def install(count: int, happens: Callable[[], None]) -> None:
+        rows = 0
+        write = MetricsFile.write
+
+        def counted(self: MetricsFile, row: Any) -> None:
+            nonlocal rows
+            write(self, row)
+            rows += 1
+            if rows == count:
+                happens()
+
+        monkeypatch.setattr(MetricsFile, "write", counted)
+
+    return install
+
+
+REFERENCE: dict[str, Any] = {}
+
+
+@pytest.fixture
+def unbroken(tiny: Gpipe, tmp_path: Path) -> dict[str, Any]:
+    """The same for all tests, so it is trained once."""
+    if not REFERENCE:
+        assert tiny("train", *WORDS, "run_dir=unbroken").code == 0
+        REFERENCE.update(facts(tmp_path / "unbroken"))
+    return REFERENCE
+
+
+def test_a_run_that_is_killed_and_started_by_the_same_words_ends_as_if_it_had_not_been(
+    tiny: Gpipe, tmp_path: Path, unbroken: dict[str, Any], at_row: Any
+) -> None:
+    words = ("train", *WORDS, "run_dir=run", "resume=auto", "data.workers=2")
+    child = os.fork()
+    if child == 0:
+        at_row(7, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        tiny(*words)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "torn')
+    answer = tiny(*words)
+    assert answer.code == 0 and "going on from run/snapshots/step-" in answer.err
+    assert facts(tmp_path / "run") == unbroken
+    assert not (tmp_path / "run" / "run.lock").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "told"), [(signal.SIGTERM, 75, "SIGTERM"), (signal.SIGINT, 130, "Ctrl-C")]
+)
+def test_a_signal_ends_the_run_with_the_command_that_goes_on_with_it(
+    tiny: Gpipe,
+    gpipe: Gpipe,
+    tmp_path: Path,
+    unbroken: dict[str, Any],
+    at_row: Any,
+    number: int,
+    code: int,
+    told: str,
+) -> None:
+    at_row(
+        4, lambda: signal.raise_signal(number)
+    )  # the last step of an epoch: its evaluation is still to come
+    answer = tiny("train", *WORDS, "run_dir=run")
+    assert answer.code == code
+    line = answer.err.splitlines()[-1]
+    assert line.startswith(
+        f"gpipe: stopped by {told}; saved in run/snapshots/step-00000004; go on with: gpipe train "
+    )
+    assert answer.out == "" and "Traceback" not in answer.err
+    answer = gpipe(*shlex.split(line.partition("go on with: gpipe ")[2]))
+    assert answer.code == 0 and facts(tmp_path / "run") == unbroken
+
+
+def test_a_second_signal_stops_at_once_and_leaves_the_older_snapshot(
+    tiny: Gpipe, tmp_path: Path, at_row: Any
+) -> None:
+    def twice() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+
+    at_row(3, twice)
+    answer = tiny("train", *WORDS, "run_dir=run")
+    # The save of step 2 may be in flight, and is given up.
+    assert answer.code == 75
+    assert re.search(r"stopped by SIGTERM at once; saved in run/snapshots/step-0000000[12]; ", answer.err)
+    assert not list(tmp_path.glob("run/snapshots/*.tmp"))
+
+
+def test_a_time_limit_stops_in_good_order(
+    tiny: Gpipe, gpipe: Gpipe, tmp_path: Path, unbroken: dict[str, Any]
+) -> None:
+    answer = tiny("train", *WORDS, "run_dir=run", "time_limit=0.001s")
+    assert answer.code == 75
+    assert "stopped by time_limit=0.001s; saved in run/snapshots/step-00000001; go on with: " in answer.err
+    answer = gpipe("train", "resume=run", ALLOW, "time_limit=2h")
+    assert answer.code == 0 and "changed: time_limit: 0.001s -> 2h" in answer.err
+    assert facts(tmp_path / "run") == unbroken
+
+
+def test_a_finished_run_is_left_alone_unless_it_is_to_go_further(
+    tiny: Gpipe, gpipe: Gpipe, tmp_path: Path
+) -> None:
+    first = tiny("train", *WORDS, "run_dir=run", "epochs=1", "--json").json
+    before = content(tmp_path / "run")
+    again = gpipe("train", "resume=run", ALLOW, "--json")
+    assert (again.code, again.json) == (0, first) and content(tmp_path / "run") == before
+    (tmp_path / "run" / "summary.json").unlink()  # killed between its last snapshot and its summary
+    assert gpipe("train", "resume=run", ALLOW, "--json").json["loss"] == first["loss"]
+    longer = gpipe("train", "resume=run", ALLOW, "epochs=2", "partitions=3", "--json")
+    assert longer.json["steps"] == 8 and "changed: epochs: 1 -> 2" in longer.err
+    assert [row["step"] for row in facts(tmp_path / "run")["rows"] if row["split"] == "train"] == list(
+        range(1, 9)
+    )
+    assert (
+        gpipe("train", "resume=run", ALLOW, "--json").json == longer.json
+    )  # the run remembers how far it goes
+
+
+REFUSED = {
+    "optimizer=sgd": "optimizer._target_=torch.optim.SGD: the run was started with torch.optim.AdamW",
+    "model.width=3": "model.width=3: the run was started with null",
+    "steps=1": "steps=1: the run has come to step 2",
+}
+REFUSED_TOO = {
+    "seed=3": "seed=3: the run was started with 0",
+    "batch_size=4": "batch_size=4: the run was started with 20",
+    "data.length=65": "data.length=65: the run was started with 64",
+    "data=digits": "data._target_=gpipe_cli.data.digits",
+    "chunk=3": "unknown key 'chunk'",
+}
+
+
+@pytest.mark.parametrize(
+    "refused", [REFUSED, pytest.param(REFUSED_TOO, marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_what_would_change_the_model_or_its_samples_is_refused(
+    tiny: Gpipe, gpipe: Gpipe, tmp_path: Path, refused: dict[str, str]
+) -> None:
+    tiny("train", *WORDS, "run_dir=run", "steps=2")
+    before = content(tmp_path / "run")
+    for word, says in refused.items():
+        answer = gpipe("train", "resume=run", ALLOW, word)
+        assert (answer.code, says in answer.err, answer.err.count("\n")) == (2, True, 1), answer.err
+    assert content(tmp_path / "run") == before
+
+
+def test_a_damaged_snapshot_is_passed_over_unless_it_was_asked_for(
+    tiny: Gpipe, gpipe: Gpipe, tmp_path: Path, unbroken: dict[str, Any], at_row: Any
+) -> None:
+    at_row(8, lambda: signal.raise_signal(signal.SIGTERM))
+    assert tiny("train", *WORDS, "run_dir=run").code == 75
+    newest = tmp_path / "run" / "snapshots" / "step-00000007"
+    (newest / "optimizer.safetensors").write_bytes(b"nonsense")
+    answer = gpipe("train", f"resume={newest}", ALLOW)
+    assert answer.code == 4 and "step-00000007/optimizer.safetensors: damaged" in answer.err
+    answer = gpipe("train", "resume=run", ALLOW)
+    assert answer.code == 0 and "optimizer.safetensors: damaged" in answer.err
+    assert "going on from run/snapshots/step-00000006" in answer.err
+    assert facts(tmp_path / "run") == unbroken
+    assert (newest.parent / "step-00000007.aside").is_dir(), "evidence is kept"
+
+
+def test_a_run_can_go_back_to_an_earlier_snapshot(
+    tiny: Gpipe, gpipe: Gpipe, tmp_path: Path, unbroken: dict[str, Any]
+) -> None:
+    tiny("train", *WORDS, "run_dir=run")
+    early = tmp_path / "run" / "snapshots" / "step-00000006"
+    assert gpipe("train", f"resume={early}", ALLOW, "partitions=1").code == 0
+    assert facts(tmp_path / "run") == unbroken
+    assert {path.name for path in early.parent.glob("*.aside")} == {
+        "step-00000007.aside",
+        "step-00000008.aside",
+    }
+
+
+def test_a_run_that_saved_nothing_begins_anew_in_its_place(tiny: Gpipe, tmp_path: Path, at_row: Any) -> None:
+    words = ("train", *WORDS, "run_dir=run", "resume=auto", "snapshot.every=100")
+    assert tiny(*words, "optimizer=sgd", "optimizer.lr=1e30").code == 5
+    answer = tiny(*words, "optimizer=sgd", "optimizer.lr=0.1", "steps=2")
+    assert answer.code == 0 and "it begins anew" in answer.err
+    assert [row["step"] for row in facts(tmp_path / "run")["rows"]] == [1, 2, 2]
+
+
+def test_one_process_at_a_time_writes_to_a_run(tiny: Gpipe, gpipe: Gpipe, tmp_path: Path) -> None:
+    tiny("train", *WORDS, "run_dir=run", "steps=1")
+    held, release = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        with only_writer(tmp_path / "run"):
+            os.write(held[1], b"x")
+            os.read(release[0], 1)
+        os._exit(0)
+    os.read(held[0], 1)
+    answer = gpipe("train", "resume=run", ALLOW, "steps=2")
+    assert answer.code == 2
+    assert f"run_dir=run: in use by process {child} on {os.uname().nodename}, since 20" in answer.err
+    os.kill(child, signal.SIGKILL)  # a dead owner needs no further permission
+    os.waitpid(child, 0)
+    assert (tmp_path / "run" / "run.lock").exists()
+    assert gpipe("train", "resume=run", ALLOW, "steps=2").code == 0
+
+
+HOSTILE = [
+    ("tiny_for_tests.build", "os.mkdir\n  path: canary"),
+    ("model:", "model: !!python/object/apply:os.mkdir [canary]\nmodle:"),
+]
+HOSTILE_TOO = [
+    ("model:", "- a\n- list\nmodel:"),
+    ("model:", "\x00"),
+    ("chunks: 3", "chunks: {}"),
+    ("chunks: 3", ""),
+]
+
+
+@pytest.mark.parametrize(
+    "hostile", [HOSTILE, pytest.param(HOSTILE_TOO, marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_a_hostile_run_executes_nothing(
+    tiny: Gpipe, gpipe: Gpipe, tmp_path: Path, hostile: list[tuple[str, str]]
+) -> None:
+    tiny("train", *WORDS, "run_dir=run", "steps=1")
+    config = tmp_path / "run" / "config.yaml"
+    text = config.read_text()
+    assert gpipe("train", "resume=run", "steps=2").code == 2, "a file does not allow itself code"
+    for innocent, evil in hostile:
+        config.write_text(text.replace(innocent, evil, 1))
+        answer = gpipe("train", "resume=run", ALLOW, "steps=2")
+        assert answer.code in ((2, 4) if evil else (0,)), evil  # a key that is not there has its default
+        assert not evil or answer.err.splitlines()[-1].startswith("gpipe: error: ")
+        assert "Traceback" not in answer.err and not (tmp_path / "canary").exists()
+
+
+def test_an_unknown_metric_to_monitor_is_told_after_the_first_step(tiny: Gpipe) -> None:
+    answer = tiny("train", "snapshot.monitor=top9")
+    assert (
+        answer.code == 2
+        and "snapshot.monitor=top9: is not measured here; one of: loss, top1, top5" in answer.err
+    )
