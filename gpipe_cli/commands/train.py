@@ -12,7 +12,7 @@ from gpipe_cli.commands.feed import Feed
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.journal import Journal
 from gpipe_cli.commands.origin import begin_run
-from gpipe_cli.commands.outcome import finished_before, show, summary_of
+from gpipe_cli.commands.outcome import finished_before, show, summary_of, write_summary
 from gpipe_cli.commands.outlook import outlook
 from gpipe_cli.commands.resume import Resumed, check_goal, differences, resumption
 from gpipe_cli.commands.stopping import stopping
@@ -22,7 +22,7 @@ from gpipe_cli.config.targets import instantiate
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import RunError
 from gpipe_cli.training.loop import Evaluated, Plan, Position, train
-from gpipe_cli.training.run_directory import check_run_dir, write_json
+from gpipe_cli.training.run_directory import check_run_dir
 from gpipe_cli.training.snapshot.keeper import Keeper, Retention
 from gpipe_cli.training.survival import survive
 
@@ -48,7 +48,7 @@ def run(settings: Train, job: Job) -> Summary:
             directory = begin_run(settings, job, again, held)
             last = _train(settings, parts, plan, engine, directory, again, began)
             summary = summary_of(last, plan, parts.feed, directory, job)
-            write_json(directory / "summary.json", summary)
+            write_summary(directory, summary)
     if job.shows_result:
         show(summary, settings)
     return summary

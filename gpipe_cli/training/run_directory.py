@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.errors import ConfigError, ResourceError
+from gpipe_cli.training.snapshot.durable import write_file
 
 LONGEST_NAME = 80
 
@@ -73,4 +74,12 @@ def _safe(name: str) -> str:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(f"{json.dumps(content, indent=2)}\n", encoding="utf-8")
+    write_text(path, f"{json.dumps(content, indent=2)}\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Put a file there, whole or not at all."""
+    try:
+        write_file(path, [text.encode()])
+    except OSError as error:
+        raise ResourceError(f"{path}: cannot be written: {error}") from error
