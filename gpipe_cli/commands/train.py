@@ -15,6 +15,7 @@ from gpipe_cli.commands.origin import begin_run
 from gpipe_cli.commands.outcome import finished_before, show, summary_of, write_summary
 from gpipe_cli.commands.outlook import outlook
 from gpipe_cli.commands.resume import Resumed, check_goal, differences, resumption
+from gpipe_cli.commands.room import check_room
 from gpipe_cli.commands.stopping import stopping
 from gpipe_cli.config.durations import seconds
 from gpipe_cli.config.schema import Train
@@ -22,7 +23,7 @@ from gpipe_cli.config.targets import instantiate
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import RunError
 from gpipe_cli.training.loop import Evaluated, Plan, Position, train
-from gpipe_cli.training.run_directory import check_run_dir
+from gpipe_cli.training.run_directory import check_run_dir, planned_run_directory
 from gpipe_cli.training.snapshot.keeper import Keeper, Retention
 from gpipe_cli.training.survival import survive
 
@@ -45,8 +46,10 @@ def run(settings: Train, job: Job) -> Summary:
             engine = make_engine(settings, parts)
             held.callback(engine.close)
             _restore(engine, again)
+            place = planned_run_directory(settings.run_dir, job.number) if again is None else again.run
+            warning = check_room(place, settings, parts.model, plan, _retention(settings))
             directory = begin_run(settings, job, again, held)
-            last = _train(settings, parts, plan, engine, directory, again, began)
+            last = _train(settings, parts, plan, engine, directory, again, began, warning)
             summary = summary_of(last, plan, parts.feed, directory, job)
             write_summary(directory, summary)
     if job.shows_result:
@@ -83,12 +86,15 @@ def _train(
     directory: Path,
     again: Resumed | None,
     began: float,
+    warning: str | None,
 ) -> Evaluated:
     record = None if again is None or again.snapshot is None else again.snapshot.record
     start = Position() if record is None else record.position
     limit = seconds(settings.time_limit) if settings.time_limit else None
     with Journal.open(directory, plan, settings.log, start) as journal:
         _tell(journal, settings, directory, again)
+        if warning is not None:
+            journal.say(warning)
         _tell_balance(journal, parts)
         retention = _retention(settings)
         with (
