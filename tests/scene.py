@@ -20,8 +20,8 @@ from typing import Any, final
 
 import pytest
 
-from gpipe_cli.cli import main
-
+Command = Callable[[list[str]], int]
+"""Runs a command line and gives its exit code."""
 NOT_PERMITTED = 77
 THREADS_LEFT = 99
 _SUBREAPER, _NEW_MOUNTS, _NEW_USER = 36, 0x20000, 0x10000000
@@ -37,9 +37,9 @@ class NotPermitted(Exception):
 class Scene:
     """A folder with a run in it; use it inside `play`."""
 
-    def __init__(self, folder: Path, limit: float) -> None:
+    def __init__(self, folder: Path, limit: float, command: Command) -> None:
         self.folder, self.run = folder, folder / "run"
-        self._limit = limit
+        self._limit, self._command = limit, command
         self._ended: dict[int, int] = {}
         self.said = ""
         """What the last process wrote to stderr."""
@@ -56,7 +56,7 @@ class Scene:
                 os.setsid()
                 os.chdir(self.folder)
                 inject()
-                code = main(list(words))
+                code = self._command(list(words))
                 left = _threads_left(stuck)
                 if left:
                     sys.stderr.write(f"threads left: {left}\n")
@@ -123,7 +123,7 @@ class Scene:
         return False
 
 
-def play(folder: Path, limit: float, scene: Callable[[Scene], None]) -> None:
+def play(folder: Path, limit: float, command: Command, scene: Callable[[Scene], None]) -> None:
     """Play it; what fails in it fails here."""
     report = folder / "scene"
     warden = os.fork()
@@ -133,7 +133,7 @@ def play(folder: Path, limit: float, scene: Callable[[Scene], None]) -> None:
             _speak_to(report)
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
             _LIBC.prctl(_SUBREAPER, 1)
-            scene(Scene(folder, limit))
+            scene(Scene(folder, limit, command))
             code = 0
         except NotPermitted:
             code = NOT_PERMITTED

@@ -7,61 +7,72 @@ those of the matrix in the notes; rows about several processes of training wait 
 
 from __future__ import annotations
 
-import errno
-import os
-import shutil
 import signal
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from omegaconf import OmegaConf
 
+from gpipe_cli import cli
 from gpipe_cli.cli import main
-from gpipe_cli.training import line_file, signals
+from gpipe_cli.commands import train
+from gpipe_cli.commands.jobs import Job
+from gpipe_cli.commands.saved import saved_config
+from gpipe_cli.config.load import settings_of
+from gpipe_cli.config.schema import Train
 from gpipe_cli.training.metrics import MetricsFile
-from gpipe_cli.training.snapshot import durable, keeper
-from tests import faulty
-from tests.scene import Scene, play
-from tests.training.session import DeadlyDisk
-
-ALLOW = "allow=[tests]"
-TRAIN = (
-    "train",
-    "model._target_=tests.faulty.model",
-    "data._target_=tests.faulty.data",
+from tests.fault_injection import (
     ALLOW,
-    "transform=none",
-    "batch_size=6",
-    "chunks=2",
-    "epochs=2",
-    "threads=1",
-    "log.every=1",
-    "snapshot.every=2",
-    "snapshot.keep=2",
-    "snapshot.monitor=null",
+    LONGER,
+    RESUME,
+    ROWS,
+    TEMPLATE,
+    TRAIN,
+    WEIGHT,
+    WIDE,
+    Act,
+    Inject,
+    an_hour_passes,
+    at_row,
+    began,
+    damaged,
+    disk_killed,
+    each_has_its_own,
+    fill,
+    filled_for_a_while,
+    flip_a_bit,
+    gradients_overflow,
+    group_signalled,
+    in_layer,
+    in_sample,
+    in_use,
+    interrupted_twice,
+    killed,
+    launched_with_others,
+    leave_a_lock,
+    leave_a_part,
+    lines_fail,
+    lose_a_file,
+    lose_the_manifest,
+    on_a_disk,
+    pruning_is_killed,
+    raises,
+    read_only,
+    rows,
+    same_second,
+    saved,
+    signalled,
+    slow_disk_and_a_second_signal,
+    snapshot_fsync_fails,
+    tear_a_line,
+    the_first_is_unharmed,
+    truncate,
 )
-RESUME = ("train", "resume=run", ALLOW)
-LONGER = 8
-
-
-def rows(epochs: int) -> list[tuple[int, str]]:
-    steps = range(1, 4 * epochs + 1)
-    return [
-        (step, split) for step in steps for split in ("train", "eval") if split == "train" or step % 4 == 0
-    ]
-
-
-ROWS = rows(epochs=2)
-WIDE = 100  # the model's width where a snapshot has to weigh something: about 140 KB
-WEIGHT = 140_000
-Inject = Callable[[], None]
-Act = Callable[[Scene], None]
+from tests.scene import Scene, play
 
 
 def nothing(*_: Any) -> None:
@@ -86,264 +97,12 @@ class Row:
     command: tuple[str, ...] = (*TRAIN, "run_dir=run")
     stuck: bool = False
     """Whether a thread cannot end, and must not keep the process from doing so."""
+    hydra: bool = False
+    """Whether its words need Hydra."""
+    slow: bool = False
+    """Whether it is left to `-m slow`: another row, or another test, proves nearly the same."""
     limit: float = 60.0
     """Seconds until it is said to hang: generous, since timing decides nothing else."""
-
-
-# Faults ----------------------------------------------------------------------------------------------------------
-
-
-def at_row(count: int, happens: Inject) -> Inject:
-    """Something happens as soon as that many rows of metrics.jsonl have been written."""
-
-    def inject() -> None:
-        left, write = count, MetricsFile.write
-
-        def counted(self: MetricsFile, row: Any) -> None:
-            nonlocal left
-            write(self, row)
-            left -= 1
-            if left == 0:
-                happens()
-
-        MetricsFile.write = counted  # type: ignore[method-assign]
-
-    return inject
-
-
-def signalled(*numbers: int) -> Inject:
-    def happens() -> None:
-        for number in numbers:
-            os.kill(os.getpid(), number)
-
-    return happens
-
-
-def saved(happens: Inject) -> Inject:
-    """As soon as the save that is under way has ended: another row is about what is being saved."""
-
-    def after() -> None:
-        for thread in threading.enumerate():
-            if thread.name == "gpipe-snapshot":
-                thread.join()
-        happens()
-
-    return after
-
-
-def killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def group_signalled() -> None:
-    os.killpg(0, signal.SIGTERM)
-
-
-def in_layer(does: Callable[[], Any]) -> Inject:
-    """The layer misbehaves in the third step: in each it is called for two micro-batches and to recompute one."""
-
-    def inject() -> None:
-        calls = 0
-
-        def layer(input: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
-            found = does() if calls > 8 else None
-            return input if found is None else input * found
-
-        faulty.in_layer = layer
-
-    return inject
-
-
-def gradients_overflow() -> None:
-    def layer(input: Tensor) -> Tensor:
-        output = input * 1
-        if output.requires_grad:
-            output.register_hook(lambda gradient: gradient * float("inf"))
-        return output
-
-    faulty.in_layer = layer
-
-
-def in_sample(does: Callable[[], Any], index: int = 13) -> Inject:
-    def inject() -> None:
-        faulty.in_sample = lambda asked: does() if asked == index else asked % 3
-
-    return inject
-
-
-def raises(error: BaseException) -> Callable[[], NoReturn]:
-    def does() -> NoReturn:
-        raise error
-
-    return does
-
-
-def disk_killed(calls: int) -> Inject:
-    def inject() -> None:
-        durable.os = DeadlyDisk(calls)  # type: ignore[assignment]
-
-    return inject
-
-
-class BadDisk:
-    """`os` for one module, with a call that fails from the n-th time on."""
-
-    def __init__(self, call: str, number: int, good: int) -> None:
-        self._call, self._number, self._good = call, number, good
-
-    def __getattr__(self, name: str) -> Any:
-        if name != self._call:
-            return getattr(os, name)
-
-        def bad(*arguments: Any) -> Any:
-            self._good -= 1
-            if self._good < 0:
-                raise OSError(self._number, os.strerror(self._number))
-            return getattr(os, name)(*arguments)
-
-        return bad
-
-
-def snapshot_fsync_fails() -> None:
-    durable.os = BadDisk("fsync", errno.EIO, good=14)  # type: ignore[assignment]  # in the second snapshot
-
-
-def lines_fail() -> None:
-    line_file.os = BadDisk("write", errno.EIO, good=4)  # type: ignore[assignment]
-
-
-def pruning_is_killed() -> None:
-    keeper.verify = lambda path: killed()  # type: ignore[assignment]
-
-
-def slow_disk_and_a_second_signal() -> None:
-    """The first request is heeded with a save, which the second one interrupts."""
-
-    class Slow:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(os, name)
-
-        def write(self, descriptor: int, content: Any) -> int:
-            if STEP_3 in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(0.3)
-            return os.write(descriptor, content)
-
-    durable.os = Slow()  # type: ignore[assignment]
-    at_row(3, signalled(signal.SIGTERM))()
-
-
-STEP_3 = "step-00000003"
-
-
-def an_hour_passes() -> None:
-    class Later:
-        perf_counter = staticmethod(time.perf_counter)
-
-        @staticmethod
-        def monotonic() -> float:
-            return time.monotonic() + 3600
-
-    signals.time = Later  # type: ignore[assignment]
-
-
-def fill() -> None:
-    with Path("run/filler").open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(4096))
-        except OSError:
-            return
-
-
-def filled_for_a_while() -> None:
-    at_row(2, fill)()
-    at_row(35, lambda: Path("run/filler").unlink())()
-
-
-# Scenes ----------------------------------------------------------------------------------------------------------
-
-
-def on_a_disk(size: int) -> Act:
-    return lambda scene: scene.mount(size)
-
-
-def read_only(scene: Scene) -> None:
-    scene.mount(WEIGHT)
-    scene.read_only()
-
-
-def began(scene: Scene) -> None:
-    """A run that stopped after step 5, with snapshots of steps 4 and 5."""
-    shutil.copytree(TEMPLATE[0], scene.run)
-
-
-def damaged(damage: Callable[[Path], None]) -> Act:
-    def before(scene: Scene) -> None:
-        began(scene)
-        damage(scene.run / "snapshots" / "step-00000005")
-
-    return before
-
-
-def truncate(snapshot: Path) -> None:
-    path = snapshot / "optimizer.safetensors"
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def flip_a_bit(snapshot: Path) -> None:
-    path = snapshot / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 4
-    path.write_bytes(content)
-
-
-def lose_the_manifest(snapshot: Path) -> None:
-    (snapshot / "manifest.json").unlink()
-
-
-def lose_a_file(snapshot: Path) -> None:
-    (snapshot / "optimizer.safetensors").unlink()
-
-
-def leave_a_part(snapshot: Path) -> None:
-    part = snapshot.with_name("step-00000006.tmp")
-    part.mkdir()
-    (part / "model.safetensors").write_bytes(b"half")
-
-
-def tear_a_line(snapshot: Path) -> None:
-    with (snapshot.parents[1] / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "split": "tra')
-
-
-def leave_a_lock(snapshot: Path) -> None:
-    (snapshot.parents[1] / "run.lock").write_text('{"pid": 1, "host": "elsewhere", "started": "2026"}')
-
-
-def in_use(scene: Scene) -> None:
-    """Another process trains in the run directory; it waits there for `release`."""
-    began(scene)
-    os.mkfifo(scene.folder / "held")
-    os.mkfifo(scene.folder / "release")
-
-    def wait() -> None:
-        Path("held").open("w").close()
-        Path("release").open().close()
-
-    scene.first = scene.start(*RESUME, inject=at_row(1, wait))
-    (scene.folder / "held").open().close()
-
-
-def the_first_is_unharmed(scene: Scene) -> None:
-    (scene.folder / "release").open("w").close()
-    assert scene.first is not None and scene.end_of(scene.first) == 0
-    assert scene.rows() == ROWS
-
-
-# Findings --------------------------------------------------------------------------------------------------------
 
 
 def has_snapshots(*steps: int) -> Act:
@@ -376,10 +135,6 @@ def whole_rows(scene: Scene) -> None:
 
 def nothing_was_made(scene: Scene) -> None:
     assert not scene.run.exists() or not list(scene.run.iterdir())
-
-
-def stacks_are_shown(scene: Scene) -> None:
-    assert "Event" in scene.said or "wait" in scene.said
 
 
 TABLE = [
@@ -440,7 +195,7 @@ TABLE = [
     Row(
         "10", "it has no manifest", 0, "an incomplete one", before=damaged(lose_the_manifest), command=RESUME
     ),
-    Row("10", "it lacks a file", 0, "or not there", before=damaged(lose_a_file), command=RESUME),
+    Row("10", "it lacks a file", 0, "or not there", before=damaged(lose_a_file), command=RESUME, slow=True),
     Row(
         "10",
         "a damaged one is asked for by name",
@@ -490,7 +245,6 @@ TABLE = [
         "no mini-batch for data.timeout=1 seconds",
         in_sample(threading.Event().wait),
         ("data.workers=1", "data.timeout=1"),
-        resumes=True,
     ),
     Row("18", "a broken sample", 3, "sample 13: ValueError: torn", in_sample(raises(ValueError("torn")))),
     Row(
@@ -508,7 +262,9 @@ TABLE = [
     ),
     Row("20", "a layer exits", 1, "SystemExit", in_layer(raises(SystemExit(0)))),
     Row("20", "a layer raises KeyboardInterrupt", 130, "stopped by", in_layer(raises(KeyboardInterrupt()))),
-    Row("20", "a layer raises GeneratorExit", 1, "GeneratorExit", in_layer(raises(GeneratorExit()))),
+    Row(
+        "20", "a layer raises GeneratorExit", 1, "GeneratorExit", in_layer(raises(GeneratorExit())), slow=True
+    ),
     Row(
         "21",
         "a layer never returns",
@@ -540,11 +296,19 @@ TABLE = [
         "Ctrl-C twice within a step",
         130,
         "stopped by Ctrl-C at once",
-        in_layer(signalled(signal.SIGINT, signal.SIGINT)),
+        interrupted_twice,
         resumes=True,
     ),
     Row("26", "SIGTERM", 75, "stopped by SIGTERM", at_row(3, signalled(signal.SIGTERM)), resumes=True),
-    Row("26", "SIGUSR1", 75, "stopped by SIGUSR1", at_row(3, signalled(signal.SIGUSR1)), resumes=True),
+    Row(
+        "26",
+        "SIGUSR1",
+        75,
+        "stopped by SIGUSR1",
+        at_row(3, signalled(signal.SIGUSR1)),
+        resumes=True,
+        slow=True,
+    ),
     Row(
         "26",
         "SIGTERM to the whole group",
@@ -571,6 +335,7 @@ TABLE = [
         "stopped by SIGHUP",
         at_row(3, signalled(signal.SIGHUP)),
         resumes=True,
+        slow=True,
     ),
     Row(
         "30",
@@ -581,8 +346,28 @@ TABLE = [
         ("time_limit=1h",),
         resumes=True,
     ),
-    Row("33", "two runs in one directory", 2, "in use by process ", before=in_use, command=RESUME),
+    Row(
+        "33",
+        "two runs in one directory",
+        2,
+        "in use by process ",
+        before=in_use,
+        after=the_first_is_unharmed,
+        command=RESUME,
+    ),
+    Row(
+        "32",
+        "three launches in one second",
+        0,
+        "run directory: runs/train/model/20260101-120000",
+        same_second,
+        before=launched_with_others,
+        after=each_has_its_own,
+        command=TRAIN,
+        slow=True,
+    ),
     Row("34", "the lock of a dead process", 0, "", before=damaged(leave_a_lock), command=RESUME),
+    Row("35", "resumed with other partitions", 0, "", before=began, command=(*RESUME, "partitions=3")),
     Row(
         "36",
         "resumed with another optimizer",
@@ -590,7 +375,7 @@ TABLE = [
         "optimizer._target_=torch.optim.SGD: the run was started with",
         before=began,
         command=(*RESUME, "optimizer=sgd"),
-        resumes=True,
+        hydra=True,
     ),
     Row("37", "a torn line in metrics.jsonl", 0, "", before=damaged(tear_a_line), command=RESUME),
     Row(
@@ -601,10 +386,8 @@ TABLE = [
         at_row(2, lambda: Path("run/summary.json").mkdir()),
     ),
     Row("39", "killed after the last step of an epoch", -9, "", at_row(4, killed), resumes=True),
-    Row("39", "killed after its evaluation", -9, "", at_row(5, killed), resumes=True),
+    Row("39", "killed after its evaluation", -9, "", at_row(5, killed), resumes=True, slow=True),
 ]
-QUICK = 22
-TEMPLATE: list[Path] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -620,24 +403,52 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> None:
     TEMPLATE[:] = [folder / "run"]
 
 
+def composed(words: list[str]) -> int:
+    """`main`, without Hydra: composing takes longer than all the rest of such a run."""
+    tree = saved_config(TEMPLATE[0])
+    given = [word for word in words[1:] if word not in TRAIN or word == ALLOW]
+    tree.merge_with(OmegaConf.from_dotlist(["run_dir=null", "resume=null", *given]))
+    overrides = words[1:]
+    job = Job("train", tuple(overrides), "gpipe train", tree, "model", None, json=False, dry_run=False)
+    try:
+        settings = settings_of(tree, "train", overrides)
+        assert isinstance(settings, Train)
+        train.run(settings, job)
+    except BaseException as error:  # noqa: BLE001 - as in `main`
+        return cli._fail(error, debug=False)
+    return 0
+
+
 def check(row: Row, scene: Scene) -> None:
     row.before(scene)
     code = scene.launch(*row.command, *row.words, inject=row.inject, stuck=row.stuck)
     assert code == row.code, scene.said
     assert row.says in scene.said, scene.said
     assert "Traceback" not in scene.said and scene.said.count("gpipe: ") == (code > 0), scene.said
-    if row.before is in_use:
-        the_first_is_unharmed(scene)
-    assert scene.nobody_left(), "processes are left"
     row.after(scene)
+    assert scene.nobody_left(), "processes are left"
     if row.resumes:
         assert scene.launch(*TRAIN, *row.words, "run_dir=run", "resume=auto") == 0, scene.said
-    if row.resumes or (row.command is RESUME and code == 0):
+    if row.resumes or (row.command[: len(RESUME)] == RESUME and code == 0):
         assert scene.rows() == ROWS
         assert not list(scene.run.rglob("*.tmp")) and not (scene.run / "run.lock").exists()
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are watched as Linux lets us")
-@pytest.mark.parametrize("row", TABLE, ids=[f"{row.number}: {row.fault}" for row in TABLE])
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=f"{row.number}: {row.fault}", marks=[pytest.mark.slow] if row.slow else [])
+        for row in TABLE
+    ],
+)
 def test_a_fault_ends_as_the_table_says(tmp_path: Path, row: Row) -> None:
-    play(tmp_path, row.limit, lambda scene: check(row, scene))
+    play(tmp_path, row.limit, main if row.hydra else composed, lambda scene: check(row, scene))
+
+
+@pytest.mark.slow
+def test_they_all_end_so_on_the_command_line(tmp_path: Path) -> None:
+    for number, row in enumerate(TABLE):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        play(folder, row.limit, main, lambda scene, row=row: check(row, scene))
