@@ -25,6 +25,13 @@ from gpipe_cli.commands.saved import saved_config
 from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import Train
 from gpipe_cli.training.metrics import MetricsFile
+from tests.fault_findings import (
+    all_rows,
+    has_snapshots,
+    make_room,
+    nothing_was_made,
+    whole_rows,
+)
 from tests.fault_injection import (
     ALLOW,
     LONGER,
@@ -62,7 +69,6 @@ from tests.fault_injection import (
     pruning_is_killed,
     raises,
     read_only,
-    rows,
     same_second,
     saved,
     signalled,
@@ -103,38 +109,6 @@ class Row:
     """Whether it is left to `-m slow`: another row, or another test, proves nearly the same."""
     limit: float = 60.0
     """Seconds until it is said to hang: generous, since timing decides nothing else."""
-
-
-def has_snapshots(*steps: int) -> Act:
-    """These and nothing else: no temporary, none of a step that failed."""
-
-    def after(scene: Scene) -> None:
-        assert scene.snapshots() == [f"step-{step:08d}" for step in steps], scene.snapshots()
-
-    return after
-
-
-def make_room(scene: Scene) -> None:
-    """The failed save has left the one before, and nothing of itself."""
-    has_snapshots(2)(scene)
-    (scene.run / "filler").unlink()
-
-
-def all_rows(scene: Scene) -> None:
-    assert scene.rows() == rows(LONGER)
-    assert scene.said.count("warning") == 1, scene.said
-    log = (scene.run / "train.log").read_text().splitlines()
-    assert all(line[:2] == "20" for line in log) and "step 32 " in log[-2], log
-
-
-def whole_rows(scene: Scene) -> None:
-    """The disk never came back: what is in the file is whole, and what is not is counted."""
-    assert scene.rows() == ROWS[: len(scene.rows())] and len(scene.rows()) < len(ROWS)
-    assert "training goes on" in scene.said and "are lost" in scene.said
-
-
-def nothing_was_made(scene: Scene) -> None:
-    assert not scene.run.exists() or not list(scene.run.iterdir())
 
 
 TABLE = [
