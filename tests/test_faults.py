@@ -15,15 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
-from gpipe_cli import cli
 from gpipe_cli.cli import main
-from gpipe_cli.commands import train
-from gpipe_cli.commands.jobs import Job
-from gpipe_cli.commands.saved import saved_config
-from gpipe_cli.config.load import settings_of
-from gpipe_cli.config.schema import Train
 from gpipe_cli.training.metrics import MetricsFile
 from tests.fault_findings import (
     all_rows,
@@ -79,6 +72,7 @@ from tests.fault_injection import (
     truncate,
 )
 from tests.scene import Scene, play
+from tests.without_hydra import composed
 
 
 def nothing(*_: Any) -> None:
@@ -375,22 +369,6 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> None:
         stop()
         assert main([*TRAIN, "run_dir=run"]) == 75
     TEMPLATE[:] = [folder / "run"]
-
-
-def composed(words: list[str]) -> int:
-    """`main`, without Hydra: composing takes longer than all the rest of such a run."""
-    tree = saved_config(TEMPLATE[0])
-    given = [word for word in words[1:] if word not in TRAIN or word == ALLOW]
-    tree.merge_with(OmegaConf.from_dotlist(["run_dir=null", "resume=null", *given]))
-    overrides = words[1:]
-    job = Job("train", tuple(overrides), "gpipe train", tree, "model", None, json=False, dry_run=False)
-    try:
-        settings = settings_of(tree, "train", overrides)
-        assert isinstance(settings, Train)
-        train.run(settings, job)
-    except BaseException as error:  # noqa: BLE001 - as in `main`
-        return cli._fail(error, debug=False)
-    return 0
 
 
 def check(row: Row, scene: Scene) -> None:

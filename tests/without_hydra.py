@@ -1,0 +1,29 @@
+"""A run as the command line starts it, from a configuration that was composed before."""
+
+from __future__ import annotations
+
+from omegaconf import OmegaConf
+
+from gpipe_cli import cli
+from gpipe_cli.commands import train
+from gpipe_cli.commands.jobs import Job
+from gpipe_cli.commands.saved import saved_config
+from gpipe_cli.config.load import settings_of
+from gpipe_cli.config.schema import Train
+from tests.fault_injection import ALLOW, TEMPLATE, TRAIN
+
+
+def composed(words: list[str]) -> int:
+    """`main`, without Hydra: composing takes longer than all the rest of such a run."""
+    tree = saved_config(TEMPLATE[0])
+    given = [word for word in words[1:] if word not in TRAIN or word == ALLOW]
+    tree.merge_with(OmegaConf.from_dotlist(["run_dir=null", "resume=null", *given]))
+    overrides = words[1:]
+    job = Job("train", tuple(overrides), "gpipe train", tree, "model", None, json=False, dry_run=False)
+    try:
+        settings = settings_of(tree, "train", overrides)
+        assert isinstance(settings, Train)
+        train.run(settings, job)
+    except BaseException as error:  # noqa: BLE001 - as in `main`
+        return cli._fail(error, debug=False)
+    return 0
