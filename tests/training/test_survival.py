@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -183,25 +185,38 @@ def test_a_run_may_be_killed_at_any_time_again_and_again(tmp_path: Path, kills: 
     assert killed >= kills
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_a_signal_saves_the_step_under_way_and_the_run_goes_on_to_the_bit(
-    tmp_path: Path, number: int
+def stopped(directory: Path, case: Case, **when: Any) -> Callable[[], None]:
+    """A run that is asked to stop, and what is left of it then."""
+
+    def work() -> None:
+        with pytest.raises(session.StopRequested):
+            run(directory, case, **when)
+        assert not multiprocessing.active_children(), "no data worker survives"
+        assert not [one.name for one in threading.enumerate() if one.name.startswith("gpipe-snapshot")]
+
+    return work
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("in_evaluation", [False, True])
+def test_a_request_to_stop_saves_the_step_under_way_and_the_run_goes_on_to_the_bit(
+    tmp_path: Path, workers: int, in_evaluation: bool
 ) -> None:
-    """At fact 3 an epoch's last step is done: its evaluation is left to the resumed run."""
-    case = Case(every=None)
+    """At fact 3 an epoch's last step is done. Its evaluation is left, or left to be repeated, for the resumed run."""
+    case = Case(every=None, workers=workers)
     expected = reference(case, tmp_path)
     directory = tmp_path / "run"
 
-    def stopped() -> None:
-        at_fact = {3: number}
-        with pytest.raises(session.StopRequested):
-            run(
-                directory,
-                case,
-                at_fact=lambda now: os.kill(os.getpid(), at_fact[now]) if now in at_fact else None,
-            )
+    def ask() -> None:
+        signal.raise_signal(signal.SIGTERM)
 
-    assert in_a_child(stopped) == 0
+    first = iter([ask])  # one request: a second one would not wait for a boundary
+    when = (
+        {"in_evaluation": lambda: next(first, int)()}
+        if in_evaluation
+        else {"at_fact": lambda now: ask() if now == 3 else None}
+    )
+    assert in_a_child(stopped(directory, case, **when)) == 0
     found = newest_valid(directory).newest
     assert found is not None
     assert (found.manifest.record["step"], found.manifest.record["evaluation"]) == (4, None)
