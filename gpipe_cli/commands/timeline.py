@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
 from typing import Any, final
 
 from gpipe_cli.commands.assemble import Assembly
@@ -14,6 +14,7 @@ from gpipe_cli.pipeline.microbatch import moved
 from gpipe_cli.profiling.bottleneck import verdict
 from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.memory import activation_bytes
 from gpipe_cli.profiling.record import Piece
 from gpipe_cli.profiling.timeline import Step, median_step, record_steps
 from gpipe_cli.report.numbers import readable
@@ -118,14 +119,11 @@ def _summary(step: Step, ideal: Simulation, parts: Assembly, sample: Sample) -> 
     }
 
 
-def _peaks(parts: Assembly, sample: Sample, course: Course) -> list[int | None]:
+def _peaks(parts: Assembly, sample: Sample, course: Course) -> Sequence[int | None]:
     """The most that is kept for backward at once; unknown where a layer cannot be judged without running it."""
-    borders = pairwise([0, *accumulate(parts.split.balance)])
     try:
-        facts = model_facts(parts.model, sample)
+        return activation_bytes(
+            model_facts(parts.model, sample, count_flops=False), parts.split.balance, course
+        )
     except ConfigError:
         return [None] * course.partitions
-    return [
-        kept.bytes(facts.saved_bytes(begin, end), facts.arriving(begin, end).bytes)
-        for (begin, end), kept in zip(borders, course.kept, strict=True)
-    ]

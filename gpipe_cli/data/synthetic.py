@@ -31,31 +31,22 @@ def build(
     seed: int = 0,
     size: int | None = None,
     workers: int = 0,
-    masks: bool = False,
 ) -> Data:
-    """`length` samples to train on and a quarter as many held out; `size` replaces the sides of an image.
-
-    masks: the target of an image is a class for each of its pixels, where its pattern is bright its own and
-    elsewhere 0.
-    """
+    """`length` samples to train on and a quarter as many held out; `size` replaces the sides of an image."""
     check_common_keys(size, workers)
     check_whole_number("data.classes", classes, least=1)
     check_whole_number("data.length", length, least=1)
     shape = _checked_shape(shape, size)
     patterns, noise = _patterns(shape, classes, seed), _noise(shape, seed)
-    if masks and len(shape) != 3:
-        raise ConfigError(f"data.masks=true: only images have masks, and data.shape is {list(shape)}")
-    answers = _masks(patterns) if masks else torch.arange(classes)
-    train = SyntheticSamples(patterns, answers, noise, first=0, length=length)
-    test = SyntheticSamples(patterns, answers, noise, first=length, length=max(1, length // 4))
+    train = SyntheticSamples(patterns, noise, first=0, length=length)
+    test = SyntheticSamples(patterns, noise, first=length, length=max(1, length // 4))
     return Data(train, test, classes=classes, shape=shape, workers=workers)
 
 
 @final
 class SyntheticSamples:
-    def __init__(self, patterns: Tensor, answers: Tensor, noise: Tensor, first: int, length: int) -> None:
-        """`answers` are the targets of the classes, whose patterns are `patterns`."""
-        self._patterns, self._answers, self._noise = patterns, answers, noise
+    def __init__(self, patterns: Tensor, noise: Tensor, first: int, length: int) -> None:
+        self._patterns, self._noise = patterns, noise
         self._first, self._length = first, length
 
     def __len__(self) -> int:
@@ -67,10 +58,10 @@ class SyntheticSamples:
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         places = indices + self._first
-        classes = places % len(self._patterns)
+        targets = places % len(self._patterns)
         windows = self._noise.unfold(0, self._patterns[0].numel(), 1)
         inputs = windows.index_select(0, places * _STRIDE % _WINDOWS).view(-1, *self._patterns.shape[1:])
-        return inputs.add_(self._patterns.index_select(0, classes)), self._answers.index_select(0, classes)
+        return inputs.add_(self._patterns.index_select(0, targets)), targets
 
 
 def _checked_shape(shape: Sequence[int], size: int | None) -> tuple[int, ...]:
@@ -92,11 +83,6 @@ def _patterns(shape: tuple[int, ...], classes: int, seed: int) -> Tensor:
     channels, *frames, height, width = shape
     coarse = torch.randn(classes, channels * prod(frames), _COARSE, _COARSE, generator=generator)
     return scaled(coarse, height, width).view(classes, *shape)
-
-
-def _masks(patterns: Tensor) -> Tensor:
-    bright = patterns.mean(1) > 0
-    return bright * torch.arange(len(patterns)).view(-1, 1, 1)
 
 
 def _noise(shape: tuple[int, ...], seed: int) -> Tensor:

@@ -6,7 +6,7 @@ at the worst moment under the schedule. What a layer needs only while it runs is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import final
@@ -17,7 +17,7 @@ from gpipe_cli.profiling.facts import ModelFacts
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes
 from gpipe_cli.schedule.course import Course
 
-__all__ = ["PartitionMemory", "partition_memory"]
+__all__ = ["PartitionMemory", "activation_bytes", "partition_memory"]
 
 
 @final
@@ -34,6 +34,14 @@ class PartitionMemory:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
+def activation_bytes(facts: ModelFacts, balance: Sequence[int], course: Course) -> list[int]:
+    """The most that each partition keeps for backward at once."""
+    return [
+        kept.bytes(facts.saved_bytes(begin, end), facts.arriving(begin, end).bytes)
+        for (begin, end), kept in zip(_borders(balance), course.kept, strict=True)
+    ]
+
+
 def partition_memory(
     module: nn.Sequential,
     facts: ModelFacts,
@@ -44,13 +52,15 @@ def partition_memory(
     """One per partition of the balance."""
     layers = list(module)
     return [
-        _one(
-            layers[begin:end],
-            kept.bytes(facts.saved_bytes(begin, end), facts.arriving(begin, end).bytes),
-            optimizer,
+        _one(layers[begin:end], activations, optimizer)
+        for (begin, end), activations in zip(
+            _borders(balance), activation_bytes(facts, balance, course), strict=True
         )
-        for (begin, end), kept in zip(pairwise([0, *accumulate(balance)]), course.kept, strict=True)
     ]
+
+
+def _borders(balance: Sequence[int]) -> Iterator[tuple[int, int]]:
+    return pairwise([0, *accumulate(balance)])
 
 
 def _one(layers: Sequence[nn.Module], activations: int, optimizer: MakeOptimizer) -> PartitionMemory:

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 Gpipe = Callable[..., Any]
 
 
@@ -70,10 +68,15 @@ def test_a_layer_that_does_not_fit_is_found(tiny: Gpipe) -> None:
     assert "in layer '7' (Linear), without values" in answer.err
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_is_taken_into_account(tiny: Gpipe, precision: str) -> None:
+def test_half_precision_is_taken_into_account(tiny: Gpipe) -> None:
     def saved(*words: str) -> int:
         rows = tiny("train", "--dry-run", *words, "--json").json["layers"]
         return int(rows[5]["saved_bytes"])
 
-    assert saved(f"precision={precision}") == saved() // 2
+    assert saved("precision=bf16") == saved() // 2
+
+
+def test_a_balance_tells_the_same_memory(tiny: Gpipe) -> None:
+    words = ("partitions=3", "schedule=1f1b", "--json")
+    balanced = tiny("balance", "--by", "uniform", *words).json["memory_bytes"]
+    assert balanced == [row["total_bytes"] for row in tiny("train", "--dry-run", *words).json["partitions"]]

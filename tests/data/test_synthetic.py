@@ -48,18 +48,6 @@ def test_held_out_samples_are_recognised_by_what_was_learnt() -> None:
     assert float((nearest == labels).float().mean()) > 0.99
 
 
-def test_masks_have_a_class_for_each_pixel_where_its_pattern_is_bright() -> None:
-    data = synthetic.build(shape=[3, 8, 8], classes=4, length=16, masks=True)
-    inputs, masks = data.train.batch(torch.arange(16))
-    assert inputs.shape == (16, 3, 8, 8) and masks.shape == (16, 8, 8)
-    assert set(masks[6].unique().tolist()) == {0, 2} and torch.equal(masks[6], masks[10])
-    assert float(inputs[6].mean(0)[masks[6] == 2].mean()) > float(inputs[6].mean(0)[masks[6] == 0].mean())
-    with pytest.raises(
-        ConfigError, match=r"data\.masks=true: only images have masks, and data\.shape is \[5\]"
-    ):
-        synthetic.build(shape=[5], masks=True)
-
-
 def test_size_replaces_the_sides_of_an_image() -> None:
     assert synthetic.build(size=16).shape == (3, 16, 16)
     with pytest.raises(

@@ -31,7 +31,7 @@ NAMES = [name for task in TASKS for name in torchvision_zoo.names(task)]
 SMALLEST = """
     alexnet convnext_tiny densenet121 efficientnet_b0 googlenet mnasnet0_5 mobilenet_v2 mobilenet_v3_small
     regnet_y_400mf resnet18 shufflenet_v2_x0_5 squeezenet1_1 swin_t swin_v2_t vgg11 vit_b_32
-    fcn_resnet50 lraspp_mobilenet_v3_large mc3_18 swin3d_t
+    lraspp_mobilenet_v3_large mc3_18 swin3d_t
 """.split()  # noqa: SIM905 - a list of words reads better as words
 """Of each family that takes images of 64x64 or clips of them; inception_v3, maxvit_t, mvit and s3d do not."""
 NUMERIC = [name if name in SMALLEST else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]

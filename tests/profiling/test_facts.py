@@ -5,6 +5,9 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.losses.cross_entropy import CrossEntropy
+from gpipe_cli.losses.token_cross_entropy import TokenCrossEntropy
+from gpipe_cli.models import gpt, unet
 from gpipe_cli.models.resnet import build as resnet
 from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import Sample, profile_layers
@@ -78,6 +81,14 @@ CASES = {
     "frozen layers first": (
         nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.ReLU(), nn.Linear(8, 2)),
         Sample(torch.randn(5, 8)),
+    ),
+    "a transformer with a tied head": (
+        gpt.build(width=16, depth=1, heads=2, input_shape=(32,)),
+        Sample(torch.randint(256, (2, 32)), torch.randint(256, (2, 32)), TokenCrossEntropy()),
+    ),
+    "a net of long skips": (
+        unet.build(depth=2, base_channels=4, input_shape=(3, 16, 16)),
+        Sample(torch.randn(2, 3, 16, 16), torch.randint(4, (2, 16, 16)), CrossEntropy()),
     ),
     "a real model": (resnet("resnet18", num_classes=4), image_sample(16)),
 }
