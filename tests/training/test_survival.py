@@ -44,7 +44,7 @@ def warm() -> None:
 def reference(case: Case, folder: Path) -> dict[str, Any]:
     """What the case gives when nothing happens to it."""
     if case not in REFERENCES:
-        directory = folder / "reference"
+        directory = folder / f"reference-{len(REFERENCES)}"
         assert in_a_child(lambda: run(directory, case)) == 0
         REFERENCES[case] = result(directory)
     return REFERENCES[case]
@@ -112,6 +112,12 @@ def test_leaving_out_any_one_saved_item_is_noticed(tmp_path: Path, case: Case, s
     assert result(directory) != expected
 
 
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    often = reference(Case(every=1, keep=1), tmp_path)
+    assert often["files"] == reference(Case(), tmp_path)["files"]
+    assert often["rows"] == reference(Case(), tmp_path)["rows"]
+
+
 def torn(case: Case, directory: Path, expected: dict[str, Any], deadly: int) -> bool:
     """Kill a run at one of its calls that change the disk, then resume it; False where it has no such call."""
     code = in_a_child(lambda: with_deadly_disk(directory, case, deadly))
@@ -141,6 +147,7 @@ def test_a_save_may_be_killed_at_any_write_fsync_or_rename(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_call_of_a_run_that_changes_the_disk_may_be_its_last(tmp_path: Path) -> None:
     case = Case(keep=1)
     expected = reference(case, tmp_path)
