@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -83,6 +84,17 @@ def test_it_may_go_on_with_other_partitions_workers_and_engine(tmp_path: Path) -
     assert result(directory) == expected
 
 
+KILLED: dict[Case, Path] = {}
+
+
+def killed(case: Case, folder: Path) -> Path:
+    """A run that was killed after six steps; the same for all tests, so it is killed once."""
+    if case not in KILLED:
+        KILLED[case] = folder / "killed"
+        assert in_a_child(lambda: run(KILLED[case], case, at_fact=kill_at(6))) == -signal.SIGKILL
+    return KILLED[case]
+
+
 @pytest.mark.parametrize(
     ("case", "spoil"),
     [
@@ -104,10 +116,10 @@ def test_it_may_go_on_with_other_partitions_workers_and_engine(tmp_path: Path) -
     ],
 )
 def test_leaving_out_any_one_saved_item_is_noticed(tmp_path: Path, case: Case, spoil: Spoil) -> None:
-    """The test above would be worth nothing if it passed without what is saved."""
+    """The tests above would be worth nothing if they passed without what is saved."""
     expected = reference(case, tmp_path)
     directory = tmp_path / "run"
-    assert in_a_child(lambda: run(directory, case, at_fact=kill_at(6))) == -signal.SIGKILL
+    shutil.copytree(killed(case, tmp_path), directory)
     assert in_a_child(lambda: run(directory, case, spoil=spoil)) == 0
     assert result(directory) != expected
 
