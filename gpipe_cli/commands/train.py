@@ -13,7 +13,7 @@ from gpipe_cli.commands.journal import Journal
 from gpipe_cli.commands.origin import Begun, begin_run
 from gpipe_cli.commands.outcome import finished_before, show, summary_of, write_summary
 from gpipe_cli.commands.outlook import outlook
-from gpipe_cli.commands.resume import Resumed, check_goal, resumption
+from gpipe_cli.commands.resume import Resumed, check_plan, resumption
 from gpipe_cli.commands.room import check_room
 from gpipe_cli.commands.stopping import stopping
 from gpipe_cli.config.durations import seconds
@@ -37,7 +37,7 @@ def run(settings: Train, job: Job) -> Summary:
         parts = assemble(settings, job.overrides, storage=not job.dry_run)
         plan = _plan(settings, parts.feed)
         if again is not None and again.snapshot is not None:
-            check_goal(plan, again.snapshot.record)
+            check_plan(plan, again.snapshot.record)
         if job.dry_run:
             return outlook(settings, job, parts, plan.steps)
         summary = None if again is None else finished_before(again, plan, parts.feed, job)

@@ -267,11 +267,3 @@ def test_a_hostile_run_executes_nothing(
         assert answer.code in ((2, 4) if evil else (0,)), evil  # a key that is not there has its default
         assert not evil or answer.err.splitlines()[-1].startswith("gpipe: error: ")
         assert "Traceback" not in answer.err and not (tmp_path / "canary").exists()
-
-
-def test_an_unknown_metric_to_monitor_is_told_after_the_first_step(tiny: Gpipe) -> None:
-    answer = tiny("train", "snapshot.monitor=top9")
-    assert (
-        answer.code == 2
-        and "snapshot.monitor=top9: is not measured here; one of: loss, top1, top5" in answer.err
-    )

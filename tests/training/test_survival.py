@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -44,7 +45,7 @@ def warm() -> None:
 def reference(case: Case, folder: Path) -> dict[str, Any]:
     """What the case gives when nothing happens to it."""
     if case not in REFERENCES:
-        directory = folder / "reference"
+        directory = folder / f"reference-{len(REFERENCES)}"
         assert in_a_child(lambda: run(directory, case)) == 0
         REFERENCES[case] = result(directory)
     return REFERENCES[case]
@@ -83,6 +84,17 @@ def test_it_may_go_on_with_other_partitions_workers_and_engine(tmp_path: Path) -
     assert result(directory) == expected
 
 
+KILLED: dict[Case, Path] = {}
+
+
+def killed(case: Case, folder: Path) -> Path:
+    """A run that was killed after six steps; the same for all tests, so it is killed once."""
+    if case not in KILLED:
+        KILLED[case] = folder / "killed"
+        assert in_a_child(lambda: run(KILLED[case], case, at_fact=kill_at(6))) == -signal.SIGKILL
+    return KILLED[case]
+
+
 @pytest.mark.parametrize(
     ("case", "spoil"),
     [
@@ -104,12 +116,18 @@ def test_it_may_go_on_with_other_partitions_workers_and_engine(tmp_path: Path) -
     ],
 )
 def test_leaving_out_any_one_saved_item_is_noticed(tmp_path: Path, case: Case, spoil: Spoil) -> None:
-    """The test above would be worth nothing if it passed without what is saved."""
+    """The tests above would be worth nothing if they passed without what is saved."""
     expected = reference(case, tmp_path)
     directory = tmp_path / "run"
-    assert in_a_child(lambda: run(directory, case, at_fact=kill_at(6))) == -signal.SIGKILL
+    shutil.copytree(killed(case, tmp_path), directory)
     assert in_a_child(lambda: run(directory, case, spoil=spoil)) == 0
     assert result(directory) != expected
+
+
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    often = reference(Case(every=1, keep=1), tmp_path)
+    assert often["files"] == reference(Case(), tmp_path)["files"]
+    assert often["rows"] == reference(Case(), tmp_path)["rows"]
 
 
 def torn(case: Case, directory: Path, expected: dict[str, Any], deadly: int) -> bool:
@@ -141,6 +159,7 @@ def test_a_save_may_be_killed_at_any_write_fsync_or_rename(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_call_of_a_run_that_changes_the_disk_may_be_its_last(tmp_path: Path) -> None:
     case = Case(keep=1)
     expected = reference(case, tmp_path)

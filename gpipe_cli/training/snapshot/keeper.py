@@ -149,7 +149,7 @@ class Keeper:
         def work(between: Callable[[], None]) -> None:
             write_snapshot(path, copy, record, between)
             self.save_seconds = time.monotonic() - began
-            self._prune(path)
+            self._prune(path, record.best)
 
         self._background.start(work)
 
@@ -164,9 +164,10 @@ class Keeper:
             state.numbers,
         )
 
-    def _prune(self, newest: Path) -> None:
-        best = None if self._best is None else snapshot_path(self._run, self._best.step)
-        old = [path for path in snapshot_paths(self._run)[self._retention.keep :] if path != best]
+    def _prune(self, newest: Path, best: Best | None) -> None:
+        """best: as of the new snapshot; by now training may know a better one that is not on the disk yet."""
+        kept = None if best is None else snapshot_path(self._run, best.step)
+        old = [path for path in snapshot_paths(self._run)[self._retention.keep :] if path != kept]
         if not old:
             return
         try:
