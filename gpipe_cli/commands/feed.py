@@ -13,7 +13,7 @@ from gpipe_cli.data.datasets import Data, Samples
 from gpipe_cli.data.loading import batch_count, batches
 from gpipe_cli.data.transforms import Transform, Transforms
 from gpipe_cli.engines.protocol import Batch
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, DataError
 
 
 @final
@@ -80,6 +80,9 @@ def make_feed(settings: Shared) -> Feed:
             f"data._target_={settings.data['_target_']}: must give a gpipe_cli.data.datasets.Data, "
             f"gives a {type(data).__name__}"
         )
+    for split, samples in (("train", data.train), ("test", data.test)):
+        if len(samples) == 0:
+            raise DataError(f"data._target_={settings.data['_target_']}: has no samples to {split} on")
     transforms = instantiate(settings.transform, "transform", settings.allow, data=data)
     classes = settings.model.get("num_classes") or data.classes
     seed = settings.seed if isinstance(settings, Train) else 0

@@ -6,14 +6,18 @@ function that fetches runs there, and the batch comes back.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Collection, Generator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import Any, final
 
 import torch
@@ -23,6 +27,7 @@ from torch.utils.data import DataLoader
 from gpipe_cli.errors import DataError
 
 Batch = tuple[Tensor, Tensor]
+_SIGNAL_AT_DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 def fetched_by_workers(
@@ -34,16 +39,20 @@ def fetched_by_workers(
         batch_size=None,
         num_workers=min(workers, len(wanted)),
         collate_fn=_as_it_is,
-        worker_init_fn=_leave_signals_to_the_parent,
+        worker_init_fn=partial(_belong_to, os.getpid()),
         timeout=timeout,
         generator=torch.Generator(),  # the loader draws a seed, by default from torch's default generator
     )
     others = set(active_children())
     incoming = iter(loader)
     ours = set(active_children()) - others
+    gate = _gate()
     try:
         for _ in wanted:
-            yield _unpacked(next(incoming))
+            with gate:
+                _check_alive(ours)
+                batch = next(incoming)
+            yield _unpacked(batch)
     except RuntimeError as error:  # a worker was killed or took too long; torch has no type of its own for it
         _kill(ours)
         reason = str(error).partition("\n")[0]
@@ -55,17 +64,53 @@ def fetched_by_workers(
         del incoming  # the last reference: torch ends the workers with it
 
 
-def _kill(workers: Collection[BaseProcess]) -> None:
-    """End them without asking: torch would give a stuck one ten seconds.
+def _check_alive(workers: Collection[BaseProcess]) -> None:
+    """A worker that died while nobody waited for it would be missed only when the time is up."""
+    for one in workers:
+        if not one.is_alive() and one.exitcode:
+            raise RuntimeError(f"worker {one.pid} ended with {one.exitcode}")
 
-    It notices a dead worker by raising in the main thread, wherever that is; but only once, so the second try counts.
+
+def _kill(workers: Collection[BaseProcess]) -> None:
+    """End them without asking: torch would give a stuck one ten seconds."""
+    for one in workers:
+        one.kill()
+    for one in workers:
+        one.join()
+
+
+@final
+class _Gate:
+    """torch's handler of SIGCHLD, let through only while a batch is waited for.
+
+    It raises for a dead worker wherever the main thread is, be it in the middle of an update.
     """
-    for _ in range(2):
-        with suppress(RuntimeError):
-            for one in workers:
-                one.kill()
-            for one in workers:
-                one.join()
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self._handler = handler
+        self._open = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._open:
+            self._handler(number, frame)
+
+    def __enter__(self) -> None:
+        self._open = True
+
+    def __exit__(self, *_: object) -> None:
+        self._open = False
+
+
+def _gate() -> AbstractContextManager[None]:
+    """The gate, put up before the handler that torch has installed with its first loader."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    if isinstance(handler, _Gate):
+        return handler
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        return nullcontext()  # torch does not listen either
+    gate = _Gate(handler)
+    signal.signal(signal.SIGCHLD, gate)
+    return gate
 
 
 @final
@@ -75,6 +120,14 @@ class _Failure:
 
     message: str
     trace: str
+
+
+@final
+class _InWorker(Exception):
+    """The cause of a failure, as the text it was in the worker: for --debug."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
 
 
 @final
@@ -93,9 +146,7 @@ class _WorkerSide:
 
 def _unpacked(batch: Batch | _Failure) -> Batch:
     if isinstance(batch, _Failure):
-        failure = DataError(batch.message)
-        failure.add_note(f"In a data worker:\n{batch.trace}")
-        raise failure
+        raise DataError(batch.message) from _InWorker(batch.trace)
     return batch
 
 
@@ -103,7 +154,20 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _leave_signals_to_the_parent(_worker: int) -> None:
+def _belong_to(parent: int, _worker: int) -> None:
+    _leave_signals_to_the_parent()
+    _end_with(parent)
+
+
+def _end_with(parent: int) -> None:
+    """A parent that is killed cannot end its workers. They would notice when they next wait; a stuck one, never."""
+    with suppress(OSError, AttributeError):  # only Linux has it
+        ctypes.CDLL(None).prctl(_SIGNAL_AT_DEATH_OF_PARENT, signal.SIGKILL)
+    if os.getppid() != parent:  # it has died meanwhile
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave_signals_to_the_parent() -> None:
     # Ctrl-C, a terminal that closes and many schedulers signal a whole group of processes. The parent decides when
     # to stop, and its workers end with it: they leave the group, and ignore what does not end them by itself.
     os.setsid()

@@ -188,7 +188,7 @@ def test_a_broken_sample_is_named_by_its_index(workers: int) -> None:
         next(loaded)
     assert str(caught.value) == "sample 3: ValueError: what is this?"
     if workers:
-        assert "in __getitem__" in caught.value.__notes__[0], "where it happened is not lost on the way"
+        assert "in __getitem__" in str(caught.value.__cause__), "where it happened is not lost on the way"
     assert not multiprocessing.active_children()
 
 
