@@ -105,6 +105,7 @@ CASES: list[tuple[str, int, str]] = [
     ("train allow=['a;b']", 2, "is no package name"),
     ("train data=mnist data.root=nowhere", 3, "nowhere"),
     ("train data.size=0", 2, "data.size=0"),
+    ("train data.timeout=0", 2, "data.timeout=0: must be a positive number of seconds"),
     ("train data=text data.path=nowhere", 3, "data.path=nowhere: cannot be read"),
     ("train model=gpt model.context=64", 2, "model.context=64: samples have 32 tokens; set data.context=64"),
     ("train model=gpt data=digits", 2, "gpt takes rows of tokens, and the data has the shape [3, 32, 32]"),

@@ -64,6 +64,7 @@ class Feed:
             start=start,
             shuffle=shuffle,
             workers=self.data.workers,
+            timeout=self.data.timeout,
             transform=transform,
         ):
             check_batch(input, target)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -12,7 +12,9 @@ from typing import Any, final
 from gpipe_cli.commands.logs import run_log
 from gpipe_cli.config.schema import Log
 from gpipe_cli.report.numbers import readable
+from gpipe_cli.report.output import say
 from gpipe_cli.report.progress import Watcher, watcher
+from gpipe_cli.training.line_file import LineFile
 from gpipe_cli.training.loop import Evaluated, Fact, Plan, Position, Trained
 from gpipe_cli.training.metrics import MetricsFile
 
@@ -25,6 +27,7 @@ class Journal:
     watching: Watcher
     every: int
     start: Position
+    disk: Disk
 
     @staticmethod
     @contextmanager
@@ -34,12 +37,18 @@ class Journal:
         settings: Log,
         start: Position = Position(),  # noqa: B008 - immutable
     ) -> Iterator[Journal]:
-        with (
-            run_log(directory / "train.log", partitions=settings.partitions, layers=settings.layers) as log,
-            MetricsFile(directory / "metrics.jsonl") as metrics,
-            watcher(plan.steps, plan.epochs, settings.every) as watching,
-        ):
-            yield Journal(metrics, log, watching, settings.every, start)
+        disk = Disk()
+        try:
+            with (
+                closing(LineFile(directory / "train.log")) as log_file,
+                run_log(log_file, partitions=settings.partitions, layers=settings.layers) as log,
+                MetricsFile(directory / "metrics.jsonl") as metrics,
+                watcher(plan.steps, plan.epochs, settings.every) as watching,
+            ):
+                disk.files = [log_file, metrics.file]
+                yield Journal(metrics, log, watching, settings.every, start, disk)
+        finally:
+            disk.tell_lost(say)
 
     def say(self, line: str) -> None:
         """To the person and to the log."""
@@ -59,6 +68,7 @@ class Journal:
                 self._trained(fact, pace.after(fact))
                 if fact.step % self.every == 0:
                     pace.restart()
+            self.disk.tell_trouble(self.say)
         assert last is not None, "training ends with an evaluation"
         return last
 
@@ -77,6 +87,29 @@ class Journal:
         self.metrics.write(_row(fact, "eval", fact.samples / fact.took))
         found = "".join(f" | {name} {readable(name, value)}" for name, value in fact.means.items())
         self.say(f"epoch {fact.epoch + 1} | step {fact.step} | eval loss {fact.loss:.4f}{found}")
+
+
+@final
+class Disk:
+    """The files a run can do without; says once that they cannot be written, and at the end what they lack."""
+
+    def __init__(self) -> None:
+        self.files: list[LineFile] = []
+        self._told = False
+
+    def tell_trouble(self, say: Callable[[str], None]) -> None:
+        troubled = [file for file in self.files if file.trouble is not None]
+        if troubled and not self._told:
+            self._told = True
+            names = " and ".join(str(file.path) for file in troubled)
+            say(
+                f"warning: {names}: {troubled[0].trouble}; training goes on, their lines wait until there is room"
+            )
+
+    def tell_lost(self, say: Callable[[str], None]) -> None:
+        for file in self.files:
+            if file.lost:
+                say(f"warning: {file.path}: {file.lost} lines could not be written and are lost")
 
 
 @final

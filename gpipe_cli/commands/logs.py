@@ -5,20 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+
+from gpipe_cli.training.line_file import LineFile
 
 LOGGER = "gpipe_cli"
 PIPELINE = "gpipe_cli.pipeline"
 
 
 @contextmanager
-def run_log(path: Path, *, partitions: bool, layers: bool) -> Iterator[logging.Logger]:
+def run_log(file: LineFile, *, partitions: bool, layers: bool) -> Iterator[logging.Logger]:
     """Inside, gpipe's loggers write to the file; the pipeline's own lines only if asked for.
 
     What ends the run before its time is the last thing written.
     """
     logger, pipeline = logging.getLogger(LOGGER), logging.getLogger(PIPELINE)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = logging.StreamHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     before = (logger.level, logger.propagate, pipeline.level)
     logger.addHandler(handler)

@@ -18,8 +18,7 @@ from gpipe_cli.report.environment import environment
 from gpipe_cli.training.lock import only_writer
 from gpipe_cli.training.loop import Position
 from gpipe_cli.training.rewind import rewind_metrics, rewind_snapshots
-from gpipe_cli.training.run_directory import make_run_directory, write_json
-from gpipe_cli.training.snapshot.durable import write_file
+from gpipe_cli.training.run_directory import make_run_directory, write_json, write_text
 from gpipe_cli.training.snapshot.record import Record
 
 
@@ -41,8 +40,8 @@ def begin_run(settings: Train, job: Job, again: Resumed | None, held: ExitStack)
         return _go_on(again)
     directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
     held.enter_context(only_writer(directory))
-    (directory / "config.yaml").write_text(OmegaConf.to_yaml(job.tree), encoding="utf-8")
-    (directory / "overrides.yaml").write_text(OmegaConf.to_yaml(list(job.overrides)), encoding="utf-8")
+    write_text(directory / "config.yaml", OmegaConf.to_yaml(job.tree))
+    write_text(directory / "overrides.yaml", OmegaConf.to_yaml(list(job.overrides)))
     write_json(directory / "env.json", environment())
     return Begun(directory)
 
@@ -57,7 +56,7 @@ def _go_on(again: Resumed) -> Begun:
         rewind_metrics(again.run / "metrics.jsonl", position)
         (again.run / "summary.json").unlink(missing_ok=True)
         if again.changes:
-            write_file(again.run / "config.yaml", [OmegaConf.to_yaml(again.tree).encode()])
+            write_text(again.run / "config.yaml", OmegaConf.to_yaml(again.tree))
     except OSError as error:
         raise ResourceError(f"{again.run}: the run cannot go on: {error}") from error
     news = [

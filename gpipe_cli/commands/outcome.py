@@ -12,9 +12,13 @@ from gpipe_cli.commands.feed import Feed
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.resume import Resumed, allow_words
 from gpipe_cli.config.schema import Train
+from gpipe_cli.errors import ResourceError
+from gpipe_cli.report.output import say
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.training.loop import Evaluated, Plan
 from gpipe_cli.training.run_directory import write_json
+
+SUMMARY = "summary.json"
 
 
 def summary_of(last: Evaluated, plan: Plan, feed: Feed, directory: Path, job: Job) -> dict[str, Any]:
@@ -40,9 +44,8 @@ def finished_before(again: Resumed, plan: Plan, feed: Feed, job: Job) -> Summary
         or position.step != plan.steps
     ):
         return None
-    path = again.run / "summary.json"
     try:
-        summary: Summary = json.loads(path.read_text(encoding="utf-8"))
+        summary: Summary = json.loads((again.run / SUMMARY).read_text(encoding="utf-8"))
         if isinstance(summary, dict):
             sys.stderr.write(f"{again.run}: the run has finished; nothing is changed\n")
             return summary
@@ -52,8 +55,16 @@ def finished_before(again: Resumed, plan: Plan, feed: Feed, job: Job) -> Summary
     ):  # it ended after its last snapshot and before its summary, which is made up for
         pass
     summary = summary_of(position.evaluation, plan, feed, again.run, job)
-    write_json(path, summary)
+    write_summary(again.run, summary)
     return summary
+
+
+def write_summary(run: Path, summary: Summary) -> None:
+    """What was trained is saved by now: a summary that cannot be written is made up for by resuming the run."""
+    try:
+        write_json(run / SUMMARY, summary)
+    except ResourceError as error:
+        say(f"warning: {error}")
 
 
 def show(summary: Summary, settings: Train) -> None:

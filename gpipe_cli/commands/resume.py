@@ -33,7 +33,7 @@ from gpipe_cli.training.snapshot.record import Record, versions
 
 FIXED = ("model", "data", "seed", "batch_size", "optimizer._target_")
 """Keys that cannot change: the tensors, or the samples of a step, would be others."""
-MOVABLE = ("data.workers", "data.root")
+MOVABLE = ("data.workers", "data.timeout", "data.root")
 """Below those, what only says where samples lie and who fetches them."""
 OF_THE_LAUNCH = ("resume", "run_dir")
 """Keys that are about one launch, not about the training."""

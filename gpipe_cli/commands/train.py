@@ -11,9 +11,10 @@ from gpipe_cli.commands.feed import Feed
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.journal import Journal
 from gpipe_cli.commands.origin import Begun, begin_run
-from gpipe_cli.commands.outcome import finished_before, show, summary_of
+from gpipe_cli.commands.outcome import finished_before, show, summary_of, write_summary
 from gpipe_cli.commands.outlook import outlook
 from gpipe_cli.commands.resume import Resumed, check_plan, resumption
+from gpipe_cli.commands.room import check_room
 from gpipe_cli.commands.stopping import stopping
 from gpipe_cli.config.durations import seconds
 from gpipe_cli.config.schema import Train
@@ -21,7 +22,7 @@ from gpipe_cli.config.targets import instantiate
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import RunError
 from gpipe_cli.training.loop import Evaluated, Plan, Position, train
-from gpipe_cli.training.run_directory import check_run_dir, write_json
+from gpipe_cli.training.run_directory import check_run_dir, planned_run_directory
 from gpipe_cli.training.snapshot.keeper import Keeper, Retention
 from gpipe_cli.training.survival import survive
 
@@ -44,11 +45,13 @@ def run(settings: Train, job: Job) -> Summary:
             engine = make_engine(settings, parts)
             held.callback(engine.close)
             _restore(engine, again)
+            place = planned_run_directory(settings.run_dir, job.number) if again is None else again.run
+            warning = check_room(place, settings, parts.model, plan, _retention(settings))
             begun = begin_run(settings, job, again, held)
             again = None  # it holds the whole snapshot in memory
-            last = _train(settings, parts, plan, engine, begun, began)
+            last = _train(settings, parts, plan, engine, begun, began, warning)
             summary = summary_of(last, plan, parts.feed, begun.directory, job)
-            write_json(begun.directory / "summary.json", summary)
+            write_summary(begun.directory, summary)
     if job.shows_result:
         show(summary, settings)
     return summary
@@ -76,7 +79,13 @@ def _restore(engine: Engine, again: Resumed | None) -> None:
 
 
 def _train(
-    settings: Train, parts: Assembly, plan: Plan, engine: Engine, begun: Begun, began: float
+    settings: Train,
+    parts: Assembly,
+    plan: Plan,
+    engine: Engine,
+    begun: Begun,
+    began: float,
+    warning: str | None,
 ) -> Evaluated:
     """began: when the command did, for its time limit."""
     feed, directory, record = parts.feed, begun.directory, begun.record
@@ -84,6 +93,8 @@ def _train(
     limit = seconds(settings.time_limit) if settings.time_limit else None
     with Journal.open(directory, plan, settings.log, start) as journal:
         _tell(journal, settings, begun)
+        if warning is not None:
+            journal.say(warning)
         _tell_balance(journal, parts)
         retention = _retention(settings)
         with (

@@ -60,9 +60,11 @@ _EDITIONS = {
 _RECORDS = {"train.bin": 50_000}  # in a file; 10,000 in every other
 
 
-def build(name: str, root: str = "data", size: int | None = None, workers: int = 0) -> Data:
+def build(
+    name: str, root: str = "data", size: int | None = None, workers: int = 0, timeout: float = 120
+) -> Data:
     """Images of 3x32x32, or of `size`, from the unpacked archive under `root`."""
-    check_common_keys(size, workers)
+    check_common_keys(size, workers, timeout)
     if name not in _EDITIONS:
         raise ConfigError(f"data.name={name}: choose one of {', '.join(_EDITIONS)}")
     edition = _EDITIONS[name]
@@ -76,6 +78,7 @@ def build(name: str, root: str = "data", size: int | None = None, workers: int =
         std=edition.std,
         flips=True,
         workers=workers,
+        timeout=timeout,
     )
 
 

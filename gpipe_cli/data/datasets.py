@@ -45,6 +45,8 @@ class Data:
     """Whether a mirrored input still belongs to its class: a cat does, a digit does not."""
     workers: int = 0
     """Processes that load samples; 0 loads them where they are used."""
+    timeout: float = 120.0
+    """Seconds such a process may take for a mini-batch."""
 
 
 @final

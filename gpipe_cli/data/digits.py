@@ -19,16 +19,23 @@ _WHITE = 16  # each pixel counts the ink in a block of 4x4
 _HELD_OUT = 5  # every fifth of each class
 
 
-def build(size: int | None = 32, workers: int = 0) -> Data:
+def build(size: int | None = 32, workers: int = 0, timeout: float = 120) -> Data:
     """Digits as grey images of 3 channels, `size` pixels wide; they were taken at 8."""
-    check_common_keys(size, workers)
+    check_common_keys(size, workers, timeout)
     tensors = load_file(_FILE)
     images, labels = tensors["images"].unsqueeze(1), tensors["labels"]
     held_out = _rank_within_class(labels) % _HELD_OUT == 0
     train = ImageSamples(images[~held_out], labels[~held_out], white=_WHITE, size=size)
     test = ImageSamples(images[held_out], labels[held_out], white=_WHITE, size=size)
     return Data(
-        train, test, classes=10, shape=train.shape, mean=(0.305,) * 3, std=(0.324,) * 3, workers=workers
+        train,
+        test,
+        classes=10,
+        shape=train.shape,
+        mean=(0.305,) * 3,
+        std=(0.324,) * 3,
+        workers=workers,
+        timeout=timeout,
     )
 
 

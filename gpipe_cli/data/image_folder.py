@@ -21,9 +21,9 @@ SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", "
 _HELD_OUT = ("test", "val")
 
 
-def build(root: str = "data/images", size: int | None = 224, workers: int = 0) -> Data:
+def build(root: str = "data/images", size: int | None = 224, workers: int = 0, timeout: float = 120) -> Data:
     """Classes are the folders under <root>/train, in alphabetical order; size=null needs images all alike."""
-    check_common_keys(size, workers)
+    check_common_keys(size, workers, timeout)
     train_folder = _folder(root, "train")
     classes = sorted(path.name for path in train_folder.iterdir() if path.is_dir())
     if not classes:
@@ -39,6 +39,7 @@ def build(root: str = "data/images", size: int | None = 224, workers: int = 0) -
         std=(0.229, 0.224, 0.225),
         flips=True,
         workers=workers,
+        timeout=timeout,
     )
 
 

@@ -22,9 +22,11 @@ _BYTES = 0x08  # the idx code of unsigned bytes
 _LARGEST = 2**30  # bytes; the largest file of the set has 47 million
 
 
-def build(root: str = "data", size: int | None = None, channels: int = 3, workers: int = 0) -> Data:
+def build(
+    root: str = "data", size: int | None = None, channels: int = 3, workers: int = 0, timeout: float = 120
+) -> Data:
     """Images of 28x28, or of `size`, with their grey repeated in `channels`."""
-    check_common_keys(size, workers)
+    check_common_keys(size, workers, timeout)
     check_whole_number("data.channels", channels, least=1)
     train, test = (_read(root, part, size, channels) for part in ("train", "t10k"))
     return Data(
@@ -35,6 +37,7 @@ def build(root: str = "data", size: int | None = None, channels: int = 3, worker
         mean=(0.1307,) * channels,
         std=(0.3081,) * channels,
         workers=workers,
+        timeout=timeout,
     )
 
 

@@ -24,8 +24,10 @@ class Dataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-def build(train: Any, test: Any, classes: int, size: int | None = None, workers: int = 0) -> Data:
-    check_common_keys(size, workers)
+def build(
+    train: Any, test: Any, classes: int, size: int | None = None, workers: int = 0, timeout: float = 120
+) -> Data:
+    check_common_keys(size, workers, timeout)
     check_whole_number("data.classes", classes, least=1)
     for key, dataset in (("train", train), ("test", test)):
         if not hasattr(dataset, "__getitem__") or isinstance(dataset, dict | list | str):
@@ -34,7 +36,15 @@ def build(train: Any, test: Any, classes: int, size: int | None = None, workers:
             raise DataError(f"data.{key}: has no samples")
     first = PairSamples(train, size)
     shape = tuple(first[0][0].shape)
-    return Data(first, PairSamples(test, size), classes=classes, shape=shape, flips=False, workers=workers)
+    return Data(
+        first,
+        PairSamples(test, size),
+        classes=classes,
+        shape=shape,
+        flips=False,
+        workers=workers,
+        timeout=timeout,
+    )
 
 
 @final

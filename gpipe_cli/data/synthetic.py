@@ -31,16 +31,17 @@ def build(
     seed: int = 0,
     size: int | None = None,
     workers: int = 0,
+    timeout: float = 120,
 ) -> Data:
     """`length` samples to train on and a quarter as many held out; `size` replaces the sides of an image."""
-    check_common_keys(size, workers)
+    check_common_keys(size, workers, timeout)
     check_whole_number("data.classes", classes, least=1)
     check_whole_number("data.length", length, least=1)
     shape = _checked_shape(shape, size)
     patterns, noise = _patterns(shape, classes, seed), _noise(shape, seed)
     train = SyntheticSamples(patterns, noise, first=0, length=length)
     test = SyntheticSamples(patterns, noise, first=length, length=max(1, length // 4))
-    return Data(train, test, classes=classes, shape=shape, workers=workers)
+    return Data(train, test, classes=classes, shape=shape, workers=workers, timeout=timeout)
 
 
 @final

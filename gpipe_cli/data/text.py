@@ -23,13 +23,18 @@ _BYTES = 256
 
 
 def build(
-    path: str | None = None, context: int = 32, stride: int = 8, held_out: float = 0.1, workers: int = 0
+    path: str | None = None,
+    context: int = 32,
+    stride: int = 8,
+    held_out: float = 0.1,
+    workers: int = 0,
+    timeout: float = 120,
 ) -> Data:
     """Windows of `context` bytes, one beginning every `stride` bytes; the last `held_out` of the file is kept.
 
     Held-out windows do not overlap: each of those bytes is to be guessed once.
     """
-    check_common_keys(None, workers)
+    check_common_keys(None, workers, timeout)
     check_whole_number("data.context", context, least=1)
     check_whole_number("data.stride", stride, least=1)
     if not 0 < held_out < 1:
@@ -43,7 +48,7 @@ def build(
         )
     train = TextSamples(text[:-kept], context, stride)
     test = TextSamples(text[-kept:], context, context)
-    return Data(train, test, classes=_BYTES, shape=(context,), workers=workers)
+    return Data(train, test, classes=_BYTES, shape=(context,), workers=workers, timeout=timeout)
 
 
 def _read(path: Path) -> Tensor:

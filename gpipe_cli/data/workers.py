@@ -9,8 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import active_children
+from multiprocessing.process import BaseProcess
 from typing import Any, final
 
 import torch
@@ -35,16 +38,34 @@ def fetched_by_workers(
         timeout=timeout,
         generator=torch.Generator(),  # the loader draws a seed, by default from torch's default generator
     )
+    others = set(active_children())
     incoming = iter(loader)
+    ours = set(active_children()) - others
     try:
         for _ in wanted:
             yield _unpacked(next(incoming))
     except RuntimeError as error:  # a worker was killed or took too long; torch has no type of its own for it
+        _kill(ours)
         reason = str(error).partition("\n")[0]
+        if "timed out" in reason:
+            reason = f"no mini-batch for data.timeout={timeout:g} seconds"
         # Without its traceback, whose frames would keep the loader and its workers alive.
         raise DataError(f"loading data in workers failed: {reason}") from error.with_traceback(None)
     finally:
         del incoming  # the last reference: torch ends the workers with it
+
+
+def _kill(workers: Collection[BaseProcess]) -> None:
+    """End them without asking: torch would give a stuck one ten seconds.
+
+    It notices a dead worker by raising in the main thread, wherever that is; but only once, so the second try counts.
+    """
+    for _ in range(2):
+        with suppress(RuntimeError):
+            for one in workers:
+                one.kill()
+            for one in workers:
+                one.join()
 
 
 @final

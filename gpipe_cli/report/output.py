@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 from gpipe_cli.report.text import plain
 
@@ -18,5 +19,6 @@ def leave_stdout() -> None:
 
 def say(line: str) -> None:
     """Something worth a line, now, and no part of the result."""
-    sys.stderr.write(f"{plain(line)}\n")
-    sys.stderr.flush()
+    with suppress(OSError):  # a disk without room, or nobody who reads it, is no reason to end a run
+        sys.stderr.write(f"{plain(line)}\n")
+        sys.stderr.flush()

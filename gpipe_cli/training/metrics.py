@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, final
+
+from gpipe_cli.training.line_file import LineFile
 
 
 @final
@@ -39,14 +40,14 @@ class MetricsFile:
     """metrics.jsonl: one JSON object per line, each on disk as soon as it is known."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self.file = LineFile(path)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(f"{json.dumps(row)}\n")
+        self.file.write(f"{json.dumps(row)}\n")
 
     def sync(self) -> None:
         """On the disk itself: a snapshot must not outlive the rows before it."""
-        os.fsync(self._file.fileno())
+        self.file.sync()
 
     def __enter__(self) -> Self:
         return self
@@ -54,4 +55,4 @@ class MetricsFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        self.file.close()

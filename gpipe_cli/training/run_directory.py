@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.errors import ConfigError, ResourceError
+from gpipe_cli.training.snapshot.durable import write_file
 
 LONGEST_NAME = 80
 
@@ -22,7 +23,7 @@ def check_run_dir(run_dir: str | None, number: int | None) -> None:
         raise ConfigError(
             f"run_dir={run_dir}: give the name of a directory, or null for runs/<command>/<model>/<time>"
         )
-    path = Path("runs") if run_dir is None else explicit_run_directory(run_dir, number)
+    path = planned_run_directory(run_dir, number)
     try:
         if run_dir is not None and path.is_dir() and any(path.iterdir()):
             raise ConfigError(f"run_dir={path}: exists and is not empty; choose another one, or remove it")
@@ -46,6 +47,11 @@ def make_run_directory(run_dir: str | None, command: str, name: str, number: int
     except OSError as error:
         raise ResourceError(f"the run directory cannot be made: {error}") from error
     return path
+
+
+def planned_run_directory(run_dir: str | None, number: int | None) -> Path:
+    """Where a run will be, or in which directory: the rest of its name is known when it is made."""
+    return Path("runs") if run_dir is None else explicit_run_directory(run_dir, number)
 
 
 def explicit_run_directory(run_dir: str, number: int | None) -> Path:
@@ -73,4 +79,12 @@ def _safe(name: str) -> str:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(f"{json.dumps(content, indent=2)}\n", encoding="utf-8")
+    write_text(path, f"{json.dumps(content, indent=2)}\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Put a file there, whole or not at all."""
+    try:
+        write_file(path, [text.encode()])
+    except OSError as error:
+        raise ResourceError(f"{path}: cannot be written: {error}") from error
