@@ -63,6 +63,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def main() -> int:
+    torch.set_num_threads(1)  # as a run whose partitions share the CPU has it
     folder = Path(tempfile.mkdtemp(prefix="gpipe-snapshots-", dir=sys.argv[1] if len(sys.argv) > 1 else None))
     try:
         figures = measure(state_of_training(), folder)
