@@ -6,12 +6,12 @@ from typing import Any
 
 from gpipe_cli.balance.result import Balanced
 from gpipe_cli.balance.solver import sums
-from gpipe_cli.byte_size import byte_text
 from gpipe_cli.commands.assemble import Assembly, assemble, balance_name, make_sample, measures
 from gpipe_cli.commands.course import make_memory, sample_must_fit
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.config.schema import Balance
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.report.numbers import readable
 from gpipe_cli.report.output import say
 from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
@@ -28,7 +28,7 @@ def run(settings: Balance, job: Job) -> Summary:
     if job.shows_result:
         print_partitions(
             [
-                {**row, **_cells(balanced, index), "memory": memory and byte_text(memory[index])}
+                {**row, **_cells(balanced, index), "memory": memory and readable("bytes", int(memory[index]))}
                 for index, row in enumerate(parts.partitions)
             ]
         )
@@ -58,7 +58,7 @@ def _cells(balanced: Balanced, partition: int) -> dict[str, Any]:
 
 
 def _figure(value: float, unit: str) -> str:
-    return byte_text(value) if unit == "bytes" else f"{value:.4g} {unit}"
+    return readable("bytes", int(value)) if unit == "bytes" else f"{value:.4g} {unit}"
 
 
 def _summary(balanced: Balanced, memory: list[float] | None, settings: Balance, job: Job) -> dict[str, Any]:

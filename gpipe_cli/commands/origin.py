@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import final
 
 from omegaconf import OmegaConf
 
 from gpipe_cli.commands.jobs import Job
-from gpipe_cli.commands.resume import Resumed
+from gpipe_cli.commands.resume import Resumed, differences
 from gpipe_cli.config.schema import Train
 from gpipe_cli.errors import ResourceError
 from gpipe_cli.report.environment import environment
@@ -16,30 +19,52 @@ from gpipe_cli.training.lock import only_writer
 from gpipe_cli.training.loop import Position
 from gpipe_cli.training.rewind import rewind_metrics, rewind_snapshots
 from gpipe_cli.training.run_directory import make_run_directory, write_json, write_text
+from gpipe_cli.training.snapshot.record import Record
 
 
-def begin_run(settings: Train, job: Job, again: Resumed | None, held: ExitStack) -> Path:
-    """The run directory, this process its only writer for as long as `held` is."""
+@final
+@dataclass(frozen=True)
+class Begun:
+    """A run about to train."""
+
+    directory: Path
+    record: Record | None = None
+    """Where it goes on from; None: from the start."""
+    news: Sequence[str] = ()
+    """What there is to say about that."""
+
+
+def begin_run(settings: Train, job: Job, again: Resumed | None, held: ExitStack) -> Begun:
+    """The run and its directory, this process its only writer for as long as `held` is."""
     if again is not None:
-        _go_back(again)
-        return again.run
+        return _go_on(again)
     directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
     held.enter_context(only_writer(directory))
     write_text(directory / "config.yaml", OmegaConf.to_yaml(job.tree))
     write_text(directory / "overrides.yaml", OmegaConf.to_yaml(list(job.overrides)))
     write_json(directory / "env.json", environment())
-    return directory
+    return Begun(directory)
 
 
-def _go_back(again: Resumed) -> None:
+def _go_on(again: Resumed) -> Begun:
     """Take the directory to where the snapshot stands; the settings from now on become those of the run."""
-    position = Position() if again.snapshot is None else again.snapshot.record.position
+    record = None if again.snapshot is None else again.snapshot.record
+    position = Position() if record is None else record.position
     used = None if again.snapshot is None else again.snapshot.path
     try:
-        rewind_snapshots(again.run, position.step, used)
+        aside = rewind_snapshots(again.run, position.step, used)
         rewind_metrics(again.run / "metrics.jsonl", position)
         (again.run / "summary.json").unlink(missing_ok=True)
         if again.changes:
             write_text(again.run / "config.yaml", OmegaConf.to_yaml(again.tree))
     except OSError as error:
         raise ResourceError(f"{again.run}: the run cannot go on: {error}") from error
+    news = [
+        "the run had saved nothing that can be used; it begins anew"
+        if used is None
+        else f"going on from {used}",
+        *(f"set aside, as it is damaged or of a future that is given up: {name}" for name in aside),
+        *(differences(record) if record is not None else ()),
+        *(f"changed: {change}" for change in again.changes),
+    ]
+    return Begun(again.run, record, news)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ def finished_before(again: Resumed, plan: Plan, feed: Feed, job: Job) -> Summary
     try:
         summary: Summary = json.loads((again.run / SUMMARY).read_text(encoding="utf-8"))
         if isinstance(summary, dict):
+            sys.stderr.write(f"{again.run}: the run has finished; nothing is changed\n")
             return summary
     except (
         OSError,

@@ -22,7 +22,7 @@ from gpipe_cli.commands.jobs import Job
 from gpipe_cli.commands.saved import saved_config, with_overrides
 from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import Train
-from gpipe_cli.errors import ConfigError, RunError
+from gpipe_cli.errors import ConfigError, DataError, RunError
 from gpipe_cli.training.lock import only_writer
 from gpipe_cli.training.loop import Plan
 from gpipe_cli.training.run_directory import explicit_run_directory
@@ -79,8 +79,13 @@ def allow_words(settings: Train) -> list[str]:
     return [f"allow=[{','.join(settings.allow)}]"] if settings.allow else []
 
 
-def check_goal(plan: Plan, record: Record) -> None:
-    """A run cannot end before where it stands."""
+def check_plan(plan: Plan, record: Record) -> None:
+    """A run cannot end before where it stands, nor find other samples at its steps."""
+    if (plan.seed, plan.steps_per_epoch) != (record.seed, record.steps_per_epoch):
+        raise DataError(
+            f"the run was trained with seed={record.seed} on {record.steps_per_epoch} mini-batches per epoch, "
+            f"now it is seed={plan.seed} and {plan.steps_per_epoch}: its data or its config.yaml has changed"
+        )
     if plan.steps < record.position.step:
         raise ConfigError(
             f"steps={plan.steps}: the run has come to step {record.position.step}; "

@@ -122,6 +122,8 @@ def _summary(step: Step, ideal: Simulation, parts: Assembly, sample: Sample) -> 
 def _peaks(parts: Assembly, sample: Sample, course: Course) -> Sequence[int | None]:
     """The most that is kept for backward at once; unknown where a layer cannot be judged without running it."""
     try:
-        return activation_bytes(model_facts(parts.model, sample), parts.split.balance, course)
+        return activation_bytes(
+            model_facts(parts.model, sample, count_flops=False), parts.split.balance, course
+        )
     except ConfigError:
         return [None] * course.partitions

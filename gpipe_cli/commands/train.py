@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 from gpipe_cli.commands.assemble import Assembly, assemble, make_engine
 from gpipe_cli.commands.feed import Feed
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.journal import Journal
-from gpipe_cli.commands.origin import begin_run
+from gpipe_cli.commands.origin import Begun, begin_run
 from gpipe_cli.commands.outcome import finished_before, show, summary_of, write_summary
 from gpipe_cli.commands.outlook import outlook
-from gpipe_cli.commands.resume import Resumed, check_goal, differences, resumption
+from gpipe_cli.commands.resume import Resumed, check_plan, resumption
 from gpipe_cli.commands.room import check_room
 from gpipe_cli.commands.stopping import stopping
 from gpipe_cli.config.durations import seconds
@@ -38,7 +37,7 @@ def run(settings: Train, job: Job) -> Summary:
         parts = assemble(settings, job.overrides, storage=not job.dry_run)
         plan = _plan(settings, parts.feed)
         if again is not None and again.snapshot is not None:
-            check_goal(plan, again.snapshot.record)
+            check_plan(plan, again.snapshot.record)
         if job.dry_run:
             return outlook(settings, job, parts, plan.steps)
         summary = None if again is None else finished_before(again, plan, parts.feed, job)
@@ -48,10 +47,11 @@ def run(settings: Train, job: Job) -> Summary:
             _restore(engine, again)
             place = planned_run_directory(settings.run_dir, job.number) if again is None else again.run
             warning = check_room(place, settings, parts.model, plan, _retention(settings))
-            directory = begin_run(settings, job, again, held)
-            last = _train(settings, parts, plan, engine, directory, again, began, warning)
-            summary = summary_of(last, plan, parts.feed, directory, job)
-            write_summary(directory, summary)
+            begun = begin_run(settings, job, again, held)
+            again = None  # it holds the whole snapshot in memory
+            last = _train(settings, parts, plan, engine, begun, began, warning)
+            summary = summary_of(last, plan, parts.feed, begun.directory, job)
+            write_summary(begun.directory, summary)
     if job.shows_result:
         show(summary, settings)
     return summary
@@ -83,16 +83,16 @@ def _train(
     parts: Assembly,
     plan: Plan,
     engine: Engine,
-    directory: Path,
-    again: Resumed | None,
+    begun: Begun,
     began: float,
     warning: str | None,
 ) -> Evaluated:
-    record = None if again is None or again.snapshot is None else again.snapshot.record
+    """began: when the command did, for its time limit."""
+    feed, directory, record = parts.feed, begun.directory, begun.record
     start = Position() if record is None else record.position
     limit = seconds(settings.time_limit) if settings.time_limit else None
     with Journal.open(directory, plan, settings.log, start) as journal:
-        _tell(journal, settings, directory, again)
+        _tell(journal, settings, begun)
         if warning is not None:
             journal.say(warning)
         _tell_balance(journal, parts)
@@ -101,21 +101,13 @@ def _train(
             stopping(directory, settings, None if limit is None else began + limit) as stops,
             Keeper(directory, engine, plan, retention, record, journal.metrics.sync) as keeper,
         ):
-            feed = parts.feed
             facts = train(engine, plan, feed.train, lambda epoch: stops.heeded(feed.test(epoch)), start)
             return journal.follow(survive(facts, keeper, stops))
 
 
-def _tell(journal: Journal, settings: Train, directory: Path, again: Resumed | None) -> None:
-    journal.say(f"run directory: {directory}")
-    if again is not None and again.snapshot is None:
-        journal.say("the run had saved nothing that can be used; it begins anew")
-    elif again is not None and again.snapshot is not None:
-        journal.say(f"going on from {again.snapshot.path}")
-        for line in differences(again.snapshot.record):
-            journal.say(line)
-    for change in () if again is None else again.changes:
-        journal.say(f"changed: {change}")
+def _tell(journal: Journal, settings: Train, begun: Begun) -> None:
+    for line in (f"run directory: {begun.directory}", *begun.news):
+        journal.say(line)
     if settings.chunks > settings.batch_size:
         journal.say(
             f"chunks={settings.chunks} is more than batch_size={settings.batch_size}: "

@@ -34,7 +34,7 @@ class Snapshots:
     keep: int = 3
     """How many of the newest snapshots stay; the best one stays too."""
     monitor: str | None = "loss"
-    """What makes a snapshot the best: the smallest loss, or the largest of another metric (top1); null: nothing."""
+    """What makes a snapshot the best: the smallest loss or error, the largest top1 or other score; null: nothing."""
 
 
 @dataclass

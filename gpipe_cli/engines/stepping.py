@@ -15,7 +15,7 @@ from gpipe_cli.engines.nonfinite import first_bad_gradient, first_bad_output
 from gpipe_cli.engines.protocol import Batch, Objective, StepFacts, Value
 from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state
 from gpipe_cli.engines.update import Update
-from gpipe_cli.errors import NumericError
+from gpipe_cli.errors import NumericError, RunError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -118,7 +118,10 @@ class PipeEngine:
         self._kept.put(state.optimizer, state.numbers.get("optimizer", {}))
         scaler = state.numbers.get("scaler")
         if scaler and self._update.scaler.is_enabled():  # a run may go on in another precision
-            self._update.scaler.load_state_dict(scaler)
+            try:
+                self._update.scaler.load_state_dict(scaler)
+            except (KeyError, TypeError) as error:
+                raise RunError(f"does not fit the loss scaler: {scaler}") from error
 
     def close(self) -> None:
         self._pipe.close()

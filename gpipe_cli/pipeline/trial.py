@@ -68,7 +68,10 @@ def _run(layers: nn.Module, names: tuple[str, ...], value: Any) -> None:
             given = _described(value)
             try:
                 value = layer(value)
-            except Exception as error:  # a layer's code, given what it may not expect, may raise anything
+            except (
+                Exception,
+                SystemExit,
+            ) as error:  # its code, given what it may not expect, may do anything
                 reason = str(error).partition("\n")[0] or type(error).__name__
                 raise _Misfit(f"{subject} does not take {given}: {reason}") from error
             _check_carried(subject, value)

@@ -4,7 +4,7 @@ from functools import cache
 from math import inf
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpipe_cli.balance.solver import solve
@@ -28,9 +28,10 @@ def by_dynamic_programming(costs: list[int], partitions: int) -> int:
     return int(best(len(costs), partitions))
 
 
+@settings(max_examples=1000)
 @given(st.data())
 def test_no_balance_is_better(data: st.DataObject) -> None:
-    costs = data.draw(st.lists(st.integers(0, 1000), min_size=1, max_size=40))
+    costs = data.draw(st.lists(st.integers(0, 1000), min_size=1, max_size=16))
     partitions = data.draw(st.integers(1, len(costs)))
     solution = solve(costs, partitions)
     assert len(solution.balance) == partitions

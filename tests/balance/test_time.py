@@ -10,6 +10,7 @@ from gpipe_cli import GPipe
 from gpipe_cli.balance import balance_by_time
 from gpipe_cli.balance.time import balance as by_time
 from gpipe_cli.balance.time import layer_costs, partition_costs
+from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import LayerProfile, Sample
 from gpipe_cli.profiling.seen import LayerFacts
 from gpipe_cli.schedule.course import Course
@@ -40,7 +41,7 @@ def test_among_equally_good_balances_the_simulated_step_decides(monkeypatch: pyt
     beside a backward of 20; in the second one they are 20 and 22.
     """
     layers = [profiled(20, 10), profiled(8, 2), profiled(10, 20)]
-    monkeypatch.setattr("gpipe_cli.balance.time.profile_layers", lambda *_, **__: layers)
+    monkeypatch.setattr(ProfileCache, "times", lambda *_: layers)
     module, sample = nn.Sequential(*(nn.Identity() for _ in layers)), Sample(torch.zeros(1))
     found = by_time(module, sample, 2, Course("gpipe", 2, 8))
     assert found.layers == [1, 2]

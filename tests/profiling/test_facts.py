@@ -83,11 +83,11 @@ CASES = {
         Sample(torch.randn(5, 8)),
     ),
     "a transformer with a tied head": (
-        gpt.build(width=16, depth=1, heads=2),
-        Sample(torch.randint(256, (2, 128)), torch.randint(256, (2, 128)), TokenCrossEntropy()),
+        gpt.build(width=16, depth=1, heads=2, input_shape=(32,)),
+        Sample(torch.randint(256, (2, 32)), torch.randint(256, (2, 32)), TokenCrossEntropy()),
     ),
     "a net of long skips": (
-        unet.build(depth=2, base_channels=4),
+        unet.build(depth=2, base_channels=4, input_shape=(3, 16, 16)),
         Sample(torch.randn(2, 3, 16, 16), torch.randint(4, (2, 16, 16)), CrossEntropy()),
     ),
     "a real model": (resnet("resnet18", num_classes=4), image_sample(16)),

@@ -149,6 +149,7 @@ def run(
     steps: int = STEPS,
     spoil: Spoil | None = None,
     at_fact: Callable[[int], None] = lambda count: None,
+    in_evaluation: Callable[[], None] = lambda: None,
 ) -> None:
     """Train to the end, going on from whatever the directory holds."""
     torch.set_num_threads(1)
@@ -179,8 +180,13 @@ def run(
         MetricsFile(directory / "metrics.jsonl") as metrics,
         Keeper(directory, engine, plan, Retention(case.every, case.keep, "loss"), record) as keeper,
     ):
-        held_out = lambda epoch: stops.heeded(batch for batch, _ in _batches(0, 0, case))  # noqa: E731
-        facts = train(engine, plan, train_batches, held_out, start)
+
+        def held_out(epoch: int) -> Iterator[Batch]:
+            for batch, _ in _batches(0, 0, case):
+                yield batch
+                in_evaluation()
+
+        facts = train(engine, plan, train_batches, lambda epoch: stops.heeded(held_out(epoch)), start)
         for count, fact in enumerate(survive(facts, keeper, stops)):
             metrics.write(_row(fact, seen))
             at_fact(count)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
+import shutil
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +45,7 @@ def warm() -> None:
 def reference(case: Case, folder: Path) -> dict[str, Any]:
     """What the case gives when nothing happens to it."""
     if case not in REFERENCES:
-        directory = folder / "reference"
+        directory = folder / f"reference-{len(REFERENCES)}"
         assert in_a_child(lambda: run(directory, case)) == 0
         REFERENCES[case] = result(directory)
     return REFERENCES[case]
@@ -81,6 +84,17 @@ def test_it_may_go_on_with_other_partitions_workers_and_engine(tmp_path: Path) -
     assert result(directory) == expected
 
 
+KILLED: dict[Case, Path] = {}
+
+
+def killed(case: Case, folder: Path) -> Path:
+    """A run that was killed after six steps; the same for all tests, so it is killed once."""
+    if case not in KILLED:
+        KILLED[case] = folder / "killed"
+        assert in_a_child(lambda: run(KILLED[case], case, at_fact=kill_at(6))) == -signal.SIGKILL
+    return KILLED[case]
+
+
 @pytest.mark.parametrize(
     ("case", "spoil"),
     [
@@ -102,12 +116,18 @@ def test_it_may_go_on_with_other_partitions_workers_and_engine(tmp_path: Path) -
     ],
 )
 def test_leaving_out_any_one_saved_item_is_noticed(tmp_path: Path, case: Case, spoil: Spoil) -> None:
-    """The test above would be worth nothing if it passed without what is saved."""
+    """The tests above would be worth nothing if they passed without what is saved."""
     expected = reference(case, tmp_path)
     directory = tmp_path / "run"
-    assert in_a_child(lambda: run(directory, case, at_fact=kill_at(6))) == -signal.SIGKILL
+    shutil.copytree(killed(case, tmp_path), directory)
     assert in_a_child(lambda: run(directory, case, spoil=spoil)) == 0
     assert result(directory) != expected
+
+
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    often = reference(Case(every=1, keep=1), tmp_path)
+    assert often["files"] == reference(Case(), tmp_path)["files"]
+    assert often["rows"] == reference(Case(), tmp_path)["rows"]
 
 
 def torn(case: Case, directory: Path, expected: dict[str, Any], deadly: int) -> bool:
@@ -139,6 +159,7 @@ def test_a_save_may_be_killed_at_any_write_fsync_or_rename(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_call_of_a_run_that_changes_the_disk_may_be_its_last(tmp_path: Path) -> None:
     case = Case(keep=1)
     expected = reference(case, tmp_path)
@@ -183,25 +204,38 @@ def test_a_run_may_be_killed_at_any_time_again_and_again(tmp_path: Path, kills: 
     assert killed >= kills
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_a_signal_saves_the_step_under_way_and_the_run_goes_on_to_the_bit(
-    tmp_path: Path, number: int
+def stopped(directory: Path, case: Case, **when: Any) -> Callable[[], None]:
+    """A run that is asked to stop, and what is left of it then."""
+
+    def work() -> None:
+        with pytest.raises(session.StopRequested):
+            run(directory, case, **when)
+        assert not multiprocessing.active_children(), "no data worker survives"
+        assert not [one.name for one in threading.enumerate() if one.name.startswith("gpipe-snapshot")]
+
+    return work
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("in_evaluation", [False, True])
+def test_a_request_to_stop_saves_the_step_under_way_and_the_run_goes_on_to_the_bit(
+    tmp_path: Path, workers: int, in_evaluation: bool
 ) -> None:
-    """At fact 3 an epoch's last step is done: its evaluation is left to the resumed run."""
-    case = Case(every=None)
+    """At fact 3 an epoch's last step is done. Its evaluation is left, or left to be repeated, for the resumed run."""
+    case = Case(every=None, workers=workers)
     expected = reference(case, tmp_path)
     directory = tmp_path / "run"
 
-    def stopped() -> None:
-        at_fact = {3: number}
-        with pytest.raises(session.StopRequested):
-            run(
-                directory,
-                case,
-                at_fact=lambda now: os.kill(os.getpid(), at_fact[now]) if now in at_fact else None,
-            )
+    def ask() -> None:
+        signal.raise_signal(signal.SIGTERM)
 
-    assert in_a_child(stopped) == 0
+    first = iter([ask])  # one request: a second one would not wait for a boundary
+    when = (
+        {"in_evaluation": lambda: next(first, int)()}
+        if in_evaluation
+        else {"at_fact": lambda now: ask() if now == 3 else None}
+    )
+    assert in_a_child(stopped(directory, case, **when)) == 0
     found = newest_valid(directory).newest
     assert found is not None
     assert (found.manifest.record["step"], found.manifest.record["evaluation"]) == (4, None)

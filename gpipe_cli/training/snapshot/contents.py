@@ -91,10 +91,14 @@ def amend(path: Path, record: Record) -> None:
         ) from error
 
 
-def copied(state: EngineState) -> EngineState:
-    """A state that further steps do not change, in the memory of the CPU."""
+def copied(state: EngineState, spare: EngineState | None = None) -> EngineState:
+    """A state that further steps do not change, in the memory of the CPU; where `spare` has room, in its memory."""
+    room = EngineState({}) if spare is None else spare
     return replace(
-        state, model=_copied(state.model), buffers=_copied(state.buffers), optimizer=_copied(state.optimizer)
+        state,
+        model=_copied(state.model, room.model),
+        buffers=_copied(state.buffers, room.buffers),
+        optimizer=_copied(state.optimizer, room.optimizer),
     )
 
 
@@ -110,8 +114,15 @@ def _files(state: EngineState) -> dict[str, dict[str, Tensor]]:
     return {name: content for name, content in files.items() if content or name == MODEL}
 
 
-def _copied(of: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in of.items()}
+def _copied(tensors: dict[str, Tensor], room: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _copy(tensor.detach(), room.get(name)) for name, tensor in tensors.items()}
+
+
+def _copy(tensor: Tensor, room: Tensor | None) -> Tensor:
+    """Memory that was in use before costs an eighth of new memory, which the system has to clear first."""
+    if room is not None and room.shape == tensor.shape and room.dtype == tensor.dtype:
+        return room.copy_(tensor)
+    return tensor.to("cpu", copy=True).contiguous()
 
 
 def _free(path: Path) -> str:

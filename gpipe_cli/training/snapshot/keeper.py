@@ -27,6 +27,8 @@ from gpipe_cli.training.snapshot.finding import FOLDER, snapshot_path, snapshot_
 from gpipe_cli.training.snapshot.reading import verify
 from gpipe_cli.training.snapshot.record import Best, Record, versions
 
+LESS_IS_BETTER = ("loss", "error", "bits_per_token", "perplexity")
+"""What a metric's name ends in whose best value is the smallest; of any other it is the largest."""
 SLOW_DISK = 50e6  # bytes per second: what a save may take before one has been measured
 
 
@@ -37,7 +39,7 @@ class Retention:
     keep: int
     """How many of the newest stay."""
     monitor: str | None
-    """The metric whose best evaluation stays too: the smallest loss, or the largest of any other."""
+    """The metric whose best evaluation stays too."""
 
 
 @final
@@ -59,6 +61,7 @@ class Keeper:
         self._before_saving = before_saving
         self._background = Background()
         self._saved: Position | None = None
+        self._spare: EngineState | None = None
         state = engine.state()
         check_savable(state)
         self.save_seconds = (
@@ -118,7 +121,7 @@ class Keeper:
         value = fact.loss if metric == "loss" else fact.means[metric]
         if self._best is not None and self._best.metric == metric:
             before = self._best.value
-            if not (value < before if metric == "loss" else value > before):
+            if not (value < before if metric.endswith(LESS_IS_BETTER) else value > before):
                 return False
         self._best = Best(metric, value, fact.step)
         return True
@@ -141,12 +144,12 @@ class Keeper:
             # Only a run resumed from just this snapshot gets here, to add its evaluation: no tensor has moved.
             amend(path, record)
             return
-        copy = copied(state)
+        copy = self._spare = copied(state, self._spare)
 
         def work(between: Callable[[], None]) -> None:
             write_snapshot(path, copy, record, between)
             self.save_seconds = time.monotonic() - began
-            self._prune(path)
+            self._prune(path, record.best)
 
         self._background.start(work)
 
@@ -161,9 +164,10 @@ class Keeper:
             state.numbers,
         )
 
-    def _prune(self, newest: Path) -> None:
-        best = None if self._best is None else snapshot_path(self._run, self._best.step)
-        old = [path for path in snapshot_paths(self._run)[self._retention.keep :] if path != best]
+    def _prune(self, newest: Path, best: Best | None) -> None:
+        """best: as of the new snapshot; by now training may know a better one that is not on the disk yet."""
+        kept = None if best is None else snapshot_path(self._run, best.step)
+        old = [path for path in snapshot_paths(self._run)[self._retention.keep :] if path != kept]
         if not old:
             return
         try:

@@ -5,7 +5,9 @@ Each file is read once: between a check and a second look somebody could change 
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import mmap
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,48 +26,54 @@ class Verified:
 
     path: Path
     manifest: Manifest
-    contents: dict[str, bytearray]
+    contents: dict[str, memoryview]
     """The files asked for."""
 
 
 def read_snapshot(directory: Path, wanted: Collection[str] = FILES) -> Verified:
     """Verify every file; keep what is wanted. RunError names the first that is damaged."""
     manifest = read_manifest(directory)
-    contents = {}
-    for name, facts in manifest.files.items():
-        content = _verified(directory / name, facts, keep=name in wanted)
-        if content is not None:
-            contents[name] = content
-    return Verified(directory, manifest, contents)
+
+    def content_of(name: str) -> memoryview | None:
+        return _verified(directory / name, manifest.files[name], keep=name in wanted)
+
+    with ThreadPoolExecutor(len(FILES), "gpipe-read") as reading:  # hashing keeps a core busy for each file
+        contents = dict(zip(manifest.files, reading.map(content_of, manifest.files), strict=True))
+    return Verified(directory, manifest, {name: one for name, one in contents.items() if one is not None})
 
 
 def verify(directory: Path) -> Manifest:
     return read_snapshot(directory, wanted=()).manifest
 
 
-def _verified(path: Path, facts: FileFacts, *, keep: bool) -> bytearray | None:
+def _verified(path: Path, facts: FileFacts, *, keep: bool) -> memoryview | None:
     try:
         found = path.stat().st_size
         if found != facts.size:  # before anything of that size is allocated
             raise RunError(f"{path}: damaged: has {found} bytes instead of {facts.size}")
-        content = bytearray(facts.size if keep else min(facts.size, CHUNK))
+        content = _memory(facts.size if keep else min(facts.size, CHUNK))
         digest = _digest(path, content, facts.size)
-    except MemoryError as error:
-        raise ResourceError(f"{path}: no memory for its {facts.size} bytes") from error
     except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise ResourceError(f"{path}: no memory for its {facts.size:,} bytes") from error
         raise RunError(f"{path}: damaged, or not there: {error}") from error
     if digest != facts.sha256:
         raise RunError(f"{path}: damaged: its sha256 is {digest}, {facts.sha256} was written")
     return content if keep else None
 
 
-def _digest(path: Path, content: bytearray, size: int) -> str:
+def _memory(size: int) -> memoryview:
+    """Straight from the system: a bytearray would be filled with zeros first, which takes as long as reading."""
+    return memoryview(mmap.mmap(-1, max(1, size)))[:size]
+
+
+def _digest(path: Path, content: memoryview, size: int) -> str:
     """Hash the file while reading it into `content`, over and over from its start where that is shorter."""
     digest, done = hashlib.sha256(), 0
-    view, reused = memoryview(content), len(content) < size
+    reused = len(content) < size
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, "gpipe-hash") as hashing:
         while done < size:
-            place = view[: size - done] if reused else view[done : done + CHUNK]
+            place = content[: size - done] if reused else content[done : done + CHUNK]
             count = file.readinto(place)
             if not count:  # cut short meanwhile: the digest will tell
                 break

@@ -71,7 +71,7 @@ def size(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def decode(content: bytearray) -> dict[str, Tensor]:
+def decode(content: bytearray | memoryview) -> dict[str, Tensor]:
     """The tensors in a file's bytes, in place: they share memory with it."""
     entries, start = _header(content)
     if not entries:
@@ -107,7 +107,7 @@ def _tensor(data: Tensor, entry: _Entry) -> Tensor:
     return part.view(entry.dtype).reshape(entry.shape)
 
 
-def _header(content: bytearray) -> tuple[dict[str, _Entry], int]:
+def _header(content: bytearray | memoryview) -> tuple[dict[str, _Entry], int]:
     if len(content) < 8:
         raise BadTensors("is too short")
     (length,) = struct.unpack_from("<Q", content)

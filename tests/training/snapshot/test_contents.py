@@ -15,7 +15,7 @@ from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, ResourceError, RunError
 from gpipe_cli.training.loop import Evaluated, Position
 from gpipe_cli.training.snapshot import durable, manifest
-from gpipe_cli.training.snapshot.contents import amend, check_savable, open_snapshot, write_snapshot
+from gpipe_cli.training.snapshot.contents import amend, check_savable, copied, open_snapshot, write_snapshot
 from gpipe_cli.training.snapshot.finding import newest_valid, snapshot_path, snapshot_paths, unfinished_paths
 from gpipe_cli.training.snapshot.reading import read_snapshot
 from gpipe_cli.training.snapshot.record import Best, Record, versions
@@ -138,6 +138,19 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
     (path / manifest.MANIFEST).write_bytes(content)
     with pytest.raises(RunError, match=r"damaged|has the format"):
         read_snapshot(path)
+
+
+def test_a_copy_stays_as_it_is_and_its_memory_is_used_again() -> None:
+    saved = state()
+    copy = copied(saved)
+    before = {name: tensor.clone() for name, tensor in saved.model.items()}
+    for tensor in saved.model.values():
+        tensor.add_(1)
+    assert all(torch.equal(copy.model[name], before[name]) for name in before)
+    again = copied(replace(saved, optimizer={"a.weight/step": torch.zeros(2)}), copy)
+    assert all(again.model[name].data_ptr() == copy.model[name].data_ptr() for name in before)
+    assert all(torch.equal(again.model[name], saved.model[name]) for name in before)
+    assert torch.equal(again.optimizer["a.weight/step"], torch.zeros(2))
 
 
 def test_the_record_can_be_amended_without_touching_a_tensor(tmp_path: Path) -> None:

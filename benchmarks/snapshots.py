@@ -1,0 +1,111 @@
+"""How long a snapshot takes to write and to read, beside torch.save and torch.load of the same tensors.
+
+    python -m benchmarks.snapshots [folder]
+
+ResNet-101 with the state of AdamW. Both ways end on the disk itself (fsync); they take turns, and each figure is the
+median of its ratios to torch in the same round. Training waits only for the copy; the rest runs beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from gpipe_cli.engines.state import EngineState, OptimizerState, module_state
+from gpipe_cli.training.loop import Position
+from gpipe_cli.training.snapshot.contents import copied, open_snapshot, write_snapshot
+from gpipe_cli.training.snapshot.reading import read_snapshot
+from gpipe_cli.training.snapshot.record import Record, versions
+from gpipe_cli.vision import torchvision
+
+ROUNDS = 7
+BOUND = 1.3
+
+
+def state_of_training() -> EngineState:
+    model = torchvision.models.resnet101()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    tensors, numbers = OptimizerState(optimizer, names).take()
+    return EngineState(module_state(model).model, {}, tensors, {"optimizer": numbers, "scaler": {}})
+
+
+def save_with_torch(state: EngineState, path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save({"model": state.model, "optimizer": state.optimizer}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def save_snapshot(state: EngineState, spare: EngineState, path: Path) -> None:
+    record = Record(Position(1, 1.0), None, 1, 0, 1, versions(), state.numbers)
+    write_snapshot(path, copied(state, spare), record, lambda: None)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def main() -> int:
+    torch.set_num_threads(1)  # as a run whose partitions share the CPU has it
+    folder = Path(tempfile.mkdtemp(prefix="gpipe-snapshots-", dir=sys.argv[1] if len(sys.argv) > 1 else None))
+    try:
+        figures = measure(state_of_training(), folder)
+    finally:
+        shutil.rmtree(folder)
+    table = Table("what", "median seconds", "x torch", "at most", box=None)
+    missed = 0
+    for name, (times, base) in figures.items():
+        ratio = statistics.median(one / other for one, other in zip(times, base, strict=True))
+        bounded = not name.startswith(("torch", "copy"))
+        missed += bounded and ratio > BOUND
+        row = (f"{statistics.median(times):.3f}", f"{ratio:.2f}", f"{BOUND:.2f}" if bounded else "-")
+        table.add_row(name, *row)
+    Console().print(table)
+    return missed
+
+
+def measure(state: EngineState, folder: Path) -> dict[str, tuple[list[float], list[float]]]:
+    times: dict[str, list[float]] = {}
+
+    def note(name: str, work: Callable[[], object]) -> None:
+        times.setdefault(name, []).append(seconds(work))
+
+    spare = copied(state)  # every save of a run but the first finds the memory of the one before
+    for turn in range(ROUNDS):
+        file, directory = folder / f"{turn}.pt", folder / f"step-{turn:08d}"
+        note("torch.save + fsync", lambda file=file: save_with_torch(state, file))
+        note("snapshot", lambda directory=directory: save_snapshot(state, spare, directory))
+        note("copy (training waits)", lambda: copied(state, spare))
+        note("torch.load", lambda file=file: load_with_torch(file))
+        note("read and verify", lambda directory=directory: open_snapshot(read_snapshot(directory)))
+        file.unlink()
+        shutil.rmtree(directory)
+    saving = ("torch.save + fsync", "snapshot", "copy (training waits)")
+    bases = {name: times["torch.save + fsync" if name in saving else "torch.load"] for name in times}
+    return {name: (found, bases[name]) for name, found in times.items()}
+
+
+def load_with_torch(path: Path) -> dict[str, dict[str, Tensor]]:
+    content: dict[str, dict[str, Tensor]] = torch.load(path, weights_only=True)
+    return content
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+import torch
+from torch import nn
+
+from gpipe_cli.engines.state import EngineState
+from gpipe_cli.errors import ConfigError, ResourceError
+from gpipe_cli.training.loop import Evaluated, Fact, Plan, Trained
+from gpipe_cli.training.lr_schedules import Constant
+from gpipe_cli.training.snapshot import contents, keeper
+from gpipe_cli.training.snapshot.contents import open_snapshot
+from gpipe_cli.training.snapshot.finding import newest_valid, snapshot_path
+from gpipe_cli.training.snapshot.keeper import Keeper, Retention
+
+PLAN = Plan(steps=8, steps_per_epoch=2, lr=0.1, lr_schedule=Constant(), seed=0)
+
+
+@final
+class Fake:
+    """An engine whose state is its step."""
+
+    def __init__(self) -> None:
+        self.module: nn.Module = nn.Identity()
+        self.weight = torch.zeros(1000)
+
+    def state(self) -> EngineState:
+        return EngineState({"weight": self.weight})
+
+    def load_state(self, state: EngineState) -> None: ...
+    def close(self) -> None: ...
+    def train_step(self, batch: Any, key: int, lr: float) -> Any: ...
+    def eval_step(self, batch: Any) -> Any: ...
+
+
+def trained(step: int) -> Trained:
+    return Trained(step, 0, 1.0, {"top1": 0.5, "mean_absolute_error": 1.0}, 0.1, 4, None, False, float(step))
+
+
+def evaluated(step: int, loss: float = 1.0, **means: float) -> Evaluated:
+    return Evaluated(
+        step, 0, loss, {"top1": 0.5, "mean_absolute_error": 1.0, **means}, 4, 0.1, 1.0, float(step)
+    )
+
+
+@contextmanager
+def keeping(run: Path, retention: Retention) -> Iterator[tuple[Keeper, Any]]:
+    engine = Fake()
+    with Keeper(run, engine, PLAN, retention) as keeping:
+
+        def follow(*facts: Fact) -> None:
+            for fact in facts:
+                engine.weight.fill_(fact.step)
+                keeping.after(fact)
+
+        yield keeping, follow
+
+
+def steps(run: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (run / "snapshots").iterdir())
+
+
+def test_it_saves_every_few_steps_and_the_last(tmp_path: Path) -> None:
+    with keeping(tmp_path, Retention(3, 9, None)) as (_, follow):
+        for step in range(1, 9):
+            follow(trained(step), *([evaluated(step)] if step % 2 == 0 else []))
+    assert steps(tmp_path) == [3, 6, 8]
+
+
+def test_it_saves_every_epoch_after_its_evaluation(tmp_path: Path) -> None:
+    with keeping(tmp_path, Retention(None, 9, None)) as (_, follow):
+        follow(trained(1), trained(2))
+        assert steps(tmp_path) == []
+        follow(evaluated(2), trained(3))
+    found = newest_valid(tmp_path).newest
+    assert found is not None
+    snapshot = open_snapshot(found)
+    assert snapshot.record.position.evaluated and steps(tmp_path) == [2]
+    assert torch.equal(snapshot.state.model["weight"], torch.full((1000,), 2.0)), "the copy is of that step"
+
+
+@pytest.mark.parametrize(
+    ("monitor", "values", "best"),
+    [
+        ("loss", [3.0, 1.0, 2.0, 2.0], 4),
+        ("top1", [0.1, 0.9, 0.5, 0.9], 4),
+        ("mean_absolute_error", [3.0, 1.0, 2.0, 4.0], 4),
+    ],
+)
+def test_the_newest_and_the_best_stay(tmp_path: Path, monitor: str, values: list[float], best: int) -> None:
+    with keeping(tmp_path, Retention(None, 1, monitor)) as (_, follow):
+        for epoch, value in enumerate(values):
+            fact = evaluated(2 * epoch + 2, **{monitor: value})
+            follow(trained(fact.step), fact)
+    assert steps(tmp_path) == [best, 8]
+
+
+def test_an_evaluation_that_is_the_best_is_saved_in_between(tmp_path: Path) -> None:
+    with keeping(tmp_path, Retention(100, 9, "loss")) as (_, follow):
+        follow(trained(2), evaluated(2, 1.0), trained(4), evaluated(4, 2.0), trained(6), evaluated(6, 0.5))
+    assert steps(tmp_path) == [2, 6]
+
+
+def test_what_it_does_not_own_is_never_removed(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    canary.mkdir()
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots" / "mine").mkdir()
+    snapshot_path(tmp_path, 1).symlink_to(canary, target_is_directory=True)
+    with keeping(tmp_path, Retention(2, 1, None)) as (_, follow):
+        follow(trained(2), evaluated(2), trained(4), evaluated(4))
+    names = {path.name for path in (tmp_path / "snapshots").iterdir()}
+    assert names == {"mine", "step-00000001", "step-00000004"} and canary.is_dir()
+
+
+def test_training_goes_on_while_a_snapshot_is_written_and_hears_of_its_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, failed = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        go.wait(60)
+        failed.set()
+        raise ResourceError("the disk is full")
+
+    monkeypatch.setattr(keeper, "write_snapshot", slow)
+    with (
+        pytest.raises(ResourceError, match="the disk is full"),
+        keeping(tmp_path, Retention(3, 1, None)) as (_, follow),
+    ):
+        follow(trained(3))
+        follow(trained(5))  # is not kept waiting
+        go.set()
+        failed.wait(60)
+        follow(trained(6))  # waits for the save before it, and is told
+
+
+def test_nothing_old_is_removed_if_the_new_one_reads_back_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def torn(path: Path, *rest: Any) -> None:
+        contents.write_snapshot(path, *rest)
+        (path / "model.safetensors").write_bytes(b"")
+
+    with (
+        pytest.raises(ResourceError, match="reads back otherwise"),
+        keeping(tmp_path, Retention(2, 1, None)) as (_, follow),
+    ):
+        follow(trained(2), evaluated(2))
+        monkeypatch.setattr(keeper, "write_snapshot", torn)
+        follow(trained(4), evaluated(4), trained(6), evaluated(6))
+    assert steps(tmp_path) == [2, 4]
+
+
+def test_an_interrupt_does_not_wait_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+
+    def endless(path: Path, state: Any, record: Any, between: Any) -> None:
+        begun.set()
+        while True:
+            between()
+
+    monkeypatch.setattr(keeper, "write_snapshot", endless)
+    with pytest.raises(KeyboardInterrupt), keeping(tmp_path, Retention(1, 1, None)) as (_, follow):
+        follow(trained(1))
+        begun.wait(60)
+        raise KeyboardInterrupt
+    assert not [one for one in threading.enumerate() if one.name == "gpipe-snapshot"]
+
+
+def test_an_unknown_metric_is_told_at_the_first_step(tmp_path: Path) -> None:
+    says = r"snapshot.monitor=top9: is not measured here; one of: loss, mean_absolute_error, top1"
+    with pytest.raises(ConfigError, match=says), keeping(tmp_path, Retention(1, 1, "top9")) as (_, follow):
+        follow(trained(1))
+
+
+def test_asking_twice_saves_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with keeping(tmp_path, Retention(100, 1, None)) as (one, follow):
+        follow(trained(1))
+        one.save_now()
+        monkeypatch.setattr(keeper, "write_snapshot", None)
+        one.save_now()
+    assert steps(tmp_path) == [1] and replace(one.position, seconds=0.0).step == 1
