@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, Protocol, final
@@ -55,42 +55,34 @@ class PipeEngine:
         self._eval_chunks = eval_chunks
         self._update = self._make_update()
         self._kept = None if self._update is None else self._optimizer_state(self._update)
+        # One function for all steps: a pipe remembers whether the last one draws.
+        self._scaled_loss = None if self._update is None else _scaled(self._loss, self._update.scaler)
 
     def train_step(self, batch: Batch, key: int, lr: float) -> StepFacts:
         assert self._update is not None, "an engine without an optimizer cannot train"
         input, target = self._place(batch)
         self._pipe.train()
         self._update.begin()
-        scaled, output = self._step(self._update.scaler, input, target, key)
+        scaled, output = self._step(input, target, key)
         loss = float(scaled) / self._update.scaler.get_scale()
         try:
             with memory_watched():
                 facts = self._update.apply(loss, lr)
         except NumericError as error:
-            for note in self._trace_back(self._update.scaler, input, target, key):
+            for note in self._trace_back(input, target, key):
                 error.add_note(note)
             raise
         sums = self._objective.measure(output, target)
         return StepFacts(loss, len(target), sums, facts.grad_norm, facts.skipped)
 
-    def _step(
-        self, scaler: torch.amp.GradScaler, input: Value, target: Tensor, key: int
-    ) -> tuple[Tensor, Any]:
+    def _step(self, input: Value, target: Tensor, key: int) -> tuple[Tensor, Any]:
         with self._autocast(), memory_watched():
-            return self._pipe.step(
-                input,
-                target,
-                lambda output, target: scaler.scale(self._loss(output, target)),
-                key=key,
-                return_output=True,
-            )
+            return self._pipe.step(input, target, self._scaled_loss, key=key, return_output=True)
 
-    def _trace_back(
-        self, scaler: torch.amp.GradScaler, input: Value, target: Tensor, key: int
-    ) -> Iterator[str]:
+    def _trace_back(self, input: Value, target: Tensor, key: int) -> Iterator[str]:
         """Where a loss or gradient that is not finite came from."""
         gradient = first_bad_gradient(self.module)
-        place = first_bad_output(self.module, self._balance, lambda: self._step(scaler, input, target, key))
+        place = first_bad_output(self.module, self._balance, lambda: self._step(input, target, key))
         if place is not None:
             yield f"first output that is not finite: {place}"
         elif gradient is not None:
@@ -177,6 +169,12 @@ class PipeEngine:
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = DTYPES.get(self._objective.precision)
         return nullcontext() if dtype is None else torch.autocast(self._first.type, dtype=dtype)
+
+
+def _scaled(
+    loss: Callable[[Any, Tensor], Tensor], scaler: torch.amp.GradScaler
+) -> Callable[[Any, Tensor], Tensor]:
+    return lambda output, target: scaler.scale(loss(output, target))
 
 
 def _float(output: Any) -> Any:

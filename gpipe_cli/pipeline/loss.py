@@ -6,6 +6,8 @@ whole batch. Knows nothing of where it runs.
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any, final
 
@@ -17,9 +19,36 @@ from gpipe_cli.pipeline.keys import layer_seed
 from gpipe_cli.pipeline.microbatch import Value, batch_size, check, detached, scatter
 from gpipe_cli.torch_internals.keyed_random import KeyedRandom
 
-__all__ = ["LossFunction", "StepLoss"]
+__all__ = ["LossFunction", "LossHabits", "StepLoss"]
 
 LossFunction = Callable[[Any, Any], Tensor]
+
+
+@final
+class LossHabits:
+    """Remembers the loss function that was last seen to draw nothing: it need not run under a key again."""
+
+    def __init__(self) -> None:
+        self._quiet: weakref.ref[LossFunction] | None = None
+        self._trusting = True
+
+    def __reduce__(self) -> tuple[type[LossHabits], tuple[()]]:
+        return LossHabits, ()
+
+    def may_draw(self, function: LossFunction) -> bool:
+        return self._quiet is None or self._quiet() is not function
+
+    def learn(self, function: LossFunction, draws: bool) -> None:
+        self._quiet = None
+        if not draws and self._trusting:
+            with contextlib.suppress(
+                TypeError
+            ):  # not everything that can be called can be referred to weakly
+                self._quiet = weakref.ref(function)
+
+    def distrust(self) -> None:
+        """Something drew that had not drawn at first."""
+        self._quiet, self._trusting = None, False
 
 
 @final
@@ -35,6 +64,7 @@ class StepLoss:
         layers: int,
         *,
         keeps_outputs: bool,
+        may_draw: bool = True,
     ) -> None:
         if not torch.is_grad_enabled():
             raise RuntimeError("step computes gradients and cannot run under no_grad: call the pipe instead")
@@ -47,9 +77,8 @@ class StepLoss:
         self._targets = scatter(target, count)
         self._rows = max(rows, 1)
         self._position = layers
-        # loss_fn may be another function each step, so what it draws is learnt anew from each first micro-
-        # batch.
-        self._draws = True
+        self.draws = may_draw
+        """Whether it runs under a key; learnt from the first micro-batch."""
         self._keeps_outputs = keeps_outputs
         self._outputs: list[Value] = []
         self._weighted: list[Tensor] = []
@@ -57,10 +86,10 @@ class StepLoss:
     def weighted(self, output: Value, micro_batch: MicroBatch, key: int, random: KeyedRandom) -> Tensor:
         """This micro-batch's part of the loss of the whole batch, ready for backward."""
         target = self._targets[micro_batch.index]
-        if self._draws:
+        if self.draws:
             with random.reseed(layer_seed(key, self._position, micro_batch.index)):
                 loss = self._function(output, target)
-            self._draws = random.drew
+            self.draws = random.drew
         else:
             loss = self._function(output, target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:

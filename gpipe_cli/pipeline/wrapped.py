@@ -16,8 +16,9 @@ from typing import Any, Literal, Self, TypeAlias, overload
 from torch import Tensor, nn
 
 from gpipe_cli.pipeline.batchnorm import convert_deferred_batch_norm, deferred_batch_norms
+from gpipe_cli.pipeline.keys import GeneratorMoved
 from gpipe_cli.pipeline.layer import Layer
-from gpipe_cli.pipeline.loss import LossFunction, StepLoss
+from gpipe_cli.pipeline.loss import LossFunction, LossHabits, StepLoss
 from gpipe_cli.pipeline.microbatch import Value, gather
 from gpipe_cli.pipeline.minibatch import MiniBatch
 from gpipe_cli.sequential import layer_names, outside
@@ -54,6 +55,7 @@ class WrappedSequence(nn.Module):
             for position, (child, name) in enumerate(zip(module, layer_names(module), strict=True))
         )
         self._batch_norms = tuple(deferred_batch_norms(module))
+        self._loss_habits = LossHabits()
         self.register_load_state_dict_pre_hook(_loaded_by_a_parent)  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
@@ -102,10 +104,21 @@ class WrappedSequence(nn.Module):
 
         def make_loss() -> StepLoss:
             return StepLoss(
-                loss_of, target, batch.rows, len(batch.inputs), len(self), keeps_outputs=return_output
+                loss_of,
+                target,
+                batch.rows,
+                len(batch.inputs),
+                len(self),
+                keeps_outputs=return_output,
+                may_draw=self._loss_habits.may_draw(loss_fn),
             )
 
-        loss = self._step(batch, input, make_loss)
+        try:
+            loss = self._step(batch, input, make_loss)
+        except GeneratorMoved:
+            self._loss_habits.distrust()
+            raise
+        self._loss_habits.learn(loss_fn, loss.draws)
         if not return_output:
             return loss.total()
         return loss.total(), outside(self.module, gather(loss.outputs()))

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from gpipe_cli.pipeline.keys import GeneratorMoved
 from gpipe_cli.pipeline.plain import PlainPipe
-from gpipe_cli.torch_internals.keyed_random import UnkeyedRandomError
+from gpipe_cli.torch_internals.keyed_random import KeyedRandom, UnkeyedRandomError
 
 
 def gradients(pipe: nn.Module) -> list[torch.Tensor]:
@@ -156,3 +156,33 @@ def test_a_loss_of_more_than_one_number_is_refused() -> None:
     pipe = PlainPipe(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match=r"loss_fn must give one number per call, got a tensor of shape \(4"):
         pipe.step(torch.ones(4, 2), torch.ones(4, 2), lambda output, target: output - target)
+
+
+def test_a_loss_that_draws_nothing_runs_under_a_key_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    keyed: list[int] = []
+    original = KeyedRandom.reseed
+    monkeypatch.setattr(
+        KeyedRandom, "reseed", lambda self, seed: (keyed.append(seed), original(self, seed))[1]
+    )
+    pipe = PlainPipe(nn.Sequential(nn.Linear(2, 2)), chunks=2)
+    for _ in range(3):
+        pipe.step(torch.ones(4, 2), torch.ones(4, 2), functional.mse_loss, key=1)
+    assert len(keyed) == 2  # the layer's first micro-batch and the loss's
+    pipe.step(torch.ones(4, 2), torch.ones(4, 2), functional.l1_loss, key=1)
+    assert len(keyed) == 3
+
+
+def test_a_loss_that_begins_to_draw_is_an_error_once_and_keyed_ever_after() -> None:
+    noise = [0.0]
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(output + (torch.rand_like(output) if noise[0] else 0.0), target)
+
+    pipe = PlainPipe(nn.Sequential(nn.Linear(2, 2)), chunks=2)
+    batch = torch.ones(4, 2), torch.ones(4, 2)
+    pipe.step(*batch, loss_fn, key=1)
+    noise[0] = 1.0
+    with pytest.raises(GeneratorMoved):
+        pipe.step(*batch, loss_fn, key=1)
+    assert torch.equal(pipe.step(*batch, loss_fn, key=1), pipe.step(*batch, loss_fn, key=1))
+    assert not torch.equal(pipe.step(*batch, loss_fn, key=1), pipe.step(*batch, loss_fn, key=2))
