@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpipe_cli import GPipe, is_recomputing, register_layer_logging_hooks
-from gpipe_cli.balance import balance_by_time
+from gpipe_cli.balance import balance_by_size, balance_by_time
 from gpipe_cli.vision import torchvision
 
 
@@ -43,16 +44,16 @@ def test_applying_gpipe_and_moving_input_and_target() -> None:
     model.close()
 
 
-def test_automatic_balancing() -> None:
+@pytest.mark.parametrize("balance_by", [balance_by_time, balance_by_size])
+def test_automatic_balancing(balance_by: Callable[..., list[int]]) -> None:
     model = nn.Sequential(*linear_layers(6))
     sample = torch.rand(128, 4)
-    balance = balance_by_time(model, sample, partitions=4)
+    balance = balance_by(model, sample, partitions=4)
 
-    model = GPipe(model, balance, chunks=8)
-
-    assert sum(balance) == 6 and len(balance) == 4 and min(balance) >= 1
-    assert model(sample).shape == sample.shape
-    model.close()
+    assert len(balance) == 4 and sum(balance) == 6 and min(balance) >= 1
+    with GPipe(model, balance, chunks=8) as pipe:
+        pipe(sample).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_torchvisions_models_are_not_sequential() -> None:

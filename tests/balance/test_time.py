@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli import GPipe
 from gpipe_cli.balance import balance_by_time
 from gpipe_cli.balance.time import balance as by_time
 from gpipe_cli.balance.time import layer_costs, partition_costs
@@ -57,17 +56,6 @@ def test_recomputation_counts_where_the_checkpoint_mode_asks_for_it() -> None:
     layers = [profiled(4, 8)]
     costs = [layer_costs(layers, Course("gpipe", 1, 4, mode)) for mode in ("never", "except_last", "always")]
     assert costs == [[12], [15], [16]]
-
-
-def test_the_guides_example_balances_and_trains() -> None:
-    """As in torchgpipe's guide: a sample, four partitions, and the result goes straight into GPipe."""
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
-    sample = torch.rand(16, 8)
-    balance = balance_by_time(model, sample, partitions=4, timeout=0)
-    assert len(balance) == 4 and sum(balance) == 6 and min(balance) >= 1
-    with GPipe(model, balance, chunks=8) as pipe:
-        pipe(sample).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_more_partitions_than_layers_and_gradients_already_there_are_refused() -> None:
