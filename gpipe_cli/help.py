@@ -67,6 +67,17 @@ COMMANDS = {
             "gpipe profile measure=false                  # nothing is run: memory and FLOPs, of any size of model",
         ),
     ),
+    "report": Command(
+        "draw a run as a page to look at, or compare several",
+        "gpipe report <directory> [<directory> ...] [out=<file>] [--json]",
+        (
+            "gpipe report runs/train/resnet18/20260101-120000   # its report.html, built anew",
+            "gpipe report <directory> <directory>               # several runs on one page, comparison.html",
+            "gpipe report <directory> out=page.html",
+            "gpipe report <directory> --json                    # one JSON document on stdout",
+        ),
+        configured=False,
+    ),
     "export": Command(
         "write the weights of a run as one file that loads without gpipe",
         "gpipe export run=<directory>|snapshot=<directory> [out=<file>] [--json]",

@@ -10,9 +10,11 @@ from gpipe_cli.commands.assemble import Assembly, assemble, make_engine
 from gpipe_cli.commands.feed import Feed
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.journal import Journal
+from gpipe_cli.commands.launch import write_launch
 from gpipe_cli.commands.origin import Begun, begin_run
 from gpipe_cli.commands.outcome import finished_before, show, summary_of, write_summary
 from gpipe_cli.commands.outlook import outlook
+from gpipe_cli.commands.report import leave_page
 from gpipe_cli.commands.resume import Resumed, check_plan, resumption
 from gpipe_cli.commands.room import check_room
 from gpipe_cli.commands.stopping import stopping
@@ -48,6 +50,8 @@ def run(settings: Train, job: Job) -> Summary:
             place = planned_run_directory(settings.run_dir, job.number) if again is None else again.run
             warning = check_room(place, settings, parts.model, plan, _retention(settings))
             begun = begin_run(settings, job, again, held)
+            write_launch(begun.directory, settings, job, parts)
+            held.callback(leave_page, begun.directory)  # however the run ends
             again = None  # it holds the whole snapshot in memory
             last = _train(settings, parts, plan, engine, begun, began, warning)
             summary = summary_of(last, plan, parts.feed, begun.directory, job)
