@@ -106,6 +106,11 @@ CASES: list[tuple[str, int, str]] = [
     ("train data=mnist data.root=nowhere", 3, "nowhere"),
     ("train data.size=0", 2, "data.size=0"),
     ("train data.timeout=0", 2, "data.timeout=0: must be a positive number of seconds"),
+    (
+        "train data.timeout=5",
+        2,
+        "data.timeout=5: waits for the workers of data.workers, of which there are none",
+    ),
     ("train data=text data.path=nowhere", 3, "data.path=nowhere: cannot be read"),
     ("train model=gpt model.context=64", 2, "model.context=64: samples have 32 tokens; set data.context=64"),
     ("train model=gpt data=digits", 2, "gpt takes rows of tokens, and the data has the shape [3, 32, 32]"),

@@ -38,7 +38,7 @@ def batches(
     workers: int = 0,
     transform: Transform | None = None,
     drop_last: bool = False,
-    timeout: float = 120.0,
+    timeout: float | None = None,
 ) -> Generator[Batch, None, None]:
     """The epoch's batches from number `start` on; those before it are skipped without loading them.
 

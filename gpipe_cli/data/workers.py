@@ -27,12 +27,15 @@ from torch.utils.data import DataLoader
 from gpipe_cli.errors import DataError
 
 Batch = tuple[Tensor, Tensor]
+_PATIENCE = 120.0
+"""Seconds a worker may take for a mini-batch where none are given."""
 _SIGNAL_AT_DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 def fetched_by_workers(
-    fetch: Callable[[Any], Batch], wanted: list[Any], workers: int, timeout: float
+    fetch: Callable[[Any], Batch], wanted: list[Any], workers: int, timeout: float | None
 ) -> Generator[Batch, None, None]:
+    patience = timeout or _PATIENCE
     loader: DataLoader[Any] = DataLoader(
         _WorkerSide(fetch),  # type: ignore[arg-type]  # a dataset by its methods, which is all torch asks for
         sampler=wanted,
@@ -40,7 +43,7 @@ def fetched_by_workers(
         num_workers=min(workers, len(wanted)),
         collate_fn=_as_it_is,
         worker_init_fn=partial(_belong_to, os.getpid()),
-        timeout=timeout,
+        timeout=patience,
         generator=torch.Generator(),  # the loader draws a seed, by default from torch's default generator
     )
     others = set(active_children())
@@ -57,7 +60,7 @@ def fetched_by_workers(
         _kill(ours)
         reason = str(error).partition("\n")[0]
         if "timed out" in reason:
-            reason = f"no mini-batch for data.timeout={timeout:g} seconds"
+            reason = f"no mini-batch for data.timeout={patience:g} seconds"
         # Without its traceback, whose frames would keep the loader and its workers alive.
         raise DataError(f"loading data in workers failed: {reason}") from error.with_traceback(None)
     finally:
