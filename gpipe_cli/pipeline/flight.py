@@ -25,7 +25,8 @@ __all__ = ["Flight"]
 class Flight:
     batch: MiniBatch
     inputs: list[Parcel]
-    aliases: list[Aliases]
+    aliases: list[tuple[Aliases, ...]]
+    """By partition, for each of its layers."""
     checkpoint_stop: int
     """Micro-batches before this one are checkpointed."""
     head: Head | None = None

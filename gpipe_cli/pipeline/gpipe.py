@@ -191,7 +191,8 @@ class GPipe(WrappedSequence):
         # Without layers a pipe is the identity, and one partition without layers is just that.
         partitions = partitions or [Partition(index=0, layers=(), device=torch.device("cpu"))]
         executor = Executor(partitions, self.schedule, max(1, len(self.devices)))
-        return Runner(partitions, executor, TiedParameters(list(views) or [nn.Identity()]), self._batch_norms)
+        tied = TiedParameters([layer.module for layer in self._layers])
+        return Runner(partitions, executor, tied, self._batch_norms)
 
 
 def _deny_moving() -> NoReturn:

@@ -7,6 +7,7 @@ partitions. Knows nothing of nn.Module's face.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain, islice
 from typing import TypeVar, final
 
 import torch
@@ -24,7 +25,7 @@ from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import Value, gather, tensors_of
 from gpipe_cli.pipeline.minibatch import MiniBatch, guarded
 from gpipe_cli.pipeline.partition import Head, Partition
-from gpipe_cli.pipeline.tied import NO_ALIASES, TiedParameters
+from gpipe_cli.pipeline.tied import NO_ALIASES, Aliases, TiedParameters
 from gpipe_cli.torch_internals.keyed_random import KeyedRandom
 
 __all__ = ["Runner"]
@@ -76,7 +77,7 @@ class Runner:
                     _backward_attached(flight)
                 else:
                     self.executor.step(flight)
-            self._tied.add_up(flight.aliases)
+            self._tied.add_up(_of_all_layers(flight))
             if not attached:
                 _give_to_inputs(flight, tensors_of(input))
             return loss
@@ -105,18 +106,24 @@ class Runner:
         pieces = [(tensors_of(piece), isinstance(piece, Tensor)) for piece in batch.inputs]
         if attached:
             inputs = [Parcel(tensors, (), single) for tensors, single in pieces]
-            aliases = [NO_ALIASES] * len(self._partitions)
+            aliases = [NO_ALIASES] * len(self._layers)
         else:
             inputs = [Parcel.of(tensors, single) for tensors, single in pieces]
             aliases = self._tied.aliases()
-        return Flight(batch, inputs, aliases, checkpoint_stop, head, attached)
+        rest = iter(aliases)
+        by_partition = [tuple(islice(rest, len(partition.layers))) for partition in self._partitions]
+        return Flight(batch, inputs, by_partition, checkpoint_stop, head, attached)
 
     def _backward(
         self, flight: Flight, gradients: list[Gradients], keep_graph: bool, parameters: bool
     ) -> None:
         with guarded(self._layers, self._devices, ()):
             self.executor.backward(flight, gradients, keep_graph=keep_graph, parameters=parameters)
-        self._tied.add_up(flight.aliases)
+        self._tied.add_up(_of_all_layers(flight))
+
+
+def _of_all_layers(flight: Flight) -> list[Aliases]:
+    return list(chain.from_iterable(flight.aliases))
 
 
 def _head(loss: StepLoss, key: int) -> Head:
