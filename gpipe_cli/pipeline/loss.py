@@ -101,6 +101,10 @@ class StepLoss:
                 self._outputs.append(detached(output))
         return weighted
 
+    def head(self, key: int) -> Callable[[Value, MicroBatch, KeyedRandom], Tensor]:
+        """`weighted` under one step's key, to follow the last layer."""
+        return lambda output, micro_batch, random: self.weighted(output, micro_batch, key, random)
+
     def total(self) -> Tensor:
         """The loss of the whole batch, detached."""
         return torch.stack(self._weighted).sum()

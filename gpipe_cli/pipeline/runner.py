@@ -16,7 +16,6 @@ from torch import Tensor
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
 from gpipe_cli.pipeline.boundary import Gradients, Parcel
 from gpipe_cli.pipeline.bridge import bridge, joined_input_gradients
-from gpipe_cli.pipeline.context import MicroBatch
 from gpipe_cli.pipeline.entangled import Entangled
 from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.flight import Flight
@@ -26,7 +25,6 @@ from gpipe_cli.pipeline.microbatch import Value, gather, tensors_of
 from gpipe_cli.pipeline.minibatch import MiniBatch, guarded
 from gpipe_cli.pipeline.partition import Head, Partition
 from gpipe_cli.pipeline.tied import NO_ALIASES, Aliases, TiedParameters
-from gpipe_cli.torch_internals.keyed_random import KeyedRandom
 
 __all__ = ["Runner"]
 
@@ -70,7 +68,7 @@ class Runner:
 
         def fly(attached: bool) -> StepLoss:
             loss = make_loss()
-            flight = self._flight(batch, checkpoint_stop, _head(loss, batch.key), attached)
+            flight = self._flight(batch, checkpoint_stop, loss.head(batch.key), attached)
             with guarded(self._layers, self._devices, self._batch_norms):
                 if attached:
                     self.executor.forward(flight)
@@ -124,13 +122,6 @@ class Runner:
 
 def _of_all_layers(flight: Flight) -> list[Aliases]:
     return list(chain.from_iterable(flight.aliases))
-
-
-def _head(loss: StepLoss, key: int) -> Head:
-    def head(value: Value, micro_batch: MicroBatch, random: KeyedRandom) -> Tensor:
-        return loss.weighted(value, micro_batch, key, random)
-
-    return head
 
 
 def _backward_attached(flight: Flight) -> None:
