@@ -69,6 +69,21 @@ class TiedParameters:
         shared = set(self._shared)
         self._uses = [[use for use in of_one if use.parameter in shared] for of_one in uses]
 
+    @property
+    def users(self) -> list[tuple[nn.Parameter, list[int]]]:
+        """Each shared parameter and the layers that use it."""
+        return [
+            (
+                parameter,
+                [
+                    place
+                    for place, uses in enumerate(self._uses)
+                    if any(use.parameter is parameter for use in uses)
+                ],
+            )
+            for parameter in self._shared
+        ]
+
     def aliases(self) -> list[Aliases]:
         """Fresh ones for one mini-batch, one per layer."""
         return [Aliases(uses) if uses else NO_ALIASES for uses in self._uses]
