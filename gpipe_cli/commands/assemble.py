@@ -207,8 +207,15 @@ def make_engine(settings: Running, parts: Assembly) -> Engine:
         deferred_batch_norm=isinstance(settings, Train) and settings.deferred_batch_norm,
         step_timeout=settings.step_timeout,
         log_layers=isinstance(settings, Train) and settings.log.layers,
+        scratch=scratch_folder(settings),
+        make_sample=lambda: make_sample(settings, parts.feed),
     )
     return engine
+
+
+def scratch_folder(settings: Running) -> Path:
+    """Where an engine may keep a file while it runs: on the disk of the run, which need not be there yet."""
+    return Path((settings.run_dir if isinstance(settings, Train) else None) or "runs")
 
 
 def make_objective(settings: Running) -> Objective:
