@@ -44,7 +44,7 @@ class End:
 
     @property
     def failed(self) -> bool:
-        return self.signal is not None or self.word is None or self.word.exit_code != 0
+        return self.word is None or not self.word.in_order
 
     @property
     def by_itself(self) -> bool:
@@ -66,7 +66,7 @@ def failure(ends: Sequence[End]) -> GpipeError | None:
         return None
     first = min(failed, key=lambda end: (not end.by_itself, end.went_wrong))
     word = first.word
-    if word is not None and word.exit_code:
+    if word is not None:
         return OWN_CODES.get(word.exit_code, PeerError)(f"{first.name}: {word.text}")
     if first.signal is None:
         return PeerError(f"{first.name} ended without a word")

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
+from gpipe_cli.errors import INTERRUPTED, Stopped
+
 NOT_IN_A_STEP = 0.0
 
 
@@ -32,6 +34,11 @@ class LastWord:
     summary: Mapping[str, Any] | None = None
     """What the command found; of rank 0."""
 
+    @property
+    def in_order(self) -> bool:
+        """Whether it came to its end, or stopped where it was asked to."""
+        return self.exit_code in (0, Stopped.exit_code, INTERRUPTED)
+
 
 @final
 @dataclass(frozen=True)
@@ -42,6 +49,11 @@ class Meeting:
     def store(self) -> str:
         """For torch, as the `init_method` of a process group."""
         return f"file://{self.folder / 'store'}"
+
+    @property
+    def task(self) -> Path:
+        """What the ranks are to do, as their launcher wrote it."""
+        return self.folder / "task.json"
 
     @property
     def beats(self) -> Path:

@@ -97,7 +97,7 @@ class Watch:
             rank = alive[handle]
             self.deaths[rank] = time.monotonic()
             word = self._meeting.last_word(rank)
-            if word is None or word.exit_code:
+            if word is None or not word.in_order:
                 self._kill_at = self._kill_at or time.monotonic() + GRACE
 
     def _forward(self) -> None:
