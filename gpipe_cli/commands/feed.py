@@ -24,7 +24,10 @@ class Feed:
     classes: int
     """How many the model tells apart: its own key, else as many as the data has."""
     batch_size: int
+    """Of all replicas together."""
     seed: int
+    replica: int = 0
+    replicas: int = 1
 
     @property
     def steps_per_epoch(self) -> int:
@@ -45,8 +48,8 @@ class Feed:
 
     def micro_batch(self, chunks: int) -> Batch:
         """One micro-batch, to measure with: as many rows as the largest of a mini-batch has."""
-        rows = min(len(self.data.train), -(-self.batch_size // chunks))
-        return next(replace(self, batch_size=rows).ordered("train"))
+        rows = min(len(self.data.train), -(-self.batch_size // (chunks * self.replicas)))
+        return next(replace(self, batch_size=rows, replica=0, replicas=1).ordered("train"))
 
     def samples_after(self, steps: int) -> int:
         """How many training samples that many steps have seen."""
@@ -66,6 +69,8 @@ class Feed:
             workers=self.data.workers,
             timeout=self.data.timeout,
             transform=transform,
+            replica=self.replica,
+            replicas=self.replicas,
         ):
             check_batch(input, target)
             if not target.is_floating_point():

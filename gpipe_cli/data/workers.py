@@ -6,13 +6,12 @@ function that fetches runs there, and the batch comes back.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import threading
 import traceback
 from collections.abc import Callable, Collection, Generator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import active_children
@@ -25,11 +24,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from gpipe_cli.errors import DataError
+from gpipe_cli.orphans import end_with
 
 Batch = tuple[Tensor, Tensor]
 _PATIENCE = 120.0
 """Seconds a worker may take for a mini-batch where none are given."""
-_SIGNAL_AT_DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 def fetched_by_workers(
@@ -159,15 +158,7 @@ def _as_it_is(batch: Any) -> Any:
 
 def _belong_to(parent: int, _worker: int) -> None:
     _leave_signals_to_the_parent()
-    _end_with(parent)
-
-
-def _end_with(parent: int) -> None:
-    """A parent that is killed cannot end its workers. They would notice when they next wait; a stuck one, never."""
-    with suppress(OSError, AttributeError):  # only Linux has it
-        ctypes.CDLL(None).prctl(_SIGNAL_AT_DEATH_OF_PARENT, signal.SIGKILL)
-    if os.getppid() != parent:  # it has died meanwhile
-        os.kill(os.getpid(), signal.SIGKILL)
+    end_with(parent)
 
 
 def _leave_signals_to_the_parent() -> None:

@@ -23,7 +23,6 @@ from gpipe_cli.distributed.replicas import Replicas
 from gpipe_cli.distributed.schedules import TorchSchedule
 from gpipe_cli.distributed.shard import keep_only
 from gpipe_cli.distributed.tied_gradients import TiedGradients
-from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, deferred_batch_norms
 from gpipe_cli.pipeline.boundary import Parcel
 from gpipe_cli.pipeline.buffers import Buffer, all_buffers, save
@@ -58,7 +57,6 @@ class RankPipe(WrappedSequence):
         deferred_batch_norm: bool,
     ) -> None:
         super().__init__(module, chunks, deferred_batch_norm)
-        _check_placement(schedule, place)
         self.place = place
         self._checkpoint = checkpoint
         self._schedule = schedule
@@ -181,16 +179,3 @@ class RankPipe(WrappedSequence):
     def close(self) -> None:
         """Nothing to end: groups are their maker's."""
         self._schedules.clear()
-
-
-def _check_placement(schedule: str, place: Place) -> None:
-    if schedule != "interleaved" and place.partitions != place.ranks:
-        raise ConfigError(
-            f"schedule={schedule}: {place.partitions} partitions for {place.ranks} processes; a process runs one "
-            "(only schedule=interleaved gives it several)"
-        )
-    if place.partitions % place.ranks or (place.ranks == 1 and place.partitions > 1):
-        raise ConfigError(
-            f"schedule={schedule}: {place.partitions} partitions for {place.ranks} processes; every process gets the "
-            "same number, of at least two processes: give a multiple"
-        )

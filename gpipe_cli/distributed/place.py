@@ -18,7 +18,7 @@ from gpipe_cli.distributed.groups import get_group
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.schedule.placement import partitions_of
 
-__all__ = ["Place"]
+__all__ = ["Place", "check_placement"]
 
 
 @final
@@ -73,3 +73,14 @@ class Place:
     @property
     def has_output(self) -> bool:
         return self.rank == self.last_rank
+
+
+def check_placement(schedule: str, partitions: int, ranks: int) -> None:
+    """Raise ConfigError where torch could not run so many partitions in so many processes."""
+    given = f"schedule={schedule}: {partitions} partitions for {ranks} processes"
+    if schedule != "interleaved" and partitions != ranks:
+        raise ConfigError(f"{given}; each runs one (only schedule=interleaved gives it several)")
+    if partitions % ranks:
+        raise ConfigError(f"{given}; each must get as many as the others, so give a multiple of {ranks}")
+    if ranks == 1 and partitions > 1:
+        raise ConfigError(f"{given}; between partitions next to each other torch needs two processes")

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from gpipe_cli.distributed.pipe import RankPipe
-from gpipe_cli.distributed.place import Place
+from gpipe_cli.distributed.place import Place, check_placement
 from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.engines.rank_peers import RankPeers
 from gpipe_cli.engines.stepping import PipeEngine
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
 
 
@@ -27,10 +28,19 @@ def build(
     checkpoint: str,
     schedule: str,
     deferred_batch_norm: bool,
+    step_timeout: float | None,
     log_layers: bool,
+    data_parallel: int = 1,
+    max_restarts: int = 0,
 ) -> Engine:
-    """Every process gives the same model and settings; `devices` are those of the processes of one pipe."""
+    """Every process gives the same model and settings; `devices` are those of the processes of one pipe.
+
+    `step_timeout` and `max_restarts` are for whoever started the processes, and watches them.
+    """
+    check_placement(schedule, len(balance), len(devices))
     place = Place.of_groups(len(balance), devices)
+    if place.replicas != data_parallel:
+        raise ConfigError(f"data_parallel={data_parallel}: the processes form {place.replicas} replicas")
     pipe = RankPipe(
         module,
         balance,
