@@ -20,7 +20,7 @@ from typing import final
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from gpipe_cli.engines.blame import End, failure, frozen
@@ -77,14 +77,18 @@ def launch(crew: Crew, entry: Entry) -> LastWord:
     ranks = range(len(crew.places))
     with tempfile.TemporaryDirectory(prefix="gpipe-ranks-") as folder, _quiet_agent():
         meeting = Meeting(Path(folder))
-        agent = _agent(meeting, len(ranks), entry(meeting))
+        handler = _rendezvous(meeting)
+        agent = _agent(handler, len(ranks), entry(meeting))
 
         def pids() -> Mapping[int, int]:
             found = {worker.local_rank: worker.id for worker in agent.get_worker_group().workers}
             return found if all(one is not None for one in found.values()) else {}
 
         with Watch(meeting, len(ranks), pids, crew.step_timeout, crew.asked) as watch:
-            result = agent.run()
+            try:
+                result = agent.run()
+            finally:
+                handler.shutdown()
         cause = _cause(crew, meeting, watch, result)
         if cause is not None:
             raise Failed(cause, meeting.run())
@@ -93,7 +97,8 @@ def launch(crew: Crew, entry: Entry) -> LastWord:
         return word
 
 
-def _agent(meeting: Meeting, ranks: int, arguments: Sequence[str]) -> LocalElasticAgent:
+def _rendezvous(meeting: Meeting) -> RendezvousHandler:
+    """For the agent, which could have others on other machines; here it is alone."""
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=str(meeting.folder / "agent"),
@@ -103,12 +108,16 @@ def _agent(meeting: Meeting, ranks: int, arguments: Sequence[str]) -> LocalElast
         local_addr=ADDRESS,
         store_type="file",
     )
+    return get_rendezvous_handler(parameters)
+
+
+def _agent(handler: RendezvousHandler, ranks: int, arguments: Sequence[str]) -> LocalElasticAgent:
     spec = WorkerSpec(
         role="rank",
         local_world_size=ranks,
         entrypoint=sys.executable,
         args=tuple(arguments),
-        rdzv_handler=get_rendezvous_handler(parameters),
+        rdzv_handler=handler,
         max_restarts=0,
         local_addr=ADDRESS,
     )
