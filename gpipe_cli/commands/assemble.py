@@ -31,6 +31,8 @@ from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_t
 from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.protocol import measure_of
+from gpipe_cli.offload.building import Built, built_on
+from gpipe_cli.offload.tiers import DiskTier
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.report.output import say
@@ -79,6 +81,8 @@ class Assembly:
     feed: Feed
     model: nn.Sequential
     split: Split
+    built: Built[nn.Sequential] | None = None
+    """Where the model's numbers are, if they are not in memory."""
 
     @property
     def partitions(self) -> list[dict[str, Any]]:
@@ -92,7 +96,14 @@ def assemble(settings: Shared, overrides: Sequence[str], *, storage: bool = True
         sys.path.insert(0, str(Path.cwd()))
     check_components(settings, overrides)
     feed = make_feed(settings)
-    model = make_model(settings, feed) if storage else sketched(lambda: make_model(settings, feed))
+
+    def make() -> nn.Sequential:
+        return make_model(settings, feed)
+
+    if storage and isinstance(settings, Train) and settings.engine.get("to") == "disk":
+        built = built_on(DiskTier(scratch_folder(settings)), make)
+        return Assembly(feed, built.model, split_model(settings, built.model, feed), built)
+    model = make() if storage else sketched(make)
     return Assembly(feed, model, split_model(settings, model, feed))
 
 
@@ -218,7 +229,10 @@ def make_engine(settings: Running, parts: Assembly) -> Engine:
         log_layers=isinstance(settings, Train) and settings.log.layers,
         scratch=scratch_folder(settings),
         make_sample=lambda: make_sample(settings, parts.feed),
+        value_of=None if parts.built is None else parts.built.value_of,
     )
+    if parts.built is not None:
+        parts.built.close()
     return engine
 
 

@@ -8,6 +8,7 @@ what the bytes mean.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import functools
 import os
@@ -130,11 +131,16 @@ class _DiskRegion:
 
     def _all(self, move: Callable[[int, list[memoryview], int], int], host: Tensor, begin: int) -> None:
         """Both calls may do less than they were asked to."""
-        view, offset = host.numpy().data, self._begin + begin
+        view, offset = _memory(host), self._begin + begin
         while view:
             count = _told(self._folder, functools.partial(move, self._file, [view], offset))
             assert count > 0, "a region is written before it is read"
             view, offset = view[count:], offset + count
+
+
+def _memory(host: Tensor) -> memoryview:
+    """By its address: torch holds memory that numpy has seen for unfit to be resized ever after."""
+    return memoryview((ctypes.c_ubyte * len(host)).from_address(host.data_ptr())).cast("B")
 
 
 def _nameless(folder: Path) -> int:
