@@ -17,26 +17,30 @@ from gpipe_cli.config.schema import Costed
 from gpipe_cli.profiling.memory import resident_memory
 from gpipe_cli.training.run_directory import write_json
 
-__all__ = ["write_launch"]
+__all__ = ["launch_of", "write_launch"]
 
 NAME = "launch.json"
 
 
-def write_launch(
-    directory: Path, settings: Costed, job: Job, parts: Assembly, activations: Sequence[int] | None = None
-) -> None:
+def launch_of(
+    settings: Costed, job: Job, parts: Assembly, activations: Sequence[int] | None = None
+) -> dict[str, Any]:
     """`activations`: what each partition keeps for backward, in bytes, where that is known."""
-    commands = [*_before(directory), job.line]
     limit = settings.device_memory
-    content = {
+    return {
         "command": job.command,
-        "commands": commands,
-        "profile": _profile_line(commands),
+        "commands": [job.line],
         "allow": settings.allow,
         "device_memory": None if limit is None else byte_count(limit),
         "partitions": _rows(settings, parts, activations),
     }
-    write_json(directory / NAME, content)
+
+
+def write_launch(directory: Path, launch: Mapping[str, Any]) -> None:
+    """After the commands of earlier launches, where the run goes on."""
+    before = _before(directory)
+    commands = before if before[-1:] == launch["commands"] else [*before, *launch["commands"]]  # ranks begin anew
+    write_json(directory / NAME, {**launch, "commands": commands, "profile": _profile_line(commands)})
 
 
 def _before(directory: Path) -> list[str]:

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from gpipe_cli.commands.jobs import Job
 from gpipe_cli.commands.resume import Resumed, differences
 from gpipe_cli.config.schema import Train
+from gpipe_cli.distributed.team import Team
 from gpipe_cli.errors import ResourceError
 from gpipe_cli.report.environment import environment
 from gpipe_cli.training.lock import only_writer
@@ -32,6 +33,22 @@ class Begun:
     """Where it goes on from; None: from the start."""
     news: Sequence[str] = ()
     """What there is to say about that."""
+
+    @property
+    def position(self) -> Position:
+        return Position() if self.record is None else self.record.position
+
+
+def begin_together(settings: Train, job: Job, again: Resumed | None, held: ExitStack, team: Team) -> Begun:
+    """The run of a team: rank 0 makes its directory, and all know which it is."""
+    record = None if again is None or again.snapshot is None else again.snapshot.record
+    begun = begin_run(settings, job, again, held) if team.leads else None
+    directory = Path(team.of_leader(str(begun.directory) if begun is not None else ""))
+    if begun is None:
+        return Begun(directory, record)
+    if job.rank is not None:
+        job.rank.meeting.tell_run(directory)
+    return begun
 
 
 def begin_run(settings: Train, job: Job, again: Resumed | None, held: ExitStack) -> Begun:

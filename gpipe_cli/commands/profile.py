@@ -13,7 +13,7 @@ from typing import Any
 from gpipe_cli.balance.time import partition_costs
 from gpipe_cli.commands.assemble import Assembly, assemble, make_sample
 from gpipe_cli.commands.jobs import Job, Summary
-from gpipe_cli.commands.launch import write_launch
+from gpipe_cli.commands.launch import launch_of, write_launch
 from gpipe_cli.commands.origin import write_origin
 from gpipe_cli.commands.report import PAGE, leave_page
 from gpipe_cli.commands.timeline import Seen, show_timeline, watch
@@ -63,7 +63,7 @@ def run(settings: Profile, job: Job) -> Summary:
     summary |= {"layers": rows, "command": job.line}
     directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
     write_origin(directory, job)
-    write_launch(directory, settings, job, parts, activations)
+    write_launch(directory, launch_of(settings, job, parts, activations))
     _write(directory, summary, seen)
     leave_page(directory)
     if job.shows_result:

@@ -15,7 +15,7 @@ from typing import Any
 from gpipe_cli.byte_size import byte_count
 from gpipe_cli.config.durations import seconds
 from gpipe_cli.config.locate import options
-from gpipe_cli.config.schema import OPEN_GROUPS, SCHEMAS, Costed, Eval, Profile, Shared, Train
+from gpipe_cli.config.schema import OPEN_GROUPS, SCHEMAS, Costed, Eval, Profile, Running, Shared, Train
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError, RunError
 
@@ -29,6 +29,7 @@ AT_LEAST = {
     "chunks": 1,
     "eval_chunks": 1,
     "partitions": 1,
+    "data_parallel": 1,
     "batch_size": 1,
     "epochs": 1,
     "steps": 1,
@@ -122,7 +123,20 @@ def _devices(settings: Shared) -> Iterator[str]:
 
 def _one_each(settings: Shared, devices: int) -> Iterator[str]:
     partitions, interleaved = settings.partitions, settings.schedule.name == "interleaved"
-    if partitions is None or partitions == devices or (interleaved and partitions > devices):
+    replicas = settings.data_parallel if isinstance(settings, Running) else 1
+    if replicas > 1 and devices % replicas:
+        yield (
+            f"data_parallel={replicas}: devices={settings.devices} are {devices}; every replica needs as many of them"
+        )
+        return
+    of_one = devices // max(1, replicas)
+    if partitions is None or partitions == of_one or (interleaved and partitions > of_one):
+        return
+    if replicas > 1:
+        yield (
+            f"partitions={partitions}: devices={settings.devices} are {devices}, {of_one} for each of "
+            f"data_parallel={replicas} replicas; one device per partition is needed"
+        )
         return
     yield (
         f"partitions={partitions}: devices={settings.devices} are {devices}; one device per partition is needed "

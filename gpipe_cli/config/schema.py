@@ -72,7 +72,9 @@ class Running(Shared):
     """The keys that training and evaluation have in common."""
 
     engine: dict[str, Any] = field(default_factory=dict)
-    """What runs a step: one thread, or one worker per partition."""
+    """What runs a step: one thread, one worker per partition, or one process per partition."""
+    data_parallel: int = 1
+    """Replicas of the pipeline, each with its share of every mini-batch; engine=processes has them."""
     eval_chunks: int | None = None
     """Micro-batches per mini-batch in evaluation; null: as many as `chunks`."""
     precision: str = "fp32"

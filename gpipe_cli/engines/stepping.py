@@ -1,4 +1,4 @@
-"""A step on a pipe in this process: the engine behind both `single` and `threads`, which differ in their pipe only."""
+"""A step on a pipe: the engine behind all others, which differ in their pipe and in whom they share the work with."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.engines.memory import memory_watched
-from gpipe_cli.engines.nonfinite import first_bad_gradient, first_bad_output
+from gpipe_cli.engines.nonfinite import bad_gradients, described, first_bad_output
+from gpipe_cli.engines.peers import Alone, Peers
 from gpipe_cli.engines.protocol import Batch, Objective, StepFacts, Value
 from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state
-from gpipe_cli.engines.update import Update
+from gpipe_cli.engines.update import Update, UpdateFacts
 from gpipe_cli.errors import NumericError, RunError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Pipe(Protocol):
-    """What `GPipe` and `PlainPipe` have in common."""
+    """What `GPipe`, `PlainPipe` and `RankPipe` have in common. Of those that share the work with other processes
+    only one gives the output; the others give ()."""
 
     chunks: int
     training: bool
@@ -32,6 +34,15 @@ class Pipe(Protocol):
     ) -> tuple[Tensor, Any]: ...
     def train(self, mode: bool = True) -> Any: ...
     def close(self) -> None: ...
+
+
+class Updating(Protocol):
+    """What becomes of gradients: `Update`, or one that has seen to most of it during the step."""
+
+    scaler: torch.amp.GradScaler
+
+    def begin(self) -> None: ...
+    def apply(self, loss: float, lr: float) -> UpdateFacts: ...
 
 
 @final
@@ -46,15 +57,22 @@ class PipeEngine:
         first: torch.device,
         last: torch.device,
         eval_chunks: int,
+        peers: Peers | None = None,
+        update: Updating | None = None,
     ) -> None:
+        """update: made here from the objective where none is given; its state is then seen to here as well."""
         self.module = module
+        self._peers = peers or Alone()
         self._pipe = pipe
         self._objective = objective
         self._balance = balance
         self._first, self._last = first, last
         self._eval_chunks = eval_chunks
-        self._update = self._make_update()
-        self._kept = None if self._update is None else self._optimizer_state(self._update)
+        # torch makes no optimizer of nothing, which is what a process may have whose layers have no parameters.
+        self._placeholder = nn.Parameter(torch.zeros(0))
+        own = self._make_update() if update is None else None
+        self._update: Updating | None = own if update is None else update
+        self._kept = None if own is None else self._optimizer_state(own)
         # One function for all steps: a pipe remembers whether the last one draws.
         self._scaled_loss = None if self._update is None else _scaled(self._loss, self._update.scaler)
 
@@ -65,15 +83,20 @@ class PipeEngine:
         self._update.begin()
         scaled, output = self._step(input, target, key)
         loss = float(scaled) / self._update.scaler.get_scale()
+        seen = self._peers.facts(self._facts(loss, output, target))
         try:
             with memory_watched():
-                facts = self._update.apply(loss, lr)
+                facts = self._update.apply(seen.loss, lr)
         except NumericError as error:
             for note in self._trace_back(input, target, key):
                 error.add_note(note)
             raise
-        sums = self._objective.measure(output, target)
-        return StepFacts(loss, len(target), sums, facts.grad_norm, facts.skipped)
+        return replace(seen, grad_norm=facts.grad_norm, skipped=facts.skipped)
+
+    def _facts(self, loss: float, output: Any, target: Tensor) -> StepFacts | None:
+        if isinstance(output, tuple) and not output:
+            return None
+        return StepFacts(loss, len(target), self._objective.measure(output, target))
 
     def _step(self, input: Value, target: Tensor, key: int) -> tuple[Tensor, Any]:
         with self._autocast(), memory_watched():
@@ -81,10 +104,11 @@ class PipeEngine:
 
     def _trace_back(self, input: Value, target: Tensor, key: int) -> Iterator[str]:
         """Where a loss or gradient that is not finite came from."""
-        gradient = first_bad_gradient(self.module)
-        place = first_bad_output(self.module, self._balance, lambda: self._step(input, target, key))
+        gradient = self._peers.last_of(bad_gradients(self.module))
+        found = first_bad_output(self.module, lambda: self._step(input, target, key))
+        place = self._peers.first_bad_output(found)
         if place is not None:
-            yield f"first output that is not finite: {place}"
+            yield f"first output that is not finite: {described(self.module, self._balance, place)}"
         elif gradient is not None:
             yield f"all layers' outputs are finite; first gradient that is not: {gradient}"
 
@@ -92,28 +116,28 @@ class PipeEngine:
         input, target = self._place(batch)
         with self._evaluating(), self._autocast(), memory_watched():
             output = self._pipe(input)
-            loss = self._loss(output, target)
-        return StepFacts(float(loss), len(target), self._objective.measure(output, target))
+            share = self._peers.share_of(len(target))
+            nothing = isinstance(output, tuple) and not output
+            loss = 0.0 if nothing else float(self._loss(output, target)) * share
+        return self._peers.facts(self._facts(loss, output, target))
 
     def state(self) -> EngineState:
+        return self._peers.whole(self._own_state())
+
+    def _own_state(self) -> EngineState:
         state = module_state(self.module)
-        if self._update is None or self._kept is None:
+        if self._update is None:
             return state
-        tensors, numbers = self._kept.take()
+        tensors, numbers = ({}, {}) if self._kept is None else self._kept.take()
         scaler = self._update.scaler.state_dict()
         return replace(state, optimizer=tensors, numbers={"optimizer": numbers, "scaler": scaler})
 
     def load_state(self, state: EngineState) -> None:
         load_module(self.module, state)
-        if self._update is None or self._kept is None:
-            return
-        self._kept.put(state.optimizer, state.numbers.get("optimizer", {}))
-        scaler = state.numbers.get("scaler")
-        if scaler and self._update.scaler.is_enabled():  # a run may go on in another precision
-            try:
-                self._update.scaler.load_state_dict(scaler)
-            except (KeyError, TypeError) as error:
-                raise RunError(f"does not fit the loss scaler: {scaler}") from error
+        if self._kept is not None:
+            self._kept.put(state.optimizer, state.numbers.get("optimizer", {}))
+        if self._update is not None:
+            load_scaler(self._update.scaler, state)
 
     def close(self) -> None:
         self._pipe.close()
@@ -140,18 +164,20 @@ class PipeEngine:
         if make is None:
             return None
         check_optimizer(make)
-        parameters = [one for one in self.module.parameters() if one.requires_grad]
+        # Those on the meta device are in other processes.
+        parameters = [one for one in self.module.parameters() if one.requires_grad and not one.is_meta]
         return Update(
-            make(parameters),
+            make(parameters or [self._placeholder]),
             parameters,
             clip_grad_norm=self._objective.clip_grad_norm,
             scale_loss=self._objective.precision == "fp16",
             device=self._last,
+            peers=self._peers,
         )
 
     def _optimizer_state(self, update: Update) -> OptimizerState:
         names = {parameter: name for name, parameter in self.module.named_parameters()}
-        return OptimizerState(update.optimizer, names)
+        return OptimizerState(update.optimizer, {**names, self._placeholder: ""})
 
     def _loss(self, output: Any, target: Tensor) -> Tensor:
         # Autocast leaves scores in half precision; a loss summed there would lose most of its digits.
@@ -169,6 +195,15 @@ class PipeEngine:
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = DTYPES.get(self._objective.precision)
         return nullcontext() if dtype is None else torch.autocast(self._first.type, dtype=dtype)
+
+
+def load_scaler(scaler: torch.amp.GradScaler, state: EngineState) -> None:
+    saved = state.numbers.get("scaler")
+    if saved and scaler.is_enabled():  # a run may go on in another precision
+        try:
+            scaler.load_state_dict(saved)
+        except (KeyError, TypeError) as error:
+            raise RunError(f"does not fit the loss scaler: {saved}") from error
 
 
 def _scaled(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from gpipe_cli.engines.protocol import Batch, Engine
 from gpipe_cli.errors import DataError, NumericError
+from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.training.lr_schedules import LrSchedule
 from gpipe_cli.training.metrics import Tally
 
@@ -58,6 +59,7 @@ class Trained:
     samples: int
     grad_norm: float | None
     skipped: bool
+    transfers: Transfers | None
     seconds: float
     """Since the loop began."""
 
@@ -129,7 +131,16 @@ def train(
             means = {name: value / facts.samples for name, value in facts.sums.items()}
             seconds = time.perf_counter() - began
             yield Trained(
-                step, epoch, facts.loss, means, lr, facts.samples, facts.grad_norm, facts.skipped, seconds
+                step,
+                epoch,
+                facts.loss,
+                means,
+                lr,
+                facts.samples,
+                facts.grad_norm,
+                facts.skipped,
+                facts.transfers,
+                seconds,
             )
             if step == plan.steps:
                 break

@@ -71,7 +71,7 @@ def write_snapshot(path: Path, state: EngineState, record: Record, between: Call
         return MANIFEST, encode(Manifest(facts, record.to_json()))
 
     try:
-        contents = {name: tensors.encode(one) for name, one in files.items()}
+        contents = {name: tensors.encode(one, state.fetch) for name, one in files.items()}
         write_directory(path, contents, manifest, between)
     except OSError as error:
         needed = sum(map(tensors.size, files.values()))
@@ -93,6 +93,7 @@ def amend(path: Path, record: Record) -> None:
 
 def copied(state: EngineState, spare: EngineState | None = None) -> EngineState:
     """A state that further steps do not change, in the memory of the CPU; where `spare` has room, in its memory."""
+    assert state.fetch is None, "what may be larger than memory is not copied"
     room = EngineState({}) if spare is None else spare
     return replace(
         state,

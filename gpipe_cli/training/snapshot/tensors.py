@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,8 +51,13 @@ def problem(tensor: Any) -> str | None:
     return None
 
 
-def encode(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The file piece by piece; wide elements first, so that each tensor lies where its elements may lie."""
+def encode(
+    tensors: Mapping[str, Tensor], fetch: Callable[[Tensor], Tensor] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The file piece by piece; wide elements first, so that each tensor lies where its elements may lie.
+
+    fetch: gives the numbers of a tensor that has none itself, when its turn has come.
+    """
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     entries, end = {}, 0
     for name in order:
@@ -63,7 +68,7 @@ def encode(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     header += b" " * (-len(header) % 8)
     yield struct.pack("<Q", len(header)) + header
     for name in order:
-        yield _bytes(tensors[name])
+        yield _bytes(tensors[name] if fetch is None else fetch(tensors[name]))
 
 
 def size(tensors: Mapping[str, Tensor]) -> int:

@@ -1,0 +1,1 @@
+"""Models larger than their device: kept elsewhere, and brought in slice by slice."""

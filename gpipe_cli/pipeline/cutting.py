@@ -1,0 +1,66 @@
+"""A sequence cut into partitions: which layers are in which, and which skips cross between them.
+
+Decides nothing of its own: the balance says where, the layers declare what they stash and pop. Knows nothing of
+workers or processes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import final
+
+import torch
+from torch import nn
+
+from gpipe_cli.pipeline.layer import Layer
+from gpipe_cli.pipeline.partition import Partition
+from gpipe_cli.skip.layout import skip_layout
+
+__all__ = ["PartitionView", "cut", "make_partitions", "place_buffers"]
+
+
+@final
+class PartitionView(nn.Sequential):
+    """Some layers of the sequence, under the names they have there."""
+
+    def __init__(self, named: list[tuple[str, nn.Module]], layers: tuple[Layer, ...]) -> None:
+        super().__init__(OrderedDict(named))
+        self.layer_names = tuple(layer.name for layer in layers)
+        """The names for people, which may hold dots, as no child's name can."""
+
+
+def cut(module: nn.Sequential, layers: tuple[Layer, ...], balance: Sequence[int]) -> nn.ModuleList:
+    """The partitions as sequences of the same layers under the same names."""
+    named = list(module.named_children())
+    return nn.ModuleList(
+        PartitionView(named[end - length : end], layers[end - length : end])
+        for end, length in zip(accumulate(balance), balance, strict=True)
+    )
+
+
+def make_partitions(
+    views: nn.ModuleList, layers: tuple[Layer, ...], balance: Sequence[int], devices: Sequence[torch.device]
+) -> list[Partition]:
+    """Partitions are dealt to `devices` round robin."""
+    layout = skip_layout(list(views))
+    ends = list(accumulate(balance))
+    return [
+        Partition(
+            index=index,
+            layers=layers[ends[index] - length : ends[index]],
+            device=devices[index % len(devices)],
+            receives=layout.receives[index],
+            sends=layout.sends[index],
+            others=[view for view in views if view is not views[index]],
+        )
+        for index, length in enumerate(balance)
+    ]
+
+
+def place_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move what is no parameter; for a module whose parameters come and go."""
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            setattr(owner, name, buffer.to(device))
