@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -38,14 +38,16 @@ class Journal:
         plan: Plan,
         settings: Log,
         start: Position = Position(),  # noqa: B008 - immutable
+        partitions: Sequence[Mapping[str, Any]] = (),
     ) -> Iterator[Journal]:
+        """`partitions`: a row for each, for who sees them at work."""
         disk = Disk()
         try:
             with (
                 closing(LineFile(directory / "train.log")) as log_file,
                 run_log(log_file, partitions=settings.partitions, layers=settings.layers) as log,
                 MetricsFile(directory / "metrics.jsonl") as metrics,
-                watcher(plan.steps, plan.epochs, settings.every) as watching,
+                watcher(plan.steps, plan.epochs, settings.every, partitions) as watching,
             ):
                 disk.files = [log_file, metrics.file]
                 yield Journal(metrics, log, watching, settings.every, start, disk)
@@ -81,6 +83,8 @@ class Journal:
     def _trained(self, fact: Trained, speed: float) -> None:
         transfers = "" if fact.transfers is None else _told(fact.transfers)
         self.watching.step(fact.step, fact.epoch, fact.loss, fact.lr, speed, transfers)
+        if fact.utilisation is not None:
+            self.watching.load(fact.utilisation.busy, fact.utilisation.bubble, fact.utilisation.memory)
         if fact.skipped:
             self.say(f"step {fact.step}: fp16 gradients overflowed, update left out, loss scale lowered")
         if fact.step % self.every == 0:

@@ -39,7 +39,9 @@ def launch_of(
 def write_launch(directory: Path, launch: Mapping[str, Any]) -> None:
     """After the commands of earlier launches, where the run goes on."""
     before = _before(directory)
-    commands = before if before[-1:] == launch["commands"] else [*before, *launch["commands"]]  # ranks begin anew
+    commands = (
+        before if before[-1:] == launch["commands"] else [*before, *launch["commands"]]
+    )  # ranks begin anew
     write_json(directory / NAME, {**launch, "commands": commands, "profile": _profile_line(commands)})
 
 

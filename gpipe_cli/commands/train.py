@@ -29,6 +29,7 @@ from gpipe_cli.config.targets import instantiate
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import RunError
+from gpipe_cli.report.progress import on_terminal
 from gpipe_cli.training.loop import Evaluated, Plan, train
 from gpipe_cli.training.run_directory import check_run_dir, planned_run_directory
 from gpipe_cli.training.snapshot.keeper import Keeper, Retention
@@ -60,7 +61,7 @@ def run(settings: Train, job: Job) -> Summary:
             warning = check_room(place, settings, parts.model, plan, _retention(settings))
             # Before there is an engine: one of several processes keeps a part of the model only.
             launch = launch_of(settings, job, parts)
-            engine = watched(make_engine(settings, parts), job, team)
+            engine = watched(make_engine(settings, parts, gauged=on_terminal()), job, team)
             held.callback(engine.close)
             _restore(engine, again)
             begun = begin_together(settings, job, again, held, team)
@@ -68,7 +69,7 @@ def run(settings: Train, job: Job) -> Summary:
                 write_launch(begun.directory, launch)
                 held.callback(leave_page, begun.directory)  # however the run ends
             again = None  # it holds the whole snapshot in memory
-            with _journal(settings, plan, begun, team) as journal:
+            with _journal(settings, plan, begun, team, launch["partitions"]) as journal:
                 _tell(journal, settings, begun, warning)
                 _tell_balance(journal, parts.split, launch["partitions"])
                 last = _train(settings, parts.feed, plan, engine, begun, began, journal, team)
@@ -81,10 +82,10 @@ def run(settings: Train, job: Job) -> Summary:
 
 
 def _journal(
-    settings: Train, plan: Plan, begun: Begun, team: Team
+    settings: Train, plan: Plan, begun: Begun, team: Team, partitions: Sequence[Mapping[str, Any]]
 ) -> AbstractContextManager[Journal | Follower]:
     if team.leads:
-        return Journal.open(begun.directory, plan, settings.log, begun.position)
+        return Journal.open(begun.directory, plan, settings.log, begun.position, partitions)
     return Follower.open(begun.directory, team.rank, settings.log, begun.position)
 
 

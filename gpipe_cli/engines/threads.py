@@ -7,6 +7,7 @@ from torch import nn
 
 from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.engines.stepping import PipeEngine
+from gpipe_cli.engines.utilisation import Gauge
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
 
@@ -24,6 +25,7 @@ def build(
     deferred_batch_norm: bool,
     step_timeout: float | None,
     log_layers: bool,
+    gauged: bool = False,
 ) -> Engine:
     pipe = GPipe(
         module,
@@ -45,4 +47,5 @@ def build(
         first=pipe.devices[0],
         last=pipe.devices[-1],
         eval_chunks=eval_chunks,
+        gauge=Gauge(pipe) if gauged else None,
     )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 
 from gpipe_cli.engines.protocol import Batch, Engine
+from gpipe_cli.engines.utilisation import Utilisation
 from gpipe_cli.errors import DataError, NumericError
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.training.lr_schedules import LrSchedule
@@ -59,9 +60,10 @@ class Trained:
     samples: int
     grad_norm: float | None
     skipped: bool
-    transfers: Transfers | None
     seconds: float
     """Since the loop began."""
+    transfers: Transfers | None = None
+    utilisation: Utilisation | None = None
 
 
 @dataclass(frozen=True)
@@ -139,8 +141,9 @@ def train(
                 facts.samples,
                 facts.grad_norm,
                 facts.skipped,
-                facts.transfers,
                 seconds,
+                facts.transfers,
+                facts.utilisation,
             )
             if step == plan.steps:
                 break
