@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -16,11 +17,36 @@ from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer
 from gpipe_cli.engines.stepping import Pipe, PipeEngine, load_scaler
 from gpipe_cli.errors import RunError
 from gpipe_cli.offload.rotation import Rotation
+from gpipe_cli.offload.sizing import layer_bytes, optimizer_bytes
 from gpipe_cli.offload.slice import Part, Slice
-from gpipe_cli.offload.tiers import Tier
+from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
 from gpipe_cli.offload.transfers import Transfers
 
-__all__ = ["SlicedEngine"]
+__all__ = ["Away", "SlicedEngine", "make_tier"]
+
+
+@final
+@dataclass(frozen=True)
+class Away:
+    """A model that is kept elsewhere."""
+
+    tier: Tier
+    rotations: Sequence[Rotation]
+    """One per worker."""
+    shared: Sequence[nn.Parameter]
+    """Parameters of several slices, which stay on the device."""
+
+
+def make_tier(
+    to: str, device: torch.device, scratch: Path, module: nn.Sequential, objective: Objective
+) -> Tier:
+    """With room for all that will be kept: a full disk is to be noticed now, not in the middle of a step."""
+    tier: Tier = DiskTier(scratch) if to == "disk" else CpuTier(device)
+    # Gradients are kept too where an update has to wait for all of them.
+    deferred = objective.clip_grad_norm is not None or objective.precision == "fp16"
+    weights = sum(layer_bytes(module)) * (2 if deferred else 1)
+    tier.reserve(weights + sum(optimizer_bytes(module, objective.optimizer)))
+    return tier
 
 
 @final
@@ -30,20 +56,17 @@ class SlicedEngine:
         pipe: Pipe,
         module: nn.Sequential,
         objective: Objective,
+        away: Away,
         *,
         balance: Sequence[int],
-        rotations: Sequence[Rotation],
-        shared: Sequence[nn.Parameter],
-        tier: Tier,
         first: torch.device,
         last: torch.device,
         eval_chunks: int,
     ) -> None:
-        """rotations: one per worker; shared: parameters of several slices, which stay on the device."""
         self.module = module
-        self._rotations = rotations
-        self._tier = tier
-        self._shared = Group([one for one in shared if one.requires_grad])
+        self._rotations = away.rotations
+        self._tier = away.tier
+        self._shared = Group([one for one in away.shared if one.requires_grad])
         self._update = self._make_update(objective, last)
         self._kept = {id(group): self._optimizer_state(group) for group in self._groups() if group.optimizer}
         self._engine = PipeEngine(
