@@ -114,7 +114,7 @@ class SlicedEngine:
         self._load(state, [key for one, found in keys.items() if one not in away for key in found])
         self._load_optimizer(state, self._shared)
         for name, buffer in module_state(self.module).buffers.items():
-            buffer.copy_(state.buffers[name])
+            buffer.copy_(state.value(state.buffers[name]))
         for rotation in self._rotations:
             for slice in rotation.tour([Part.WEIGHTS], [Part.WEIGHTS, Part.STATE]):
                 self._load(state, [key for one in slice.parameters for key in keys[one]])
@@ -183,7 +183,7 @@ class SlicedEngine:
 
     def _load(self, state: EngineState, keys: Sequence[str]) -> None:
         try:
-            self.module.load_state_dict({key: state.model[key] for key in keys}, strict=False)
+            self.module.load_state_dict({key: state.value(state.model[key]) for key in keys}, strict=False)
         except RuntimeError as error:
             raise RunError(f"does not fit the model: {' '.join(str(error).split())}") from error
 
@@ -192,7 +192,11 @@ class SlicedEngine:
         if kept is None:
             return
         names = {name for name, one in self.module.named_parameters() if one in set(group.trained)}
-        tensors = {path: one for path, one in state.optimizer.items() if path.rpartition("/")[0] in names}
+        tensors = {
+            path: state.value(one)
+            for path, one in state.optimizer.items()
+            if path.rpartition("/")[0] in names
+        }
         kept.put(tensors, _of_names(state.numbers.get("optimizer", {}), names))
 
     def _fetch(self, tensor: Tensor) -> Tensor:
