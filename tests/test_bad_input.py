@@ -37,7 +37,7 @@ CASES: list[tuple[str, int, str]] = [
     ("train optimizer=sdg", 2, "optimizer=sdg: no such option; did you mean 'sgd'?"),
     ("train model=resnet1010", 2, "did you mean 'resnet101'?"),
     ("train recipe=nope", 2, "recipe=nope: no such option"),
-    ("train engine=foo", 2, "engine=foo: no such option; one of: processes, single, threads"),
+    ("train engine=foo", 2, "engine=foo: no such option; one of: offload, processes, single, threads"),
     ("train steps=0", 2, "steps=0: must be at least 1"),
     ("train steps=1.5", 2, "steps=1.5: expected a whole number"),
     ("train batch_size=-5", 2, "batch_size=-5: must be at least 1"),

@@ -19,6 +19,7 @@ from torch import nn
 
 from gpipe_cli.balance.memory import Memory
 from gpipe_cli.balance.result import Balanced
+from gpipe_cli.commands.away import keeps_on_disk, scratch_folder
 from gpipe_cli.commands.course import make_course, make_memory, optimizer_factory, sample_must_fit
 from gpipe_cli.commands.feed import Feed, make_feed
 from gpipe_cli.commands.layers import CUTTING_KEYS, as_sequence, check_layers
@@ -100,7 +101,7 @@ def assemble(settings: Shared, overrides: Sequence[str], *, storage: bool = True
     def make() -> nn.Sequential:
         return make_model(settings, feed)
 
-    if storage and isinstance(settings, Train) and settings.engine.get("to") == "disk":
+    if storage and isinstance(settings, Train) and keeps_on_disk(settings):
         built = built_on(DiskTier(scratch_folder(settings)), make)
         return Assembly(feed, built.model, split_model(settings, built.model, feed), built)
     model = make() if storage else sketched(make)
@@ -234,11 +235,6 @@ def make_engine(settings: Running, parts: Assembly) -> Engine:
     if parts.built is not None:
         parts.built.close()
     return engine
-
-
-def scratch_folder(settings: Running) -> Path:
-    """Where an engine may keep a file while it runs: on the disk of the run, which need not be there yet."""
-    return Path((settings.run_dir if isinstance(settings, Train) else None) or "runs")
 
 
 def make_objective(settings: Running) -> Objective:

@@ -59,9 +59,10 @@ class Trained:
     samples: int
     grad_norm: float | None
     skipped: bool
-    transfers: Transfers | None
     seconds: float
     """Since the loop began."""
+    transfers: Transfers | None = None
+    """Of the model, where it does not stay on its devices."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,8 @@ def train(
                 facts.samples,
                 facts.grad_norm,
                 facts.skipped,
-                facts.transfers,
                 seconds,
+                facts.transfers,
             )
             if step == plan.steps:
                 break
