@@ -86,12 +86,17 @@ class Assembly:
 
 def assemble(settings: Shared, overrides: Sequence[str], *, storage: bool = True) -> Assembly:
     """Check every component, then make data, model and partitions; the model with or without its numbers."""
-    if settings.allow:  # packages allowed on the command line may lie in the current folder
-        sys.path.insert(0, str(Path.cwd()))
+    open_own_packages(settings)
     check_components(settings, overrides)
     feed = make_feed(settings)
     model = make_model(settings, feed) if storage else sketched(lambda: make_model(settings, feed))
     return Assembly(feed, model, split_model(settings, model, feed))
+
+
+def open_own_packages(settings: Shared) -> None:
+    """Packages allowed on the command line may lie in the current folder."""
+    if settings.allow:
+        sys.path.insert(0, str(Path.cwd()))
 
 
 def make_model(settings: Shared, feed: Feed) -> nn.Sequential:

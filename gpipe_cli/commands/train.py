@@ -13,6 +13,7 @@ from gpipe_cli.commands.journal import Journal
 from gpipe_cli.commands.origin import Begun, begin_run
 from gpipe_cli.commands.outcome import finished_before, show, summary_of, write_summary
 from gpipe_cli.commands.outlook import outlook
+from gpipe_cli.commands.planned_run import with_best_plan
 from gpipe_cli.commands.resume import Resumed, check_plan, resumption
 from gpipe_cli.commands.room import check_room
 from gpipe_cli.commands.stopping import stopping
@@ -34,6 +35,8 @@ def run(settings: Train, job: Job) -> Summary:
         if again is None:
             check_run_dir(settings.run_dir, job.number)
         settings = replace(settings, resume=None) if again is None else again.settings
+        if settings.plan.auto:
+            settings, job = with_best_plan(settings, job)
         parts = assemble(settings, job.overrides, storage=not job.dry_run)
         plan = _plan(settings, parts.feed)
         if again is not None and again.snapshot is not None:
