@@ -17,19 +17,22 @@ import torch
 from torch import nn
 
 from gpipe_cli.balance.solver import solve
+from gpipe_cli.balance.time import Timed
 from gpipe_cli.plan.costs import Costs, Split
 from gpipe_cli.plan.shape import Shape
-from gpipe_cli.profiling.cache import LayerTimes, ProfileCache
+from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.pace import Phases, measure_phases
 
-__all__ = ["Workbench", "intra_op_threads"]
+__all__ = ["MeasuredCosts", "Workbench", "intra_op_threads"]
 
 
 @final
 @dataclass(frozen=True)
-class _Measured:
-    layers: list[LayerTimes]
+class MeasuredCosts:
+    """At one size of micro-batch."""
+
+    layers: Sequence[Timed]
     phases: Phases
 
     def costs(self, checkpointed: bool, transfer: Sequence[float] | None) -> Costs:
@@ -67,8 +70,8 @@ class Workbench:
         self._module, self._sample_of, self._devices = module, sample_of, list(devices)
         self._profiles, self._cores, self._apart = profiles, cores, apart
         self._transfer_of = transfer_of
-        self._alone: dict[int, _Measured] = {}
-        self._together: dict[int, _Measured] = {}
+        self._alone: dict[int, MeasuredCosts] = {}
+        self._together: dict[int, MeasuredCosts] = {}
         self._last, self._last_chunks = 0.0, 1
 
     def measure(self, chunks: Sequence[int], deadline: float) -> list[int]:
@@ -113,11 +116,11 @@ class Workbench:
             with intra_op_threads(1):
                 self._together[chunks] = self._beside(chunks, sample, min(workers, len(self._module)))
 
-    def _beside(self, chunks: int, sample: Sample, workers: int) -> _Measured:
+    def _beside(self, chunks: int, sample: Sample, workers: int) -> MeasuredCosts:
         layers = self._profiles.times(self._module, sample, seconds=0.0)
         balance = solve([one.forward_ms + one.backward_ms for one in layers], workers).balance
         phases = measure_phases(self._module, sample, balance, self._devices[:workers], chunks)
-        return _Measured(layers, phases)
+        return MeasuredCosts(layers, phases)
 
 
 @contextmanager

@@ -57,8 +57,13 @@ def measure_phases(
     devices: Sequence[torch.device],
     chunks: int,
     seconds: float = 0.0,
+    *,
+    split: bool = True,
 ) -> Phases:
-    """Medians of at least two steps of each kind, and of more while `seconds` last; `sample` is a micro-batch."""
+    """Medians of at least two steps of each kind, and of more while `seconds` last; `sample` is a micro-batch.
+
+    Without `split` a split backward is not tried, and taken as two halves.
+    """
     micro_batches = min(chunks, PER_PARTITION * len(balance))
     whole = Sample(
         _repeated(sample.input, micro_batches), _repeated_target(sample, micro_batches), sample.loss
@@ -77,15 +82,15 @@ def measure_phases(
 
     with staying_at_home(module), left_as_found(module):
         plain, checkpointed = times("1f1b", "never"), times("1f1b", "always")
-        split = times("zero_bubble", "never") if len(balance) > 1 else {}
-    later = _sum(plain, "backward", first=1)
+        halves = times("zero_bubble", "never") if split and len(balance) > 1 else {}
+    later = _sum(plain, "backward", first=1) if halves else 0.0
     return Phases(
         forward=_sum(plain, "forward"),
         backward=_sum(plain, "backward"),
         checkpointed_forward=_sum(checkpointed, "forward"),
         recompute=_sum(checkpointed, "recompute"),
-        input_grad=_sum(split, "backward", Kind.INPUT_GRAD, first=1) / later if later else 0.5,
-        weight_grad=_sum(split, "backward", Kind.WEIGHT_GRAD, first=1) / later if later else 0.5,
+        input_grad=_sum(halves, "backward", Kind.INPUT_GRAD, first=1) / later if later else 0.5,
+        weight_grad=_sum(halves, "backward", Kind.WEIGHT_GRAD, first=1) / later if later else 0.5,
     )
 
 
