@@ -93,8 +93,7 @@ class Assembly:
 
 def assemble(settings: Shared, overrides: Sequence[str], *, storage: bool = True) -> Assembly:
     """Check every component, then make data, model and partitions; the model with or without its numbers."""
-    if settings.allow:  # packages allowed on the command line may lie in the current folder
-        sys.path.insert(0, str(Path.cwd()))
+    open_own_packages(settings)
     check_components(settings, overrides)
     feed = make_feed(settings)
 
@@ -106,6 +105,12 @@ def assemble(settings: Shared, overrides: Sequence[str], *, storage: bool = True
         return Assembly(feed, built.model, split_model(settings, built.model, feed), built)
     model = make() if storage else sketched(make)
     return Assembly(feed, model, split_model(settings, model, feed))
+
+
+def open_own_packages(settings: Shared) -> None:
+    """Packages allowed on the command line may lie in the current folder."""
+    if settings.allow:
+        sys.path.insert(0, str(Path.cwd()))
 
 
 def make_model(settings: Shared, feed: Feed) -> nn.Sequential:
