@@ -77,6 +77,17 @@ COMMANDS = {
             "gpipe plan model=resnet101 device=a100 devices=8     # for a machine you do not have: an estimate",
         ),
     ),
+    "report": Command(
+        "draw a run as a page to look at, or compare several",
+        "gpipe report <directory> [<directory> ...] [out=<file>] [--json]",
+        (
+            "gpipe report runs/train/resnet18/20260101-120000   # its report.html, built anew",
+            "gpipe report <directory> <directory>               # several runs on one page, comparison.html",
+            "gpipe report <directory> out=page.html",
+            "gpipe report <directory> --json                    # one JSON document on stdout",
+        ),
+        configured=False,
+    ),
     "export": Command(
         "write the weights of a run as one file that loads without gpipe",
         "gpipe export run=<directory>|snapshot=<directory> [out=<file>] [--json]",
