@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,12 +17,14 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from gpipe_cli.training import signals
 from gpipe_cli.training.snapshot import contents
 from tests import faulty
 
 FAULT = "GPIPE_TEST_FAULT"
 FIRST_ATTEMPT = Path("first-attempt")
 SOCKETS = Path("sockets.json")
+HEARD = threading.Event()
 LISTENING = "0A"  # the state in /proc/net/tcp
 
 
@@ -61,9 +64,37 @@ def launcher_gets(number: int) -> Callable[[Tensor], Tensor]:
         if not SOCKETS.exists():
             SOCKETS.write_text(json.dumps(listening_addresses()))
             os.kill(os.getppid(), number)
+            HEARD.wait()  # it comes back to this rank, which must not be through before it does
         return input
 
     return send
+
+
+def hear() -> None:
+    note = signals.StopRequests.note
+
+    def noted(self: signals.StopRequests, number: int, frame: object) -> None:
+        note(self, number, frame)
+        HEARD.set()
+
+    signals.StopRequests.note = noted  # type: ignore[method-assign]
+
+
+def terminated(input: Tensor) -> Tensor:
+    """Not in a rank: on threads, where the process is the run."""
+    if not FIRST_ATTEMPT.exists():
+        FIRST_ATTEMPT.touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+    return input
+
+
+def interrupted_twice(input: Tensor) -> NoReturn:
+    """This step will never end, so the first request cannot be heeded."""
+    for _ in range(2):
+        os.kill(os.getppid(), signal.SIGINT)
+        signal.sigtimedwait([], 1)  # a signal that is pending would swallow the next
+    threading.Event().wait()
+    raise AssertionError("waits for ever")
 
 
 def listening_addresses() -> list[str]:
@@ -87,7 +118,9 @@ IN_LAYER: Mapping[str, Callable[[Tensor], Any]] = {
     "stopped": stopped,
     "raises": raises,
     "raises in backward": RaisesInBackward.apply,
+    "terminated": terminated,
     "launcher terminated": launcher_gets(signal.SIGTERM),
+    "launcher interrupted twice": interrupted_twice,
     "launcher killed": launcher_gets(signal.SIGKILL),
 }
 
@@ -107,6 +140,8 @@ def model(num_classes: int, width: int = 4) -> nn.Module:
         return found
 
     faulty.in_layer = layer
+    if fault is not None:
+        hear()
     if fault == "full disk":
         contents.write_directory = full_disk
     return faulty.model(num_classes, width)

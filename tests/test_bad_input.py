@@ -12,7 +12,7 @@ BROKEN = "allow=[tests] model._target_=tests.broken_models"
 # (words, exit code, what the line must say)
 CASES: list[tuple[str, int, str]] = [
     ("trian", 2, "unknown command 'trian'; did you mean 'train'?"),
-    ("frobnicate", 2, "one of: balance, env, eval, export, ls, profile, train"),
+    ("frobnicate", 2, "one of: balance, env, eval, export, ls, plan, profile, train"),
     ("train --jsn", 2, "unknown flag --jsn; did you mean '--json'?"),
     ("train --by", 2, "--by needs a value"),
     ("train --by tmie", 2, "balance=tmie: no such option"),
@@ -37,7 +37,7 @@ CASES: list[tuple[str, int, str]] = [
     ("train optimizer=sdg", 2, "optimizer=sdg: no such option; did you mean 'sgd'?"),
     ("train model=resnet1010", 2, "did you mean 'resnet101'?"),
     ("train recipe=nope", 2, "recipe=nope: no such option"),
-    ("train engine=foo", 2, "engine=foo: no such option; one of: processes, single, threads"),
+    ("train engine=foo", 2, "engine=foo: no such option; one of: offload, processes, single, threads"),
     ("train steps=0", 2, "steps=0: must be at least 1"),
     ("train steps=1.5", 2, "steps=1.5: expected a whole number"),
     ("train batch_size=-5", 2, "batch_size=-5: must be at least 1"),

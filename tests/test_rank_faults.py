@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from gpipe_cli.cli import main
+import gpipe_cli
 from tests.fault_injection import ALLOW, ROWS, TEMPLATE, TRAIN
 from tests.faulty_ranks import FAULT, SOCKETS
 from tests.scene import Scene, play
@@ -30,7 +33,9 @@ class Row:
     code: int
     says: str
     words: tuple[str, ...] = ()
+    begins_on_threads: bool = False
     resumes: bool = True
+    """On one process, to the very bits of a run that nothing happened to."""
     slow: bool = False
 
 
@@ -58,19 +63,33 @@ TABLE = [
         resumes=False,
         slow=True,
     ),
-    Row("launcher terminated", 75, "stopped by SIGTERM; saved in run/snapshots/step-0000000"),
+    Row(
+        "launcher terminated",
+        75,
+        "stopped by SIGTERM; saved in run/snapshots/step-0000000",
+        ("resume=auto", "engine=processes"),
+        begins_on_threads=True,
+    ),
+    Row("launcher interrupted twice", 130, "stopped by Ctrl-C at once; go on with: gpipe train", slow=True),
     Row("launcher killed", -signal.SIGKILL, ""),
 ]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def template(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A run without a fault, as the command line starts it."""
+    """A run without a fault, its ranks started by torchrun."""
     folder = tmp_path_factory.mktemp("template")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        words = [word.replace("tests.faulty.model", "tests.faulty_ranks.model") for word in TRAIN]
-        assert main([*words, "engine=processes", "run_dir=run"]) == 0
+    words = [word.replace("tests.faulty.model", "tests.faulty_ranks.model") for word in TRAIN]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "gpipe_cli"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, *words, "engine=processes", "run_dir=run", "--json"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(gpipe_cli.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 8
     TEMPLATE[:] = [folder / "run"]
 
 
@@ -85,8 +104,14 @@ def test_without_a_fault_the_others_log_and_rank_0_writes_the_rest() -> None:
     assert [(row["step"], row["split"]) for row in rows] == ROWS
 
 
+def with_fault(fault: str) -> Callable[[], None]:
+    return lambda: os.environ.update({FAULT: fault})
+
+
 def check(row: Row, scene: Scene) -> None:
-    code = scene.launch(*LAUNCH, *row.words, inject=lambda: os.environ.update({FAULT: row.fault}))
+    if row.begins_on_threads:
+        assert scene.launch(*LAUNCH, "engine=threads", inject=with_fault("terminated")) == 75, scene.said
+    code = scene.launch(*LAUNCH, *row.words, inject=with_fault(row.fault))
     assert code == row.code, scene.said
     assert row.says in scene.said, scene.said
     assert "Traceback" not in scene.said and scene.said.count("gpipe: ") == (code > 0), scene.said
@@ -95,9 +120,11 @@ def check(row: Row, scene: Scene) -> None:
         listening = json.loads((scene.folder / SOCKETS).read_text())
         assert listening and all(one.partition(":")[0] in LOOPBACK for one in listening), listening
     if row.resumes:
-        assert scene.launch(*LAUNCH, "resume=auto", "engine=threads") == 0, scene.said
+        assert scene.launch(*LAUNCH, "resume=auto", "engine=single") == 0, scene.said
     if row.resumes or code == 0:
         assert scene.rows() == ROWS
+        last = Path("snapshots", "step-00000008", "model.safetensors")
+        assert (scene.run / last).read_bytes() == (TEMPLATE[0] / last).read_bytes()
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="ranks are watched as Linux lets us")

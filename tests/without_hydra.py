@@ -12,7 +12,7 @@ from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import Train
 from tests.fault_injection import ALLOW, TEMPLATE, TRAIN
 
-ENGINES = {"engine=single", "engine=threads"}
+ENGINES = {"engine=processes", "engine=single", "engine=threads"}
 
 
 def composed(words: list[str]) -> int:

@@ -19,6 +19,7 @@ from torch import nn
 
 from gpipe_cli.balance.memory import Memory
 from gpipe_cli.balance.result import Balanced
+from gpipe_cli.commands.away import keeps_on_disk, scratch_folder
 from gpipe_cli.commands.course import make_course, make_memory, optimizer_factory, sample_must_fit
 from gpipe_cli.commands.feed import Feed, make_feed
 from gpipe_cli.commands.layers import CUTTING_KEYS, as_sequence, check_layers
@@ -92,19 +93,24 @@ class Assembly:
 
 def assemble(settings: Shared, overrides: Sequence[str], *, storage: bool = True) -> Assembly:
     """Check every component, then make data, model and partitions; the model with or without its numbers."""
-    if settings.allow:  # packages allowed on the command line may lie in the current folder
-        sys.path.insert(0, str(Path.cwd()))
+    open_own_packages(settings)
     check_components(settings, overrides)
     feed = make_feed(settings)
 
     def make() -> nn.Sequential:
         return make_model(settings, feed)
 
-    if storage and isinstance(settings, Train) and settings.engine.get("to") == "disk":
+    if storage and isinstance(settings, Train) and keeps_on_disk(settings):
         built = built_on(DiskTier(scratch_folder(settings)), make)
         return Assembly(feed, built.model, split_model(settings, built.model, feed), built)
     model = make() if storage else sketched(make)
     return Assembly(feed, model, split_model(settings, model, feed))
+
+
+def open_own_packages(settings: Shared) -> None:
+    """Packages allowed on the command line may lie in the current folder."""
+    if settings.allow:
+        sys.path.insert(0, str(Path.cwd()))
 
 
 def make_model(settings: Shared, feed: Feed) -> nn.Sequential:
@@ -235,11 +241,6 @@ def make_engine(settings: Running, parts: Assembly, *, gauged: bool = False) -> 
     if parts.built is not None:
         parts.built.close()
     return engine
-
-
-def scratch_folder(settings: Running) -> Path:
-    """Where an engine may keep a file while it runs: on the disk of the run, which need not be there yet."""
-    return Path((settings.run_dir if isinstance(settings, Train) else None) or "runs")
 
 
 def make_objective(settings: Running) -> Objective:

@@ -54,8 +54,6 @@ def launched(settings: Running, job: Job, parts: Assembly) -> Summary:
                     raise failed.cause from failed
                 left -= 1
                 say(f"{failed}; starting all ranks again ({left} restarts left)")
-            except KeyboardInterrupt as error:  # a second signal
-                raise _stopped(stops, " at once", settings, run) from error
 
 
 def _entry(job: Job, balance: Sequence[int], run: Path | None, meeting: Meeting) -> list[str]:
@@ -86,6 +84,8 @@ def _result(word: LastWord) -> Summary:
 
 def _end_if_asked(stops: StopRequests, failed: Failed, settings: Running, run: Path | None) -> None:
     """A signal finds ranks that are not listening yet, and ends them: that is no failure of theirs."""
+    if isinstance(failed.cause, Interrupted):  # a second one
+        raise _stopped(stops, " at once", settings, run) from failed
     if stops.signal is not None and isinstance(failed.cause, PeerError):
         raise _stopped(stops, f", which broke what was under way ({failed})", settings, run) from failed
 

@@ -26,7 +26,7 @@ from gpipe_cli.engines.beating import BeatingEngine
 from gpipe_cli.engines.devices import available
 from gpipe_cli.engines.meeting import Beats
 from gpipe_cli.engines.protocol import Engine
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, Stopped
 from gpipe_cli.schedule.placement import partitions_of
 
 LONGER_THAN_THE_WATCH = 60.0
@@ -98,7 +98,13 @@ def joined(settings: Running, job: Job) -> Iterator[Team]:
         setup_process_groups(
             [("data", settings.data_parallel), ("pipe", size // settings.data_parallel)], timeout=timeout
         )
-        yield Team.present()
+        team = Team.present()
+        try:
+            yield team
+        except Stopped:
+            team.largest(0)
+            raise
+        team.largest(0)  # they leave together: torch ends all others as soon as it misses one
     finally:
         distributed.destroy_process_group()
 

@@ -19,7 +19,7 @@ from gpipe_cli.report.tables import print_facts, print_rows
 from gpipe_cli.report.timeline import print_picture
 from gpipe_cli.schedule.simulate import Simulation
 
-__all__ = ["Seen", "show_timeline", "watch"]
+__all__ = ["Seen", "as_step", "show_timeline", "watch"]
 
 
 @final
@@ -56,7 +56,7 @@ def watch(
         )
     return Seen(
         steps,
-        _as_step(ideal),
+        as_step(ideal),
         [f"partition {index} ({row['device']})" for index, row in enumerate(parts.partitions)],
         _summary(median_step(steps), ideal, parts, activations),
     )
@@ -83,7 +83,7 @@ def show_timeline(seen: Seen) -> None:
     )
 
 
-def _as_step(simulation: Simulation) -> Step:
+def as_step(simulation: Simulation) -> Step:
     return Step(
         tuple(
             Piece(span.action, span.phase, span.begin / 1000, span.end / 1000, span.worker)

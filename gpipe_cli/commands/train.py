@@ -19,6 +19,7 @@ from gpipe_cli.commands.membership import as_rank, assemble_together, joined, le
 from gpipe_cli.commands.origin import Begun, begin_together
 from gpipe_cli.commands.outcome import finished_before, show, summary_of, write_summary
 from gpipe_cli.commands.outlook import outlook
+from gpipe_cli.commands.planned_run import with_best_plan
 from gpipe_cli.commands.relay import Relay
 from gpipe_cli.commands.report import leave_page
 from gpipe_cli.commands.resume import Resumed, agree_on_snapshot, check_plan, resumption
@@ -45,7 +46,10 @@ def run(settings: Train, job: Job) -> Summary:
         again = resumption(settings, job, held, writes=leads())
         if again is None and leads():
             check_run_dir(settings.run_dir, job.number)
-        settings = as_rank(replace(settings, resume=None) if again is None else again.settings, job)
+        settings = replace(settings, resume=None) if again is None else again.settings
+        if settings.plan.auto:
+            settings, job = with_best_plan(settings, job)
+        settings = as_rank(settings, job)
         team = held.enter_context(joined(settings, job))
         agree_on_snapshot(again, team)
         parts = assemble_together(settings, job, team)

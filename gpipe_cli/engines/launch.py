@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from gpipe_cli.engines.blame import End, failure, frozen
 from gpipe_cli.engines.meeting import LastWord, Meeting
 from gpipe_cli.engines.watch import Watch
-from gpipe_cli.errors import GpipeError, PeerError
+from gpipe_cli.errors import GpipeError, Interrupted, PeerError
 
 __all__ = ["Crew", "Failed", "launch"]
 
@@ -87,6 +87,8 @@ def launch(crew: Crew, entry: Entry) -> LastWord:
         with Watch(meeting, len(ranks), pids, crew.step_timeout, crew.asked) as watch:
             try:
                 result = agent.run()
+            except KeyboardInterrupt as error:
+                raise Failed(Interrupted("stopped at once"), meeting.run()) from error
             finally:
                 handler.shutdown()
         cause = _cause(crew, meeting, watch, result)

@@ -6,8 +6,9 @@ Parameters and what the optimizer keeps live in host memory or in a file, and co
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -15,20 +16,21 @@ from torch import Tensor, nn
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.byte_size import byte_count
 from gpipe_cli.engines.protocol import Engine, Objective
-from gpipe_cli.engines.sliced import SlicedEngine
+from gpipe_cli.engines.sliced import Away, SlicedEngine, make_tier
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.cut import parameters_of
 from gpipe_cli.offload.pipe import SlicedPipe
 from gpipe_cli.offload.rotation import Rotation
 from gpipe_cli.offload.sizing import Demand, layer_bytes, optimizer_bytes
-from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
+from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.optimizer_state import MakeOptimizer
 from gpipe_cli.schedule.course import checkpoint_stop
 
 USUAL_SLICES = 8
-CHOICES = {"to": ("cpu", "disk"), "by": ("bytes", "time")}
+CHOICES = {"to": TIERS, "by": ("bytes", "time")}
 
 
 def build(
@@ -54,24 +56,12 @@ def build(
     """scratch: the folder for a file of parameters; value_of: gives the numbers of a parameter built without any."""
     check_offload(to=to, by=by, slices=slices, memory=memory)
     rooms = 2 if prefetch else 1
-
-    def facts() -> ModelFacts:
-        return model_facts(module, make_sample(), count_flops=by == "time")
-
-    costs = _costs(module, by, facts)
-    trained = optimizer_bytes(module, objective.optimizer)
-    if memory is None:
-        balance = solve(costs, _checked_slices(slices, len(module))).balance
-    else:
-        kept = chunks - checkpoint_stop(checkpoint, chunks)
-        balance = Demand(layer_bytes(module), trained, facts(), rooms, kept).slices(costs, byte_count(memory))
-    tier = make_tier(to, device, scratch)
-    # A full disk is to be noticed now; gradients are kept there too where an update has to wait for all of them.
-    deferred = objective.clip_grad_norm is not None or objective.precision == "fp16"
-    tier.reserve(sum(layer_bytes(module)) * (2 if deferred else 1) + sum(trained))
+    kept = chunks - checkpoint_stop(checkpoint, chunks)
+    cutting = _Cutting(module, by, make_sample, objective.optimizer, rooms, kept)
+    balance = cutting.into(slices) if memory is None else cutting.within(byte_count(memory))
+    tier = make_tier(to, device, scratch, module, objective)
     parameters = parameters_of(module, balance)
-    for parameter in parameters.shared:
-        parameter.data = (parameter.data if value_of is None else value_of(parameter.data)).to(device)
+    parameters.keep_shared(lambda _: device, value_of)
     rotation = Rotation(parameters.on(tier, value_of), device, rooms=rooms, beside=prefetch)
     pipe = SlicedPipe(
         module,
@@ -89,10 +79,8 @@ def build(
         pipe,
         module,
         objective,
+        Away(tier, [rotation], parameters.shared),
         balance=balance,
-        rotations=[rotation],
-        shared=parameters.shared,
-        tier=tier,
         first=device,
         last=device,
         eval_chunks=eval_chunks,
@@ -116,20 +104,41 @@ def check_offload(*, to: str, by: str, slices: int | None, memory: Any) -> None:
             raise ConfigError(f"engine.memory={memory}: {error}") from error
 
 
-def make_tier(to: str, device: torch.device, scratch: Path) -> Tier:
-    return DiskTier(scratch) if to == "disk" else CpuTier(device)
+@final
+@dataclass(frozen=True)
+class _Cutting:
+    """All that decides where slices end."""
 
+    module: nn.Sequential
+    by: str
+    make_sample: Callable[[], Sample]
+    optimizer: MakeOptimizer | None
+    rooms: int
+    kept_micro_batches: int
 
-def _checked_slices(slices: int | None, layers: int) -> int:
-    if slices is not None and slices > layers:
-        raise ConfigError(
-            f"engine.slices={slices}: the model has only {layers} layers; give at most that many"
+    def into(self, slices: int | None) -> list[int]:
+        layers = len(self.module)
+        if slices is not None and slices > layers:
+            raise ConfigError(
+                f"engine.slices={slices}: the model has only {layers} layers; give at most that many"
+            )
+        return solve(self._costs(), min(USUAL_SLICES, layers) if slices is None else slices).balance
+
+    def within(self, memory: int) -> list[int]:
+        demand = Demand(
+            layer_bytes(self.module),
+            optimizer_bytes(self.module, self.optimizer),
+            self._facts(),
+            self.rooms,
+            self.kept_micro_batches,
         )
-    return min(USUAL_SLICES, layers) if slices is None else slices
+        return demand.slices(self._costs(), memory)
 
+    def _costs(self) -> list[float]:
+        """By time the operations of each layer, counted: to measure them the model would have to be in memory."""
+        if self.by == "bytes":
+            return list(map(float, layer_bytes(self.module)))
+        return [float(one.forward + one.backward) for one in self._facts().flops]
 
-def _costs(module: nn.Sequential, by: str, facts: Callable[[], ModelFacts]) -> list[float]:
-    """By time the operations of each layer, counted: to measure them the model would have to be in memory."""
-    if by == "bytes":
-        return list(map(float, layer_bytes(module)))
-    return [float(one.forward + one.backward) for one in facts().flops]
+    def _facts(self) -> ModelFacts:
+        return model_facts(self.module, self.make_sample(), count_flops=self.by == "time")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -16,11 +17,36 @@ from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer
 from gpipe_cli.engines.stepping import Pipe, PipeEngine, load_scaler
 from gpipe_cli.errors import RunError
 from gpipe_cli.offload.rotation import Rotation
+from gpipe_cli.offload.sizing import layer_bytes, optimizer_bytes
 from gpipe_cli.offload.slice import Part, Slice
-from gpipe_cli.offload.tiers import Tier
+from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
 from gpipe_cli.offload.transfers import Transfers
 
-__all__ = ["SlicedEngine"]
+__all__ = ["Away", "SlicedEngine", "make_tier"]
+
+
+@final
+@dataclass(frozen=True)
+class Away:
+    """A model that is kept elsewhere."""
+
+    tier: Tier
+    rotations: Sequence[Rotation]
+    """One per worker."""
+    shared: Sequence[nn.Parameter]
+    """Parameters of several slices, which stay on the device."""
+
+
+def make_tier(
+    to: str, device: torch.device, scratch: Path, module: nn.Sequential, objective: Objective
+) -> Tier:
+    """With room for all that will be kept: a full disk is to be noticed now, not in the middle of a step."""
+    tier: Tier = DiskTier(scratch) if to == "disk" else CpuTier(device)
+    # Gradients are kept too where an update has to wait for all of them.
+    deferred = objective.clip_grad_norm is not None or objective.precision == "fp16"
+    weights = sum(layer_bytes(module)) * (2 if deferred else 1)
+    tier.reserve(weights + sum(optimizer_bytes(module, objective.optimizer)))
+    return tier
 
 
 @final
@@ -30,20 +56,17 @@ class SlicedEngine:
         pipe: Pipe,
         module: nn.Sequential,
         objective: Objective,
+        away: Away,
         *,
         balance: Sequence[int],
-        rotations: Sequence[Rotation],
-        shared: Sequence[nn.Parameter],
-        tier: Tier,
         first: torch.device,
         last: torch.device,
         eval_chunks: int,
     ) -> None:
-        """rotations: one per worker; shared: parameters of several slices, which stay on the device."""
         self.module = module
-        self._rotations = rotations
-        self._tier = tier
-        self._shared = Group([one for one in shared if one.requires_grad])
+        self._rotations = away.rotations
+        self._tier = away.tier
+        self._shared = Group([one for one in away.shared if one.requires_grad])
         self._update = self._make_update(objective, last)
         self._kept = {id(group): self._optimizer_state(group) for group in self._groups() if group.optimizer}
         self._engine = PipeEngine(
@@ -91,7 +114,7 @@ class SlicedEngine:
         self._load(state, [key for one, found in keys.items() if one not in away for key in found])
         self._load_optimizer(state, self._shared)
         for name, buffer in module_state(self.module).buffers.items():
-            buffer.copy_(state.buffers[name])
+            buffer.copy_(state.value(state.buffers[name]))
         for rotation in self._rotations:
             for slice in rotation.tour([Part.WEIGHTS], [Part.WEIGHTS, Part.STATE]):
                 self._load(state, [key for one in slice.parameters for key in keys[one]])
@@ -160,7 +183,7 @@ class SlicedEngine:
 
     def _load(self, state: EngineState, keys: Sequence[str]) -> None:
         try:
-            self.module.load_state_dict({key: state.model[key] for key in keys}, strict=False)
+            self.module.load_state_dict({key: state.value(state.model[key]) for key in keys}, strict=False)
         except RuntimeError as error:
             raise RunError(f"does not fit the model: {' '.join(str(error).split())}") from error
 
@@ -169,7 +192,11 @@ class SlicedEngine:
         if kept is None:
             return
         names = {name for name, one in self.module.named_parameters() if one in set(group.trained)}
-        tensors = {path: one for path, one in state.optimizer.items() if path.rpartition("/")[0] in names}
+        tensors = {
+            path: state.value(one)
+            for path, one in state.optimizer.items()
+            if path.rpartition("/")[0] in names
+        }
         kept.put(tensors, _of_names(state.numbers.get("optimizer", {}), names))
 
     def _fetch(self, tensor: Tensor) -> Tensor:

@@ -37,6 +37,10 @@ class EngineState:
     fetch: Callable[[Tensor], Tensor] | None = None
     """For a state that may be larger than memory, gives the numbers of one of its tensors, which has none itself."""
 
+    def value(self, tensor: Tensor) -> Tensor:
+        """The numbers of one of its tensors."""
+        return tensor if self.fetch is None else self.fetch(tensor)
+
 
 def module_state(module: nn.Module) -> EngineState:
     """What is here: tensors on the meta device are in other processes."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from gpipe_cli.offload.slice import Slice
@@ -25,6 +26,15 @@ class Parameters:
     """Those only one slice has."""
     shared: list[nn.Parameter]
     """Those several slices have: they cannot come and go with one of them, so they stay."""
+
+    def keep_shared(
+        self,
+        device_of: Callable[[nn.Parameter], torch.device],
+        value_of: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        for parameter in self.shared:
+            value = parameter.data if value_of is None else value_of(parameter.data)
+            parameter.data = value.to(device_of(parameter))
 
     def on(self, tier: Tier, value_of: Callable[[Tensor], Tensor] | None = None) -> dict[int, Slice]:
         """Take the parameters to the tier, slice by slice."""

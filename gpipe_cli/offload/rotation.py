@@ -99,7 +99,7 @@ class Rotation:
             for part in changed:
                 slice.gather(part, room.memory)
         except BaseException:
-            self._forget()
+            self.forget()
             raise
         finally:
             slice.detach()
@@ -127,8 +127,8 @@ class Rotation:
         pending, room.pending = room.pending, []
         self.mover.wait(pending)
 
-    def _forget(self) -> None:
-        """After a failure nothing in the rooms is to be trusted."""
+    def forget(self) -> None:
+        """Trust nothing in the rooms: after a failure, or where slices were changed on their tier."""
         for room in self._rooms:
             room.slice = None
 

@@ -20,7 +20,7 @@ from gpipe_cli.offload.layout import padded
 from gpipe_cli.profiling.facts import ModelFacts
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes
 
-__all__ = ["Demand", "layer_bytes"]
+__all__ = ["Demand", "layer_bytes", "optimizer_bytes"]
 
 
 def layer_bytes(module: nn.Sequential) -> list[int]:

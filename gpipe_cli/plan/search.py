@@ -20,8 +20,8 @@ from gpipe_cli.plan.steps import can_be_simulated
 
 __all__ = ["Answer", "Searched", "search"]
 
-ACTIONS = 400_000
-"""Simulated for one shape at most: about a second."""
+ACTIONS = 200_000
+"""Simulated for one shape at most: half a second."""
 
 
 @final

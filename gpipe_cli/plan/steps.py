@@ -7,15 +7,19 @@ from collections.abc import Sequence
 from gpipe_cli.plan.costs import Costs
 from gpipe_cli.plan.wavefront import long_step, takes
 from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.simulate import PartitionCost
 
-__all__ = ["MOST_ACTIONS", "can_be_simulated", "step_ms"]
+__all__ = ["MOST_ACTIONS", "can_be_simulated", "simulated", "step_ms"]
 
 MOST_ACTIONS = 200_000
 """Of one simulation: half a second."""
 
 
 def step_ms(course: Course, costs: Costs, balance: Sequence[int]) -> float:
-    parts = costs.partitions(balance)
+    return simulated(course, costs.partitions(balance))
+
+
+def simulated(course: Course, parts: Sequence[PartitionCost]) -> float:
     if _actions(course) > MOST_ACTIONS:
         return long_step(course, parts)
     return course.simulate(parts).step

@@ -47,7 +47,7 @@ class Phases:
     recompute: float
     input_grad: float
     weight_grad: float
-    """The parts of a split backward."""
+    """The parts of a split backward, as multiples of the whole. The first partition's is never split."""
 
 
 def measure_phases(
@@ -57,35 +57,40 @@ def measure_phases(
     devices: Sequence[torch.device],
     chunks: int,
     seconds: float = 0.0,
+    *,
+    split: bool = True,
 ) -> Phases:
-    """Medians of at least two steps of each kind, and of more while `seconds` last; `sample` is a micro-batch."""
+    """Medians of at least two steps of each kind, and of more while `seconds` last; `sample` is a micro-batch.
+
+    Without `split` a split backward is not tried, and taken as two halves.
+    """
     micro_batches = min(chunks, PER_PARTITION * len(balance))
     whole = Sample(
         _repeated(sample.input, micro_batches), _repeated_target(sample, micro_batches), sample.loss
     )
-    with staying_at_home(module), left_as_found(module):
-        plain, checkpointed, split = (
-            _pieces(
-                GPipe(
-                    module,
-                    balance,
-                    devices=devices,
-                    chunks=micro_batches,
-                    checkpoint=checkpoint,
-                    schedule=schedule,
-                ),
-                whole,
-                seconds / 3,
-            )
-            for schedule, checkpoint in (("1f1b", "never"), ("1f1b", "always"), ("zero_bubble", "never"))
+
+    def times(schedule: str, checkpoint: str) -> _Times:
+        pipe = GPipe(
+            module,
+            balance,
+            devices=devices,
+            chunks=micro_batches,
+            checkpoint=checkpoint,
+            schedule=schedule,
         )
+        return _pieces(pipe, whole, seconds / 3)
+
+    with staying_at_home(module), left_as_found(module):
+        plain, checkpointed = times("1f1b", "never"), times("1f1b", "always")
+        halves = times("zero_bubble", "never") if split and len(balance) > 1 else {}
+    later = _sum(plain, "backward", first=1) if halves else 0.0
     return Phases(
         forward=_sum(plain, "forward"),
         backward=_sum(plain, "backward"),
         checkpointed_forward=_sum(checkpointed, "forward"),
         recompute=_sum(checkpointed, "recompute"),
-        input_grad=_sum(split, "backward", Kind.INPUT_GRAD),
-        weight_grad=_sum(split, "backward", Kind.WEIGHT_GRAD),
+        input_grad=_sum(halves, "backward", Kind.INPUT_GRAD, first=1) / later if later else 0.5,
+        weight_grad=_sum(halves, "backward", Kind.WEIGHT_GRAD, first=1) / later if later else 0.5,
     )
 
 
@@ -113,11 +118,12 @@ def _what(piece: Piece) -> tuple[int, str, Kind]:
     return piece.action.partition, piece.phase, piece.action.kind
 
 
-def _sum(times: _Times, phase: str, kind: Kind | None = None) -> float:
+def _sum(times: _Times, phase: str, kind: Kind | None = None, first: int = 0) -> float:
+    """Over the partitions from `first` on."""
     return 1000 * sum(
         statistics.median(durations)
-        for (_, found, its_kind), durations in times.items()
-        if found == phase and kind in (None, its_kind)
+        for (partition, found, its_kind), durations in times.items()
+        if found == phase and kind in (None, its_kind) and partition >= first
     )
 
 

@@ -63,6 +63,7 @@ class Trained:
     seconds: float
     """Since the loop began."""
     transfers: Transfers | None = None
+    """Of the model, where it does not stay on its devices."""
     utilisation: Utilisation | None = None
 
 

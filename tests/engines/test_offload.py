@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.engines import offload, single
+from gpipe_cli.engines import offload, single, threads
 from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, NumericError, RunError
@@ -205,6 +205,35 @@ def compare_model(
         modules.append(build())
     with closing(offloaded(modules[0], task, folder, slices=slices, to=to, checkpoint=checkpoint)) as engine:
         assert_same_steps(engine, plain(modules[1], task), batches, steps)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "partitions", "workers"),
+    [("gpipe", 3, 3), ("1f1b", 2, 2), ("interleaved", 4, 2), ("interleaved", 6, 2), ("zero_bubble", 2, 2)],
+)
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_partitions_of_a_pipeline_can_be_offloaded(
+    to: str, clip: float | None, schedule: str, partitions: int, workers: int, tmp_path: Path
+) -> None:
+    task = objective(optimizer=ADAMW, clip_grad_norm=clip)
+    engine = threads.build(
+        small(),
+        task,
+        balance=[7 - partitions + 1] + [1] * (partitions - 1),
+        devices=[CPU] * workers,
+        chunks=3,
+        eval_chunks=2,
+        checkpoint="except_last",
+        schedule=schedule,
+        deferred_batch_norm=True,
+        step_timeout=60,
+        log_layers=False,
+        scratch=tmp_path,
+        offload=to,
+    )
+    with closing(engine):
+        assert_same_steps(engine, plain(small(), task), rows, steps=3)
 
 
 @pytest.mark.parametrize("to", ["cpu", "disk"])

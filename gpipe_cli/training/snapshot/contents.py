@@ -53,6 +53,32 @@ def open_snapshot(verified: Verified) -> Snapshot:
     return Snapshot(verified.path, record, state)
 
 
+def open_large_snapshot(verified: Verified) -> Snapshot:
+    """The same for one that may be larger than memory: it has been verified, and is read again, tensor by tensor."""
+    try:
+        files = {name: tensors.TensorFile(verified.path / name) for name in verified.manifest.files}
+    except (tensors.BadTensors, OSError) as error:
+        raise RunError(f"{verified.path}: damaged: {error}") from error
+
+    def fetch(outline: Tensor) -> Tensor:
+        try:
+            found = (file.fetch(outline) for file in files.values())
+            return next((one for one in found if one is not None), outline)
+        except (tensors.BadTensors, OSError) as error:
+            raise RunError(f"{verified.path}: damaged meanwhile: {error}") from error
+
+    whole = open_snapshot(replace(verified, contents={}))
+    outlines = {name: file.outlines for name, file in files.items()}
+    state = replace(
+        whole.state,
+        model=outlines.get(MODEL, {}),
+        buffers=outlines.get(BUFFERS, {}),
+        optimizer=outlines.get(OPTIMIZER, {}),
+        fetch=fetch,
+    )
+    return replace(whole, state=state)
+
+
 def tensors_of(verified: Verified, name: str) -> dict[str, Tensor]:
     """The tensors of one file; none where the snapshot has no such file."""
     if name not in verified.contents:
