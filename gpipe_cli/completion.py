@@ -1,7 +1,7 @@
 """Tab completion: what may follow on a half-typed command line.
 
-Commands, flags and the topics of `ls` are known here; keys and options are asked of Hydra, whose answer is then
-put into gpipe's words: no folder that merely lies beside recipes/, nothing of Hydra's own.
+Commands, flags, the topics of `ls` and what `cp` copies are known here; keys and options are asked of Hydra, whose
+answer is then put into gpipe's words: no folder that merely lies beside recipes/, nothing of Hydra's own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from io import StringIO
 
 from gpipe_cli.arguments import FLAGS, PLAIN_FLAGS
 from gpipe_cli.commands.ls import PLURALS, TOPICS
+from gpipe_cli.config.locate import options
 from gpipe_cli.config.schema import SCHEMAS
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.help import COMMANDS
@@ -52,6 +53,8 @@ def _candidates(line: str, words: list[str], hydra: Hydra) -> list[str]:
         return _beginning(last, FLAGS if COMMANDS[command].configured else PLAIN_FLAGS)
     if command == "ls":
         return _beginning(last, sorted({*TOPICS, *PLURALS}))
+    if command == "cp" and " " not in rest.lstrip():
+        return _beginning(last, (f"{topic}/{one.name}" for topic in TOPICS for one in options(topic)))
     return _of_hydra(command, rest.lstrip(), words, hydra) if COMMANDS[command].configured else []
 
 

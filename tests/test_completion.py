@@ -37,6 +37,8 @@ def completed(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("gpipe zz ", []),
         ("gpipe ls mo", ["model", "models"]),
         ("gpipe ls models rec", ["recipe", "recipes"]),
+        ("gpipe cp recipes/dig", ["recipes/digits"]),
+        ("gpipe cp recipes/digits ", []),
         ("gpipe train --js", ["--json"]),
         ("gpipe train chunks=8 --dr", ["--dry-run"]),
         ("gpipe env --d", ["--debug"]),
