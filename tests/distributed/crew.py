@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from gpipe_cli.distributed import get_group, setup_process_groups
 from gpipe_cli.engines.state import EngineState
 from tests.distributed.cases import Case, Course, run
 
+PATIENCE = timedelta(seconds=60)
 ROOT = Path(__file__).parents[2]
 
 
@@ -45,10 +47,11 @@ def run_crew(folder: Path, ranks: int, cases: Sequence[Case]) -> None:
         for rank in range(ranks)
     ]
     try:
-        said = [one.communicate(timeout=280)[0] for one in crew]
+        said = [one.communicate(timeout=200)[0] for one in crew]
     finally:
         for one in crew:
             one.kill()
+            one.communicate()
     assert [one.returncode for one in crew] == [0] * ranks, "\n".join(said)
 
 
@@ -83,7 +86,7 @@ def _keep(path: Path, course: Course, notes: dict[str, Any]) -> None:
 def _work(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=ranks
+        "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=ranks, timeout=PATIENCE
     )
     axes: list[tuple[str, int]] = []
     for fields in json.loads((folder / "cases.json").read_text()):
@@ -91,7 +94,7 @@ def _work(rank: int, ranks: int, folder: Path) -> None:
         wanted = [("data", case.replicas), ("pipe", ranks // case.replicas)]
         if axes != wanted:
             axes = wanted
-            setup_process_groups(axes)
+            setup_process_groups(axes, timeout=PATIENCE)
         _keep(folder / f"{case.name}-{rank}", *_do(case, ranks // case.replicas))
     distributed.destroy_process_group()
 
