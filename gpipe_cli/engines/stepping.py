@@ -53,6 +53,8 @@ class PipeEngine:
         self.module = module
         self._peers = peers or Alone()
         self._pipe = pipe
+        # Once: an evaluation puts every module back, and to tell each of them costs a small model's step dearly.
+        pipe.train()
         self._objective = objective
         self._balance = balance
         self._first, self._last = first, last
@@ -67,7 +69,6 @@ class PipeEngine:
     def train_step(self, batch: Batch, key: int, lr: float) -> StepFacts:
         assert self._update is not None, "an engine without an optimizer cannot train"
         input, target = self._place(batch)
-        self._pipe.train()
         self._update.begin()
         scaled, output = self._step(input, target, key)
         loss = float(scaled) / self._update.scaler.get_scale()

@@ -30,8 +30,8 @@ PATIENCE = timedelta(seconds=60)
 ROOT = Path(__file__).parents[2]
 
 
-def run_crew(folder: Path, ranks: int, cases: Sequence[Case]) -> None:
-    """Let so many ranks do all the cases; raise with what they said if one fails."""
+def run_crew(folder: Path, ranks: int, cases: Sequence[Case], seconds: float) -> None:
+    """Let so many ranks do all the cases; raise with what they said if one fails or they take longer."""
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "error::UserWarning", "-m", "tests.distributed.crew"]
@@ -47,7 +47,7 @@ def run_crew(folder: Path, ranks: int, cases: Sequence[Case]) -> None:
         for rank in range(ranks)
     ]
     try:
-        said = [one.communicate(timeout=200)[0] for one in crew]
+        said = [one.communicate(timeout=seconds)[0] for one in crew]
     finally:
         for one in crew:
             one.kill()
