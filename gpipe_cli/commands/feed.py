@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import final
 
-from gpipe_cli.config.schema import Shared, Train
+from gpipe_cli.config.schema import Running, Shared, Train
 from gpipe_cli.config.targets import instantiate
 from gpipe_cli.data.checks import check_batch, check_labels
 from gpipe_cli.data.datasets import Data, Samples
 from gpipe_cli.data.loading import batch_count, batches
 from gpipe_cli.data.transforms import Transform, Transforms
+from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError, DataError
 
@@ -91,4 +92,11 @@ def make_feed(settings: Shared) -> Feed:
     transforms = instantiate(settings.transform, "transform", settings.allow, data=data)
     classes = settings.model.get("num_classes") or data.classes
     seed = settings.seed if isinstance(settings, Train) else 0
-    return Feed(data, transforms, classes, settings.batch_size, seed)
+    replicas = settings.data_parallel if isinstance(settings, Running) else 1
+    return Feed(data, transforms, classes, settings.batch_size, seed, _replica(replicas), replicas)
+
+
+def _replica(replicas: int) -> int:
+    """Of this process: as the mesh of `data` and `pipe` has it, one replica after another."""
+    team = Team.present()
+    return team.rank // max(1, team.size // replicas)

@@ -17,16 +17,18 @@ from typing import Any, final
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from gpipe_cli.commands.away import keeps_on_disk
 from gpipe_cli.commands.chosen import choose, tell_damaged
 from gpipe_cli.commands.jobs import Job
 from gpipe_cli.commands.saved import saved_config, with_overrides
 from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import Train
+from gpipe_cli.distributed.team import Team
 from gpipe_cli.errors import ConfigError, DataError, RunError
 from gpipe_cli.training.lock import only_writer
 from gpipe_cli.training.loop import Plan
 from gpipe_cli.training.run_directory import explicit_run_directory
-from gpipe_cli.training.snapshot.contents import Snapshot, open_snapshot
+from gpipe_cli.training.snapshot.contents import Snapshot, open_large_snapshot, open_snapshot
 from gpipe_cli.training.snapshot.finding import is_snapshot, newest_valid, run_of
 from gpipe_cli.training.snapshot.manifest import FILES
 from gpipe_cli.training.snapshot.record import Record, versions
@@ -53,12 +55,12 @@ class Resumed:
     """What is given otherwise than before, as `key: before -> now`."""
 
 
-def resumption(settings: Train, job: Job, held: ExitStack) -> Resumed | None:
-    """The run that goes on, this process its only writer while `held`; None where a new one begins."""
+def resumption(settings: Train, job: Job, held: ExitStack, *, writes: bool = True) -> Resumed | None:
+    """The run that goes on, this process its only writer while `held`, if it writes; None where a new one begins."""
     run = _directory(settings, job)
     if run is None:
         return None
-    if not job.dry_run:
+    if writes and not job.dry_run:
         held.enter_context(only_writer(run))
     saved = saved_config(run)
     tree = with_overrides(saved, job.tree, job.overrides, OF_THE_LAUNCH)
@@ -67,7 +69,20 @@ def resumption(settings: Train, job: Job, held: ExitStack) -> Resumed | None:
     changes = _changes(saved, tree)
     _refuse(changes)
     told = [f"{key}: {_told(before)} -> {_told(after)}" for key, (before, after) in changes.items()]
-    return Resumed(run, _snapshot(settings, run), now, tree, told)
+    return Resumed(run, _snapshot(settings, run, large=keeps_on_disk(now)), now, tree, told)
+
+
+def agree_on_snapshot(again: Resumed | None, team: Team) -> None:
+    """Every rank has read the snapshot itself: before anything moves, all have read the same."""
+    saved = None if again is None else again.snapshot
+    step = -1 if saved is None else saved.record.position.step
+    least, most = team.smallest(step), team.largest(step)
+    if least != most:
+        found = "none" if least < 0 else f"that of step {least}"
+        raise RunError(
+            f"one rank finds the snapshot of step {most} to go on from, another {found}; "
+            "the run directory must be the same for all machines"
+        )
 
 
 def resume_command(run: Path, settings: Train) -> str:
@@ -119,12 +134,15 @@ def _directory(settings: Train, job: Job) -> Path | None:
     return path if (path / "config.yaml").exists() else None
 
 
-def _snapshot(settings: Train, run: Path) -> Snapshot | None:
+def _snapshot(settings: Train, run: Path, *, large: bool) -> Snapshot | None:
+    """large: whether it may not fit into memory."""
+    wanted = () if large else FILES
+    opened = open_large_snapshot if large else open_snapshot
     if settings.resume != "auto":
-        return open_snapshot(choose("resume", str(settings.resume), FILES).snapshot)
-    found = newest_valid(run)
+        return opened(choose("resume", str(settings.resume), wanted).snapshot)
+    found = newest_valid(run, wanted)
     tell_damaged(found.damaged)
-    return None if found.newest is None else open_snapshot(found.newest)
+    return None if found.newest is None else opened(found.newest)
 
 
 def _changes(saved: DictConfig, tree: DictConfig) -> dict[str, tuple[Any, Any]]:

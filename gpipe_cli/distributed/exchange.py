@@ -8,20 +8,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 __all__ = [
+    "Sending",
+    "begin_sending",
     "gather_numbers",
+    "receive_on_device",
     "receive_tensors",
     "send_tensors",
     "share_json",
     "share_numbers",
     "sum_of_numbers",
 ]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Sending:
+    """A message on its way; its memory must stay until it has arrived."""
+
+    work: Work
+    message: Tensor
 
 
 def share_numbers(numbers: Tensor, source: int, group: ProcessGroup, device: torch.device) -> Tensor:
@@ -58,16 +71,31 @@ def send_tensors(
     tensors: Mapping[str, Tensor], notes: Any, to: int, group: ProcessGroup, device: torch.device
 ) -> None:
     """Hand tensors by name, and something that JSON can say, to rank `to` of the group."""
+    for sending in begin_sending(tensors, notes, to, group, device):
+        sending.work.wait()
+
+
+def begin_sending(
+    tensors: Mapping[str, Tensor], notes: Any, to: int, group: ProcessGroup, device: torch.device
+) -> list[Sending]:
+    """The same without waiting, which two neighbours that send to each other must not do."""
     table = [[name, _dtype_name(one), list(one.shape)] for name, one in tensors.items()]
     text = _bytes([table, notes]).to(device)
     length = torch.tensor([len(text)], device=device)
-    for message in (length, text, *(_raw(one.to(device)) for one in tensors.values())):
-        if message.numel():
-            distributed.send(message, group=group, group_dst=to)
+    messages = [length, text, *(_raw(one.to(device)) for one in tensors.values() if one.numel())]
+    return [Sending(_begun(distributed.isend(one, group=group, group_dst=to)), one) for one in messages]
 
 
 def receive_tensors(source: int, group: ProcessGroup, device: torch.device) -> tuple[dict[str, Tensor], Any]:
     """What rank `source` hands over by `send_tensors`; the tensors are on the CPU."""
+    received, notes = receive_on_device(source, group, device)
+    return {name: one.cpu() for name, one in received.items()}, notes
+
+
+def receive_on_device(
+    source: int, group: ProcessGroup, device: torch.device
+) -> tuple[dict[str, Tensor], Any]:
+    """The same, the tensors on the device."""
     length = torch.zeros(1, dtype=torch.int64, device=device)
     distributed.recv(length, group=group, group_src=source)
     text = _empty(int(length), device)
@@ -78,8 +106,13 @@ def receive_tensors(source: int, group: ProcessGroup, device: torch.device) -> t
         tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         if tensor.numel():
             distributed.recv(_raw(tensor), group=group, group_src=source)
-        received[name] = tensor.cpu()
+        received[name] = tensor
     return received, notes
+
+
+def _begun(work: Work | None) -> Work:
+    assert work is not None, "this process is in the group"
+    return work
 
 
 def _raw(tensor: Tensor) -> Tensor:
