@@ -35,7 +35,6 @@ COMMANDS = {
             "gpipe train model=resnet101 chunks=8         # another model, more micro-batches",
             "gpipe train resume=<directory> epochs=6      # go on with a run that was stopped, or longer",
             "gpipe train -m chunks=2,4,8                  # a sweep, with a table at the end",
-            "gpipe train engine=processes devices=[cpu,cpu] # one process per partition",
         ),
     ),
     "eval": Command(
