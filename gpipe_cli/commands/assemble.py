@@ -19,6 +19,7 @@ from torch import nn
 
 from gpipe_cli.balance.memory import Memory
 from gpipe_cli.balance.result import Balanced
+from gpipe_cli.commands.away import keeps_on_disk, scratch_folder
 from gpipe_cli.commands.course import make_course, make_memory, optimizer_factory, sample_must_fit
 from gpipe_cli.commands.feed import Feed, make_feed
 from gpipe_cli.commands.layers import CUTTING_KEYS, as_sequence, check_layers
@@ -31,6 +32,8 @@ from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_t
 from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.protocol import measure_of
+from gpipe_cli.offload.building import Built, built_on
+from gpipe_cli.offload.tiers import DiskTier
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.report.output import say
@@ -79,6 +82,8 @@ class Assembly:
     feed: Feed
     model: nn.Sequential
     split: Split
+    built: Built[nn.Sequential] | None = None
+    """Where the model's numbers are, if they are not in memory."""
 
     @property
     def partitions(self) -> list[dict[str, Any]]:
@@ -88,12 +93,24 @@ class Assembly:
 
 def assemble(settings: Shared, overrides: Sequence[str], *, storage: bool = True) -> Assembly:
     """Check every component, then make data, model and partitions; the model with or without its numbers."""
-    if settings.allow:  # packages allowed on the command line may lie in the current folder
-        sys.path.insert(0, str(Path.cwd()))
+    open_own_packages(settings)
     check_components(settings, overrides)
     feed = make_feed(settings)
-    model = make_model(settings, feed) if storage else sketched(lambda: make_model(settings, feed))
+
+    def make() -> nn.Sequential:
+        return make_model(settings, feed)
+
+    if storage and isinstance(settings, Train) and keeps_on_disk(settings):
+        built = built_on(DiskTier(scratch_folder(settings)), make)
+        return Assembly(feed, built.model, split_model(settings, built.model, feed), built)
+    model = make() if storage else sketched(make)
     return Assembly(feed, model, split_model(settings, model, feed))
+
+
+def open_own_packages(settings: Shared) -> None:
+    """Packages allowed on the command line may lie in the current folder."""
+    if settings.allow:
+        sys.path.insert(0, str(Path.cwd()))
 
 
 def make_model(settings: Shared, feed: Feed) -> nn.Sequential:
@@ -216,7 +233,12 @@ def make_engine(settings: Running, parts: Assembly) -> Engine:
         step_timeout=settings.step_timeout,
         data_parallel=settings.data_parallel,
         log_layers=isinstance(settings, Train) and settings.log.layers,
+        scratch=scratch_folder(settings),
+        make_sample=lambda: make_sample(settings, parts.feed),
+        value_of=None if parts.built is None else parts.built.value_of,
     )
+    if parts.built is not None:
+        parts.built.close()
     return engine
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
+from gpipe_cli.byte_size import byte_text
 from gpipe_cli.commands.logs import run_log
 from gpipe_cli.config.schema import Log
+from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.report.numbers import readable
 from gpipe_cli.report.output import say
 from gpipe_cli.report.progress import Watcher, watcher
@@ -77,14 +79,21 @@ class Journal:
         return last
 
     def _trained(self, fact: Trained, speed: float) -> None:
-        self.watching.step(fact.step, fact.epoch, fact.loss, fact.lr, speed)
+        transfers = "" if fact.transfers is None else _told(fact.transfers)
+        self.watching.step(fact.step, fact.epoch, fact.loss, fact.lr, speed, transfers)
         if fact.skipped:
             self.say(f"step {fact.step}: fp16 gradients overflowed, update left out, loss scale lowered")
         if fact.step % self.every == 0:
-            extra = {} if fact.grad_norm is None else {"grad_norm": fact.grad_norm}
+            extra: dict[str, Any] = {} if fact.grad_norm is None else {"grad_norm": fact.grad_norm}
+            extra |= {} if fact.transfers is None else asdict(fact.transfers)
             self.metrics.write({**_row(fact, "train", speed), **extra})
             self.log.info(
-                "step %d | loss %.6g | lr %.3g | %.1f samples/s", fact.step, fact.loss, fact.lr, speed
+                "step %d | loss %.6g | lr %.3g | %.1f samples/s%s",
+                fact.step,
+                fact.loss,
+                fact.lr,
+                speed,
+                transfers and f" | {transfers}",
             )
 
     def _evaluated(self, fact: Evaluated) -> None:
@@ -134,6 +143,11 @@ class Pace:
 
     def restart(self) -> None:
         self._samples, self._since = 0, self._now
+
+
+def _told(transfers: Transfers) -> str:
+    """What a step moved between its device and where the model is kept."""
+    return f"moved {byte_text(transfers.moved_bytes)}, waited {1000 * transfers.waited_seconds:.0f} ms"
 
 
 def _row(fact: Fact, split: str, samples_per_second: float) -> dict[str, Any]:

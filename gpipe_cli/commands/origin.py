@@ -57,10 +57,15 @@ def begin_run(settings: Train, job: Job, again: Resumed | None, held: ExitStack)
         return _go_on(again)
     directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
     held.enter_context(only_writer(directory))
+    write_origin(directory, job)
+    return Begun(directory)
+
+
+def write_origin(directory: Path, job: Job) -> None:
+    """What was asked for, and on what machine."""
     write_text(directory / "config.yaml", OmegaConf.to_yaml(job.tree))
     write_text(directory / "overrides.yaml", OmegaConf.to_yaml(list(job.overrides)))
     write_json(directory / "env.json", environment())
-    return Begun(directory)
 
 
 def _go_on(again: Resumed) -> Begun:

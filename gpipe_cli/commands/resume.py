@@ -17,6 +17,7 @@ from typing import Any, final
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from gpipe_cli.commands.away import keeps_on_disk
 from gpipe_cli.commands.chosen import choose, tell_damaged
 from gpipe_cli.commands.jobs import Job
 from gpipe_cli.commands.saved import saved_config, with_overrides
@@ -27,7 +28,7 @@ from gpipe_cli.errors import ConfigError, DataError, RunError
 from gpipe_cli.training.lock import only_writer
 from gpipe_cli.training.loop import Plan
 from gpipe_cli.training.run_directory import explicit_run_directory
-from gpipe_cli.training.snapshot.contents import Snapshot, open_snapshot
+from gpipe_cli.training.snapshot.contents import Snapshot, open_large_snapshot, open_snapshot
 from gpipe_cli.training.snapshot.finding import is_snapshot, newest_valid, run_of
 from gpipe_cli.training.snapshot.manifest import FILES
 from gpipe_cli.training.snapshot.record import Record, versions
@@ -68,7 +69,7 @@ def resumption(settings: Train, job: Job, held: ExitStack, *, writes: bool = Tru
     changes = _changes(saved, tree)
     _refuse(changes)
     told = [f"{key}: {_told(before)} -> {_told(after)}" for key, (before, after) in changes.items()]
-    return Resumed(run, _snapshot(settings, run), now, tree, told)
+    return Resumed(run, _snapshot(settings, run, large=keeps_on_disk(now)), now, tree, told)
 
 
 def agree_on_snapshot(again: Resumed | None, team: Team) -> None:
@@ -133,12 +134,15 @@ def _directory(settings: Train, job: Job) -> Path | None:
     return path if (path / "config.yaml").exists() else None
 
 
-def _snapshot(settings: Train, run: Path) -> Snapshot | None:
+def _snapshot(settings: Train, run: Path, *, large: bool) -> Snapshot | None:
+    """large: whether it may not fit into memory."""
+    wanted = () if large else FILES
+    opened = open_large_snapshot if large else open_snapshot
     if settings.resume != "auto":
-        return open_snapshot(choose("resume", str(settings.resume), FILES).snapshot)
-    found = newest_valid(run)
+        return opened(choose("resume", str(settings.resume), wanted).snapshot)
+    found = newest_valid(run, wanted)
     tell_damaged(found.damaged)
-    return None if found.newest is None else open_snapshot(found.newest)
+    return None if found.newest is None else opened(found.newest)
 
 
 def _changes(saved: DictConfig, tree: DictConfig) -> dict[str, tuple[Any, Any]]:

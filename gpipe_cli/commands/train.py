@@ -13,11 +13,14 @@ from gpipe_cli.commands.feed import Feed
 from gpipe_cli.commands.follower import Follower
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.journal import Journal
+from gpipe_cli.commands.launch import launch_of, write_launch
 from gpipe_cli.commands.launching import launched
 from gpipe_cli.commands.membership import as_rank, assemble_together, joined, leads, starts_ranks, watched
 from gpipe_cli.commands.origin import Begun, begin_together
 from gpipe_cli.commands.outcome import finished_before, show, summary_of, write_summary
 from gpipe_cli.commands.outlook import outlook
+from gpipe_cli.commands.planned_run import with_best_plan
+from gpipe_cli.commands.report import leave_page
 from gpipe_cli.commands.resume import Resumed, agree_on_snapshot, check_plan, resumption
 from gpipe_cli.commands.room import check_room
 from gpipe_cli.commands.stopping import stopping
@@ -39,7 +42,10 @@ def run(settings: Train, job: Job) -> Summary:
         again = resumption(settings, job, held, writes=leads())
         if again is None and leads():
             check_run_dir(settings.run_dir, job.number)
-        settings = as_rank(replace(settings, resume=None) if again is None else again.settings, job)
+        settings = replace(settings, resume=None) if again is None else again.settings
+        if settings.plan.auto:
+            settings, job = with_best_plan(settings, job)
+        settings = as_rank(settings, job)
         team = held.enter_context(joined(settings, job))
         agree_on_snapshot(again, team)
         parts = assemble_together(settings, job, team)
@@ -56,15 +62,19 @@ def run(settings: Train, job: Job) -> Summary:
         elif summary is None:
             place = planned_run_directory(settings.run_dir, job.number) if again is None else again.run
             warning = check_room(place, settings, parts.model, plan, _retention(settings))
-            partitions = parts.partitions  # an engine of several processes will keep a part of the model only
+            # Before there is an engine: one of several processes keeps a part of the model only.
+            launch = launch_of(settings, job, parts)
             engine = watched(make_engine(settings, parts), job, team)
             held.callback(engine.close)
             _restore(engine, again)
             begun = begin_together(settings, job, again, held, team)
+            if team.leads:
+                write_launch(begun.directory, launch)
+                held.callback(leave_page, begun.directory)  # however the run ends
             again = None  # it holds the whole snapshot in memory
             with _journal(settings, plan, begun, team) as journal:
                 _tell(journal, settings, begun, warning)
-                _tell_balance(journal, parts.split, partitions)
+                _tell_balance(journal, parts.split, launch["partitions"])
                 last = _train(settings, parts.feed, plan, engine, begun, began, journal, team)
             summary = summary_of(last, plan, parts.feed, begun.directory, job)
             if team.leads:

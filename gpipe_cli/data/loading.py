@@ -38,7 +38,7 @@ def batches(
     workers: int = 0,
     transform: Transform | None = None,
     drop_last: bool = False,
-    timeout: float = 120.0,
+    timeout: float | None = None,
     replica: int = 0,
     replicas: int = 1,
 ) -> Generator[Batch, None, None]:

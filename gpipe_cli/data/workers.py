@@ -27,11 +27,14 @@ from gpipe_cli.errors import DataError
 from gpipe_cli.orphans import end_with
 
 Batch = tuple[Tensor, Tensor]
+_PATIENCE = 120.0
+"""Seconds a worker may take for a mini-batch where none are given."""
 
 
 def fetched_by_workers(
-    fetch: Callable[[Any], Batch], wanted: list[Any], workers: int, timeout: float
+    fetch: Callable[[Any], Batch], wanted: list[Any], workers: int, timeout: float | None
 ) -> Generator[Batch, None, None]:
+    patience = timeout or _PATIENCE
     loader: DataLoader[Any] = DataLoader(
         _WorkerSide(fetch),  # type: ignore[arg-type]  # a dataset by its methods, which is all torch asks for
         sampler=wanted,
@@ -39,7 +42,7 @@ def fetched_by_workers(
         num_workers=min(workers, len(wanted)),
         collate_fn=_as_it_is,
         worker_init_fn=partial(_belong_to, os.getpid()),
-        timeout=timeout,
+        timeout=patience,
         generator=torch.Generator(),  # the loader draws a seed, by default from torch's default generator
     )
     others = set(active_children())
@@ -56,7 +59,7 @@ def fetched_by_workers(
         _kill(ours)
         reason = str(error).partition("\n")[0]
         if "timed out" in reason:
-            reason = f"no mini-batch for data.timeout={timeout:g} seconds"
+            reason = f"no mini-batch for data.timeout={patience:g} seconds"
         # Without its traceback, whose frames would keep the loader and its workers alive.
         raise DataError(f"loading data in workers failed: {reason}") from error.with_traceback(None)
     finally:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.engines.state import EngineState
+from gpipe_cli.offload.transfers import Transfers
 
 Value = Tensor | tuple[Tensor, ...]
 Batch = tuple[Value, Tensor]
@@ -30,6 +31,8 @@ class StepFacts:
     grad_norm: float | None = None
     skipped: bool = False
     """The update was left out because fp16 gradients overflowed."""
+    transfers: Transfers | None = None
+    """What it took to bring the model in and put it away, where it does not stay on its devices."""
 
 
 @dataclass(frozen=True)

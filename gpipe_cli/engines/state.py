@@ -34,6 +34,12 @@ class EngineState:
     """By `parameter/key`, such as `conv1.weight/exp_avg`."""
     numbers: dict[str, Any] = field(default_factory=dict)
     """The rest, as JSON: what the optimizer keeps besides tensors, and the loss scale."""
+    fetch: Callable[[Tensor], Tensor] | None = None
+    """For a state that may be larger than memory, gives the numbers of one of its tensors, which has none itself."""
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """The numbers of one of its tensors."""
+        return tensor if self.fetch is None else self.fetch(tensor)
 
 
 def module_state(module: nn.Module) -> EngineState:

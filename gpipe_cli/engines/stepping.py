@@ -15,7 +15,7 @@ from gpipe_cli.engines.nonfinite import bad_gradients, described, first_bad_outp
 from gpipe_cli.engines.peers import Alone, Peers
 from gpipe_cli.engines.protocol import Batch, Objective, StepFacts, Value
 from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state
-from gpipe_cli.engines.update import Update
+from gpipe_cli.engines.update import Update, UpdateFacts
 from gpipe_cli.errors import NumericError, RunError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -36,6 +36,15 @@ class Pipe(Protocol):
     def close(self) -> None: ...
 
 
+class Updating(Protocol):
+    """What becomes of gradients: `Update`, or one that has seen to most of it during the step."""
+
+    scaler: torch.amp.GradScaler
+
+    def begin(self) -> None: ...
+    def apply(self, loss: float, lr: float) -> UpdateFacts: ...
+
+
 @final
 class PipeEngine:
     def __init__(
@@ -49,7 +58,9 @@ class PipeEngine:
         last: torch.device,
         eval_chunks: int,
         peers: Peers | None = None,
+        update: Updating | None = None,
     ) -> None:
+        """update: made here from the objective where none is given; its state is then seen to here as well."""
         self.module = module
         self._peers = peers or Alone()
         self._pipe = pipe
@@ -59,8 +70,9 @@ class PipeEngine:
         self._eval_chunks = eval_chunks
         # torch makes no optimizer of nothing, which is what a process may have whose layers have no parameters.
         self._placeholder = nn.Parameter(torch.zeros(0))
-        self._update = self._make_update()
-        self._kept = None if self._update is None else self._optimizer_state(self._update)
+        own = self._make_update() if update is None else None
+        self._update: Updating | None = own if update is None else update
+        self._kept = None if own is None else self._optimizer_state(own)
         # One function for all steps: a pipe remembers whether the last one draws.
         self._scaled_loss = None if self._update is None else _scaled(self._loss, self._update.scaler)
 
@@ -114,23 +126,18 @@ class PipeEngine:
 
     def _own_state(self) -> EngineState:
         state = module_state(self.module)
-        if self._update is None or self._kept is None:
+        if self._update is None:
             return state
-        tensors, numbers = self._kept.take()
+        tensors, numbers = ({}, {}) if self._kept is None else self._kept.take()
         scaler = self._update.scaler.state_dict()
         return replace(state, optimizer=tensors, numbers={"optimizer": numbers, "scaler": scaler})
 
     def load_state(self, state: EngineState) -> None:
         load_module(self.module, state)
-        if self._update is None or self._kept is None:
-            return
-        self._kept.put(state.optimizer, state.numbers.get("optimizer", {}))
-        scaler = state.numbers.get("scaler")
-        if scaler and self._update.scaler.is_enabled():  # a run may go on in another precision
-            try:
-                self._update.scaler.load_state_dict(scaler)
-            except (KeyError, TypeError) as error:
-                raise RunError(f"does not fit the loss scaler: {scaler}") from error
+        if self._kept is not None:
+            self._kept.put(state.optimizer, state.numbers.get("optimizer", {}))
+        if self._update is not None:
+            load_scaler(self._update.scaler, state)
 
     def close(self) -> None:
         self._pipe.close()
@@ -188,6 +195,15 @@ class PipeEngine:
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = DTYPES.get(self._objective.precision)
         return nullcontext() if dtype is None else torch.autocast(self._first.type, dtype=dtype)
+
+
+def load_scaler(scaler: torch.amp.GradScaler, state: EngineState) -> None:
+    saved = state.numbers.get("scaler")
+    if saved and scaler.is_enabled():  # a run may go on in another precision
+        try:
+            scaler.load_state_dict(saved)
+        except (KeyError, TypeError) as error:
+            raise RunError(f"does not fit the loss scaler: {saved}") from error
 
 
 def _scaled(

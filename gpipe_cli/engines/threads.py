@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
 from gpipe_cli.engines.protocol import Engine, Objective
+from gpipe_cli.engines.sliced import Away, SlicedEngine, make_tier
 from gpipe_cli.engines.stepping import PipeEngine
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.offload.cut import parameters_of
+from gpipe_cli.offload.rotation import Rotation
+from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
+from gpipe_cli.schedule.placement import partitions_of
 
 
 def build(
@@ -24,7 +32,11 @@ def build(
     deferred_batch_norm: bool,
     step_timeout: float | None,
     log_layers: bool,
+    scratch: Path = Path(),
+    offload: str | None = None,
 ) -> Engine:
+    """offload: where partitions are kept while they are not worked on; scratch: a folder for files of them."""
+    away = None if offload is None else _take_away(module, objective, balance, devices, offload, scratch)
     pipe = GPipe(
         module,
         balance,
@@ -33,16 +45,37 @@ def build(
         checkpoint=checkpoint,
         deferred_batch_norm=deferred_batch_norm,
         schedule=schedule,
+        residences=() if away is None else away.rotations,
     )
     pipe.step_timeout = step_timeout
     if log_layers:
         register_layer_logging_hooks(pipe.partitions)
-    return PipeEngine(
-        pipe,
-        module,
-        objective,
-        balance=balance,
-        first=pipe.devices[0],
-        last=pipe.devices[-1],
-        eval_chunks=eval_chunks,
+    first, last = pipe.devices[0], pipe.devices[-1]
+    if away is None:
+        return PipeEngine(
+            pipe, module, objective, balance=balance, first=first, last=last, eval_chunks=eval_chunks
+        )
+    return SlicedEngine(
+        pipe, module, objective, away, balance=balance, first=first, last=last, eval_chunks=eval_chunks
     )
+
+
+def _take_away(
+    module: nn.Sequential,
+    objective: Objective,
+    balance: list[int],
+    devices: list[torch.device],
+    offload: str,
+    scratch: Path,
+) -> Away:
+    if offload not in TIERS:
+        raise ConfigError(f"engine.offload={offload}: must be one of: {', '.join(TIERS)}, or null")
+    tier = make_tier(offload, devices[0], scratch, module, objective)
+    parameters = parameters_of(module, balance)
+    parameters.keep_shared(lambda _: devices[0])
+    slices = parameters.on(tier)
+    rotations = [
+        Rotation({one: slices[one] for one in partitions_of(worker, len(balance), len(devices))}, device)
+        for worker, device in enumerate(devices)
+    ]
+    return Away(tier, rotations, parameters.shared)

@@ -48,7 +48,7 @@ class Update:
         self._peers = peers or Alone()
         self._parameters = parameters
         self._clip = clip_grad_norm
-        self._skips_in_a_row = 0
+        self._skips = Skips()
         self.scaler = torch.amp.GradScaler(device.type, enabled=scale_loss)
 
     def begin(self) -> None:
@@ -57,12 +57,8 @@ class Update:
 
     def apply(self, loss: float, lr: float) -> UpdateFacts:
         """Update every parameter, or leave the step out where scaled gradients overflowed."""
-        if not math.isfinite(loss):
-            raise NumericError(
-                f"the loss is {loss}; try a smaller optimizer.lr, clip_grad_norm=1 or precision=fp32"
-            )
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        require_finite_loss(loss)
+        set_rate(self.optimizer, lr)
         self.scaler.unscale_(self.optimizer)
         self._peers.agree_on_overflow(self.scaler, self.optimizer)
         norm = self._clip_gradients()
@@ -70,46 +66,86 @@ class Update:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         skipped = self.scaler.get_scale() < before
-        self._count(skipped)
+        self._skips.count(skipped, self.scaler)
         return UpdateFacts(grad_norm=norm, skipped=skipped)
-
-    def _count(self, skipped: bool) -> None:
-        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
-        if self._skips_in_a_row == MOST_SKIPS_IN_A_ROW:
-            raise NumericError(
-                f"the gradients overflowed in {MOST_SKIPS_IN_A_ROW} steps in a row, down to a loss scale of "
-                f"{self.scaler.get_scale():g}; try a smaller optimizer.lr, precision=bf16 or precision=fp32"
-            )
 
     def _clip_gradients(self) -> float | None:
         """The norm of the gradients before they were clipped; None where fp16 overflowed."""
         gradients = [one.grad for one in self._parameters]
         norm = global_norm(self._peers.norms(norms_of(gradients)))
-        if not math.isfinite(norm):
-            if self.scaler.is_enabled():  # an fp16 overflow is the scaler's to handle
-                return None
-            raise NumericError(
-                f"the gradient norm is {norm}; try a smaller optimizer.lr, clip_grad_norm=1 or precision=fp32"
-            )
+        if not is_finite(norm, self.scaler):
+            return None
         if self._clip is not None:
-            factor = min(1.0, self._clip / (norm + 1e-6))
+            factor = clip_factor(norm, self._clip)
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(factor)
         return norm
 
 
+@final
+class Skips:
+    """Counts steps left out in a row."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def count(self, skipped: bool, scaler: torch.amp.GradScaler) -> None:
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if self._in_a_row == MOST_SKIPS_IN_A_ROW:
+            raise NumericError(
+                f"the gradients overflowed in {MOST_SKIPS_IN_A_ROW} steps in a row, down to a loss scale of "
+                f"{scaler.get_scale():g}; try a smaller optimizer.lr, precision=bf16 or precision=fp32"
+            )
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def require_finite_loss(loss: float) -> None:
+    if not math.isfinite(loss):
+        raise NumericError(
+            f"the loss is {loss}; try a smaller optimizer.lr, clip_grad_norm=1 or precision=fp32"
+        )
+
+
+def is_finite(norm: float, scaler: torch.amp.GradScaler) -> bool:
+    """Whether gradients can be used; that they overflowed in fp16 is the scaler's to handle, else it is an error."""
+    if not math.isfinite(norm) and not scaler.is_enabled():
+        raise NumericError(
+            f"the gradient norm is {norm}; try a smaller optimizer.lr, clip_grad_norm=1 or precision=fp32"
+        )
+    return math.isfinite(norm)
+
+
+def clip_factor(norm: float, largest: float) -> float:
+    return min(1.0, largest / (norm + 1e-6))
+
+
+def norm_of(gradient: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(gradient.detach())
+    return norm
+
+
 def norms_of(gradients: Sequence[Tensor | None]) -> Tensor:
     """The 2-norm of each, in double precision on the CPU."""
-    norms = torch.full((len(gradients),), NO_GRADIENT, dtype=torch.float64)
-    present = [place for place, one in enumerate(gradients) if one is not None]
+    return collected([None if one is None else norm_of(one) for one in gradients])
+
+
+def collected(found: Sequence[Tensor | None]) -> Tensor:
+    """Norms in double precision on the CPU."""
+    norms = torch.full((len(found),), NO_GRADIENT, dtype=torch.float64)
+    present = [place for place, one in enumerate(found) if one is not None]
     if not present:
         return norms
-    found = [torch.linalg.vector_norm(one.detach()) for one in gradients if one is not None]
     # One transfer per run of equal devices: each would wait for its device.
     runs = [
         torch.stack(list(run)).to("cpu", torch.float64)
-        for _, run in groupby(found, key=lambda norm: (norm.device, norm.dtype))
+        for _, run in groupby(
+            (one for one in found if one is not None), key=lambda norm: (norm.device, norm.dtype)
+        )
     ]
     norms[present] = torch.cat(runs)
     return norms

@@ -18,7 +18,7 @@ from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.skip.layout import skip_layout
 
-__all__ = ["PartitionView", "cut", "make_partitions"]
+__all__ = ["PartitionView", "cut", "make_partitions", "place_buffers"]
 
 
 @final
@@ -57,3 +57,10 @@ def make_partitions(
         )
         for index, length in enumerate(balance)
     ]
+
+
+def place_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move what is no parameter; for a module whose parameters come and go."""
+    for owner in module.modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            setattr(owner, name, buffer.to(device))

@@ -14,12 +14,16 @@ from typing import final
 from gpipe_cli.pipeline.boundary import Gradients
 from gpipe_cli.pipeline.flight import Flight
 from gpipe_cli.pipeline.partition import Partition
+from gpipe_cli.pipeline.residence import Residence
 from gpipe_cli.pipeline.transfer import uses_cuda
 from gpipe_cli.pipeline.walk import Recorder, Walk
 from gpipe_cli.pipeline.worker import WorkerPool
-from gpipe_cli.schedule import Action, Kind, Order, order
+from gpipe_cli.schedule import Action, Kind, Order
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "MakeOrder"]
+
+MakeOrder = Callable[[int, int, int], Order]
+"""By partitions, micro-batches and workers."""
 
 
 @final
@@ -33,13 +37,16 @@ class _Orders:
 
 
 @functools.lru_cache(maxsize=128)
-def _orders(schedule: str, partitions: int, chunks: int, workers: int) -> _Orders:
-    whole = order(schedule, partitions, chunks, workers)
+def _orders(make_order: MakeOrder, partitions: int, chunks: int, workers: int) -> _Orders:
+    whole = make_order(partitions, chunks, workers)
+    backward = _only(whole, lambda action: action.kind is not Kind.FORWARD)
     return _Orders(
         whole=whole,
         forward=_only(whole, lambda action: action.kind is Kind.FORWARD),
-        backward=_only(whole, lambda action: action.kind is not Kind.FORWARD),
-        in_one_thread=(
+        backward=backward,
+        in_one_thread=backward
+        if workers == 1
+        else (
             tuple(
                 Action(Kind.BACKWARD, partition, micro_batch)
                 for micro_batch in range(chunks)
@@ -55,9 +62,17 @@ def _only(whole: Order, belongs: Callable[[Action], bool]) -> Order:
 
 @final
 class Executor:
-    def __init__(self, partitions: Sequence[Partition], schedule: str, workers: int) -> None:
+    def __init__(
+        self,
+        partitions: Sequence[Partition],
+        make_order: MakeOrder,
+        workers: int,
+        residences: Sequence[Residence] = (),
+    ) -> None:
+        """residences: one per worker; none where the partitions are always on their devices."""
         self._partitions = partitions
-        self._schedule = schedule
+        self._make_order = make_order
+        self._residences = residences
         self._workers = workers
         self._pool = WorkerPool(workers)
         self.timeout: float | None = None
@@ -68,10 +83,10 @@ class Executor:
         self._backward_in_caller = uses_cuda([partition.device for partition in partitions])
 
     def forward(self, flight: Flight) -> None:
-        self._fly(Walk(flight, self._partitions, self._orders(flight).forward, recorder=self.recorder))
+        self._fly(self._walk(flight, self._orders(flight).forward))
 
     def step(self, flight: Flight) -> None:
-        self._fly(Walk(flight, self._partitions, self._orders(flight).whole, recorder=self.recorder))
+        self._fly(self._walk(flight, self._orders(flight).whole))
 
     def backward(
         self, flight: Flight, gradients: list[Gradients], *, keep_graph: bool, parameters: bool
@@ -83,14 +98,8 @@ class Executor:
             )
         flight.output_gradients = gradients
         orders = self._orders(flight)
-        walk = Walk(
-            flight,
-            self._partitions,
-            orders.in_one_thread if self._backward_in_caller else orders.backward,
-            keep_graph=keep_graph,
-            parameters=parameters,
-            recorder=self.recorder,
-        )
+        order = orders.in_one_thread if self._backward_in_caller else orders.backward
+        walk = self._walk(flight, order, keep_graph=keep_graph, parameters=parameters)
         if self._backward_in_caller:
             walk.run(0)
             walk.raise_failure()
@@ -101,7 +110,20 @@ class Executor:
         self._pool.close()
 
     def _orders(self, flight: Flight) -> _Orders:
-        return _orders(self._schedule, len(self._partitions), len(flight.micro_batches), self._workers)
+        return _orders(self._make_order, len(self._partitions), len(flight.micro_batches), self._workers)
+
+    def _walk(
+        self, flight: Flight, order: Order, *, keep_graph: bool = False, parameters: bool = True
+    ) -> Walk:
+        return Walk(
+            flight,
+            self._partitions,
+            order,
+            keep_graph=keep_graph,
+            parameters=parameters,
+            recorder=self.recorder,
+            residences=self._residences,
+        )
 
     def _fly(self, walk: Walk) -> None:
         jobs = [functools.partial(walk.run, worker) for worker in range(self._workers)]

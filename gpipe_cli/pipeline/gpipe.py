@@ -5,25 +5,27 @@ Decides what may be asked of a pipe and checks it. How a mini-batch is run is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NoReturn, Self, final
 
 import torch
 from torch import nn
 
-from gpipe_cli.pipeline.cutting import cut, make_partitions
+from gpipe_cli.pipeline.cutting import cut, make_partitions, place_buffers
 from gpipe_cli.pipeline.devices import Device, choose_devices, denies_move
 from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import Value, tensors_of, value_like
 from gpipe_cli.pipeline.minibatch import MiniBatch
 from gpipe_cli.pipeline.partition import Partition
+from gpipe_cli.pipeline.residence import Residence
 from gpipe_cli.pipeline.runner import Runner
 from gpipe_cli.pipeline.tied import TiedParameters
 from gpipe_cli.pipeline.walk import Recorder
 from gpipe_cli.pipeline.wrapped import WrappedSequence
 from gpipe_cli.schedule import names as schedule_names
-from gpipe_cli.schedule.course import checkpoint_stop
+from gpipe_cli.schedule import order
 
 __all__ = ["GPipe"]
 
@@ -56,6 +58,7 @@ class GPipe(WrappedSequence):
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
         schedule: str = "gpipe",
+        residences: Sequence[Residence] = (),
     ) -> None:
         if balance is None:
             raise ValueError(f"balance is required: how many layers go to each partition. {_RECIPE}")
@@ -73,12 +76,12 @@ class GPipe(WrappedSequence):
         views = cut(self.module, self._layers, self.balance)
         # Not a registered child: the layers already are children of `module`, under their own names.
         self.__dict__["partitions"] = views
-        self._place(views)
-        self._runner = self._make_runner(views)
+        self._place(views, only_buffers=bool(residences))
+        self._runner = self._make_runner(views, residences)
 
     def _forward(self, input: Value) -> Value:
         batch = MiniBatch.of(input, self.chunks, key=None)
-        output = self._runner.forward(batch, input, self._checkpoint_stop(batch))
+        output = self._runner.forward(batch, input, batch.checkpoint_stop(self.checkpoint, self.training))
         # Interleaved partitions may end on another device than the last one.
         device = self.devices[-1] if self.devices else None
         if all(tensor.device == device for tensor in tensors_of(output)):
@@ -86,7 +89,9 @@ class GPipe(WrappedSequence):
         return value_like(output, tuple(tensor.to(device) for tensor in tensors_of(output)))
 
     def _step(self, batch: MiniBatch, input: Value, make_loss: Callable[[], StepLoss]) -> StepLoss:
-        return self._runner.step(batch, input, make_loss, self._checkpoint_stop(batch))
+        return self._runner.step(
+            batch, input, make_loss, batch.checkpoint_stop(self.checkpoint, self.training)
+        )
 
     @property
     def step_timeout(self) -> float | None:
@@ -126,12 +131,6 @@ class GPipe(WrappedSequence):
     def cpu(self) -> NoReturn:
         _deny_moving()
 
-    def _checkpoint_stop(self, batch: MiniBatch) -> int:
-        """The first micro-batch that is not checkpointed; in evaluation none is."""
-        if not (self.training and batch.state.grad):
-            return 0
-        return checkpoint_stop(self.checkpoint, len(batch.micro_batches))
-
     def _check_balance(self) -> None:
         if len(self) != sum(self.balance):
             raise ValueError(
@@ -141,7 +140,7 @@ class GPipe(WrappedSequence):
         if any(layers <= 0 for layers in self.balance):
             raise ValueError(f"all balance numbers must be positive integer (balance: {self.balance})")
 
-    def _place(self, views: nn.ModuleList) -> None:
+    def _place(self, views: nn.ModuleList, *, only_buffers: bool) -> None:
         homes: dict[nn.Parameter, torch.device] = {}
         for index, view in enumerate(views):
             device = self.devices[index % len(self.devices)]
@@ -151,13 +150,13 @@ class GPipe(WrappedSequence):
                         f"parameter '{name}' is shared by partitions on {homes[parameter]} and {device}; "
                         "partitions that share parameters must be on one device"
                     )
-            view.to(device)
+            place_buffers(view, device) if only_buffers else view.to(device)
 
-    def _make_runner(self, views: nn.ModuleList) -> Runner:
+    def _make_runner(self, views: nn.ModuleList, residences: Sequence[Residence]) -> Runner:
         partitions = make_partitions(views, self._layers, self.balance, self.devices)
         # Without layers a pipe is the identity, and one partition without layers is just that.
         partitions = partitions or [Partition(index=0, layers=(), device=torch.device("cpu"))]
-        executor = Executor(partitions, self.schedule, max(1, len(self.devices)))
+        executor = Executor(partitions, partial(order, self.schedule), max(1, len(self.devices)), residences)
         tied = TiedParameters([layer.module for layer in self._layers])
         return Runner(partitions, executor, tied, self._batch_norms)
 

@@ -18,6 +18,7 @@ from gpipe_cli.pipeline.context import MicroBatch
 from gpipe_cli.pipeline.keys import DefaultGenerators, GeneratorMoved, draw_key
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.microbatch import Value, batch_size, check, micro_batches, scatter
+from gpipe_cli.schedule.course import checkpoint_stop
 
 __all__ = ["MiniBatch", "guarded"]
 
@@ -42,6 +43,12 @@ class MiniBatch:
             inputs=scatter(input, len(pieces)),
             state=CallerState.capture(),
         )
+
+    def checkpoint_stop(self, mode: str, training: bool) -> int:
+        """The first micro-batch that is not checkpointed; in evaluation none is."""
+        if not (training and self.state.grad):
+            return 0
+        return checkpoint_stop(mode, len(self.micro_batches))
 
 
 @contextlib.contextmanager

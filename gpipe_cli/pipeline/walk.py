@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, Protocol, final
 
 import torch
 
 from gpipe_cli.pipeline.flight import Flight
 from gpipe_cli.pipeline.partition import Partition
+from gpipe_cli.pipeline.residence import Residence, Stay, stays
 from gpipe_cli.pipeline.routes import Routes, WayClosed
 from gpipe_cli.schedule.action import Action, Kind, Order
 
@@ -26,7 +29,8 @@ logger = logging.getLogger("gpipe_cli.pipeline")
 class Recorder(Protocol):
     """Told of each piece of work when it has ended, by the thread that did it.
 
-    `phase` is forward, recompute, backward, or copy for the handing over of what came of it.
+    `phase` is forward, recompute, backward, copy for the handing over of what came of it, or load and drop for
+    bringing in a partition and putting it away.
     """
 
     def now(self, device: torch.device) -> Any:
@@ -48,6 +52,7 @@ class Walk:
         keep_graph: bool = False,
         parameters: bool = True,
         recorder: Recorder | None = None,
+        residences: Sequence[Residence] = (),
     ) -> None:
         self._flight = flight
         self._partitions = partitions
@@ -55,6 +60,7 @@ class Walk:
         self._keep_graph = keep_graph
         self._parameters = parameters
         self._recorder = recorder
+        self._residences = residences
         self._routes = Routes(partitions, flight)
         self._first = threading.Lock()
         self._failure: BaseException | None = None
@@ -68,10 +74,9 @@ class Walk:
             for index in {action.partition for action in actions if action.kind is Kind.FORWARD}:
                 self._partitions[index].begin()
             with self._flight.batch.state.entered():
-                for place.action in actions:
-                    if self._failure is not None:
-                        return
-                    self._perform(place)
+                for stay, following in self._stays(worker):
+                    with self._staying(worker, stay, following):
+                        self._perform_all(place, stay.actions)
         except WayClosed:
             return
         except BaseException as error:  # noqa: BLE001 - whatever a layer raises is the caller's to see
@@ -104,6 +109,31 @@ class Walk:
         finally:
             # The traceback knows this frame: without this, error and tensors would keep each other alive.
             del failure
+
+    def _stays(self, worker: int) -> Iterator[tuple[Stay, Stay | None]]:
+        """Each stay with the one after it; where partitions are always there, one stay is as good as many."""
+        actions = self._order[worker]
+        found = stays(actions) if self._residences else [Stay(actions, completes=False)]
+        return zip_longest(found, found[1:]) if actions else iter(())
+
+    @contextmanager
+    def _staying(self, worker: int, stay: Stay, following: Stay | None) -> Iterator[None]:
+        if not self._residences:
+            yield
+            return
+        partition = self._partitions[stay.partition]
+        begin = self._now(partition)
+        with self._residences[worker].staying(stay, following):
+            self._record(stay.actions[0], "load", partition, begin)
+            yield
+            begin = self._now(partition)
+        self._record(stay.actions[-1], "drop", partition, begin)
+
+    def _perform_all(self, place: _Place, actions: Sequence[Action]) -> None:
+        for place.action in actions:
+            if self._failure is not None:
+                raise WayClosed
+            self._perform(place)
 
     def _perform(self, place: _Place) -> None:
         action = place.action

@@ -22,8 +22,10 @@ class Watcher(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
-    def step(self, step: int, epoch: int, loss: float, lr: float, samples_per_second: float) -> None:
-        """A training step is done."""
+    def step(
+        self, step: int, epoch: int, loss: float, lr: float, samples_per_second: float, more: str = ""
+    ) -> None:
+        """A training step is done; `more` is what else there is to say of it."""
 
     def say(self, line: str) -> None:
         """Something worth a line of its own."""
@@ -44,13 +46,15 @@ class Bar:
             TextColumn("epoch {task.fields[epoch]}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  lr {task.fields[lr]}  {task.fields[speed]} samples/s"),
+            TextColumn(
+                "loss {task.fields[loss]}  lr {task.fields[lr]}  {task.fields[speed]} samples/s{task.fields[more]}"
+            ),
             TextColumn("eta {task.fields[eta]}"),
             console=Console(stderr=True),
             expand=True,
         )
         self._task = self._progress.add_task(
-            "", total=steps, epoch=f"1/{epochs}", loss="-", lr="-", speed="-", eta="-"
+            "", total=steps, epoch=f"1/{epochs}", loss="-", lr="-", speed="-", more="", eta="-"
         )
         self._eta = Eta(steps)
 
@@ -63,7 +67,9 @@ class Bar:
     ) -> None:
         self._progress.stop()
 
-    def step(self, step: int, epoch: int, loss: float, lr: float, samples_per_second: float) -> None:
+    def step(
+        self, step: int, epoch: int, loss: float, lr: float, samples_per_second: float, more: str = ""
+    ) -> None:
         self._progress.update(
             self._task,
             completed=step,
@@ -71,6 +77,7 @@ class Bar:
             loss=f"{loss:.4f}",
             lr=f"{lr:.2e}",
             speed=f"{samples_per_second:.0f}",
+            more=more and f"  {more}",
             eta=self._eta.after(step),
         )
 
@@ -92,12 +99,14 @@ class Lines:
     ) -> None:
         pass
 
-    def step(self, step: int, epoch: int, loss: float, lr: float, samples_per_second: float) -> None:
+    def step(
+        self, step: int, epoch: int, loss: float, lr: float, samples_per_second: float, more: str = ""
+    ) -> None:
         eta = self._eta.after(step)
         if step % self._every == 0 or step == self._steps:
             self.say(
                 f"epoch {epoch + 1}/{self._epochs} | step {step}/{self._steps} | loss {loss:.4f} | lr {lr:.2e}"
-                f" | {samples_per_second:.0f} samples/s | eta {eta}"
+                f" | {samples_per_second:.0f} samples/s{more and f' | {more}'} | eta {eta}"
             )
 
     def say(self, line: str) -> None:

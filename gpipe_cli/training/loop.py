@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from gpipe_cli.engines.protocol import Batch, Engine
 from gpipe_cli.errors import DataError, NumericError
+from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.training.lr_schedules import LrSchedule
 from gpipe_cli.training.metrics import Tally
 
@@ -60,6 +61,8 @@ class Trained:
     skipped: bool
     seconds: float
     """Since the loop began."""
+    transfers: Transfers | None = None
+    """Of the model, where it does not stay on its devices."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,16 @@ def train(
             means = {name: value / facts.samples for name, value in facts.sums.items()}
             seconds = time.perf_counter() - began
             yield Trained(
-                step, epoch, facts.loss, means, lr, facts.samples, facts.grad_norm, facts.skipped, seconds
+                step,
+                epoch,
+                facts.loss,
+                means,
+                lr,
+                facts.samples,
+                facts.grad_norm,
+                facts.skipped,
+                seconds,
+                facts.transfers,
             )
             if step == plan.steps:
                 break

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.data.loading import batch_count, batches
-from gpipe_cli.engines import single, threads
+from gpipe_cli.engines import offload, single, threads
 from gpipe_cli.engines.protocol import Batch, Engine, Objective
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.losses.measures import accuracy
@@ -30,7 +30,7 @@ from gpipe_cli.training.rewind import rewind_metrics, rewind_snapshots
 from gpipe_cli.training.signals import StopRequested as StopRequested
 from gpipe_cli.training.signals import stop_requests
 from gpipe_cli.training.snapshot import durable
-from gpipe_cli.training.snapshot.contents import Snapshot, open_snapshot
+from gpipe_cli.training.snapshot.contents import Snapshot, open_large_snapshot, open_snapshot
 from gpipe_cli.training.snapshot.finding import newest_valid
 from gpipe_cli.training.snapshot.keeper import Keeper, Retention
 from gpipe_cli.training.survival import survive
@@ -79,13 +79,15 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @final
 @dataclass(frozen=True)
 class Case:
-    """How to train; all but `balance` and `workers` decides the bits."""
+    """How to train; all but `balance`, `slices` and `workers` decides the bits."""
 
     optimizer: str = "adamw"
     clip: float | None = None
     precision: str = "fp32"
     balance: tuple[int, ...] = ()
     """None: the engine `single`."""
+    slices: int = 0
+    """Not 0: the engine `offload`, on the disk."""
     workers: int = 0
     every: int | None = 3
     keep: int = 2
@@ -118,6 +120,22 @@ def make_engine(case: Case) -> Engine:
     loss = nn.functional.cross_entropy
     objective = Objective(loss, accuracy, OPTIMIZERS[case.optimizer], case.clip, case.precision)
     device = torch.device("cpu")
+    if case.slices:
+        return offload.build(
+            module,
+            objective,
+            device=device,
+            chunks=2,
+            eval_chunks=2,
+            checkpoint="always",
+            deferred_batch_norm=False,
+            step_timeout=None,
+            log_layers=False,
+            scratch=Path(),
+            make_sample=lambda: None,  # type: ignore[arg-type,return-value]
+            to="disk",
+            slices=case.slices,
+        )
     if not case.balance:
         return single.build(
             module, objective, device=device, chunks=2, eval_chunks=2, deferred_batch_norm=False
@@ -156,7 +174,8 @@ def run(
     directory.mkdir(exist_ok=True)
     engine = make_engine(case)
     found = newest_valid(directory).newest
-    snapshot = None if found is None else open_snapshot(found)
+    opened = open_large_snapshot if case.slices else open_snapshot
+    snapshot = None if found is None else opened(found)
     if snapshot is not None:
         if spoil is not None:
             fresh = make_engine(case)

@@ -63,6 +63,8 @@ def reference(case: Case, folder: Path) -> dict[str, Any]:
         (SCALED, 7),
         (Case(optimizer="nadam", clip=1.0), 8),
         (Case(balance=(2, 6)), 8),
+        (Case(slices=3), 8),
+        (Case(slices=5, optimizer="decaying", clip=1.0), 5),
     ],
 )
 def test_a_run_that_was_killed_goes_on_to_the_bit(tmp_path: Path, case: Case, facts: int) -> None:

@@ -53,6 +53,32 @@ def open_snapshot(verified: Verified) -> Snapshot:
     return Snapshot(verified.path, record, state)
 
 
+def open_large_snapshot(verified: Verified) -> Snapshot:
+    """The same for one that may be larger than memory: it has been verified, and is read again, tensor by tensor."""
+    try:
+        files = {name: tensors.TensorFile(verified.path / name) for name in verified.manifest.files}
+    except (tensors.BadTensors, OSError) as error:
+        raise RunError(f"{verified.path}: damaged: {error}") from error
+
+    def fetch(outline: Tensor) -> Tensor:
+        try:
+            found = (file.fetch(outline) for file in files.values())
+            return next((one for one in found if one is not None), outline)
+        except (tensors.BadTensors, OSError) as error:
+            raise RunError(f"{verified.path}: damaged meanwhile: {error}") from error
+
+    whole = open_snapshot(replace(verified, contents={}))
+    outlines = {name: file.outlines for name, file in files.items()}
+    state = replace(
+        whole.state,
+        model=outlines.get(MODEL, {}),
+        buffers=outlines.get(BUFFERS, {}),
+        optimizer=outlines.get(OPTIMIZER, {}),
+        fetch=fetch,
+    )
+    return replace(whole, state=state)
+
+
 def tensors_of(verified: Verified, name: str) -> dict[str, Tensor]:
     """The tensors of one file; none where the snapshot has no such file."""
     if name not in verified.contents:
@@ -71,7 +97,7 @@ def write_snapshot(path: Path, state: EngineState, record: Record, between: Call
         return MANIFEST, encode(Manifest(facts, record.to_json()))
 
     try:
-        contents = {name: tensors.encode(one) for name, one in files.items()}
+        contents = {name: tensors.encode(one, state.fetch) for name, one in files.items()}
         write_directory(path, contents, manifest, between)
     except OSError as error:
         needed = sum(map(tensors.size, files.values()))
@@ -93,6 +119,7 @@ def amend(path: Path, record: Record) -> None:
 
 def copied(state: EngineState, spare: EngineState | None = None) -> EngineState:
     """A state that further steps do not change, in the memory of the CPU; where `spare` has room, in its memory."""
+    assert state.fetch is None, "what may be larger than memory is not copied"
     room = EngineState({}) if spare is None else spare
     return replace(
         state,

@@ -1,7 +1,8 @@
 """When to save, and which snapshots to keep.
 
-A state is copied between two steps and written in the background. The newest few stay, and the best one. An old
-one is removed only after the new one has been read back whole, and only if its name is one this file gives.
+A state is copied between two steps and written in the background; one that may not fit into memory is written at
+once. The newest few stay, and the best one. An old one is removed only after the new one has been read back whole,
+and only if its name is one this file gives.
 """
 
 from __future__ import annotations
@@ -151,14 +152,18 @@ class Keeper:
             # Only a run resumed from just this snapshot gets here, to add its evaluation: no tensor has moved.
             amend(path, record)
             return
-        copy = self._spare = copied(state, self._spare)
+        streamed = state.fetch is not None
+        if not streamed:
+            state = self._spare = copied(state, self._spare)
 
         def work(between: Callable[[], None]) -> None:
-            write_snapshot(path, copy, record, between)
+            write_snapshot(path, state, record, between)
             self.save_seconds = time.monotonic() - began
             self._prune(path, record.best)
 
         self._background.start(work)
+        if streamed:  # from where the next step would change it
+            self._background.wait()
 
     def _record(self, state: EngineState) -> Record:
         return Record(

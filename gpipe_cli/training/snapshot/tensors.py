@@ -10,12 +10,15 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, final
 
 import torch
 from torch import Tensor
+
+from gpipe_cli.torch_internals.storage import storage_of
 
 DTYPES = {
     "F64": torch.float64,
@@ -51,8 +54,13 @@ def problem(tensor: Any) -> str | None:
     return None
 
 
-def encode(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    """The file piece by piece; wide elements first, so that each tensor lies where its elements may lie."""
+def encode(
+    tensors: Mapping[str, Tensor], fetch: Callable[[Tensor], Tensor] | None = None
+) -> Iterator[bytes | memoryview]:
+    """The file piece by piece; wide elements first, so that each tensor lies where its elements may lie.
+
+    fetch: gives the numbers of a tensor that has none itself, when its turn has come.
+    """
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     entries, end = {}, 0
     for name in order:
@@ -63,7 +71,7 @@ def encode(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     header += b" " * (-len(header) % 8)
     yield struct.pack("<Q", len(header)) + header
     for name in order:
-        yield _bytes(tensors[name])
+        yield _bytes(tensors[name] if fetch is None else fetch(tensors[name]))
 
 
 def size(tensors: Mapping[str, Tensor]) -> int:
@@ -73,18 +81,46 @@ def size(tensors: Mapping[str, Tensor]) -> int:
 
 def decode(content: bytearray | memoryview) -> dict[str, Tensor]:
     """The tensors in a file's bytes, in place: they share memory with it."""
-    entries, start = _header(content)
+    entries, start = _header(content, len(content))
     if not entries:
         return {}
+    _check_filled(entries, len(content) - start)
     data = torch.frombuffer(content, dtype=torch.uint8)[start:]
-    position = 0
-    for entry in sorted(entries.values(), key=lambda entry: entry.begin):
-        if entry.begin != position:
-            raise BadTensors(f"the data of two tensors overlaps, or has a hole, at byte {position}")
-        position = entry.end
-    if position != len(data):
-        raise BadTensors(f"holds {len(data)} bytes of data, {position} are described")
     return {name: _tensor(data, entry) for name, entry in entries.items()}
+
+
+@final
+class TensorFile:
+    """A file that may be larger than memory: what is in it, and one tensor at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+            entries, self._start = _header(head + file.read(min(length, LARGEST_HEADER)), size)
+        _check_filled(entries, size - self._start)
+        self.outlines = {
+            name: torch.zeros((), dtype=entry.dtype).expand(entry.shape) for name, entry in entries.items()
+        }
+        """A tensor of each name that looks like the one in the file, and has none of its numbers."""
+        self._entries = {storage_of(self.outlines[name]): entry for name, entry in entries.items()}
+
+    def fetch(self, outline: Tensor) -> Tensor | None:
+        """The tensor one of the outlines stands for; None for any other."""
+        entry = self._entries.get(storage_of(outline))
+        if entry is None:
+            return None
+        content = bytearray(entry.end - entry.begin)
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(self._start + entry.begin)
+            read = file.readinto(content)
+        if read != len(content):
+            raise BadTensors(f"has {read} bytes of a tensor instead of {len(content)}")
+        if not content:
+            return outline.new_empty(entry.shape)
+        return torch.frombuffer(content, dtype=entry.dtype).reshape(entry.shape)
 
 
 @dataclass(frozen=True)
@@ -107,11 +143,23 @@ def _tensor(data: Tensor, entry: _Entry) -> Tensor:
     return part.view(entry.dtype).reshape(entry.shape)
 
 
-def _header(content: bytearray | memoryview) -> tuple[dict[str, _Entry], int]:
+def _check_filled(entries: Mapping[str, _Entry], size: int) -> None:
+    """One tensor after another, and nothing else."""
+    position = 0
+    for entry in sorted(entries.values(), key=lambda entry: entry.begin):
+        if entry.begin != position:
+            raise BadTensors(f"the data of two tensors overlaps, or has a hole, at byte {position}")
+        position = entry.end
+    if position != size:
+        raise BadTensors(f"holds {size} bytes of data, {position} are described")
+
+
+def _header(content: bytes | bytearray | memoryview, size: int) -> tuple[dict[str, _Entry], int]:
+    """From the beginning of a file of that size: what is in it, and where the data begins."""
     if len(content) < 8:
         raise BadTensors("is too short")
     (length,) = struct.unpack_from("<Q", content)
-    if length > min(LARGEST_HEADER, len(content) - 8):
+    if length > min(LARGEST_HEADER, size - 8):
         raise BadTensors(f"its header claims {length} bytes")
     try:
         parsed = json.loads(bytes(content[8 : 8 + length]))

@@ -1,0 +1,144 @@
+"""engine=offload: one device and a model that need not fit on it, or into memory at all.
+
+Parameters and what the optimizer keeps live in host memory or in a file, and come to the device slice by slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.balance.solver import solve
+from gpipe_cli.byte_size import byte_count
+from gpipe_cli.engines.protocol import Engine, Objective
+from gpipe_cli.engines.sliced import Away, SlicedEngine, make_tier
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.offload.cut import parameters_of
+from gpipe_cli.offload.pipe import SlicedPipe
+from gpipe_cli.offload.rotation import Rotation
+from gpipe_cli.offload.sizing import Demand, layer_bytes, optimizer_bytes
+from gpipe_cli.offload.tiers import TIERS
+from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
+from gpipe_cli.profiling.facts import ModelFacts, model_facts
+from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.optimizer_state import MakeOptimizer
+from gpipe_cli.schedule.course import checkpoint_stop
+
+USUAL_SLICES = 8
+CHOICES = {"to": TIERS, "by": ("bytes", "time")}
+
+
+def build(
+    module: nn.Sequential,
+    objective: Objective,
+    *,
+    device: torch.device,
+    chunks: int,
+    eval_chunks: int,
+    checkpoint: str,
+    deferred_batch_norm: bool,
+    step_timeout: float | None,
+    log_layers: bool,
+    scratch: Path,
+    make_sample: Callable[[], Sample],
+    value_of: Callable[[Tensor], Tensor] | None = None,
+    to: str = "cpu",
+    slices: int | None = None,
+    by: str = "bytes",
+    memory: Any = None,
+    prefetch: bool = True,
+) -> Engine:
+    """scratch: the folder for a file of parameters; value_of: gives the numbers of a parameter built without any."""
+    check_offload(to=to, by=by, slices=slices, memory=memory)
+    rooms = 2 if prefetch else 1
+    kept = chunks - checkpoint_stop(checkpoint, chunks)
+    cutting = _Cutting(module, by, make_sample, objective.optimizer, rooms, kept)
+    balance = cutting.into(slices) if memory is None else cutting.within(byte_count(memory))
+    tier = make_tier(to, device, scratch, module, objective)
+    parameters = parameters_of(module, balance)
+    parameters.keep_shared(lambda _: device, value_of)
+    rotation = Rotation(parameters.on(tier, value_of), device, rooms=rooms, beside=prefetch)
+    pipe = SlicedPipe(
+        module,
+        balance,
+        device=device,
+        residence=rotation,
+        chunks=chunks,
+        checkpoint=checkpoint,
+        deferred_batch_norm=deferred_batch_norm,
+    )
+    pipe.step_timeout = step_timeout
+    if log_layers:
+        register_layer_logging_hooks(pipe.partitions)
+    return SlicedEngine(
+        pipe,
+        module,
+        objective,
+        Away(tier, [rotation], parameters.shared),
+        balance=balance,
+        first=device,
+        last=device,
+        eval_chunks=eval_chunks,
+    )
+
+
+def check_offload(*, to: str, by: str, slices: int | None, memory: Any) -> None:
+    for key, value in {"to": to, "by": by}.items():
+        if value not in CHOICES[key]:
+            raise ConfigError(f"engine.{key}={value}: must be one of: {', '.join(CHOICES[key])}")
+    if slices is not None and memory is not None:
+        raise ConfigError(
+            f"engine.memory={memory}: decides how many slices there are; leave engine.slices out"
+        )
+    if slices is not None and slices < 1:
+        raise ConfigError(f"engine.slices={slices}: must be at least 1")
+    if memory is not None:
+        try:
+            byte_count(memory)
+        except ValueError as error:
+            raise ConfigError(f"engine.memory={memory}: {error}") from error
+
+
+@final
+@dataclass(frozen=True)
+class _Cutting:
+    """All that decides where slices end."""
+
+    module: nn.Sequential
+    by: str
+    make_sample: Callable[[], Sample]
+    optimizer: MakeOptimizer | None
+    rooms: int
+    kept_micro_batches: int
+
+    def into(self, slices: int | None) -> list[int]:
+        layers = len(self.module)
+        if slices is not None and slices > layers:
+            raise ConfigError(
+                f"engine.slices={slices}: the model has only {layers} layers; give at most that many"
+            )
+        return solve(self._costs(), min(USUAL_SLICES, layers) if slices is None else slices).balance
+
+    def within(self, memory: int) -> list[int]:
+        demand = Demand(
+            layer_bytes(self.module),
+            optimizer_bytes(self.module, self.optimizer),
+            self._facts(),
+            self.rooms,
+            self.kept_micro_batches,
+        )
+        return demand.slices(self._costs(), memory)
+
+    def _costs(self) -> list[float]:
+        """By time the operations of each layer, counted: to measure them the model would have to be in memory."""
+        if self.by == "bytes":
+            return list(map(float, layer_bytes(self.module)))
+        return [float(one.forward + one.backward) for one in self._facts().flops]
+
+    def _facts(self) -> ModelFacts:
+        return model_facts(self.module, self.make_sample(), count_flops=self.by == "time")

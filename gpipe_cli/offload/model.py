@@ -1,0 +1,165 @@
+"""OffloadModel: an nn.Module whose parameters live on one device and are used on another, slice by slice.
+
+    model = OffloadModel(sequence, torch.device("cuda:0"), num_slices=4, checkpoint_activation=True)
+    optimizer = torch.optim.AdamW(model.parameters())       # of parameters in host memory
+    loss_fn(model(input), target).backward()
+
+The way fairscale's class of that name is used, with its arguments and its complaints about them; any device will do.
+Parameters, gradients and what an optimizer keeps are in host memory; one slice at a time is on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, Self, final
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.balance.solver import solve
+from gpipe_cli.offload.cut import parameters_of
+from gpipe_cli.offload.pipe import SlicedPipe
+from gpipe_cli.offload.rotation import Rotation
+from gpipe_cli.offload.sizing import layer_bytes
+from gpipe_cli.offload.tiers import CpuTier
+from gpipe_cli.pipeline.residence import Stay
+
+__all__ = ["OffloadModel"]
+
+
+@final
+class OffloadModel(nn.Module):
+    _pipe: SlicedPipe
+
+    def __init__(
+        self,
+        model: nn.Sequential | Sequence[nn.Module] | None,
+        device: torch.device | None,
+        offload_device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+        num_slices: int = 3,
+        checkpoint_activation: bool = False,
+        num_microbatches: int = 1,
+    ) -> None:
+        """model: a sequence, cut into slices of about equal bytes, or a list of modules that are the slices."""
+        super().__init__()
+        _check(model, device, offload_device, num_slices, checkpoint_activation, num_microbatches)
+        assert model is not None and device is not None, "checked above"
+        self.device, self.offload_device = torch.device(device), torch.device(offload_device)
+        if isinstance(model, nn.Sequential):
+            self.module, balance = model, solve(layer_bytes(model), min(num_slices, len(model))).balance
+        else:
+            self.module, balance = nn.Sequential(*model), [1] * len(model)
+        self.module.to(self.offload_device)
+        parameters = parameters_of(self.module, balance)
+        parameters.keep_shared(lambda _: self.device)
+        self._rotation = Rotation(parameters.on(CpuTier(self.device)), self.device)
+        pipe = SlicedPipe(
+            self.module,
+            balance,
+            device=self.device,
+            residence=_WithGradients(self._rotation, self.device),
+            chunks=num_microbatches,
+            checkpoint="always" if checkpoint_activation else "never",
+        )
+        # Not a registered child: its layers are children of `module` already.
+        self.__dict__["_pipe"] = pipe
+
+    def forward(self, *inputs: Tensor, **kwargs: Any) -> Any:
+        if kwargs:
+            raise TypeError(
+                f"the layers of a sequence take no keyword arguments (given: {', '.join(kwargs)}); "
+                "give tensors by position"
+            )
+        # Whoever trains has updated the parameters where they live.
+        self._rotation.forget()
+        moved = tuple(input.to(self.device) for input in inputs)
+        return self._pipe(moved[0] if len(moved) == 1 else moved)
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self._pipe.train(mode)
+        return self
+
+    def close(self) -> None:
+        """End the threads that run and move slices."""
+        self._pipe.close()
+        self._rotation.close()
+
+    # Names are those of the sequence, as for every pipe.
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._pipe.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        return self._pipe.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> NoReturn:
+        raise TypeError("OffloadModel decides where its parameters are; move or convert the model before")
+
+
+@final
+class _WithGradients:
+    """A residence whose gradients live with the parameters: on the device only while they are added to."""
+
+    def __init__(self, rotation: Rotation, device: torch.device) -> None:
+        self._rotation, self._device = rotation, device
+
+    @contextmanager
+    def staying(self, stay: Stay, following: Stay | None) -> Iterator[None]:
+        trained = self._rotation.slices[stay.partition].trained
+        before = [parameter.grad for parameter in trained]
+        homes = [parameter.device for parameter in trained]
+        _set_gradients(trained, [None] * len(trained))
+        after: Sequence[Tensor | None] = before
+        try:
+            with self._rotation.staying(stay, following):
+                _set_gradients(trained, [_moved(one, self._device) for one in before])
+                yield
+                after = [parameter.grad for parameter in trained]
+                _set_gradients(trained, [None] * len(trained))
+        finally:
+            _set_gradients(trained, [None] * len(trained))
+            _set_gradients(trained, [_moved(one, home) for one, home in zip(after, homes, strict=True)])
+
+
+def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def _moved(gradient: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if gradient is None else gradient.to(device)
+
+
+def _check(
+    model: Any,
+    device: Any,
+    offload_device: Any,
+    num_slices: int,
+    checkpoint_activation: bool,
+    num_microbatches: int,
+) -> None:
+    for name, value in {"model": model, "device": device, "offload_device": offload_device}.items():
+        if value is None:
+            raise TypeError(f"`{name}` argument to `OffloadModel` cannot be None.")
+    is_list = isinstance(model, list | tuple) and all(isinstance(one, nn.Module) for one in model)
+    if not (isinstance(model, nn.Sequential) or is_list):
+        raise TypeError("`model` argument to `OffloadModel` must be of type `nn.Sequential`.")
+    if torch.device(offload_device).type != "cpu":
+        raise TypeError(f"`offload_device` argument to `OffloadModel` must be a CPU (got {offload_device}).")
+    if num_slices < 1:
+        raise ValueError(f"`num_slices` argument to `OffloadModel` must be at least 1 (got {num_slices}).")
+    if num_microbatches > 1 and not checkpoint_activation:
+        raise RuntimeError("We currently only support microbatches with activation checkpointing.")

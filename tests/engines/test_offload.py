@@ -1,0 +1,391 @@
+"""engine=offload against engine=single: the same numbers to the last bit, whatever is moved where and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.engines import offload, single, threads
+from gpipe_cli.engines.protocol import Engine, Objective
+from gpipe_cli.engines.state import EngineState
+from gpipe_cli.errors import ConfigError, NumericError, RunError
+from gpipe_cli.losses.measures import accuracy
+from gpipe_cli.models import gpt, resnet, unet
+from gpipe_cli.training.snapshot.contents import copied
+
+CPU = torch.device("cpu")
+SGD = partial(torch.optim.SGD, lr=0.0, momentum=0.9)
+ADAMW = partial(torch.optim.AdamW, lr=0.0)
+Batches = Callable[[int], tuple[Tensor, Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Equal bits are promised for equal threads; one of them leaves the other cores to other tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 8),
+        nn.BatchNorm1d(8),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Linear(8, 5),
+        nn.Tanh(),
+        nn.Linear(5, 3),
+    )
+
+
+def rows(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)
+
+
+def objective(**changes: Any) -> Objective:
+    return Objective(**{"loss": nn.CrossEntropyLoss(), "measure": accuracy, "optimizer": SGD, **changes})
+
+
+def plain(module: nn.Sequential, task: Objective, *, deferred: bool = True) -> Engine:
+    return single.build(module, task, device=CPU, chunks=3, eval_chunks=2, deferred_batch_norm=deferred)
+
+
+def offloaded(
+    module: nn.Sequential, task: Objective, folder: Path, *, deferred: bool = True, **changes: Any
+) -> Engine:
+    settings = {"checkpoint": "always", "slices": 3, "to": "disk", **changes}
+    return offload.build(
+        module,
+        task,
+        device=CPU,
+        chunks=3,
+        eval_chunks=2,
+        deferred_batch_norm=deferred,
+        step_timeout=None,
+        log_layers=False,
+        scratch=folder,
+        make_sample=lambda: pytest.fail("no sample is needed"),
+        **settings,
+    )
+
+
+def in_memory(state: EngineState) -> EngineState:
+    fetch = state.fetch or (lambda tensor: tensor)
+    return EngineState(
+        {name: fetch(one).clone() for name, one in state.model.items()},
+        {name: fetch(one).clone() for name, one in state.buffers.items()},
+        {name: fetch(one).clone() for name, one in state.optimizer.items()},
+        state.numbers,
+    )
+
+
+def assert_equal(one: Engine, other: Engine) -> None:
+    mine, theirs = in_memory(one.state()), in_memory(other.state())
+    for part in ("model", "buffers", "optimizer"):
+        tensors, expected = getattr(mine, part), getattr(theirs, part)
+        assert tensors.keys() == expected.keys()
+        for name in expected:
+            assert torch.equal(tensors[name], expected[name]), f"{part}: {name}"
+    assert mine.numbers == theirs.numbers
+
+
+def assert_same_steps(one: Engine, other: Engine, batches: Batches, steps: int) -> None:
+    for step in range(steps):
+        mine, theirs = (
+            engine.train_step(batches(step), key=step, lr=0.1 / (step + 1)) for engine in (one, other)
+        )
+        assert (mine.loss, mine.grad_norm, mine.skipped) == (theirs.loss, theirs.grad_norm, theirs.skipped)
+        assert mine.sums == theirs.sums
+    assert one.eval_step(batches(99)) == other.eval_step(batches(99))
+    assert_equal(one, other)
+
+
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slices": 1},
+        {"slices": 2, "prefetch": False},
+        {"slices": 5, "checkpoint": "except_last"},
+        {"slices": 7, "checkpoint": "never"},
+        {"slices": 5, "task": {"clip_grad_norm": 0.1}},
+        {"slices": 5, "checkpoint": "never", "task": {"optimizer": ADAMW, "clip_grad_norm": 0.1}},
+        {"slices": 4, "task": {"optimizer": ADAMW, "precision": "bf16"}},
+        {"slices": 4, "task": {"precision": "fp16"}},
+        {"slices": 4, "task": {"optimizer": partial(torch.optim.SGD, lr=0.0)}},
+    ],
+    ids=str,
+)
+def test_training_is_that_of_one_thread_to_the_bit(to: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    task = objective(**changes.get("task", {}))
+    others = {key: value for key, value in changes.items() if key != "task"}
+    with closing(offloaded(small(), task, tmp_path, to=to, **others)) as engine:
+        assert_same_steps(engine, plain(small(), task), rows, steps=5)
+
+
+def images(classes: int) -> Batches:
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        return (
+            torch.randn(6, 3, 32, 32, generator=generator),
+            torch.randint(classes, (6,), generator=generator),
+        )
+
+    return batch
+
+
+def pictures(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    input = torch.randn(3, 3, 32, 32, generator=generator)
+    return input, torch.randn(3, 4, 32, 32, generator=generator)
+
+
+def tokens(step: int) -> tuple[Tensor, Tensor]:
+    text = torch.randint(11, (6, 9), generator=torch.Generator().manual_seed(step))
+    return text[:, :-1], text[:, 1:]
+
+
+def per_token(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def no_measure(output: Any, target: Tensor) -> dict[str, float]:
+    return {}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Sequential], Batches, Any]] = {
+    "resnet18": (partial(resnet.build, "resnet18"), images(10), nn.CrossEntropyLoss()),
+    "gpt": (
+        partial(
+            gpt.build, num_classes=11, input_shape=(8,), depth=3, width=16, heads=2, dropout=0.2, tied=False
+        ),
+        tokens,
+        per_token,
+    ),
+    "unet": (partial(unet.build, base_channels=8), pictures, nn.MSELoss()),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+@pytest.mark.parametrize("slices", [1, 2, 5])
+@pytest.mark.parametrize("name", MODELS)
+def test_twenty_steps_of_a_real_model_are_equal(
+    name: str, slices: int, to: str, checkpoint: str, optimizer: Any, tmp_path: Path
+) -> None:
+    compare_model(name, 20, tmp_path, slices=slices, to=to, checkpoint=checkpoint, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(("name", "to"), [("resnet18", "cpu"), ("gpt", "disk"), ("unet", "disk")])
+def test_some_steps_of_a_real_model_are_equal(name: str, to: str, tmp_path: Path) -> None:
+    compare_model(name, 2, tmp_path, slices=5, to=to, checkpoint="always", optimizer=ADAMW)
+
+
+def compare_model(
+    name: str, steps: int, folder: Path, *, slices: int, to: str, checkpoint: str, optimizer: Any
+) -> None:
+    build, batches, loss = MODELS[name]
+    task = objective(loss=loss, measure=no_measure, optimizer=optimizer)
+    modules = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        modules.append(build())
+    with closing(offloaded(modules[0], task, folder, slices=slices, to=to, checkpoint=checkpoint)) as engine:
+        assert_same_steps(engine, plain(modules[1], task), batches, steps)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "partitions", "workers"),
+    [("gpipe", 3, 3), ("1f1b", 2, 2), ("interleaved", 4, 2), ("interleaved", 6, 2), ("zero_bubble", 2, 2)],
+)
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_partitions_of_a_pipeline_can_be_offloaded(
+    to: str, clip: float | None, schedule: str, partitions: int, workers: int, tmp_path: Path
+) -> None:
+    task = objective(optimizer=ADAMW, clip_grad_norm=clip)
+    engine = threads.build(
+        small(),
+        task,
+        balance=[7 - partitions + 1] + [1] * (partitions - 1),
+        devices=[CPU] * workers,
+        chunks=3,
+        eval_chunks=2,
+        checkpoint="except_last",
+        schedule=schedule,
+        deferred_batch_norm=True,
+        step_timeout=60,
+        log_layers=False,
+        scratch=tmp_path,
+        offload=to,
+    )
+    with closing(engine):
+        assert_same_steps(engine, plain(small(), task), rows, steps=3)
+
+
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+def test_every_gradient_is_equal(to: str, tmp_path: Path) -> None:
+    """A rate of -1 without momentum adds the gradient to the parameter, so what moved is the gradient."""
+    task = objective(optimizer=partial(torch.optim.SGD, lr=0.0), clip_grad_norm=None)
+    module = small()
+    reference = plain(module, task)
+    with closing(offloaded(small(), task, tmp_path, to=to)) as engine:
+        before = in_memory(engine.state()).model
+        for one in (engine, reference):
+            one.train_step(rows(1), key=1, lr=-1.0)
+        after = in_memory(engine.state()).model
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None
+        assert torch.equal(after[name], before[name] + parameter.grad), name
+
+
+@pytest.mark.parametrize("to", ["cpu", "disk"])
+@pytest.mark.parametrize("start", ["single", "offload"])
+def test_a_state_goes_from_engine_to_engine(start: str, to: str, tmp_path: Path) -> None:
+    task = objective(optimizer=ADAMW)
+    with (
+        closing(offloaded(small(), task, tmp_path, to=to)) as first,
+        closing(offloaded(small(), task, tmp_path, to=to, slices=2)) as second,
+    ):
+        reference = plain(small(), task)
+        engines = [reference, second] if start == "single" else [first, plain(small(), task)]
+        for step in range(2):
+            engines[0].train_step(rows(step), key=step, lr=0.1)
+        engines[1].load_state(copied(in_memory(engines[0].state())))
+        assert_same_steps(engines[0], engines[1], rows, steps=2)
+
+
+def test_a_state_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    state = in_memory(plain(small(), objective()).state())
+    del state.model["0.weight"]
+    with (
+        closing(offloaded(small(), objective(), tmp_path)) as engine,
+        pytest.raises(RunError, match=r"does not fit the model: names 0\.weight"),
+    ):
+        engine.load_state(state)
+
+
+def test_a_shape_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    state = in_memory(plain(small(), objective()).state())
+    state.model["0.weight"] = torch.zeros(2, 2)
+    with (
+        closing(offloaded(small(), objective(), tmp_path)) as engine,
+        pytest.raises(RunError, match=r"does not fit the model: .*size mismatch for 0\.weight"),
+    ):
+        engine.load_state(state)
+
+
+def test_parameters_that_slices_share_stay_and_are_trained(tmp_path: Path) -> None:
+    def tied() -> nn.Sequential:
+        torch.manual_seed(0)
+        first, last = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
+        last.weight = first.weight
+        return nn.Sequential(first, nn.Tanh(), last)
+
+    task = objective(optimizer=ADAMW, clip_grad_norm=0.5)
+    reference = single.build(tied(), task, device=CPU, chunks=1, eval_chunks=1, deferred_batch_norm=False)
+    with closing(offloaded(tied(), task, tmp_path, slices=2)) as engine:
+        for step in range(3):
+            mine, theirs = (one.train_step(rows(step), key=1, lr=0.01) for one in (engine, reference))
+            # Gradients of several micro-batches are added in another order.
+            assert mine.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert {"0.weight", "2.weight"} == set(in_memory(engine.state()).model)
+
+
+def test_a_gradient_that_is_not_finite_is_told_with_its_name(tmp_path: Path) -> None:
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, input: Tensor) -> Tensor:
+            return input.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * float("inf")
+
+    class Breaks(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            return Broken.apply(input)  # type: ignore[no-any-return,no-untyped-call]
+
+    module = nn.Sequential(nn.Linear(6, 4), Breaks(), nn.Linear(4, 3))
+    with (
+        closing(offloaded(module, objective(), tmp_path)) as engine,
+        pytest.raises(NumericError, match="the gradient norm is") as told,
+    ):
+        engine.train_step(rows(1), key=1, lr=0.1)
+    assert "first gradient that is not: 0.bias" in str(told.value.__notes__)
+
+
+def test_an_output_that_is_not_finite_is_told_with_its_layer(tmp_path: Path) -> None:
+    class Breaks(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            return input / 0
+
+    module = nn.Sequential(nn.Linear(6, 4), Breaks(), nn.Linear(4, 3))
+    with (
+        closing(offloaded(module, objective(), tmp_path)) as engine,
+        pytest.raises(NumericError, match="the loss is nan") as told,
+    ):
+        engine.train_step(rows(1), key=1, lr=0.1)
+    assert "layer '1' (Breaks)" in str(told.value.__notes__)
+
+
+def test_after_an_error_in_a_layer_the_engine_goes_on(tmp_path: Path) -> None:
+    with closing(offloaded(small(), objective(), tmp_path)) as engine:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as told:
+            engine.train_step((torch.randn(8, 5), torch.zeros(8, dtype=torch.int64)), key=1, lr=0.1)
+        assert "layer '0' (Linear)" in str(told.value.__notes__)
+        assert_same_steps(engine, plain(small(), objective()), rows, steps=2)
+
+
+def test_what_is_moved_and_waited_for_is_told(tmp_path: Path) -> None:
+    with closing(offloaded(small(), objective(), tmp_path)) as engine:
+        transfers = [engine.train_step(rows(step), key=1, lr=0.1).transfers for step in range(2)]
+    first, second = transfers
+    assert first is not None and second is not None
+    weights = sum(one.nbytes for one in small().parameters())
+    assert min(first.moved_bytes, second.moved_bytes) > 3 * weights
+    assert min(first.waited_seconds, second.waited_seconds) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slices": 8}, "engine.slices=8: the model has only 7 layers; give at most that many"),
+        ({"slices": 0}, "engine.slices=0: must be at least 1"),
+        ({"to": "tape"}, "engine.to=tape: must be one of: cpu, disk"),
+        ({"by": "luck"}, "engine.by=luck: must be one of: bytes, time"),
+        (
+            {"memory": "1GiB"},
+            "engine.memory=1GiB: decides how many slices there are; leave engine.slices out",
+        ),
+        ({"memory": "much", "slices": None}, "engine.memory=much: expected a number of bytes"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        offloaded(small(), objective(), tmp_path, **changes)
+
+
+def test_the_model_of_a_file_takes_no_memory_between_steps(tmp_path: Path) -> None:
+    module = small()
+    with closing(offloaded(module, objective(), tmp_path)) as engine:
+        engine.train_step(rows(1), key=1, lr=0.1)
+        for parameter in module.parameters():
+            assert parameter.untyped_storage().nbytes() == parameter.element_size()
+            assert parameter.isnan().all()
+        assert not list(tmp_path.iterdir())

@@ -1,0 +1,180 @@
+"""OffloadModel: what a plain model computes, to the bit, and the complaints of the original."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.offload import OffloadModel
+from gpipe_cli.pipeline.plain import PlainPipe
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def model(dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 8),
+        nn.Tanh(),
+        nn.Dropout(dropout),
+        nn.Linear(8, 5),
+        nn.ReLU(inplace=True),
+        nn.Linear(5, 1),
+    )
+
+
+def rows(count: int = 8) -> Tensor:
+    return torch.randn(count, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+@pytest.mark.parametrize("slices", [1, 2, 3, 99])
+@pytest.mark.parametrize(("checkpoint", "micro_batches"), [(False, 1), (True, 1), (True, 3)])
+def test_outputs_and_all_gradients_are_those_of_a_plain_model(
+    slices: int, checkpoint: bool, micro_batches: int
+) -> None:
+    plain, other = model(), model()
+    offloaded = OffloadModel(
+        other, CPU, num_slices=slices, checkpoint_activation=checkpoint, num_microbatches=micro_batches
+    )
+    mine, theirs = rows(), rows()
+    for step in range(2):  # the second adds to the gradients of the first
+        output, expected = offloaded(mine), PlainPipe(plain, chunks=micro_batches)(theirs)
+        assert output.shape == (8, 1) and torch.equal(output, expected), step
+        output.square().mean().backward()
+        expected.square().mean().backward()
+        assert mine.grad is not None and theirs.grad is not None and torch.equal(mine.grad, theirs.grad)
+        for name, parameter in plain.named_parameters():
+            found = dict(offloaded.named_parameters())[name].grad
+            assert found is not None and parameter.grad is not None
+            if micro_batches == 1:
+                assert torch.equal(found, parameter.grad), name
+            else:  # autograd takes the micro-batches of a plain model from the last to the first
+                torch.testing.assert_close(found, parameter.grad)
+    offloaded.close()
+
+
+def test_an_optimizer_of_the_user_trains_it() -> None:
+    plain, other = model(), model()
+    offloaded = OffloadModel(other, CPU, num_slices=3, checkpoint_activation=True)
+    for one in (plain, offloaded):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            one(rows()).square().mean().backward()
+            optimizer.step()
+    for mine, theirs in zip(offloaded.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert offloaded.state_dict().keys() == plain.state_dict().keys()
+    offloaded.close()
+
+
+def test_dropout_is_the_same_in_forward_and_recomputation() -> None:
+    torch.manual_seed(0)
+    ones = nn.Sequential(nn.Dropout(0.5), nn.Identity(), nn.Dropout(0.5))
+    offloaded = OffloadModel(ones, CPU, checkpoint_activation=True, num_microbatches=4)
+    input = torch.ones(64, 16, requires_grad=True)
+    output = offloaded(input)
+    output.sum().backward()
+    assert input.grad is not None and torch.equal(output.detach(), input.grad)
+    assert 0 < output.count_nonzero() < output.numel()
+    offloaded.close()
+
+
+def test_tuples_cross_borders() -> None:
+    class Pair(nn.Module):
+        def forward(self, input: Any) -> Any:
+            first, second = input if isinstance(input, tuple) else (input, input)
+            return first * 2, second + 1
+
+    class Join(nn.Module):
+        def forward(self, input: tuple[Tensor, Tensor]) -> Tensor:
+            return input[0] + input[1]
+
+    offloaded = OffloadModel([Pair(), Pair(), Join()], CPU, checkpoint_activation=True)
+    input = rows()
+    output = offloaded(input)
+    assert torch.equal(output, input * 4 + (input + 1 + 1))
+    output.sum().backward()
+    assert input.grad is not None and torch.equal(input.grad, torch.full_like(input, 5))
+    offloaded.close()
+
+
+def test_autocast_reaches_the_recomputation() -> None:
+    seen: list[bool] = []
+
+    class Look(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return input
+
+    offloaded = OffloadModel(
+        nn.Sequential(nn.Linear(6, 6), Look()), CPU, num_slices=2, checkpoint_activation=True
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = offloaded(rows())
+    output.float().sum().backward()
+    assert seen and all(seen) and output.dtype == torch.bfloat16
+    offloaded.close()
+
+
+def test_autograd_grad_gives_the_gradient_of_the_input_alone() -> None:
+    offloaded = OffloadModel(model(), CPU, checkpoint_activation=True)
+    input = rows()
+    (gradient,) = torch.autograd.grad(offloaded(input).sum(), input)
+    expected = rows()
+    model()(expected).sum().backward()
+    assert expected.grad is not None and torch.equal(gradient, expected.grad)
+    assert all(parameter.grad is None for parameter in offloaded.parameters())
+    offloaded.close()
+
+
+def test_weights_are_loaded_where_they_live() -> None:
+    offloaded = OffloadModel(model(), CPU)
+    state = {name: torch.ones_like(one) for name, one in model().state_dict().items()}
+    before = offloaded(rows())
+    offloaded.load_state_dict(state)
+    plain = copy.deepcopy(model())
+    plain.load_state_dict(state)
+    assert torch.equal(offloaded(rows()), plain(rows())) and not torch.equal(before, plain(rows()))
+    offloaded.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"model": None}, TypeError, "`model` argument to `OffloadModel` cannot be None."),
+        ({"device": None}, TypeError, "`device` argument to `OffloadModel` cannot be None."),
+        ({"offload_device": None}, TypeError, "`offload_device` argument to `OffloadModel` cannot be None."),
+        ({"model": nn.Linear(1, 1)}, TypeError, "must be of type `nn.Sequential`."),
+        ({"offload_device": torch.device("meta")}, TypeError, "must be a CPU"),
+        ({"num_slices": 0}, ValueError, "must be at least 1"),
+        ({"num_microbatches": 2}, RuntimeError, "only support microbatches with activation checkpointing"),
+    ],
+)
+def test_arguments_are_refused_as_by_the_original(
+    arguments: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        OffloadModel(**{"model": model(), "device": CPU, **arguments})
+
+
+def test_keyword_arguments_and_moves_are_refused() -> None:
+    offloaded = OffloadModel(model(), CPU)
+    with pytest.raises(TypeError, match=r"take no keyword arguments \(given: mask\)"):
+        offloaded(rows(), mask=rows())
+    with pytest.raises(TypeError, match="decides where its parameters are"):
+        offloaded.to(torch.float64)
+    offloaded.close()
