@@ -1,19 +1,15 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-import gpipe_cli
 from gpipe_cli.distributed.team import Team
+from tests.distributed.started import run_ranks
 
 RANK = """
-import os, sys, torch.distributed
-os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+import sys, torch.distributed
 from gpipe_cli.distributed.team import Team
 rank = int(sys.argv[1])
-torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[3]}/store", rank=rank, world_size=2)
 team = Team.present()
 assert (team.rank, team.size, team.leads) == (rank, 2, rank == 0)
 assert team.largest(rank * 7) == 7 and team.smallest(rank - 3) == -3
@@ -29,14 +25,4 @@ def test_one_process_agrees_with_itself() -> None:
 
 
 def test_several_agree_on_numbers_and_take_the_word_of_the_first(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(gpipe_cli.__file__).parents[1])}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store")],
-            env=environment,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=100)[1].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    run_ranks(["-c", RANK], 2, tmp_path)
