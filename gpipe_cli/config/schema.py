@@ -72,7 +72,7 @@ class Running(Shared):
     """The keys that training and evaluation have in common."""
 
     engine: dict[str, Any] = field(default_factory=dict)
-    """What runs a step: one thread, or one worker per partition."""
+    """What runs a step: one thread, one worker per partition, or one device that is given slice after slice."""
     eval_chunks: int | None = None
     """Micro-batches per mini-batch in evaluation; null: as many as `chunks`."""
     precision: str = "fp32"
