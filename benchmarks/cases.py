@@ -66,6 +66,23 @@ def _mlp() -> Case:
     return Case(nn.Sequential(*layers), batch[0], batch[1], functional.mse_loss, [32, 32], [16, 16, 16, 16])
 
 
+def _unet() -> Case:
+    from gpipe_cli.models import unet
+
+    model = nn.Sequential(*unet.build(base_channels=24, input_shape=(3, 64, 64)))
+    batch, target = torch.randn(16, 3, 64, 64), torch.randint(4, (16, 64, 64))
+    half = len(model) // 2
+    quarter = len(model) // 4
+    return Case(
+        model,
+        batch,
+        target,
+        functional.cross_entropy,
+        [half, len(model) - half],
+        [quarter, quarter, quarter, len(model) - 3 * quarter],
+    )
+
+
 def _empty() -> Case:
     """Layers that do nothing: what is left is the system's own cost."""
     batch = torch.randn(2, 8, 1, requires_grad=True)
@@ -85,6 +102,7 @@ CASES: Mapping[str, Callable[[], Case]] = {
     "resnet50": _resnet50,
     "transformer": _transformer,
     "mlp": _mlp,
+    "unet": _unet,
     "empty": _empty,
     "tiny": _tiny,
 }

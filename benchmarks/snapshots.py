@@ -4,6 +4,9 @@
 
 ResNet-101 with the state of AdamW. Both ways end on the disk itself (fsync); they take turns, and each figure is the
 median of its ratios to torch in the same round. Training waits only for the copy; the rest runs beside it.
+
+Each read has a process of its own, as a resumed run has: in one that has read before, torch.load finds memory the
+system has cleared already, which takes most of the time of reading from a warm page cache.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -62,8 +66,17 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
+def seconds_alone(what: str, path: Path) -> float:
+    """Of reading in a fresh process, its start not counted."""
+    command = [sys.executable, "-m", "benchmarks.snapshots", what, str(path)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
 def main() -> int:
     torch.set_num_threads(1)  # as a run whose partitions share the CPU has it
+    if sys.argv[1:2] and (read := READERS.get(sys.argv[1])):
+        sys.stdout.write(f"{seconds(lambda: read(Path(sys.argv[2])))}\n")
+        return 0
     folder = Path(tempfile.mkdtemp(prefix="gpipe-snapshots-", dir=sys.argv[1] if len(sys.argv) > 1 else None))
     try:
         figures = measure(state_of_training(), folder)
@@ -87,14 +100,17 @@ def measure(state: EngineState, folder: Path) -> dict[str, tuple[list[float], li
     def note(name: str, work: Callable[[], object]) -> None:
         times.setdefault(name, []).append(seconds(work))
 
+    def note_reading(name: str, path: Path) -> None:
+        times.setdefault(name, []).append(seconds_alone(name, path))
+
     spare = copied(state)  # every save of a run but the first finds the memory of the one before
     for turn in range(ROUNDS):
         file, directory = folder / f"{turn}.pt", folder / f"step-{turn:08d}"
         note("torch.save + fsync", lambda file=file: save_with_torch(state, file))
         note("snapshot", lambda directory=directory: save_snapshot(state, spare, directory))
         note("copy (training waits)", lambda: copied(state, spare))
-        note("torch.load", lambda file=file: load_with_torch(file))
-        note("read and verify", lambda directory=directory: open_snapshot(read_snapshot(directory)))
+        note_reading("torch.load", file)
+        note_reading("read and verify", directory)
         file.unlink()
         shutil.rmtree(directory)
     saving = ("torch.save + fsync", "snapshot", "copy (training waits)")
@@ -105,6 +121,12 @@ def measure(state: EngineState, folder: Path) -> dict[str, tuple[list[float], li
 def load_with_torch(path: Path) -> dict[str, dict[str, Tensor]]:
     content: dict[str, dict[str, Tensor]] = torch.load(path, weights_only=True)
     return content
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "torch.load": load_with_torch,
+    "read and verify": lambda path: open_snapshot(read_snapshot(path)),
+}
 
 
 if __name__ == "__main__":

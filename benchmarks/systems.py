@@ -8,7 +8,8 @@ Knows nothing of clocks. Peers are imported when they are prepared, since they n
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -49,6 +50,26 @@ def _plain(case: Case, seat: Seat, *, chunks: int) -> Step:
             (case.loss(case.model(input), target) / chunks).backward()
 
     return step
+
+
+def _apart(case: Case, seat: Seat, *, ranks: Sequence[int]) -> Step:
+    """No pipeline: each partition does its own work for all micro-batches and waits for nobody.
+
+    It learns nothing, and its gradients are not those of the loss. It tells how much of a speed-up the machine and the
+    interpreter leave to any two workers, before the first bubble.
+    """
+    borders = [torch.randn(border.shape) for border in _border_examples(case)]
+    works = [partial(_alone, _parts(case)[rank], borders[rank], rank > 0) for rank in ranks or (seat.rank,)]
+    if len(works) == 1:
+        return works[0]
+    pool = ThreadPoolExecutor(len(works), initializer=torch.set_num_threads, initargs=(1,))
+    return lambda: [future.result() for future in [pool.submit(work) for work in works]].clear()
+
+
+def _alone(part: nn.Module, input: Tensor, needs_grad: bool) -> None:
+    for _ in range(CHUNKS):
+        output = part(input.detach().requires_grad_(needs_grad))
+        output.backward(torch.ones_like(output))
 
 
 def _gpipe(case: Case, seat: Seat, *, schedule: str, checkpoint: str) -> Step:
@@ -142,6 +163,8 @@ SYSTEMS: Mapping[str, System] = {
     "plain": System(partial(_plain, chunks=CHUNKS)),
     "plain-2-threads": System(partial(_plain, chunks=CHUNKS), threads=2),
     "whole-batch-2-threads": System(partial(_plain, chunks=1), threads=2),
+    "apart-2-threads": System(partial(_apart, ranks=(0, 1))),
+    "apart-2-processes": System(partial(_apart, ranks=()), processes=2),
     "gpipe": System(partial(_gpipe, schedule="gpipe", checkpoint="never")),
     "gpipe-backward": System(partial(_gpipe_backward, schedule="gpipe", checkpoint="never")),
     "gpipe-except_last": System(partial(_gpipe, schedule="gpipe", checkpoint="except_last")),

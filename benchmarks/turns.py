@@ -1,17 +1,17 @@
-"""Pipes of one case in one process, cut and scheduled in many ways, taking turns; and what its layers cost.
+"""Pipes of one case in one process, cut and scheduled in many ways, taking turns.
 
 For questions that compare gpipe with itself; systems are compared by `harness`, in processes of their own.
 """
 
 from __future__ import annotations
 
-import copy
 import os
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import final
 
 import torch
@@ -20,7 +20,11 @@ from rich.console import Console
 from benchmarks.cases import Case
 from benchmarks.run import QUIET
 from gpipe_cli import GPipe
-from gpipe_cli.profiling.layers import LayerProfile, Sample, profile_layers
+
+OTHERS_AT_MOST = 0.06
+"""Seconds of others for each second of a turn."""
+TRIES = 4
+STATISTICS = Path("/proc/stat")
 
 
 @final
@@ -37,31 +41,42 @@ class Way:
         return f"{self.schedule} {self.checkpoint}, {len(self.balance)} partitions"
 
 
-def milliseconds(case: Case, ways: Sequence[Way], rounds: int) -> Mapping[Way, list[float]]:
-    """One step of each way in each round, after two that warm up."""
+def milliseconds(
+    case: Case, ways: Sequence[Way], rounds: int, before_each: Callable[[], None] = lambda: None
+) -> Mapping[Way, list[float]]:
+    """One step of each way in each round, after two that warm up; `before_each` round that counts."""
     times: dict[Way, list[float]] = {way: [] for way in ways}
     with ExitStack() as stack:
         pipes = {way: stack.enter_context(_pipe(case, way)) for way in ways}
         for number in range(-2, rounds):
+            if number >= 0:
+                before_each()
             for way, pipe in pipes.items():
-                for parameter in case.model.parameters():
-                    parameter.grad = None
-                begin = time.perf_counter()
-                pipe.step(case.input, case.target, case.loss)
+                taken = undisturbed(partial(_step, pipe, case))
                 if number >= 0:
-                    times[way].append(1000 * (time.perf_counter() - begin))
+                    times[way].append(taken)
     for parameter in case.model.parameters():
         parameter.grad = None
     return times
 
 
-def layer_profiles(case: Case, chunks: int, seconds: float, *, busy_workers: int = 1) -> list[LayerProfile]:
-    """Each layer with one micro-batch, while so many workers do the same, each with a model of its own."""
-    sample = Sample(case.input.tensor_split(chunks)[0], case.target.tensor_split(chunks)[0], case.loss)
-    models = [case.model, *(copy.deepcopy(case.model) for _ in range(busy_workers - 1))]
-    with ThreadPoolExecutor(busy_workers) as pool:
-        found = list(pool.map(lambda model: profile_layers(model, sample, seconds=seconds), models))
-    return found[0]
+def undisturbed(turn: Callable[[], float]) -> float:
+    """What a turn gives; one in which others used the machine is repeated, as long as there is hope."""
+    for _ in range(TRIES):
+        others, begin = _others(), time.perf_counter()
+        found = turn()
+        if _others() - others < OTHERS_AT_MOST * (time.perf_counter() - begin):
+            break
+    return found
+
+
+def _others() -> float:
+    """Seconds of all cores in which somebody else worked; none where the system does not tell."""
+    if not STATISTICS.exists():
+        return 0.0
+    user, nice, system, _, _, interrupts, more = map(int, STATISTICS.read_text().split()[1:8])
+    own = os.times()
+    return (user + nice + system + interrupts + more) / os.sysconf("SC_CLK_TCK") - own.user - own.system
 
 
 def prepare(console: Console) -> None:
@@ -69,6 +84,15 @@ def prepare(console: Console) -> None:
     torch.set_num_threads(1)
     if (load := os.getloadavg()[0]) > QUIET:
         console.print(f"The machine is busy (load {load:.1f}): these figures are not to be quoted.")
+
+
+def _step(pipe: GPipe, case: Case) -> float:
+    """Milliseconds."""
+    for parameter in case.model.parameters():
+        parameter.grad = None
+    begin = time.perf_counter()
+    pipe.step(case.input, case.target, case.loss)
+    return 1000 * (time.perf_counter() - begin)
 
 
 def _pipe(case: Case, way: Way) -> GPipe:

@@ -67,6 +67,27 @@ COMMANDS = {
             "gpipe profile measure=false                  # nothing is run: memory and FLOPs, of any size of model",
         ),
     ),
+    "plan": Command(
+        "search for the best balance, chunks, schedule and checkpoint mode",
+        "gpipe plan [key=value ...] [flags]",
+        (
+            "gpipe plan devices=[cpu,cpu]                 # the best plans for this machine, and a line to paste",
+            "gpipe plan verify=true                       # run the best ones, print how far the prediction was off",
+            "gpipe plan model=gpt devices=4 device_memory=11GiB   # for four devices that keep within a limit",
+            "gpipe plan model=resnet101 device=a100 devices=8     # for a machine you do not have: an estimate",
+        ),
+    ),
+    "report": Command(
+        "draw a run as a page to look at, or compare several",
+        "gpipe report <directory> [<directory> ...] [out=<file>] [--json]",
+        (
+            "gpipe report runs/train/resnet18/20260101-120000   # its report.html, built anew",
+            "gpipe report <directory> <directory>               # several runs on one page, comparison.html",
+            "gpipe report <directory> out=page.html",
+            "gpipe report <directory> --json                    # one JSON document on stdout",
+        ),
+        configured=False,
+    ),
     "export": Command(
         "write the weights of a run as one file that loads without gpipe",
         "gpipe export run=<directory>|snapshot=<directory> [out=<file>] [--json]",
@@ -153,12 +174,12 @@ def _configuration(command: str) -> list[str]:
 def _groups(command: str) -> list[str]:
     """Each group with what it decides and its options, the default marked."""
     chosen = default_options(command)
-    rows = {}
+    rows: dict[str, str] = {}
     for field in fields(command):
         group = field.key.partition(".")[0]
         if group in GROUPS:
             names = [f"{one.name}*" if chosen[group].name == one.name else one.name for one in options(group)]
-            rows[group] = f"{field.meaning} Options: {', '.join(names)}."
+            rows.setdefault(group, f"{field.meaning} Options: {', '.join(names)}.")
     if takes_recipes(command):
         names = [one.name for one in options("recipes")]
         rows["recipe"] = f"A whole proven run. Options: {', '.join(names) or 'none yet'}."
@@ -166,9 +187,14 @@ def _groups(command: str) -> list[str]:
 
 
 def _keys(command: str) -> list[str]:
+    """All but the first key of each group, which its options are about."""
     rows = {}
+    groups = set(GROUPS)
     for field in fields(command):
-        if field.key.partition(".")[0] not in GROUPS:
+        group = field.key.partition(".")[0]
+        if group in groups:
+            groups.remove(group)
+        else:
             kind = " ".join(
                 part for part in (field.type, f"= {field.default}" if field.default else "") if part
             )

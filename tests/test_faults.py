@@ -259,7 +259,7 @@ TABLE = [
         "21",
         "a layer never returns",
         7,
-        "workers did not end within 1.0 seconds",
+        "workers did not end within step_timeout=1.0 seconds",
         in_layer(threading.Event().wait),
         ("step_timeout=1",),
         stuck=True,

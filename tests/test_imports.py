@@ -34,13 +34,13 @@ LEVELS = """
     skip
     schedule torch_internals vision config.schema
     values
-    errors version byte_size
+    errors version byte_size orphans
 """
 """Top to bottom. A room imports from itself and from lines below its own, so those of one line never meet."""
 
 ASIDE = {
     "models": {"sequential", "skip", "vision", "values", "errors"},
-    "data": {"vision", "values", "errors"},
+    "data": {"vision", "values", "errors", "orphans"},
     "losses": {"values", "errors"},
 }
 """Rooms beside the levels, and what they import; reached from `commands` and by `_target_` in a config."""
@@ -63,6 +63,7 @@ WITHOUT_TORCH = {
     "errors",
     "version",
     "byte_size",
+    "orphans",
 }
 
 LEVEL_OF = {room: level for level, line in enumerate(LEVELS.split("\n")) for room in line.split()}

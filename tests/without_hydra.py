@@ -12,11 +12,15 @@ from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import Train
 from tests.fault_injection import ALLOW, TEMPLATE, TRAIN
 
+ENGINES = {"engine=processes", "engine=single", "engine=threads"}
+
 
 def composed(words: list[str]) -> int:
     """`main`, without Hydra: composing takes longer than all the rest of such a run."""
     tree = saved_config(TEMPLATE[0])
-    given = [word for word in words[1:] if word not in TRAIN or word == ALLOW]
+    given = [word for word in words[1:] if word not in (*TRAIN, *ENGINES) or word == ALLOW]
+    for word in ENGINES & set(words):
+        tree.engine = {"_target_": f"gpipe_cli.engines.{word.removeprefix('engine=')}.build"}
     tree.merge_with(OmegaConf.from_dotlist(["run_dir=null", "resume=null", *given]))
     overrides = words[1:]
     job = Job("train", tuple(overrides), "gpipe train", tree, "model", None, json=False, dry_run=False)

@@ -14,7 +14,7 @@ from gpipe_cli.balance.memory import LayerBytes, Memory, SkipBytes
 from gpipe_cli.balance.result import Balanced, best
 from gpipe_cli.balance.solver import require_layers
 from gpipe_cli.pipeline.microbatch import Value, tensors_of, value_like
-from gpipe_cli.profiling.facts import model_facts
+from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.schedule.course import Course
 
@@ -31,9 +31,14 @@ def memory_of(
     module: nn.Sequential, sample: Sample, course: Course, trained: TrainedBytes, limit: int | None = None
 ) -> Memory:
     """What partitions of the module need for micro-batches like the sample."""
-    facts = model_facts(module, sample, count_flops=False)
-    inputs = [sum(one.nbytes for one in tensors_of(sample.input))]
-    inputs += [one.output_bytes for one in facts.layers[:-1]]
+    return memory_from(module, model_facts(module, sample, count_flops=False), course, trained, limit)
+
+
+def memory_from(
+    module: nn.Sequential, facts: ModelFacts, course: Course, trained: TrainedBytes, limit: int | None = None
+) -> Memory:
+    """The same, where the facts of such a micro-batch are known."""
+    inputs = [facts.input.bytes, *(one.output_bytes for one in facts.layers[:-1])]
     resident = [_resident(layer, trained) for layer in module]
     layers = [LayerBytes(*one) for one in zip(resident, inputs, facts.storages, strict=True)]
     return Memory(layers, course, limit, [SkipBytes(one.begin, one.end, one.bytes) for one in facts.skips])

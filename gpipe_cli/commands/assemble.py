@@ -27,6 +27,7 @@ from gpipe_cli.commands.sketch import sketched
 from gpipe_cli.config.locate import default_options
 from gpipe_cli.config.schema import OPEN_GROUPS, Costed, Running, Shared, Train
 from gpipe_cli.config.targets import accepted, bind, instantiate
+from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_threads
 from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.errors import ConfigError
@@ -48,6 +49,7 @@ ENGINE_KEYS = {
     "checkpoint": "checkpoint",
     "step_timeout": "step_timeout",
     "deferred_batch_norm": "deferred_batch_norm",
+    "data_parallel": "data_parallel",
     "log.layers": "log_layers",
     "log.partitions": "log_layers",
 }
@@ -91,8 +93,7 @@ class Assembly:
 
 def assemble(settings: Shared, overrides: Sequence[str], *, storage: bool = True) -> Assembly:
     """Check every component, then make data, model and partitions; the model with or without its numbers."""
-    if settings.allow:  # packages allowed on the command line may lie in the current folder
-        sys.path.insert(0, str(Path.cwd()))
+    open_own_packages(settings)
     check_components(settings, overrides)
     feed = make_feed(settings)
 
@@ -104,6 +105,12 @@ def assemble(settings: Shared, overrides: Sequence[str], *, storage: bool = True
         return Assembly(feed, built.model, split_model(settings, built.model, feed), built)
     model = make() if storage else sketched(make)
     return Assembly(feed, model, split_model(settings, model, feed))
+
+
+def open_own_packages(settings: Shared) -> None:
+    """Packages allowed on the command line may lie in the current folder."""
+    if settings.allow:
+        sys.path.insert(0, str(Path.cwd()))
 
 
 def make_model(settings: Shared, feed: Feed) -> nn.Sequential:
@@ -128,19 +135,25 @@ def split_model(settings: Shared, model: nn.Sequential, feed: Feed) -> Split:
     if isinstance(settings, Running) and not uses_partitions(settings):
         return _undivided(settings, model)
     layers = settings.balance.get("layers")
-    partitions = settings.partitions or (len(layers) if layers else default_partitions(settings.devices))
+    replicas = settings.data_parallel if isinstance(settings, Running) else 1
+    default = len(layers) if layers else default_partitions(settings.devices, replicas)
+    partitions = settings.partitions or default
     if partitions > len(model):
         raise ConfigError(
             f"partitions={partitions}: the model has only {len(model)} layers; give at most that many"
         )
-    devices = resolve_devices(settings.devices, partitions)
+    everywhere = resolve_devices(settings.devices, partitions * replicas)
+    width = len(everywhere) // replicas
+    replica = Team.present().rank // max(1, width)
+    devices = everywhere[replica * width : (replica + 1) * width]
     too_few = len(devices) < partitions and settings.schedule.name != "interleaved"
     if too_few or len(devices) > partitions:
         raise ConfigError(
             f"devices={settings.devices}: {len(devices)} for {partitions} partitions; "
             f"one device per partition is needed (only schedule=interleaved puts several partitions on one)"
         )
-    set_threads(settings.threads, devices)  # before anything is measured, so that it is as it will be trained
+    # Before anything is measured, so that it is as it will be trained.
+    set_threads(settings.threads, everywhere)
     return _balance(settings, model, feed, devices, make_course(settings, partitions, devices))
 
 
@@ -181,7 +194,7 @@ def _undivided(settings: Running, model: nn.Sequential) -> Split:
     """All layers on one device, for an engine without partitions."""
     devices = resolve_devices(settings.devices, 1)
     if len(devices) > 1:
-        raise ConfigError(f"devices={settings.devices}: {_engine_name(settings)} runs on one device")
+        raise ConfigError(f"devices={settings.devices}: {engine_name(settings)} runs on one device")
     set_threads(settings.threads, devices)
     # Each micro-batch goes there and back before the next one, which is what 1f1b does alone.
     course = Course("1f1b", 1, min(settings.chunks, settings.batch_size))
@@ -218,6 +231,7 @@ def make_engine(settings: Running, parts: Assembly) -> Engine:
         checkpoint=settings.checkpoint if isinstance(settings, Train) else "never",
         deferred_batch_norm=isinstance(settings, Train) and settings.deferred_batch_norm,
         step_timeout=settings.step_timeout,
+        data_parallel=settings.data_parallel,
         log_layers=isinstance(settings, Train) and settings.log.layers,
         scratch=scratch_folder(settings),
         make_sample=lambda: make_sample(settings, parts.feed),
@@ -266,7 +280,7 @@ def _refuse_unused(settings: Running, overrides: Sequence[str]) -> None:
     takes = _takes(settings)
     for key, argument in ENGINE_KEYS.items():
         if argument not in takes and _is_given(settings, key, overrides):
-            raise ConfigError(f"{key}: has no effect with {_engine_name(settings)}; leave it out")
+            raise ConfigError(f"{key}: has no effect with {engine_name(settings)}; leave it out")
 
 
 def _chosen(settings: Shared, group: str) -> dict[str, Any]:
@@ -294,11 +308,16 @@ def uses_partitions(settings: Running) -> bool:
     return "balance" in _takes(settings)
 
 
+def runs_in_ranks(settings: Running) -> bool:
+    """Whether the engine runs in several processes, which somebody has to start."""
+    return "max_restarts" in _takes(settings)
+
+
 def _takes(settings: Running) -> frozenset[str]:
     return accepted(settings.engine, "engine", settings.allow)
 
 
-def _engine_name(settings: Running) -> str:
+def engine_name(settings: Running) -> str:
     return f"engine={settings.engine['_target_'].split('.')[-2]}"
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.balance.memory import Memory
-from gpipe_cli.balance.size import memory_of
+from gpipe_cli.balance.size import TrainedBytes, memory_of
 from gpipe_cli.byte_size import byte_count
 from gpipe_cli.config.schema import Costed, Running, Shared
 from gpipe_cli.config.targets import instantiate
@@ -37,17 +37,27 @@ def make_course(settings: Shared, partitions: int, devices: Sequence[torch.devic
 
 def make_memory(settings: Shared, model: nn.Sequential, sample: Sample, course: Course) -> Memory:
     """What partitions of the model would need, and the limit if there is one."""
-    limit, state = None, dict[nn.Parameter, int]()
+    with precision_of(settings):
+        return memory_of(model, sample, course, trained_bytes(settings, model), memory_limit(settings))
+
+
+def memory_limit(settings: Shared) -> int | None:
+    """Bytes that a device may need at most."""
+    given = settings.device_memory if isinstance(settings, Costed) else None
+    return None if given is None else byte_count(given)
+
+
+def trained_bytes(settings: Shared, model: nn.Module) -> TrainedBytes:
+    """What a parameter needs: itself, its gradient, the optimizer's state where there is one."""
+    state = dict[nn.Parameter, int]()
     if isinstance(settings, Costed):
         parameters = list(model.parameters())
         state = dict(zip(parameters, state_bytes(optimizer_factory(settings), parameters), strict=True))
-        limit = None if settings.device_memory is None else byte_count(settings.device_memory)
 
     def trained(parameter: nn.Parameter) -> int:
-        return 2 * parameter.nbytes + state.get(parameter, 0)  # itself and its gradient
+        return 2 * parameter.nbytes + state.get(parameter, 0)
 
-    with precision_of(settings):
-        return memory_of(model, sample, course, trained, limit)
+    return trained
 
 
 def precision_of(settings: Shared) -> AbstractContextManager[Any]:

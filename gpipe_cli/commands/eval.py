@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from torch import nn
 
-from gpipe_cli.commands.assemble import assemble, make_engine
+from gpipe_cli.commands.assemble import make_engine
 from gpipe_cli.commands.chosen import Chosen, choose
 from gpipe_cli.commands.jobs import Job, Summary
+from gpipe_cli.commands.launching import launched
+from gpipe_cli.commands.membership import as_rank, assemble_together, joined, leads, starts_ranks, watched
 from gpipe_cli.commands.saved import saved_config, with_overrides
 from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import Eval
+from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.state import EngineState, load_module
 from gpipe_cli.errors import RunError
 from gpipe_cli.models.weights import load_weights, read_weights
@@ -28,16 +31,24 @@ def run(settings: Eval, job: Job) -> Summary:
     chosen = _chosen(settings)
     if chosen is not None:
         settings = _as_trained(chosen, job)
-    parts = assemble(settings, job.overrides)
+    settings = as_rank(settings, job)
+    with joined(settings, job) as team:
+        return _evaluated(settings, job, chosen, team)
+
+
+def _evaluated(settings: Eval, job: Job, chosen: Chosen | None, team: Team) -> Summary:
+    parts = assemble_together(settings, job, team)
     weights = _load(parts.model, settings, chosen)
     if job.dry_run:
         if not job.json:
             print_partitions(parts.partitions)
         return {"partitions": parts.partitions, "weights": weights, "command": job.line}
 
-    engine = make_engine(settings, parts)
+    if starts_ranks(settings):
+        return _shown(launched(settings, job, parts), job)
+    engine = watched(make_engine(settings, parts), job, team)
     try:
-        with stop_requests(INTERRUPT) as stops:
+        with stop_requests(INTERRUPT, agree=team.largest) as stops:
             found, seconds = evaluate(engine, stops.heeded(parts.feed.ordered(settings.split)))
     except StopRequested as request:
         raise KeyboardInterrupt from request
@@ -53,7 +64,11 @@ def run(settings: Eval, job: Job) -> Summary:
         "weights": weights,
         "command": job.line,
     }
-    if job.shows_result:
+    return _shown(summary, job)
+
+
+def _shown(summary: Summary, job: Job) -> Summary:
+    if job.shows_result and leads():
         print_facts("", summary)
     return summary
 

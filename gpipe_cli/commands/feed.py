@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import final
 
-from gpipe_cli.config.schema import Shared, Train
+from gpipe_cli.config.schema import Running, Shared, Train
 from gpipe_cli.config.targets import instantiate
 from gpipe_cli.data.checks import check_batch, check_labels
 from gpipe_cli.data.datasets import Data, Samples
 from gpipe_cli.data.loading import batch_count, batches
 from gpipe_cli.data.transforms import Transform, Transforms
+from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError, DataError
 
@@ -24,7 +25,10 @@ class Feed:
     classes: int
     """How many the model tells apart: its own key, else as many as the data has."""
     batch_size: int
+    """Of all replicas together."""
     seed: int
+    replica: int = 0
+    replicas: int = 1
 
     @property
     def steps_per_epoch(self) -> int:
@@ -45,8 +49,8 @@ class Feed:
 
     def micro_batch(self, chunks: int) -> Batch:
         """One micro-batch, to measure with: as many rows as the largest of a mini-batch has."""
-        rows = min(len(self.data.train), -(-self.batch_size // chunks))
-        return next(replace(self, batch_size=rows).ordered("train"))
+        rows = min(len(self.data.train), -(-self.batch_size // (chunks * self.replicas)))
+        return next(replace(self, batch_size=rows, replica=0, replicas=1).ordered("train"))
 
     def samples_after(self, steps: int) -> int:
         """How many training samples that many steps have seen."""
@@ -66,6 +70,8 @@ class Feed:
             workers=self.data.workers,
             timeout=self.data.timeout,
             transform=transform,
+            replica=self.replica,
+            replicas=self.replicas,
         ):
             check_batch(input, target)
             if not target.is_floating_point():
@@ -86,4 +92,11 @@ def make_feed(settings: Shared) -> Feed:
     transforms = instantiate(settings.transform, "transform", settings.allow, data=data)
     classes = settings.model.get("num_classes") or data.classes
     seed = settings.seed if isinstance(settings, Train) else 0
-    return Feed(data, transforms, classes, settings.batch_size, seed)
+    replicas = settings.data_parallel if isinstance(settings, Running) else 1
+    return Feed(data, transforms, classes, settings.batch_size, seed, _replica(replicas), replicas)
+
+
+def _replica(replicas: int) -> int:
+    """Of this process: as the mesh of `data` and `pipe` has it, one replica after another."""
+    team = Team.present()
+    return team.rank // max(1, team.size // replicas)

@@ -16,11 +16,22 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.load import CUSTOM, settings_of
+from gpipe_cli.engines.meeting import Meeting
 from gpipe_cli.errors import GpipeError, Stopped
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.tables import print_rows
 
 Summary = Mapping[str, Any]
+
+
+@final
+@dataclass(frozen=True)
+class Rank:
+    """One of the processes that a launcher started for a job."""
+
+    meeting: Meeting
+    balance: list[int]
+    """Layers per partition, found once by the launcher."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,8 @@ class Job:
     """Its place in a sweep."""
     json: bool
     dry_run: bool
+    rank: Rank | None = None
+    """What this process is told besides, if a launcher started it as one of several."""
 
     @property
     def shows_result(self) -> bool:

@@ -57,6 +57,10 @@ class Journal:
         self.watching.say(line)
         self.log.info("%s", line)
 
+    def sync(self) -> None:
+        """What is to be on disk before a snapshot is."""
+        self.metrics.sync()
+
     def follow(self, facts: Iterable[Fact]) -> Evaluated:
         """Write every fact where it belongs; the last evaluation is returned."""
         last = self.start.evaluation

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from gpipe_cli.commands.jobs import Job
 from gpipe_cli.commands.resume import Resumed, differences
 from gpipe_cli.config.schema import Train
+from gpipe_cli.distributed.team import Team
 from gpipe_cli.errors import ResourceError
 from gpipe_cli.report.environment import environment
 from gpipe_cli.training.lock import only_writer
@@ -33,6 +34,22 @@ class Begun:
     news: Sequence[str] = ()
     """What there is to say about that."""
 
+    @property
+    def position(self) -> Position:
+        return Position() if self.record is None else self.record.position
+
+
+def begin_together(settings: Train, job: Job, again: Resumed | None, held: ExitStack, team: Team) -> Begun:
+    """The run of a team: rank 0 makes its directory, and all know which it is."""
+    record = None if again is None or again.snapshot is None else again.snapshot.record
+    begun = begin_run(settings, job, again, held) if team.leads else None
+    directory = Path(team.of_leader(str(begun.directory) if begun is not None else ""))
+    if begun is None:
+        return Begun(directory, record)
+    if job.rank is not None:
+        job.rank.meeting.tell_run(directory)
+    return begun
+
 
 def begin_run(settings: Train, job: Job, again: Resumed | None, held: ExitStack) -> Begun:
     """The run and its directory, this process its only writer for as long as `held` is."""
@@ -40,10 +57,15 @@ def begin_run(settings: Train, job: Job, again: Resumed | None, held: ExitStack)
         return _go_on(again)
     directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
     held.enter_context(only_writer(directory))
+    write_origin(directory, job)
+    return Begun(directory)
+
+
+def write_origin(directory: Path, job: Job) -> None:
+    """What was asked for, and on what machine."""
     write_text(directory / "config.yaml", OmegaConf.to_yaml(job.tree))
     write_text(directory / "overrides.yaml", OmegaConf.to_yaml(list(job.overrides)))
     write_json(directory / "env.json", environment())
-    return Begun(directory)
 
 
 def _go_on(again: Resumed) -> Begun:

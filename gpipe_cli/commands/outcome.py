@@ -10,6 +10,7 @@ from typing import Any
 
 from gpipe_cli.commands.feed import Feed
 from gpipe_cli.commands.jobs import Job, Summary
+from gpipe_cli.commands.report import PAGE
 from gpipe_cli.commands.resume import Resumed, allow_words
 from gpipe_cli.config.schema import Train
 from gpipe_cli.errors import ResourceError
@@ -70,4 +71,5 @@ def write_summary(run: Path, summary: Summary) -> None:
 def show(summary: Summary, settings: Train) -> None:
     """To the person; with what a newcomer would type next."""
     evaluate = ["gpipe", "eval", f"run={summary.get('run_dir')}", *allow_words(settings)]
-    print_facts("", {**summary, "evaluate": shlex.join(evaluate)})
+    report = Path(str(summary.get("run_dir"))) / PAGE
+    print_facts("", {**summary, "report": str(report), "evaluate": shlex.join(evaluate)})

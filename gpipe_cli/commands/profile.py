@@ -11,13 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.balance.time import partition_costs
-from gpipe_cli.commands.assemble import assemble, make_sample
+from gpipe_cli.commands.assemble import Assembly, assemble, make_sample
 from gpipe_cli.commands.jobs import Job, Summary
+from gpipe_cli.commands.launch import launch_of, write_launch
+from gpipe_cli.commands.origin import write_origin
+from gpipe_cli.commands.report import PAGE, leave_page
 from gpipe_cli.commands.timeline import Seen, show_timeline, watch
 from gpipe_cli.config.schema import Profile
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import batch_size
 from gpipe_cli.profiling.facts import model_facts
-from gpipe_cli.profiling.layers import LayerProfile, profile_layers
+from gpipe_cli.profiling.layers import LayerProfile, Sample, profile_layers
+from gpipe_cli.profiling.memory import activation_bytes
 from gpipe_cli.report.layers import counted_rows, layer_rows, print_layers, write_csv
 from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
@@ -46,29 +51,44 @@ def run(settings: Profile, job: Job) -> Summary:
         rows = _rows(layers, parts.split.balance)
         ideal = parts.split.course.simulate(partition_costs(layers, parts.split.balance))
         summary |= {**_sums(rows), **_prediction(ideal, parts.split.course)}
+        activations = _activations(parts, sample)
         if settings.timeline:
-            seen = watch(settings, parts, sample, ideal)
+            seen = watch(settings, parts, sample, ideal, activations)
             summary["timeline"] = seen.summary
     else:
-        rows = counted_rows(model_facts(parts.model, sample), parts.split.balance)
+        facts = model_facts(parts.model, sample)
+        activations = activation_bytes(facts, parts.split.balance, parts.split.course)
+        rows = counted_rows(facts, parts.split.balance)
         summary |= _sums(rows)
     summary |= {"layers": rows, "command": job.line}
     directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
+    write_origin(directory, job)
+    write_launch(directory, launch_of(settings, job, parts, activations))
     _write(directory, summary, seen)
+    leave_page(directory)
     if job.shows_result:
         print_layers(rows, sort=settings.sort, top=settings.top)
         if seen is not None:
             show_timeline(seen)
-        facts = {key: value for key, value in summary.items() if key not in TABLES}
-        print_facts("", {**facts, "run_dir": str(directory)})
+        told = {key: value for key, value in summary.items() if key not in TABLES}
+        print_facts("", {**told, "run_dir": str(directory), "report": str(directory / PAGE)})
     return {**summary, "run_dir": str(directory)}
+
+
+def _activations(parts: Assembly, sample: Sample) -> list[int] | None:
+    """The most that each partition keeps for backward at once; None where a layer must be run to be judged."""
+    try:
+        facts = model_facts(parts.model, sample, count_flops=False)
+    except ConfigError:
+        return None
+    return activation_bytes(facts, parts.split.balance, parts.split.course)
 
 
 def _write(directory: Path, summary: dict[str, Any], seen: Seen | None) -> None:
     write_json(directory / "profile.json", summary)
     write_csv(directory / "profile.csv", summary["layers"])
     if seen is not None:
-        write_trace(directory / "trace.json", seen.steps, seen.names)
+        write_trace(directory / "trace.json", seen.steps, seen.ideal, seen.names)
 
 
 def _rows(layers: Sequence[LayerProfile], balance: Sequence[int]) -> Rows:

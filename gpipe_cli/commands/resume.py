@@ -23,6 +23,7 @@ from gpipe_cli.commands.jobs import Job
 from gpipe_cli.commands.saved import saved_config, with_overrides
 from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import Train
+from gpipe_cli.distributed.team import Team
 from gpipe_cli.errors import ConfigError, DataError, RunError
 from gpipe_cli.training.lock import only_writer
 from gpipe_cli.training.loop import Plan
@@ -54,12 +55,12 @@ class Resumed:
     """What is given otherwise than before, as `key: before -> now`."""
 
 
-def resumption(settings: Train, job: Job, held: ExitStack) -> Resumed | None:
-    """The run that goes on, this process its only writer while `held`; None where a new one begins."""
+def resumption(settings: Train, job: Job, held: ExitStack, *, writes: bool = True) -> Resumed | None:
+    """The run that goes on, this process its only writer while `held`, if it writes; None where a new one begins."""
     run = _directory(settings, job)
     if run is None:
         return None
-    if not job.dry_run:
+    if writes and not job.dry_run:
         held.enter_context(only_writer(run))
     saved = saved_config(run)
     tree = with_overrides(saved, job.tree, job.overrides, OF_THE_LAUNCH)
@@ -69,6 +70,19 @@ def resumption(settings: Train, job: Job, held: ExitStack) -> Resumed | None:
     _refuse(changes)
     told = [f"{key}: {_told(before)} -> {_told(after)}" for key, (before, after) in changes.items()]
     return Resumed(run, _snapshot(settings, run, large=keeps_on_disk(now)), now, tree, told)
+
+
+def agree_on_snapshot(again: Resumed | None, team: Team) -> None:
+    """Every rank has read the snapshot itself: before anything moves, all have read the same."""
+    saved = None if again is None else again.snapshot
+    step = -1 if saved is None else saved.record.position.step
+    least, most = team.smallest(step), team.largest(step)
+    if least != most:
+        found = "none" if least < 0 else f"that of step {least}"
+        raise RunError(
+            f"one rank finds the snapshot of step {most} to go on from, another {found}; "
+            "the run directory must be the same for all machines"
+        )
 
 
 def resume_command(run: Path, settings: Train) -> str:

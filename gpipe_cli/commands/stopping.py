@@ -10,14 +10,16 @@ from gpipe_cli.commands.resume import resume_command
 from gpipe_cli.config.schema import Train
 from gpipe_cli.errors import DataError, Interrupted, Stopped
 from gpipe_cli.report.failure import describe
-from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
+from gpipe_cli.training.signals import Agree, StopRequested, StopRequests, stop_requests
 from gpipe_cli.training.snapshot.finding import snapshot_paths
 
 
 @contextmanager
-def stopping(directory: Path, settings: Train, deadline: float | None) -> Iterator[StopRequests]:
+def stopping(
+    directory: Path, settings: Train, deadline: float | None, agree: Agree = lambda number: number
+) -> Iterator[StopRequests]:
     """Inside, signals and the time limit are requests; what they lead to leaves it as Stopped, exit code 75 or 130."""
-    with stop_requests(deadline=deadline) as stops:
+    with stop_requests(deadline=deadline, agree=agree) as stops:
         try:
             yield stops
         except StopRequested as request:

@@ -8,22 +8,18 @@ from typing import Any, final
 
 from gpipe_cli.commands.assemble import Assembly
 from gpipe_cli.config.schema import Profile
-from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.microbatch import moved
 from gpipe_cli.profiling.bottleneck import verdict
-from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.memory import activation_bytes
 from gpipe_cli.profiling.record import Piece
 from gpipe_cli.profiling.timeline import Step, median_step, record_steps
 from gpipe_cli.report.numbers import readable
 from gpipe_cli.report.tables import print_facts, print_rows
 from gpipe_cli.report.timeline import print_picture
-from gpipe_cli.schedule.course import Course
 from gpipe_cli.schedule.simulate import Simulation
 
-__all__ = ["Seen", "show_timeline", "watch"]
+__all__ = ["Seen", "as_step", "show_timeline", "watch"]
 
 
 @final
@@ -36,8 +32,10 @@ class Seen:
     summary: dict[str, Any]
 
 
-def watch(settings: Profile, parts: Assembly, sample: Sample, ideal: Simulation) -> Seen:
-    """Run some steps as training would, and judge the median one."""
+def watch(
+    settings: Profile, parts: Assembly, sample: Sample, ideal: Simulation, activations: Sequence[int] | None
+) -> Seen:
+    """Run some steps as training would, and judge the median one; `activations` are the partitions', if known."""
     assert sample.loss is not None, "a configured command has a loss"
     input, target = next(parts.feed.ordered("train"))
     split = parts.split
@@ -58,9 +56,9 @@ def watch(settings: Profile, parts: Assembly, sample: Sample, ideal: Simulation)
         )
     return Seen(
         steps,
-        _as_step(ideal),
+        as_step(ideal),
         [f"partition {index} ({row['device']})" for index, row in enumerate(parts.partitions)],
-        _summary(median_step(steps), ideal, parts, sample),
+        _summary(median_step(steps), ideal, parts, activations),
     )
 
 
@@ -85,7 +83,7 @@ def show_timeline(seen: Seen) -> None:
     )
 
 
-def _as_step(simulation: Simulation) -> Step:
+def as_step(simulation: Simulation) -> Step:
     return Step(
         tuple(
             Piece(span.action, span.phase, span.begin / 1000, span.end / 1000, span.worker)
@@ -94,11 +92,12 @@ def _as_step(simulation: Simulation) -> Step:
     )
 
 
-def _summary(step: Step, ideal: Simulation, parts: Assembly, sample: Sample) -> dict[str, Any]:
+def _summary(
+    step: Step, ideal: Simulation, parts: Assembly, activations: Sequence[int] | None
+) -> dict[str, Any]:
     course = parts.split.course
     times = [step.partition(index) for index in range(course.partitions)]
     found = verdict(times, course, bubble=step.bubble, ideal_bubble=ideal.bubble, rows=parts.feed.batch_size)
-    peaks = _peaks(parts, sample, course)
     return {
         "step_ms": 1000 * step.seconds,
         "ideal_step_ms": ideal.step,
@@ -111,19 +110,9 @@ def _summary(step: Step, ideal: Simulation, parts: Assembly, sample: Sample) -> 
                 "recompute": one.recompute,
                 "bubble": one.bubble,
                 "waiting_ms": 1000 * one.waiting,
-                "peak_saved_bytes": peaks[index],
+                "peak_saved_bytes": None if activations is None else activations[index],
             }
             for index, one in enumerate(times)
         ],
         **asdict(found),
     }
-
-
-def _peaks(parts: Assembly, sample: Sample, course: Course) -> Sequence[int | None]:
-    """The most that is kept for backward at once; unknown where a layer cannot be judged without running it."""
-    try:
-        return activation_bytes(
-            model_facts(parts.model, sample, count_flops=False), parts.split.balance, course
-        )
-    except ConfigError:
-        return [None] * course.partitions

@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from typing import Any
 
-from gpipe_cli.commands.assemble import Assembly, assemble, make_engine
+from gpipe_cli.commands.assemble import Split, make_engine
 from gpipe_cli.commands.feed import Feed
+from gpipe_cli.commands.follower import Follower
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.journal import Journal
-from gpipe_cli.commands.origin import Begun, begin_run
+from gpipe_cli.commands.launch import launch_of, write_launch
+from gpipe_cli.commands.launching import launched
+from gpipe_cli.commands.membership import as_rank, assemble_together, joined, leads, starts_ranks, watched
+from gpipe_cli.commands.origin import Begun, begin_together
 from gpipe_cli.commands.outcome import finished_before, show, summary_of, write_summary
 from gpipe_cli.commands.outlook import outlook
-from gpipe_cli.commands.resume import Resumed, check_plan, resumption
+from gpipe_cli.commands.planned_run import with_best_plan
+from gpipe_cli.commands.report import leave_page
+from gpipe_cli.commands.resume import Resumed, agree_on_snapshot, check_plan, resumption
 from gpipe_cli.commands.room import check_room
 from gpipe_cli.commands.stopping import stopping
 from gpipe_cli.config.durations import seconds
 from gpipe_cli.config.schema import Train
 from gpipe_cli.config.targets import instantiate
+from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import RunError
-from gpipe_cli.training.loop import Evaluated, Plan, Position, train
+from gpipe_cli.training.loop import Evaluated, Plan, train
 from gpipe_cli.training.run_directory import check_run_dir, planned_run_directory
 from gpipe_cli.training.snapshot.keeper import Keeper, Retention
 from gpipe_cli.training.survival import survive
@@ -30,42 +39,68 @@ from gpipe_cli.training.survival import survive
 def run(settings: Train, job: Job) -> Summary:
     began = time.monotonic()
     with ExitStack() as held:
-        again = resumption(settings, job, held)
-        if again is None:
+        again = resumption(settings, job, held, writes=leads())
+        if again is None and leads():
             check_run_dir(settings.run_dir, job.number)
         settings = replace(settings, resume=None) if again is None else again.settings
-        parts = assemble(settings, job.overrides, storage=not job.dry_run)
+        if settings.plan.auto:
+            settings, job = with_best_plan(settings, job)
+        settings = as_rank(settings, job)
+        team = held.enter_context(joined(settings, job))
+        agree_on_snapshot(again, team)
+        parts = assemble_together(settings, job, team)
         plan = _plan(settings, parts.feed)
         if again is not None and again.snapshot is not None:
             check_plan(plan, again.snapshot.record)
         if job.dry_run:
             return outlook(settings, job, parts, plan.steps)
         summary = None if again is None else finished_before(again, plan, parts.feed, job)
-        if summary is None:
-            engine = make_engine(settings, parts)
-            held.callback(engine.close)
-            _restore(engine, again)
+        if summary is None and starts_ranks(settings):
+            again = None
+            held.close()  # of the two, rank 0 is the writer
+            summary = launched(settings, job, parts)
+        elif summary is None:
             place = planned_run_directory(settings.run_dir, job.number) if again is None else again.run
             warning = check_room(place, settings, parts.model, plan, _retention(settings))
-            begun = begin_run(settings, job, again, held)
+            # Before there is an engine: one of several processes keeps a part of the model only.
+            launch = launch_of(settings, job, parts)
+            engine = watched(make_engine(settings, parts), job, team)
+            held.callback(engine.close)
+            _restore(engine, again)
+            begun = begin_together(settings, job, again, held, team)
+            if team.leads:
+                write_launch(begun.directory, launch)
+                held.callback(leave_page, begun.directory)  # however the run ends
             again = None  # it holds the whole snapshot in memory
-            last = _train(settings, parts, plan, engine, begun, began, warning)
+            with _journal(settings, plan, begun, team) as journal:
+                _tell(journal, settings, begun, warning)
+                _tell_balance(journal, parts.split, launch["partitions"])
+                last = _train(settings, parts.feed, plan, engine, begun, began, journal, team)
             summary = summary_of(last, plan, parts.feed, begun.directory, job)
-            write_summary(begun.directory, summary)
-    if job.shows_result:
+            if team.leads:
+                write_summary(begun.directory, summary)
+    if job.shows_result and leads():
         show(summary, settings)
     return summary
 
 
-def _tell_balance(journal: Journal, parts: Assembly) -> None:
+def _journal(
+    settings: Train, plan: Plan, begun: Begun, team: Team
+) -> AbstractContextManager[Journal | Follower]:
+    if team.leads:
+        return Journal.open(begun.directory, plan, settings.log, begun.position)
+    return Follower.open(begun.directory, team.rank, settings.log, begun.position)
+
+
+def _tell_balance(journal: Journal | Follower, split: Split, partitions: Sequence[Mapping[str, Any]]) -> None:
     """The partitions to the log; to the person as well where they were found by measuring."""
-    if parts.split.origin:
-        journal.say(f"balance {parts.split.balance}: {parts.split.origin}")
-    for row, cost in zip(parts.partitions, parts.split.balanced.sums, strict=True):
+    if split.origin:
+        journal.say(f"balance {split.balance}: {split.origin}")
+    for row, cost in zip(partitions, split.balanced.sums, strict=True):
         journal.log.info(
             "partition %(partition)d on %(device)s: layers %(first)s to %(last)s (%(layers)d), "
             "%(parameters)d parameters, cost %(cost).6g %(unit)s",
-            {**row, "cost": cost, "unit": parts.split.balanced.unit},
+            {**row, "cost": cost, "unit": split.balanced.unit},
         )
 
 
@@ -80,32 +115,34 @@ def _restore(engine: Engine, again: Resumed | None) -> None:
 
 def _train(
     settings: Train,
-    parts: Assembly,
+    feed: Feed,
     plan: Plan,
     engine: Engine,
     begun: Begun,
     began: float,
-    warning: str | None,
+    journal: Journal | Follower,
+    team: Team,
 ) -> Evaluated:
     """began: when the command did, for its time limit."""
-    feed, directory, record = parts.feed, begun.directory, begun.record
-    start = Position() if record is None else record.position
     limit = seconds(settings.time_limit) if settings.time_limit else None
-    with Journal.open(directory, plan, settings.log, start) as journal:
-        _tell(journal, settings, begun)
-        if warning is not None:
-            journal.say(warning)
-        _tell_balance(journal, parts)
-        retention = _retention(settings)
-        with (
-            stopping(directory, settings, None if limit is None else began + limit) as stops,
-            Keeper(directory, engine, plan, retention, record, journal.metrics.sync) as keeper,
-        ):
-            facts = train(engine, plan, feed.train, lambda epoch: stops.heeded(feed.test(epoch)), start)
-            return journal.follow(survive(facts, keeper, stops))
+    deadline = None if limit is None else began + limit
+    with (
+        stopping(begun.directory, settings, deadline, team.largest) as stops,
+        Keeper(
+            begun.directory,
+            engine,
+            plan,
+            _retention(settings),
+            begun.record,
+            journal.sync,
+            writes=team.leads,
+        ) as keeper,
+    ):
+        facts = train(engine, plan, feed.train, lambda epoch: stops.heeded(feed.test(epoch)), begun.position)
+        return journal.follow(survive(facts, keeper, stops))
 
 
-def _tell(journal: Journal, settings: Train, begun: Begun) -> None:
+def _tell(journal: Journal | Follower, settings: Train, begun: Begun, warning: str | None) -> None:
     for line in (f"run directory: {begun.directory}", *begun.news):
         journal.say(line)
     if settings.chunks > settings.batch_size:
@@ -113,6 +150,8 @@ def _tell(journal: Journal, settings: Train, begun: Begun) -> None:
             f"chunks={settings.chunks} is more than batch_size={settings.batch_size}: "
             f"a mini-batch makes {settings.batch_size} micro-batches"
         )
+    if warning is not None:
+        journal.say(warning)
 
 
 def _retention(settings: Train) -> Retention:

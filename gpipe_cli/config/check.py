@@ -15,9 +15,10 @@ from typing import Any
 from gpipe_cli.byte_size import byte_count
 from gpipe_cli.config.durations import seconds
 from gpipe_cli.config.locate import options
-from gpipe_cli.config.schema import OPEN_GROUPS, SCHEMAS, Costed, Eval, Profile, Shared, Train
+from gpipe_cli.config.schema import OPEN_GROUPS, SCHEMAS, Costed, Eval, Plan, Profile, Running, Shared, Train
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError, RunError
+from gpipe_cli.plan.devices import DEVICES
 
 CHOICES = {
     "checkpoint": ("always", "except_last", "never"),
@@ -29,6 +30,7 @@ AT_LEAST = {
     "chunks": 1,
     "eval_chunks": 1,
     "partitions": 1,
+    "data_parallel": 1,
     "batch_size": 1,
     "epochs": 1,
     "steps": 1,
@@ -40,7 +42,7 @@ AT_LEAST = {
     "top": 1,
     "seconds": 0,
 }
-POSITIVE = ("clip_grad_norm", "step_timeout")
+POSITIVE = ("clip_grad_norm", "step_timeout", "plan.budget", "plan.verify_budget")
 LARGEST_SEED = 2**63 - 1
 
 
@@ -71,6 +73,8 @@ def _problems(settings: Shared) -> Iterator[str]:
         yield "timeline=true: runs the model, and measure=false runs nothing; leave one of them out"
     if isinstance(settings, Train):
         yield from _survival(settings)
+    if isinstance(settings, Plan) and settings.device is not None:
+        yield from _elsewhere(settings, settings.device)
     if isinstance(settings, Eval):
         given = [key for key in ("run", "snapshot", "weights") if getattr(settings, key) is not None]
         if not given:
@@ -122,7 +126,20 @@ def _devices(settings: Shared) -> Iterator[str]:
 
 def _one_each(settings: Shared, devices: int) -> Iterator[str]:
     partitions, interleaved = settings.partitions, settings.schedule.name == "interleaved"
-    if partitions is None or partitions == devices or (interleaved and partitions > devices):
+    replicas = settings.data_parallel if isinstance(settings, Running) else 1
+    if replicas > 1 and devices % replicas:
+        yield (
+            f"data_parallel={replicas}: devices={settings.devices} are {devices}; every replica needs as many of them"
+        )
+        return
+    of_one = devices // max(1, replicas)
+    if partitions is None or partitions == of_one or (interleaved and partitions > of_one):
+        return
+    if replicas > 1:
+        yield (
+            f"partitions={partitions}: devices={settings.devices} are {devices}, {of_one} for each of "
+            f"data_parallel={replicas} replicas; one device per partition is needed"
+        )
         return
     yield (
         f"partitions={partitions}: devices={settings.devices} are {devices}; one device per partition is needed "
@@ -146,6 +163,15 @@ def _memory(settings: Shared) -> Iterator[str]:
             byte_count(settings.device_memory)
         except ValueError as error:
             yield f"device_memory={settings.device_memory}: {error}, or null for no limit"
+
+
+def _elsewhere(settings: Plan, device: str) -> Iterator[str]:
+    if device not in DEVICES:
+        yield f"device={device}: {or_list(device, DEVICES)}"
+    if not _is_count(settings.devices):
+        yield f"devices={settings.devices}: device={device} is not here; say how many there are, such as devices=8"
+    if settings.verify:
+        yield f"verify=true: device={device} is not here, so nothing can be run on it; leave one of them out"
 
 
 def _survival(settings: Train) -> Iterator[str]:

@@ -18,6 +18,16 @@ class Schedule:
 
 
 @dataclass
+class Planning:
+    auto: bool = False
+    """Whether balance, chunks, schedule and checkpoint are searched for; those given are kept."""
+    budget: float = 60.0
+    """Seconds that planning may take, measuring included."""
+    verify_budget: float = 120.0
+    """Seconds that running the best plans may take, where verify=true asks for it."""
+
+
+@dataclass
 class Log:
     every: int = 10
     """Steps between two rows of metrics.jsonl and two lines of output."""
@@ -72,7 +82,9 @@ class Running(Shared):
     """The keys that training and evaluation have in common."""
 
     engine: dict[str, Any] = field(default_factory=dict)
-    """What runs a step: one thread, one worker per partition, or one device that is given slice after slice."""
+    """What runs a step: one thread, one worker or process per partition, or one device given slice after slice."""
+    data_parallel: int = 1
+    """Replicas of the pipeline, each with its share of every mini-batch; engine=processes has them."""
     eval_chunks: int | None = None
     """Micro-batches per mini-batch in evaluation; null: as many as `chunks`."""
     precision: str = "fp32"
@@ -99,6 +111,8 @@ class Train(Running, Costed):
 
     lr_schedule: dict[str, Any] = field(default_factory=dict)
     """How the learning rate moves over the run."""
+    plan: Planning = field(default_factory=Planning)
+    """Whether the best balance, chunks, schedule and checkpoint mode are searched for first."""
     epochs: int = 3
     """Passes over the training data."""
     steps: int | None = None
@@ -160,11 +174,26 @@ class Profile(Costed):
     """Directory of the profile; null: runs/<command>/<model>/<time>."""
 
 
+@dataclass
+class Plan(Costed):
+    """gpipe plan"""
+
+    plan: Planning = field(default_factory=Planning)
+    """How long planning may take."""
+    device: str | None = None
+    """A device that is not here, such as a100: costs are estimated; null: they are measured on this machine."""
+    verify: bool = False
+    """Run the best plans and print how far the prediction was off."""
+    top: int = 5
+    """How many plans to show."""
+
+
 SCHEMAS: dict[str, type[Shared]] = {
     "train": Train,
     "eval": Eval,
     "balance": Balance,
     "profile": Profile,
+    "plan": Plan,
 }
 OPEN_GROUPS = ("model", "data", "transform", "loss", "balance", "engine", "optimizer", "lr_schedule")
-GROUPS = (*OPEN_GROUPS, "schedule")
+GROUPS = (*OPEN_GROUPS, "schedule", "plan")

@@ -61,7 +61,7 @@ _RECORDS = {"train.bin": 50_000}  # in a file; 10,000 in every other
 
 
 def build(
-    name: str, root: str = "data", size: int | None = None, workers: int = 0, timeout: float = 120
+    name: str, root: str = "data", size: int | None = None, workers: int = 0, timeout: float | None = None
 ) -> Data:
     """Images of 3x32x32, or of `size`, from the unpacked archive under `root`."""
     check_common_keys(size, workers, timeout)

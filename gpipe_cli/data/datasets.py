@@ -45,7 +45,7 @@ class Data:
     """Whether a mirrored input still belongs to its class: a cat does, a digit does not."""
     workers: int = 0
     """Processes that load samples; 0 loads them where they are used."""
-    timeout: float = 120.0
+    timeout: float | None = None
     """Seconds such a process may take for a mini-batch."""
 
 

@@ -19,7 +19,7 @@ _WHITE = 16  # each pixel counts the ink in a block of 4x4
 _HELD_OUT = 5  # every fifth of each class
 
 
-def build(size: int | None = 32, workers: int = 0, timeout: float = 120) -> Data:
+def build(size: int | None = 32, workers: int = 0, timeout: float | None = None) -> Data:
     """Digits as grey images of 3 channels, `size` pixels wide; they were taken at 8."""
     check_common_keys(size, workers, timeout)
     tensors = load_file(_FILE)

@@ -21,7 +21,9 @@ SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", "
 _HELD_OUT = ("test", "val")
 
 
-def build(root: str = "data/images", size: int | None = 224, workers: int = 0, timeout: float = 120) -> Data:
+def build(
+    root: str = "data/images", size: int | None = 224, workers: int = 0, timeout: float | None = None
+) -> Data:
     """Classes are the folders under <root>/train, in alphabetical order; size=null needs images all alike."""
     check_common_keys(size, workers, timeout)
     train_folder = _folder(root, "train")

@@ -38,11 +38,14 @@ def batches(
     workers: int = 0,
     transform: Transform | None = None,
     drop_last: bool = False,
-    timeout: float = 120.0,
+    timeout: float | None = None,
+    replica: int = 0,
+    replicas: int = 1,
 ) -> Generator[Batch, None, None]:
     """The epoch's batches from number `start` on; those before it are skipped without loading them.
 
     Close the generator, or drop it, to end its workers early. timeout: seconds a worker may take for a batch.
+    replica: of how many, each of which reads its part of every batch.
     """
     assert batch_size > 0 and start >= 0 and workers >= 0
     length = len(samples)
@@ -53,13 +56,30 @@ def batches(
         )
     order = epoch_order(length, seed=seed, epoch=epoch, shuffle=shuffle)
     wanted = [
-        Wanted(epoch, order[number * batch_size : (number + 1) * batch_size])
+        _part(Wanted(epoch, order[number * batch_size : (number + 1) * batch_size]), replica, replicas)
         for number in range(start, count)
     ]
     fetch = Fetch(samples, transform, seed)
     if workers and wanted:
         return fetched_by_workers(fetch, wanted, workers, timeout)
     return (fetch(item) for item in wanted)
+
+
+def replica_part(indices: list[int], replica: int, replicas: int) -> list[int]:
+    """The samples of a batch that one of the replicas reads: consecutive ones, as many as the others, or one more.
+
+    So the parts of all replicas one after another are the batch. In one with fewer samples than replicas the last
+    of them have none.
+    """
+    small, larger = divmod(len(indices), replicas)
+    begin = replica * small + min(replica, larger)
+    return indices[begin : begin + small + (replica < larger)]
+
+
+def _part(whole: Wanted, replica: int, replicas: int) -> Wanted:
+    own = replica_part(whole.indices, replica, replicas)
+    # A batch of no samples still has a shape, which only a sample can tell.
+    return Wanted(whole.epoch, own) if own else Wanted(whole.epoch, whole.indices[:1], only_its_shape=True)
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
@@ -77,6 +97,8 @@ class Wanted:
 
     epoch: int
     indices: list[int]
+    only_its_shape: bool = False
+    """Give a batch without rows."""
 
 
 @final
@@ -88,7 +110,10 @@ class Fetch:
         self._batched = samples if isinstance(samples, BatchedSamples) else None
 
     def __call__(self, wanted: Wanted) -> Batch:
-        return self._one_by_one(wanted) if self._batched is None else self._together(self._batched, wanted)
+        input, target = (
+            self._one_by_one(wanted) if self._batched is None else self._together(self._batched, wanted)
+        )
+        return (input[:0], target[:0]) if wanted.only_its_shape else (input, target)
 
     def _together(self, samples: BatchedSamples, wanted: Wanted) -> Batch:
         with _naming(f"samples {wanted.indices[0]}, ..."):

@@ -23,7 +23,11 @@ _LARGEST = 2**30  # bytes; the largest file of the set has 47 million
 
 
 def build(
-    root: str = "data", size: int | None = None, channels: int = 3, workers: int = 0, timeout: float = 120
+    root: str = "data",
+    size: int | None = None,
+    channels: int = 3,
+    workers: int = 0,
+    timeout: float | None = None,
 ) -> Data:
     """Images of 28x28, or of `size`, with their grey repeated in `channels`."""
     check_common_keys(size, workers, timeout)

@@ -25,7 +25,12 @@ class Dataset(Protocol):
 
 
 def build(
-    train: Any, test: Any, classes: int, size: int | None = None, workers: int = 0, timeout: float = 120
+    train: Any,
+    test: Any,
+    classes: int,
+    size: int | None = None,
+    workers: int = 0,
+    timeout: float | None = None,
 ) -> Data:
     check_common_keys(size, workers, timeout)
     check_whole_number("data.classes", classes, least=1)

@@ -21,7 +21,9 @@ _MOST = 3  # shapes in one image; a later one covers an earlier one
 _NOISE = 0.1
 
 
-def build(size: int = 32, length: int = 2048, seed: int = 0, workers: int = 0, timeout: float = 120) -> Data:
+def build(
+    size: int = 32, length: int = 2048, seed: int = 0, workers: int = 0, timeout: float | None = None
+) -> Data:
     """`length` images to train on and a quarter as many held out, `size` pixels each way."""
     check_common_keys(size, workers, timeout)
     check_whole_number("data.size", size, least=8)

@@ -31,7 +31,7 @@ def build(
     seed: int = 0,
     size: int | None = None,
     workers: int = 0,
-    timeout: float = 120,
+    timeout: float | None = None,
 ) -> Data:
     """`length` samples to train on and a quarter as many held out; `size` replaces the sides of an image."""
     check_common_keys(size, workers, timeout)

@@ -28,7 +28,7 @@ def build(
     stride: int = 8,
     held_out: float = 0.1,
     workers: int = 0,
-    timeout: float = 120,
+    timeout: float | None = None,
 ) -> Data:
     """Windows of `context` bytes, one beginning every `stride` bytes; the last `held_out` of the file is kept.
 

@@ -6,13 +6,12 @@ function that fetches runs there, and the batch comes back.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import threading
 import traceback
 from collections.abc import Callable, Collection, Generator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import active_children
@@ -25,14 +24,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from gpipe_cli.errors import DataError
+from gpipe_cli.orphans import end_with
 
 Batch = tuple[Tensor, Tensor]
-_SIGNAL_AT_DEATH_OF_PARENT = 1  # PR_SET_PDEATHSIG
+_PATIENCE = 120.0
+"""Seconds a worker may take for a mini-batch where none are given."""
 
 
 def fetched_by_workers(
-    fetch: Callable[[Any], Batch], wanted: list[Any], workers: int, timeout: float
+    fetch: Callable[[Any], Batch], wanted: list[Any], workers: int, timeout: float | None
 ) -> Generator[Batch, None, None]:
+    patience = timeout or _PATIENCE
     loader: DataLoader[Any] = DataLoader(
         _WorkerSide(fetch),  # type: ignore[arg-type]  # a dataset by its methods, which is all torch asks for
         sampler=wanted,
@@ -40,7 +42,7 @@ def fetched_by_workers(
         num_workers=min(workers, len(wanted)),
         collate_fn=_as_it_is,
         worker_init_fn=partial(_belong_to, os.getpid()),
-        timeout=timeout,
+        timeout=patience,
         generator=torch.Generator(),  # the loader draws a seed, by default from torch's default generator
     )
     others = set(active_children())
@@ -57,7 +59,7 @@ def fetched_by_workers(
         _kill(ours)
         reason = str(error).partition("\n")[0]
         if "timed out" in reason:
-            reason = f"no mini-batch for data.timeout={timeout:g} seconds"
+            reason = f"no mini-batch for data.timeout={patience:g} seconds"
         # Without its traceback, whose frames would keep the loader and its workers alive.
         raise DataError(f"loading data in workers failed: {reason}") from error.with_traceback(None)
     finally:
@@ -156,15 +158,7 @@ def _as_it_is(batch: Any) -> Any:
 
 def _belong_to(parent: int, _worker: int) -> None:
     _leave_signals_to_the_parent()
-    _end_with(parent)
-
-
-def _end_with(parent: int) -> None:
-    """A parent that is killed cannot end its workers. They would notice when they next wait; a stuck one, never."""
-    with suppress(OSError, AttributeError):  # only Linux has it
-        ctypes.CDLL(None).prctl(_SIGNAL_AT_DEATH_OF_PARENT, signal.SIGKILL)
-    if os.getppid() != parent:  # it has died meanwhile
-        os.kill(os.getpid(), signal.SIGKILL)
+    end_with(parent)
 
 
 def _leave_signals_to_the_parent() -> None:

@@ -34,10 +34,10 @@ def available(devices: Any) -> list[torch.device]:
     return gpus[:devices]
 
 
-def default_partitions(devices: Any) -> int:
-    """One per device, 2 on a CPU that was not asked for by number or name."""
+def default_partitions(devices: Any, replicas: int = 1) -> int:
+    """One per device of a replica, 2 on a CPU that was not asked for by number or name."""
     found = available(devices)
-    return 2 if devices == "auto" and found[0].type == "cpu" else len(found)
+    return 2 if devices == "auto" and found[0].type == "cpu" else max(1, len(found) // replicas)
 
 
 def available_cores() -> int:

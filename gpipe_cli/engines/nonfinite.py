@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.engines.peers import BadOutput
 from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
 from gpipe_cli.sequential import layer_names
 
-__all__ = ["first_bad_gradient", "first_bad_output"]
+__all__ = ["bad_gradients", "described", "first_bad_output"]
 
 
-def first_bad_output(module: nn.Sequential, balance: Sequence[int], run: Callable[[], object]) -> str | None:
+def first_bad_output(module: nn.Sequential, run: Callable[[], object]) -> BadOutput | None:
     """The first layer, and its first micro-batch, that gives a number that is not finite when `run` is called."""
     bad: list[tuple[int, int]] = []
 
@@ -37,20 +38,19 @@ def first_bad_output(module: nn.Sequential, balance: Sequence[int], run: Callabl
         for index, layer in enumerate(module):
             hooks.callback(layer.register_forward_hook(look(index)).remove)
         run()
-    if not bad:
-        return None
-    index, micro_batch = min(bad)
+    return min(bad, default=None)
+
+
+def described(module: nn.Sequential, balance: Sequence[int], place: BadOutput) -> str:
+    index, micro_batch = place
     name, partition = layer_names(module)[index], bisect_right(list(accumulate(balance)), index)
     kind = type(module[index]).__name__
     return f"layer '{name}' ({kind}) in partition {partition}, micro-batch {micro_batch}"
 
 
-def first_bad_gradient(module: nn.Module) -> str | None:
-    """The parameter that backward reached first of those whose gradient is not finite."""
-    names = [
-        name for name, one in module.named_parameters() if one.grad is not None and not _finite(one.grad)
-    ]
-    return names[-1] if names else None
+def bad_gradients(module: nn.Module) -> list[str]:
+    """The parameters whose gradient is not finite; backward reached the last of them first."""
+    return [name for name, one in module.named_parameters() if one.grad is not None and not _finite(one.grad)]
 
 
 def _finite(value: Any) -> bool:

@@ -17,9 +17,10 @@ from gpipe_cli.engines.update import (
     Skips,
     UpdateFacts,
     clip_factor,
+    collected,
+    global_norm,
     is_finite,
     norm_of,
-    norm_of_norms,
     require_finite_loss,
     set_rate,
 )
@@ -103,7 +104,7 @@ class SliceUpdate:
         try:
             require_finite_loss(loss)
             self._measure(self._resident)
-            norm = norm_of_norms([self._norms[one] for one in self._parameters if one in self._norms])
+            norm = global_norm(collected([self._norms.get(one) for one in self._parameters]))
             finite = is_finite(norm, self.scaler)
         except NumericError:
             self._given_up = True

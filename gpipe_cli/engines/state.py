@@ -6,6 +6,7 @@ is a function of the step. Knows nothing of files; it sees to it that all it giv
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -42,21 +43,31 @@ class EngineState:
 
 
 def module_state(module: nn.Module) -> EngineState:
+    """What is here: tensors on the meta device are in other processes."""
     model = module.state_dict()
-    return EngineState(model, {name: one for name, one in module.named_buffers() if name not in model})
+    buffers = {name: one for name, one in module.named_buffers() if name not in model}
+    return EngineState(_stored(model), _stored(buffers))
 
 
 def load_module(module: nn.Module, state: EngineState) -> None:
     """Every name must be there, and no other."""
     try:
-        module.load_state_dict(state.model)
+        with warnings.catch_warnings():
+            # What belongs to other processes is compared in name and shape, and not stored.
+            warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
+            module.load_state_dict(state.model)
     except RuntimeError as error:
         raise RunError(f"does not fit the model: {' '.join(str(error).split())}") from error
-    left_out = module_state(module).buffers
+    kept = module.state_dict()
+    left_out = {name: one for name, one in module.named_buffers() if name not in kept}
     if left_out.keys() != state.buffers.keys():
         raise RunError(f"does not fit the model: buffers {sorted(left_out.keys() ^ state.buffers.keys())}")
     for name, buffer in left_out.items():
         buffer.copy_(state.buffers[name])
+
+
+def _stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: one for name, one in tensors.items() if not one.is_meta}
 
 
 @final

@@ -1,4 +1,4 @@
-"""A step on a pipe in this process: the engine behind both `single` and `threads`, which differ in their pipe only."""
+"""A step on a pipe: the engine behind all others, which differ in their pipe and in whom they share the work with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.engines.memory import memory_watched
-from gpipe_cli.engines.nonfinite import first_bad_gradient, first_bad_output
+from gpipe_cli.engines.nonfinite import bad_gradients, described, first_bad_output
+from gpipe_cli.engines.peers import Alone, Peers
 from gpipe_cli.engines.protocol import Batch, Objective, StepFacts, Value
 from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state
 from gpipe_cli.engines.update import Update, UpdateFacts
@@ -21,7 +22,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Pipe(Protocol):
-    """What `GPipe` and `PlainPipe` have in common."""
+    """What `GPipe`, `PlainPipe` and `RankPipe` have in common. Of those that share the work with other processes
+    only one gives the output; the others give ()."""
 
     chunks: int
     training: bool
@@ -55,15 +57,19 @@ class PipeEngine:
         first: torch.device,
         last: torch.device,
         eval_chunks: int,
+        peers: Peers | None = None,
         update: Updating | None = None,
     ) -> None:
         """update: made here from the objective where none is given; its state is then seen to here as well."""
         self.module = module
+        self._peers = peers or Alone()
         self._pipe = pipe
         self._objective = objective
         self._balance = balance
         self._first, self._last = first, last
         self._eval_chunks = eval_chunks
+        # torch makes no optimizer of nothing, which is what a process may have whose layers have no parameters.
+        self._placeholder = nn.Parameter(torch.zeros(0))
         own = self._make_update() if update is None else None
         self._update: Updating | None = own if update is None else update
         self._kept = None if own is None else self._optimizer_state(own)
@@ -77,15 +83,20 @@ class PipeEngine:
         self._update.begin()
         scaled, output = self._step(input, target, key)
         loss = float(scaled) / self._update.scaler.get_scale()
+        seen = self._peers.facts(self._facts(loss, output, target))
         try:
             with memory_watched():
-                facts = self._update.apply(loss, lr)
+                facts = self._update.apply(seen.loss, lr)
         except NumericError as error:
             for note in self._trace_back(input, target, key):
                 error.add_note(note)
             raise
-        sums = self._objective.measure(output, target)
-        return StepFacts(loss, len(target), sums, facts.grad_norm, facts.skipped)
+        return replace(seen, grad_norm=facts.grad_norm, skipped=facts.skipped)
+
+    def _facts(self, loss: float, output: Any, target: Tensor) -> StepFacts | None:
+        if isinstance(output, tuple) and not output:
+            return None
+        return StepFacts(loss, len(target), self._objective.measure(output, target))
 
     def _step(self, input: Value, target: Tensor, key: int) -> tuple[Tensor, Any]:
         with self._autocast(), memory_watched():
@@ -93,10 +104,11 @@ class PipeEngine:
 
     def _trace_back(self, input: Value, target: Tensor, key: int) -> Iterator[str]:
         """Where a loss or gradient that is not finite came from."""
-        gradient = first_bad_gradient(self.module)
-        place = first_bad_output(self.module, self._balance, lambda: self._step(input, target, key))
+        gradient = self._peers.last_of(bad_gradients(self.module))
+        found = first_bad_output(self.module, lambda: self._step(input, target, key))
+        place = self._peers.first_bad_output(found)
         if place is not None:
-            yield f"first output that is not finite: {place}"
+            yield f"first output that is not finite: {described(self.module, self._balance, place)}"
         elif gradient is not None:
             yield f"all layers' outputs are finite; first gradient that is not: {gradient}"
 
@@ -104,10 +116,15 @@ class PipeEngine:
         input, target = self._place(batch)
         with self._evaluating(), self._autocast(), memory_watched():
             output = self._pipe(input)
-            loss = self._loss(output, target)
-        return StepFacts(float(loss), len(target), self._objective.measure(output, target))
+            share = self._peers.share_of(len(target))
+            nothing = isinstance(output, tuple) and not output
+            loss = 0.0 if nothing else float(self._loss(output, target)) * share
+        return self._peers.facts(self._facts(loss, output, target))
 
     def state(self) -> EngineState:
+        return self._peers.whole(self._own_state())
+
+    def _own_state(self) -> EngineState:
         state = module_state(self.module)
         if self._update is None:
             return state
@@ -147,18 +164,20 @@ class PipeEngine:
         if make is None:
             return None
         check_optimizer(make)
-        parameters = [one for one in self.module.parameters() if one.requires_grad]
+        # Those on the meta device are in other processes.
+        parameters = [one for one in self.module.parameters() if one.requires_grad and not one.is_meta]
         return Update(
-            make(parameters),
+            make(parameters or [self._placeholder]),
             parameters,
             clip_grad_norm=self._objective.clip_grad_norm,
             scale_loss=self._objective.precision == "fp16",
             device=self._last,
+            peers=self._peers,
         )
 
     def _optimizer_state(self, update: Update) -> OptimizerState:
         names = {parameter: name for name, parameter in self.module.named_parameters()}
-        return OptimizerState(update.optimizer, names)
+        return OptimizerState(update.optimizer, {**names, self._placeholder: ""})
 
     def _loss(self, output: Any, target: Tensor) -> Tensor:
         # Autocast leaves scores in half precision; a loss summed there would lose most of its digits.

@@ -10,13 +10,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.engines.peers import Alone, Peers
 from gpipe_cli.errors import NumericError
 
+NO_GRADIENT: Final = -1.0
+"""In the place of a norm, which is never negative."""
 MOST_SKIPS_IN_A_ROW = 20
 """The scale halves each time: from torch's first one, 65,536, to 1/16, where overflow is no matter of scale."""
 
@@ -39,8 +42,10 @@ class Update:
         clip_grad_norm: float | None,
         scale_loss: bool,
         device: torch.device,
+        peers: Peers | None = None,
     ) -> None:
         self.optimizer = optimizer
+        self._peers = peers or Alone()
         self._parameters = parameters
         self._clip = clip_grad_norm
         self._skips = Skips()
@@ -55,6 +60,7 @@ class Update:
         require_finite_loss(loss)
         set_rate(self.optimizer, lr)
         self.scaler.unscale_(self.optimizer)
+        self._peers.agree_on_overflow(self.scaler, self.optimizer)
         norm = self._clip_gradients()
         before = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
@@ -65,14 +71,15 @@ class Update:
 
     def _clip_gradients(self) -> float | None:
         """The norm of the gradients before they were clipped; None where fp16 overflowed."""
-        gradients = [one.grad for one in self._parameters if one.grad is not None]
-        norm = global_norm(gradients)
+        gradients = [one.grad for one in self._parameters]
+        norm = global_norm(self._peers.norms(norms_of(gradients)))
         if not is_finite(norm, self.scaler):
             return None
         if self._clip is not None:
             factor = clip_factor(norm, self._clip)
             for gradient in gradients:
-                gradient.mul_(factor)
+                if gradient is not None:
+                    gradient.mul_(factor)
         return norm
 
 
@@ -117,23 +124,33 @@ def clip_factor(norm: float, largest: float) -> float:
     return min(1.0, largest / (norm + 1e-6))
 
 
-def global_norm(gradients: Sequence[Tensor]) -> float:
-    """The 2-norm of all gradients together: norms per tensor, then the norm of those, in the order given."""
-    return norm_of_norms([norm_of(one) for one in gradients])
-
-
 def norm_of(gradient: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(gradient.detach())
     return norm
 
 
-def norm_of_norms(norms: Sequence[Tensor]) -> float:
-    """The 2-norm of all gradients together, from the norm of each, in the order given."""
-    if not norms:
-        return 0.0
+def norms_of(gradients: Sequence[Tensor | None]) -> Tensor:
+    """The 2-norm of each, in double precision on the CPU."""
+    return collected([None if one is None else norm_of(one) for one in gradients])
+
+
+def collected(found: Sequence[Tensor | None]) -> Tensor:
+    """Norms in double precision on the CPU."""
+    norms = torch.full((len(found),), NO_GRADIENT, dtype=torch.float64)
+    present = [place for place, one in enumerate(found) if one is not None]
+    if not present:
+        return norms
     # One transfer per run of equal devices: each would wait for its device.
     runs = [
         torch.stack(list(run)).to("cpu", torch.float64)
-        for _, run in groupby(norms, key=lambda norm: (norm.device, norm.dtype))
+        for _, run in groupby(
+            (one for one in found if one is not None), key=lambda norm: (norm.device, norm.dtype)
+        )
     ]
-    return float(torch.linalg.vector_norm(torch.cat(runs)))
+    norms[present] = torch.cat(runs)
+    return norms
+
+
+def global_norm(norms: Tensor) -> float:
+    """The 2-norm of all gradients together: the norm of their norms, in the order given."""
+    return float(torch.linalg.vector_norm(norms[norms != NO_GRADIENT]))

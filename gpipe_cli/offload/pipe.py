@@ -12,6 +12,7 @@ from typing import final
 import torch
 from torch import nn
 
+from gpipe_cli.pipeline.cutting import cut, make_partitions, place_buffers
 from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import Value
@@ -19,7 +20,6 @@ from gpipe_cli.pipeline.minibatch import MiniBatch
 from gpipe_cli.pipeline.residence import Residence
 from gpipe_cli.pipeline.runner import Runner
 from gpipe_cli.pipeline.tied import TiedParameters
-from gpipe_cli.pipeline.views import make_partitions, make_views, place_buffers
 from gpipe_cli.pipeline.walk import Recorder
 from gpipe_cli.pipeline.wrapped import WrappedSequence
 from gpipe_cli.schedule.by_slice import order
@@ -45,13 +45,18 @@ class SlicedPipe(WrappedSequence):
         super().__init__(module, chunks, deferred_batch_norm)
         self.checkpoint = checkpoint
         self.devices = [device]
-        views = make_views(self.module, self._layers, balance)
+        views = cut(self.module, self._layers, balance)
         # Not a registered child, as in GPipe.
         self.__dict__["partitions"] = views
         place_buffers(self.module, device)
-        partitions = make_partitions(views, self._layers, self.devices)
+        partitions = make_partitions(views, self._layers, balance, self.devices)
         self._executor = Executor(partitions, order, workers=1, residences=[residence])
-        self._runner = Runner(partitions, self._executor, TiedParameters(list(views)), self._batch_norms)
+        self._runner = Runner(
+            partitions,
+            self._executor,
+            TiedParameters([layer.module for layer in self._layers]),
+            self._batch_norms,
+        )
 
     @property
     def step_timeout(self) -> float | None:

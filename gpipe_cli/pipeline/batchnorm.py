@@ -55,17 +55,17 @@ def deferred_batch_norms(module: nn.Module) -> Iterator[DeferredBatchNorm]:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Moments:
+class Moments:
     """Per channel: how many values, their mean, and the sum of their squared deviations from it."""
 
     count: int
     mean: Tensor
     deviation: Tensor
 
-    def merge(self, other: _Moments) -> _Moments:
+    def merge(self, other: Moments) -> Moments:
         count = self.count + other.count
         apart = other.mean - self.mean
-        return _Moments(
+        return Moments(
             count,
             self.mean + apart * (other.count / count),
             self.deviation + other.deviation + apart.square() * (self.count * other.count / count),
@@ -95,7 +95,8 @@ class DeferredBatchNorm(nn.Module):
         self.register_parameter("bias", original.bias)
         for name, buffer in original.named_buffers():
             self.register_buffer(name, buffer)
-        self._pending: _Moments | None = None
+        self.pending: Moments | None = None
+        """Of the micro-batches seen since the last commit."""
 
     def forward(self, input: Tensor) -> Tensor:
         if input.dim() not in self._dimensions:
@@ -113,18 +114,18 @@ class DeferredBatchNorm(nn.Module):
     @torch.no_grad()
     def commit(self) -> None:
         """Update the running statistics by the micro-batches seen since the last commit, if any."""
-        if self._pending is None:
+        if self.pending is None:
             return
         self.num_batches_tracked.add_(1)
         share = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-        variance = self._pending.deviation / (self._pending.count - 1)
-        self.running_mean.mul_(1 - share).add_(share * self._pending.mean)
+        variance = self.pending.deviation / (self.pending.count - 1)
+        self.running_mean.mul_(1 - share).add_(share * self.pending.mean)
         self.running_var.mul_(1 - share).add_(share * variance)
-        self._pending = None
+        self.pending = None
 
     def discard(self) -> None:
         """Forget the micro-batches seen since the last commit."""
-        self._pending = None
+        self.pending = None
 
     def extra_repr(self) -> str:
         affine = self.weight is not None
@@ -138,8 +139,8 @@ class DeferredBatchNorm(nn.Module):
     @torch.no_grad()
     def _remember(self, count: int, mean: Tensor, variance: Tensor) -> None:
         precise = torch.promote_types(mean.dtype, torch.float32)
-        seen = _Moments(count, mean.to(precise), variance.to(precise) * (count - 1))
-        self._pending = seen if self._pending is None else self._pending.merge(seen)
+        seen = Moments(count, mean.to(precise), variance.to(precise) * (count - 1))
+        self.pending = seen if self.pending is None else self.pending.merge(seen)
 
 
 def _is_deferrable(layer: nn.Module) -> TypeGuard[BatchNorm]:

@@ -49,6 +49,10 @@ class Parcel(NamedTuple):
         """For a parcel without skips."""
         return self.tensors[0] if self.single else self.tensors  # type: ignore[return-value]
 
+    @property
+    def present(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for tensor in self.tensors if tensor is not None)
+
     def cloned(self) -> Parcel:
         tensors = tuple(tensor if tensor is None else tensor.clone() for tensor in self.tensors)
         return Parcel(tensors, self.needs_grad, self.single)

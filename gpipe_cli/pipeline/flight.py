@@ -25,7 +25,8 @@ __all__ = ["Flight"]
 class Flight:
     batch: MiniBatch
     inputs: list[Parcel]
-    aliases: list[Aliases]
+    aliases: list[tuple[Aliases, ...]]
+    """By partition, for each of its layers."""
     checkpoint_stop: int
     """Micro-batches before this one are checkpointed."""
     head: Head | None = None
@@ -35,6 +36,8 @@ class Flight:
     outputs: dict[int, Parcel] = field(default_factory=dict)
     output_gradients: list[Gradients] = field(default_factory=list)
     input_gradients: dict[int, Gradients] = field(default_factory=dict)
+    failure: BaseException | None = None
+    """The first, where whoever runs the actions would wrap it in an error of its own."""
 
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Self, final
 import torch
 from torch import nn
 
+from gpipe_cli.pipeline.cutting import cut, make_partitions, place_buffers
 from gpipe_cli.pipeline.devices import Device, choose_devices, denies_move
 from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.loss import StepLoss
@@ -21,7 +22,6 @@ from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.residence import Residence
 from gpipe_cli.pipeline.runner import Runner
 from gpipe_cli.pipeline.tied import TiedParameters
-from gpipe_cli.pipeline.views import make_partitions, make_views, place_buffers
 from gpipe_cli.pipeline.walk import Recorder
 from gpipe_cli.pipeline.wrapped import WrappedSequence
 from gpipe_cli.schedule import names as schedule_names
@@ -73,7 +73,7 @@ class GPipe(WrappedSequence):
         self._check_balance()
         count = len(self.balance)
         self.devices = choose_devices(devices, count, repeats=self.schedule == _REPEATS_DEVICES)
-        views = make_views(self.module, self._layers, self.balance)
+        views = cut(self.module, self._layers, self.balance)
         # Not a registered child: the layers already are children of `module`, under their own names.
         self.__dict__["partitions"] = views
         self._place(views, only_buffers=bool(residences))
@@ -153,11 +153,12 @@ class GPipe(WrappedSequence):
             place_buffers(view, device) if only_buffers else view.to(device)
 
     def _make_runner(self, views: nn.ModuleList, residences: Sequence[Residence]) -> Runner:
-        partitions = make_partitions(views, self._layers, self.devices)
+        partitions = make_partitions(views, self._layers, self.balance, self.devices)
         # Without layers a pipe is the identity, and one partition without layers is just that.
         partitions = partitions or [Partition(index=0, layers=(), device=torch.device("cpu"))]
         executor = Executor(partitions, partial(order, self.schedule), max(1, len(self.devices)), residences)
-        return Runner(partitions, executor, TiedParameters(list(views) or [nn.Identity()]), self._batch_norms)
+        tied = TiedParameters([layer.module for layer in self._layers])
+        return Runner(partitions, executor, tied, self._batch_norms)
 
 
 def _deny_moving() -> NoReturn:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpipe_cli.errors import GpipeError
 
-__all__ = ["DefaultGenerators", "draw_key", "layer_seed"]
+__all__ = ["DefaultGenerators", "draw_key", "layer_seed", "replica_key"]
 
 _WORD = (1 << 64) - 1
 
@@ -33,6 +33,12 @@ def layer_seed(key: int, layer: int, micro_batch: int) -> int:
     """The seed of one layer's draws for one micro-batch: no balance, schedule or engine enters into it."""
     words = struct.pack("<QQQ", key & _WORD, layer, micro_batch)
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
+
+
+def replica_key(key: int, replica: int) -> int:
+    """The step key of one replica: all draw differently, the first as one that is alone."""
+    # A layer so far out is in no model, so no layer's seed is a replica's key.
+    return key if replica == 0 else layer_seed(key, _WORD, replica)
 
 
 @final

@@ -12,9 +12,10 @@ from typing import Any, final
 from torch import nn
 
 from gpipe_cli.pipeline.keys import layer_seed
+from gpipe_cli.sequential import layer_names
 from gpipe_cli.torch_internals.keyed_random import KeyedRandom
 
-__all__ = ["Layer"]
+__all__ = ["Layer", "layers_of"]
 
 
 @final
@@ -47,3 +48,11 @@ class Layer:
 
     def __repr__(self) -> str:
         return f"'{self.name}' ({type(self.module).__name__})"
+
+
+def layers_of(module: nn.Sequential) -> tuple[Layer, ...]:
+    """The children of a sequence."""
+    return tuple(
+        Layer(child, name, position)
+        for position, (child, name) in enumerate(zip(module, layer_names(module), strict=True))
+    )

@@ -101,9 +101,17 @@ class StepLoss:
                 self._outputs.append(detached(output))
         return weighted
 
+    def head(self, key: int) -> Callable[[Value, MicroBatch, KeyedRandom], Tensor]:
+        """`weighted` under one step's key, to follow the last layer."""
+        return lambda output, micro_batch, random: self.weighted(output, micro_batch, key, random)
+
+    def count_in(self, rows: int) -> None:
+        """The batch is a part of one with so many rows: what it gives is its part of the mean over those."""
+        self._rows = rows
+
     def total(self) -> Tensor:
-        """The loss of the whole batch, detached."""
-        return torch.stack(self._weighted).sum()
+        """The loss of all micro-batches seen, detached: that of the whole batch where it has seen them all."""
+        return torch.stack(self._weighted).sum() if self._weighted else torch.zeros(())
 
     def outputs(self) -> list[Value]:
         """Those of all micro-batches, if they were to be kept."""

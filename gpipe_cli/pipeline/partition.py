@@ -54,7 +54,8 @@ class Visit(NamedTuple):
     micro_batch: MicroBatch
     checkpointed: bool
     head: Head | None
-    aliases: Aliases
+    aliases: Sequence[Aliases]
+    """One per layer of the partition."""
     attached: bool
     """Whether nothing is cut at boundaries: the graph stays whole and backward is the caller's."""
 
@@ -257,11 +258,11 @@ class Partition:
         with (
             Running(micro_batch, checkpointing=checkpointing, recomputing=recomputing),
             use_skip_tracker(skips),
-            visit.aliases,
         ):
-            for layer in self.layers:
+            for layer, aliases in zip(self.layers, visit.aliases, strict=True):
                 self.running = layer
-                value = layer.run(value, key, micro_batch.index, self._random)
+                with aliases:
+                    value = layer.run(value, key, micro_batch.index, self._random)
                 marks.append(next_number())
                 if watch is not None:
                     watch.look(layer, tensors_of(value) if isinstance(value, Tensor | tuple) else ())

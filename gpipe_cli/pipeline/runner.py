@@ -7,6 +7,7 @@ partitions. Knows nothing of nn.Module's face.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain, islice
 from typing import TypeVar, final
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
 from gpipe_cli.pipeline.boundary import Gradients, Parcel
 from gpipe_cli.pipeline.bridge import bridge, joined_input_gradients
-from gpipe_cli.pipeline.context import MicroBatch
 from gpipe_cli.pipeline.entangled import Entangled
 from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.flight import Flight
@@ -24,8 +24,7 @@ from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import Value, gather, tensors_of
 from gpipe_cli.pipeline.minibatch import MiniBatch, guarded
 from gpipe_cli.pipeline.partition import Head, Partition
-from gpipe_cli.pipeline.tied import NO_ALIASES, TiedParameters
-from gpipe_cli.torch_internals.keyed_random import KeyedRandom
+from gpipe_cli.pipeline.tied import NO_ALIASES, Aliases, TiedParameters
 
 __all__ = ["Runner"]
 
@@ -69,14 +68,14 @@ class Runner:
 
         def fly(attached: bool) -> StepLoss:
             loss = make_loss()
-            flight = self._flight(batch, checkpoint_stop, _head(loss, batch.key), attached)
+            flight = self._flight(batch, checkpoint_stop, loss.head(batch.key), attached)
             with guarded(self._layers, self._devices, self._batch_norms):
                 if attached:
                     self.executor.forward(flight)
                     _backward_attached(flight)
                 else:
                     self.executor.step(flight)
-            self._tied.add_up(flight.aliases)
+            self._tied.add_up(_of_all_layers(flight))
             if not attached:
                 _give_to_inputs(flight, tensors_of(input))
             return loss
@@ -105,25 +104,24 @@ class Runner:
         pieces = [(tensors_of(piece), isinstance(piece, Tensor)) for piece in batch.inputs]
         if attached:
             inputs = [Parcel(tensors, (), single) for tensors, single in pieces]
-            aliases = [NO_ALIASES] * len(self._partitions)
+            aliases = [NO_ALIASES] * len(self._layers)
         else:
             inputs = [Parcel.of(tensors, single) for tensors, single in pieces]
             aliases = self._tied.aliases()
-        return Flight(batch, inputs, aliases, checkpoint_stop, head, attached)
+        rest = iter(aliases)
+        by_partition = [tuple(islice(rest, len(partition.layers))) for partition in self._partitions]
+        return Flight(batch, inputs, by_partition, checkpoint_stop, head, attached)
 
     def _backward(
         self, flight: Flight, gradients: list[Gradients], keep_graph: bool, parameters: bool
     ) -> None:
         with guarded(self._layers, self._devices, ()):
             self.executor.backward(flight, gradients, keep_graph=keep_graph, parameters=parameters)
-        self._tied.add_up(flight.aliases)
+        self._tied.add_up(_of_all_layers(flight))
 
 
-def _head(loss: StepLoss, key: int) -> Head:
-    def head(value: Value, micro_batch: MicroBatch, random: KeyedRandom) -> Tensor:
-        return loss.weighted(value, micro_batch, key, random)
-
-    return head
+def _of_all_layers(flight: Flight) -> list[Aliases]:
+    return list(chain.from_iterable(flight.aliases))
 
 
 def _backward_attached(flight: Flight) -> None:

@@ -1,7 +1,8 @@
-"""Parameters that layers of several partitions share.
+"""Parameters that several layers share.
 
-Decides that each partition uses an alias of its own, so that no two workers add to one gradient, and that
-the aliases' gradients are summed in the order of the partitions. Knows nothing of workers.
+Decides that each layer uses an alias of its own, so that no two workers add to one gradient, and that the
+aliases' gradients are summed once per mini-batch, in the order of the layers: the bits are the same however the
+layers are divided. Knows nothing of workers or partitions.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class _Use:
 
 @final
 class Aliases:
-    """Context manager: inside, the modules of one partition use aliases of their shared parameters."""
+    """Context manager: inside, the modules of one layer use aliases of their shared parameters."""
 
     __slots__ = ("_aliases", "_uses")
 
@@ -58,32 +59,47 @@ NO_ALIASES = Aliases(())
 
 @final
 class TiedParameters:
-    """Who shares what among the partitions, found once."""
+    """Who shares what among the layers, found once."""
 
-    def __init__(self, partitions: Sequence[nn.Module]) -> None:
-        uses = [_uses(partition) for partition in partitions]
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        uses = [_uses(layer) for layer in layers]
         holders = [{use.parameter for use in of_one} for of_one in uses]
         everywhere = dict.fromkeys(use.parameter for of_one in uses for use in of_one)
         self._shared = [leaf for leaf in everywhere if sum(leaf in held for held in holders) > 1]
         shared = set(self._shared)
         self._uses = [[use for use in of_one if use.parameter in shared] for of_one in uses]
 
+    @property
+    def users(self) -> list[tuple[nn.Parameter, list[int]]]:
+        """Each shared parameter and the layers that use it."""
+        return [
+            (
+                parameter,
+                [
+                    place
+                    for place, uses in enumerate(self._uses)
+                    if any(use.parameter is parameter for use in uses)
+                ],
+            )
+            for parameter in self._shared
+        ]
+
     def aliases(self) -> list[Aliases]:
-        """Fresh ones for one mini-batch, one per partition."""
+        """Fresh ones for one mini-batch, one per layer."""
         return [Aliases(uses) if uses else NO_ALIASES for uses in self._uses]
 
     def add_up(self, aliases: Sequence[Aliases]) -> None:
-        """Add the aliases' gradients to their parameters, partition by partition."""
+        """Add the aliases' gradients to their parameters, layer by layer."""
         for parameter in self._shared:
-            for of_partition in aliases:
-                gradient = of_partition.take_gradient(parameter)
+            for of_layer in aliases:
+                gradient = of_layer.take_gradient(parameter)
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
 
-def _uses(partition: nn.Module) -> list[_Use]:
+def _uses(layer: nn.Module) -> list[_Use]:
     return [
         _Use(module, name, parameter)
-        for module in partition.modules()
+        for module in layer.modules()
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
     ]

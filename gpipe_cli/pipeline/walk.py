@@ -21,7 +21,7 @@ from gpipe_cli.pipeline.residence import Residence, Stay, stays
 from gpipe_cli.pipeline.routes import Routes, WayClosed
 from gpipe_cli.schedule.action import Action, Kind, Order
 
-__all__ = ["Recorder", "Walk"]
+__all__ = ["Recorder", "Walk", "failure_note"]
 
 logger = logging.getLogger("gpipe_cli.pipeline")
 
@@ -81,7 +81,8 @@ class Walk:
             return
         except BaseException as error:  # noqa: BLE001 - whatever a layer raises is the caller's to see
             if place.action is not None:
-                error.add_note(place.describe(self._whereabouts(place.action, place.phase, error)))
+                where = self._whereabouts(place.action, place.phase, error)
+                error.add_note(failure_note(place.action, place.phase, where))
             self.fail(error)
 
     def _whereabouts(self, action: Action, phase: str, error: BaseException) -> str:
@@ -233,15 +234,16 @@ class _Place:
         self.action: Action | None = None
         self.phase = ""
 
-    def describe(self, whereabouts: str) -> str:
-        assert self.action is not None, "described only when an action failed"
-        note = (
-            f"in partition {self.action.partition}, {whereabouts}, micro-batch "
-            f"{self.action.micro_batch}, action {self.action} ({self.phase})"
+
+def failure_note(action: Action, phase: str, whereabouts: str) -> str:
+    """Where an error happened, in words."""
+    note = (
+        f"in partition {action.partition}, {whereabouts}, micro-batch {action.micro_batch}, "
+        f"action {action} ({phase})"
+    )
+    if phase == "recompute":
+        note += (
+            ". The forward went well: what a layer keeps outside of itself may be gone by now; "
+            "hand tensors from layer to layer with @skippable"
         )
-        if self.phase == "recompute":
-            note += (
-                ". The forward went well: what a layer keeps outside of itself may be gone by now; "
-                "hand tensors from layer to layer with @skippable"
-            )
-        return note
+    return note

@@ -67,7 +67,7 @@ class WorkerPool:
                 print_stacks()
                 self._abandon()
                 late = StepTimeout(
-                    f"{ends.missing} of {self._size} workers did not end within {timeout} seconds"
+                    f"{ends.missing} of {self._size} workers did not end within step_timeout={timeout} seconds"
                 )
                 stop(late)
                 raise late from None

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from gpipe_cli.pipeline.batchnorm import convert_deferred_batch_norm, deferred_batch_norms
 from gpipe_cli.pipeline.keys import GeneratorMoved
-from gpipe_cli.pipeline.layer import Layer
+from gpipe_cli.pipeline.layer import layers_of
 from gpipe_cli.pipeline.loss import LossFunction, LossHabits, StepLoss
 from gpipe_cli.pipeline.microbatch import Value, gather
 from gpipe_cli.pipeline.minibatch import MiniBatch
-from gpipe_cli.sequential import layer_names, outside
+from gpipe_cli.sequential import outside
 from gpipe_cli.skip.verify import verify_skippables
 
 __all__ = ["WrappedSequence"]
@@ -50,10 +50,7 @@ class WrappedSequence(nn.Module):
             assert isinstance(converted, nn.Sequential), "the children are converted, not the sequence"
             module = converted
         self.module = module
-        self._layers = tuple(
-            Layer(child, name, position)
-            for position, (child, name) in enumerate(zip(module, layer_names(module), strict=True))
-        )
+        self._layers = layers_of(module)
         self._batch_norms = tuple(deferred_batch_norms(module))
         self._loss_habits = LossHabits()
         self.register_load_state_dict_pre_hook(_loaded_by_a_parent)  # type: ignore[no-untyped-call]
@@ -121,15 +118,22 @@ class WrappedSequence(nn.Module):
         self._loss_habits.learn(loss_fn, loss.draws)
         if not return_output:
             return loss.total()
-        return loss.total(), outside(self.module, gather(loss.outputs()))
+        outputs = loss.outputs()
+        return loss.total(), self._outside(gather(outputs) if outputs else ())
 
     def forward(self, input: Value) -> Output:
-        output: Output = outside(self.module, self._forward(input))
+        return self._outside(self._forward(input))
+
+    def _outside(self, value: Value) -> Output:
+        """What the original model gives; nothing where the last layer is in another process."""
+        if isinstance(value, tuple) and not value:
+            return ()
+        output: Output = outside(self.module, value)
         return output
 
     @abstractmethod
     def _forward(self, input: Value) -> Value:
-        """Run the mini-batch forward; what the last layer gives."""
+        """Run the mini-batch forward; what the last layer gives, () if it is in another process."""
 
     @abstractmethod
     def _step(self, batch: MiniBatch, input: Value, make_loss: Callable[[], StepLoss]) -> StepLoss:

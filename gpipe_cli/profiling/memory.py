@@ -7,7 +7,7 @@ at the worst moment under the schedule. What a layer needs only while it runs is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import final
 
@@ -17,7 +17,7 @@ from gpipe_cli.profiling.facts import ModelFacts
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes
 from gpipe_cli.schedule.course import Course
 
-__all__ = ["PartitionMemory", "activation_bytes", "partition_memory"]
+__all__ = ["PartitionMemory", "activation_bytes", "partition_memory", "resident_memory"]
 
 
 @final
@@ -50,20 +50,24 @@ def partition_memory(
     optimizer: MakeOptimizer,
 ) -> list[PartitionMemory]:
     """One per partition of the balance."""
+    resident = resident_memory(module, balance, optimizer)
+    activations = activation_bytes(facts, balance, course)
+    return [replace(one, activation_bytes=kept) for one, kept in zip(resident, activations, strict=True)]
+
+
+def resident_memory(
+    module: nn.Sequential, balance: Sequence[int], optimizer: MakeOptimizer
+) -> list[PartitionMemory]:
+    """The same without activations, for which a model need not be looked at closely."""
     layers = list(module)
-    return [
-        _one(layers[begin:end], activations, optimizer)
-        for (begin, end), activations in zip(
-            _borders(balance), activation_bytes(facts, balance, course), strict=True
-        )
-    ]
+    return [_resident(layers[begin:end], optimizer) for begin, end in _borders(balance)]
 
 
 def _borders(balance: Sequence[int]) -> Iterator[tuple[int, int]]:
     return pairwise([0, *accumulate(balance)])
 
 
-def _one(layers: Sequence[nn.Module], activations: int, optimizer: MakeOptimizer) -> PartitionMemory:
+def _resident(layers: Sequence[nn.Module], optimizer: MakeOptimizer) -> PartitionMemory:
     # dict: what layers share is there once.
     parameters = dict.fromkeys(one for layer in layers for one in layer.parameters())
     buffers = dict.fromkeys(one for layer in layers for one in layer.buffers())
@@ -71,5 +75,5 @@ def _one(layers: Sequence[nn.Module], activations: int, optimizer: MakeOptimizer
         parameter_bytes=sum(one.nbytes for one in (*parameters, *buffers)),
         gradient_bytes=sum(one.nbytes for one in parameters if one.requires_grad),
         optimizer_bytes=sum(state_bytes(optimizer, parameters)),
-        activation_bytes=activations,
+        activation_bytes=0,
     )

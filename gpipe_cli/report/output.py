@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 from gpipe_cli.report.text import plain
 
@@ -15,6 +16,16 @@ from gpipe_cli.report.text import plain
 def leave_stdout() -> None:
     """Send whatever else is printed to nowhere; Python's own flush at the end must not fail either."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def write_streams_to(path: Path) -> None:
+    """Both streams go to the end of a file, also what is not written by Python."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
 
 
 def say(line: str) -> None:

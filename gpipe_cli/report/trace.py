@@ -1,6 +1,7 @@
 """Recorded steps as a file that Perfetto and chrome://tracing open: Chrome's trace event format.
 
-One row per partition. Complete events (`X`) with microseconds since recording began, metadata events (`M`) for names.
+One row per partition, of what was measured and, below it, of the ideal step. Complete events (`X`) with microseconds
+since recording began, metadata events (`M`) for names.
 """
 
 from __future__ import annotations
@@ -8,34 +9,39 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gpipe_cli.profiling.timeline import Step
+if TYPE_CHECKING:  # who only reads a trace does not wait for torch
+    from gpipe_cli.profiling.timeline import Step
 
-__all__ = ["trace_events", "write_trace"]
+__all__ = ["IDEAL", "MEASURED", "trace_events", "write_trace"]
 
-PROCESS = 1
+MEASURED, IDEAL = 1, 2
+"""The processes of a trace: what was recorded, and what was predicted."""
+TITLES = {MEASURED: "gpipe", IDEAL: "gpipe, ideal"}
 
 
-def write_trace(path: Path, steps: Sequence[Step], rows: Sequence[str]) -> None:
+def write_trace(path: Path, steps: Sequence[Step], ideal: Step, rows: Sequence[str]) -> None:
     """`rows` are the names of the partitions."""
-    document = {"traceEvents": trace_events(steps, rows), "displayTimeUnit": "ms"}
+    events = [*trace_events(steps, rows, MEASURED), *trace_events([ideal], rows, IDEAL)]
+    document = {"traceEvents": events, "displayTimeUnit": "ms"}
     path.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
 
 
-def trace_events(steps: Sequence[Step], rows: Sequence[str]) -> list[dict[str, Any]]:
-    return [*_names(rows), *(event for number, step in enumerate(steps) for event in _slices(number, step))]
+def trace_events(steps: Sequence[Step], rows: Sequence[str], process: int = MEASURED) -> list[dict[str, Any]]:
+    slices = (event for number, step in enumerate(steps) for event in _slices(number, step))
+    return [{**event, "pid": process} for event in (*_names(rows, TITLES[process]), *slices)]
 
 
-def _names(rows: Sequence[str]) -> Iterator[dict[str, Any]]:
-    yield _metadata("process_name", 0, {"name": "gpipe"})
+def _names(rows: Sequence[str], title: str) -> Iterator[dict[str, Any]]:
+    yield _metadata("process_name", 0, {"name": title})
     for index, name in enumerate(rows):
         yield _metadata("thread_name", index, {"name": name})
         yield _metadata("thread_sort_index", index, {"sort_index": index})
 
 
 def _metadata(name: str, row: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    return {"ph": "M", "name": name, "pid": PROCESS, "tid": row, "args": arguments}
+    return {"ph": "M", "name": name, "tid": row, "args": arguments}
 
 
 def _slices(number: int, step: Step) -> Iterator[dict[str, Any]]:
@@ -44,7 +50,6 @@ def _slices(number: int, step: Step) -> Iterator[dict[str, Any]]:
             "ph": "X",
             "name": piece.label,
             "cat": piece.phase,
-            "pid": PROCESS,
             "tid": piece.action.partition,
             "ts": 1e6 * piece.begin,
             "dur": 1e6 * (piece.end - piece.begin),

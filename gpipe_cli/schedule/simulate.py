@@ -24,7 +24,7 @@ class PartitionCost:
 
     forward: float
     backward: float
-    """The whole of it; a split backward is taken as two halves."""
+    """The whole of it."""
     recompute: float = 0.0
     """Before the backward of a micro-batch that was checkpointed."""
     transfer: float = 0.0
@@ -35,6 +35,18 @@ class PartitionCost:
     """Kept instead, where the rest is recomputed."""
     resident_bytes: int = 0
     """There all the time: parameters, gradients, the optimizer's state."""
+    input_grad: float | None = None
+    weight_grad: float | None = None
+    """The parts of a split backward; None: a half each."""
+
+    @property
+    def split(self) -> tuple[float, float]:
+        """The backward in two parts."""
+        half = self.backward / 2
+        return (
+            half if self.input_grad is None else self.input_grad,
+            half if self.weight_grad is None else self.weight_grad,
+        )
 
 
 class Span(NamedTuple):
@@ -141,8 +153,8 @@ def _roles(costs: Sequence[PartitionCost], checkpoint_stop: int) -> _RolesOf:
         (
             (_Role("forward", cost.forward, inputs[partition], outputs[partition]),),
             (_Role("backward", cost.backward, output_gradients[partition], gradients[partition]),),
-            (_Role("backward", cost.backward / 2, output_gradients[partition], gradients[partition]),),
-            (_Role("backward", cost.backward / 2),),
+            (_Role("backward", cost.split[0], output_gradients[partition], gradients[partition]),),
+            (_Role("backward", cost.split[1]),),
             (_Role("recompute", cost.recompute),),
         )
         for partition, cost in enumerate(costs)

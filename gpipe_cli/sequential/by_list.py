@@ -17,7 +17,6 @@ from difflib import get_close_matches
 from itertools import chain, pairwise
 from typing import Any, Literal, TypeAlias, TypeVar, final, overload
 
-import torch.distributed
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
@@ -86,18 +85,12 @@ def flatten_model(
 @overload
 def partition_uniform(layers: Layers, partitions: int, index: None = None) -> list[Layers]: ...
 @overload
-def partition_uniform(layers: Layers, partitions: int | None = None, index: int | None = None) -> Layers: ...
-def partition_uniform(
-    layers: Layers, partitions: int | None = None, index: int | None = None
-) -> Layers | list[Layers]:
+def partition_uniform(layers: Layers, partitions: int, index: int) -> Layers: ...
+def partition_uniform(layers: Layers, partitions: int, index: int | None = None) -> Layers | list[Layers]:
     """The layers of partition `index` when all have as many, or differ by one; without `index` all of them.
 
-    11 layers over 4 partitions are 3, 3, 3, 2. Without `partitions` there are as many as processes in
-    torch.distributed's default group, and the part is that of this process.
+    11 layers over 4 partitions are 3, 3, 3, 2. In `gpipe_cli.distributed` it takes the part of this process.
     """
-    if partitions is None:
-        partitions, rank = _group()
-        index = rank if index is None else index
     if not 1 <= partitions <= len(layers):
         raise ConfigError(
             f"partitions={partitions}: {len(layers)} layers make 1 to {len(layers)} partitions, none of them empty"
@@ -174,12 +167,3 @@ def _member_names(module: nn.Module) -> set[str]:
         module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     )
     return {name for name, _ in members}
-
-
-def _group() -> tuple[int, int]:
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        raise ConfigError(
-            "partition_uniform without partitions asks torch.distributed how many there are, and no process "
-            "group is initialised; give partitions=..."
-        )
-    return torch.distributed.get_world_size(), torch.distributed.get_rank()

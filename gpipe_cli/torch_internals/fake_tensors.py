@@ -28,9 +28,9 @@ def fake_tensors() -> AbstractContextManager[object]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def fake_twin(tensor: Tensor) -> Tensor:
-    """For use inside `fake_tensors`: one like `tensor`, on the CPU."""
-    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+def fake_twin(tensor: Tensor, device: torch.device | str = "cpu") -> Tensor:
+    """For use inside `fake_tensors`: one like `tensor`, on `device`."""
+    twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(twin, tensor.requires_grad)
     return twin.requires_grad_(tensor.requires_grad)

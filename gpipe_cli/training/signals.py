@@ -10,13 +10,18 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar, final
 
 Item = TypeVar("Item")
 INTERRUPT = (signal.SIGINT,)
 ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+NOTHING, TIME_LIMIT = 0, 1000
+"""Beside the numbers of signals, what a request is to a team of processes: the largest of theirs counts."""
+
+Agree = Callable[[int], int]
+"""Gives all processes of a team the largest of the numbers they call it with; one alone gets its own."""
 
 
 @final
@@ -36,24 +41,34 @@ class StopRequested(Exception):
 class StopRequests:
     """deadline: when to have stopped, by the monotonic clock. reserve: seconds it takes to stop in good order."""
 
-    def __init__(self, deadline: float | None = None) -> None:
+    def __init__(self, deadline: float | None = None, agree: Agree = lambda number: number) -> None:
         self._signal: int | None = None
         self._deadline = deadline
+        self._agree = agree
+        self._agreed = NOTHING
         self.reserve = 0.0
 
     @property
+    def signal(self) -> int | None:
+        """The first that this process was sent."""
+        return self._signal
+
+    @property
     def request(self) -> StopRequested | None:
-        if self._signal is not None:
-            return StopRequested(_name(self._signal))
-        if self._deadline is not None and time.monotonic() + self.reserve >= self._deadline:
-            return StopRequested("time_limit")
-        return None
+        """What this process knows of, be it from itself or agreed upon."""
+        return _request(self._agreed or self._own())
+
+    def agreed(self) -> StopRequested | None:
+        """What all processes of the team heed now: each asks at the same boundaries, or they would wait for ever."""
+        if self._agreed == NOTHING:
+            self._agreed = self._agree(self._own())
+        return _request(self._agreed)
 
     def heeded(self, items: Iterable[Item]) -> Iterator[Item]:
         """The items one by one, until somebody asks to stop; then whatever makes them is ended."""
         try:
             for item in items:
-                if request := self.request:
+                if request := self.agreed():
                     raise request
                 yield item
         finally:
@@ -67,16 +82,25 @@ class StopRequests:
             raise KeyboardInterrupt
         self._signal = number
 
+    def _own(self) -> int:
+        if self._signal is not None:
+            return self._signal
+        late = self._deadline is not None and time.monotonic() + self.reserve >= self._deadline
+        return TIME_LIMIT if late else NOTHING
+
 
 @contextmanager
 def stop_requests(
-    signals: Sequence[signal.Signals] = ALL, *, deadline: float | None = None
+    signals: Sequence[signal.Signals] = ALL,
+    *,
+    deadline: float | None = None,
+    agree: Agree = lambda number: number,
 ) -> Iterator[StopRequests]:
     """Inside, the signals are remembered, except those this process was told to ignore (nohup, a job with &).
 
     In any thread but the main one Python lets nobody listen.
     """
-    listening = StopRequests(deadline)
+    listening = StopRequests(deadline, agree)
     if threading.current_thread() is not threading.main_thread():
         yield listening
         return
@@ -89,6 +113,12 @@ def stop_requests(
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
+
+
+def _request(number: int) -> StopRequested | None:
+    if number == NOTHING:
+        return None
+    return StopRequested("time_limit" if number == TIME_LIMIT else _name(number))
 
 
 def _name(number: int) -> str:

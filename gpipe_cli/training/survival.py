@@ -25,7 +25,7 @@ def survive(facts: Generator[Fact, None, None], keeper: Keeper, stops: StopReque
             keeper.after(fact)
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
             stops.reserve = MARGIN * (keeper.save_seconds + longest)
-            if not keeper.finished and (request := stops.request):
+            if not keeper.finished and (request := stops.agreed()):
                 raise request
         keeper.save_now()
     except StopRequested:

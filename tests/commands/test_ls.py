@@ -32,7 +32,7 @@ def test_without_a_topic_all_are_listed_each_line_with_its_topic(gpipe: Gpipe) -
 
 def test_json_is_one_document(gpipe: Gpipe) -> None:
     one, all_of_them = gpipe("ls", "engines", "--json").json, gpipe("ls", "--json").json
-    assert [row["name"] for row in one] == ["offload", "single", "threads"]
+    assert [row["name"] for row in one] == ["offload", "processes", "single", "threads"]
     assert set(all_of_them) == set(TOPICS) and all_of_them["engine"] == one
     assert all(row["description"] for rows in all_of_them.values() for row in rows)
 

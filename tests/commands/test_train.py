@@ -39,6 +39,8 @@ def test_a_run_leaves_everything_needed_to_repeat_and_to_judge_it(tiny: Gpipe) -
         "metrics.jsonl",
         "summary.json",
         "snapshots",
+        "launch.json",
+        "report.html",
     }
     assert json.loads((directory / "summary.json").read_text()) == summary
     assert json.loads((directory / "env.json").read_text())["torch"] == torch.__version__

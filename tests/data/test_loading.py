@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpipe_cli.data import digits, synthetic, transforms
-from gpipe_cli.data.datasets import Data
-from gpipe_cli.data.loading import batch_count, batches, epoch_order
+from gpipe_cli.data.datasets import Data, Samples
+from gpipe_cli.data.loading import batch_count, batches, epoch_order, replica_part
 from gpipe_cli.errors import DataError
 
 # torch warns of more workers than cores, which is the machine's affair and not the test's.
@@ -217,3 +217,30 @@ def test_too_little_data_is_an_error_at_once() -> None:
         batches(Counting(0), batch_size=4, seed=0, epoch=0, shuffle=False)
     with pytest.raises(DataError, match="3 samples make no batch of 4"):
         batches(Counting(3), batch_size=4, seed=0, epoch=0, shuffle=False, drop_last=True)
+
+
+@given(st.lists(st.integers(), max_size=20), st.integers(1, 8))
+def test_the_parts_of_all_replicas_are_the_batch_and_differ_by_one_sample_at_most(
+    indices: list[int], replicas: int
+) -> None:
+    parts = [replica_part(indices, replica, replicas) for replica in range(replicas)]
+    assert [index for part in parts for index in part] == indices
+    assert {len(part) for part in parts} <= {len(indices) // replicas, len(indices) // replicas + 1}
+    assert [len(part) for part in parts] == sorted((len(part) for part in parts), reverse=True)
+
+
+@pytest.mark.parametrize("samples", [Counting(7), synthetic.build(length=7).train])
+def test_replicas_together_read_what_one_alone_reads(samples: Samples) -> None:
+    """Seven samples in batches of three: in the last one, of a single sample, two of three replicas have none."""
+    alone = list(batches(samples, batch_size=3, seed=1, epoch=2, shuffle=True))
+    replicas = [
+        list(batches(samples, batch_size=3, seed=1, epoch=2, shuffle=True, replica=replica, replicas=3))
+        for replica in range(3)
+    ]
+    assert [[len(target) for _, target in one] for one in replicas] == [[1, 1, 1], [1, 1, 0], [1, 1, 0]]
+    together = [
+        tuple(torch.cat(parts) for parts in zip(*of_all, strict=True))
+        for of_all in zip(*replicas, strict=True)
+    ]
+    assert_equal_batches(together, alone)
+    assert all(input.shape[1:] == alone[0][0].shape[1:] for one in replicas for input, _ in one)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe_cli.engines.update import Update, global_norm
+from gpipe_cli.engines.update import Update, global_norm, norms_of
 from gpipe_cli.errors import NumericError
 
 CPU = torch.device("cpu")
@@ -67,9 +67,9 @@ def test_the_norm_does_not_depend_on_where_the_gradients_lie() -> None:
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(size, generator=generator) for size in (7, 1000, 3, 64)]
     expected = math.sqrt(math.fsum(float(one.double().norm()) ** 2 for one in gradients))
-    assert global_norm(gradients) == global_norm(list(gradients))
-    assert global_norm(gradients) == pytest.approx(expected, rel=1e-6)
-    assert global_norm([]) == 0.0
+    assert global_norm(norms_of(gradients)) == global_norm(norms_of(list(gradients)))
+    assert global_norm(norms_of(gradients)) == pytest.approx(expected, rel=1e-6)
+    assert global_norm(norms_of([])) == 0.0
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

@@ -127,7 +127,7 @@ def test_neither_buffers_nor_what_waits_for_the_commit_hold_a_graph() -> None:
     parts = deferred(nn.BatchNorm1d(2))
     parts(torch.randn(4, 2, requires_grad=True) * 2)
     parts(torch.randn(4, 2, requires_grad=True) * 2)
-    pending = parts._pending
+    pending = parts.pending
     assert not pending.mean.requires_grad
     assert not pending.deviation.requires_grad
     commit_deferred_batch_norm(parts)
@@ -198,7 +198,7 @@ def test_one_without_weight_and_bias_works_too() -> None:
 def test_half_precision_merges_in_single_precision() -> None:
     parts = deferred(nn.BatchNorm1d(2, dtype=torch.bfloat16))
     parts(torch.randn(8, 2, dtype=torch.bfloat16))
-    assert parts._pending.mean.dtype == torch.float32
+    assert parts.pending.mean.dtype == torch.float32
     commit_deferred_batch_norm(parts)
     assert parts.running_mean.dtype == torch.bfloat16
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from gpipe_cli import GPipe
 from gpipe_cli.profiling.timeline import record_steps
-from gpipe_cli.report.trace import write_trace
+from gpipe_cli.report.trace import IDEAL, MEASURED, write_trace
 
 Event = dict[str, Any]
 
@@ -24,7 +24,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         data = torch.randn(4, 8)
         steps = record_steps(pipe, data, data, nn.functional.mse_loss, steps=2)
     path = tmp_path_factory.mktemp("trace") / "trace.json"
-    write_trace(path, steps, ["partition 0 (cpu)", "partition 1 (cpu)"])
+    write_trace(path, steps, steps[0], ["partition 0 (cpu)", "partition 1 (cpu)"])
 
     def refuse(constant: str) -> Any:
         raise AssertionError(f"{constant} is no JSON")
@@ -68,7 +68,9 @@ def test_there_is_one_named_row_per_partition(document: dict[str, Any]) -> None:
 
 def test_slices_of_a_row_do_not_overlap_and_name_their_work(document: dict[str, Any]) -> None:
     for row in (0, 1):
-        slices = [event for event in of_phase(document, "X") if event["tid"] == row]
+        slices = [
+            event for event in of_phase(document, "X") if (event["tid"], event["pid"]) == (row, MEASURED)
+        ]
         # Microseconds as floats: two ends computed differently may be a rounding apart.
         assert all(one["ts"] + one["dur"] <= other["ts"] + 1e-6 for one, other in pairwise(slices))
         for number in (0, 1):
@@ -77,3 +79,15 @@ def test_slices_of_a_row_do_not_overlap_and_name_their_work(document: dict[str, 
             assert computed == ["F0", "F1", "R0", "B0", "B1"]
             assert all(event["args"]["partition"] == row for event in of_step)
             assert len({event["args"]["thread"] for event in of_step}) == 1
+
+
+def test_the_ideal_step_is_a_process_of_its_own(document: dict[str, Any]) -> None:
+    ideal = [event for event in of_phase(document, "X") if event["pid"] == IDEAL]
+    measured = [event for event in of_phase(document, "X") if event["pid"] == MEASURED]
+    assert len(measured) == 2 * len(ideal) > 0
+    names = {
+        event["pid"]: event["args"]["name"]
+        for event in of_phase(document, "M")
+        if event["tid"] == 0 and event["name"] == "process_name"
+    }
+    assert names == {MEASURED: "gpipe", IDEAL: "gpipe, ideal"}

@@ -118,3 +118,9 @@ def test_an_order_that_cannot_be_run_is_refused() -> None:
     without_the_first = (tuple(one for one in whole[0] if one.kind is not Kind.FORWARD), whole[1])
     with pytest.raises(ValueError, match="cannot be run"):
         simulate(without_the_first, [PartitionCost(1, 1)] * 2)
+
+
+def test_a_split_backward_takes_its_parts_and_halves_where_they_are_unknown() -> None:
+    orders = order("zero_bubble", 1, 3, 1)
+    assert simulate(orders, [PartitionCost(1, 4)]).step == 3 * 5
+    assert simulate(orders, [PartitionCost(1, 4, input_grad=1, weight_grad=5)]).step == 3 * 7

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed
@@ -109,15 +107,3 @@ def test_parts_of_a_sequence_keep_the_original_names() -> None:
     assert list(parts[2].state_dict())[:2] == ["head.weight", "head.bias"]
     with pytest.raises(ConfigError, match=r"index=3: of 3 partitions the last has index 2"):
         partition_uniform(sequence, 3, 3)
-
-
-def test_without_a_number_the_process_group_decides(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no process group is initialised; give partitions="):
-        partition_uniform([1, 2, 3])
-    torch.distributed.init_process_group(
-        "gloo", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1
-    )
-    try:
-        assert partition_uniform([1, 2, 3]) == [1, 2, 3]
-    finally:
-        torch.distributed.destroy_process_group()

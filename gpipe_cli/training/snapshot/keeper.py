@@ -55,10 +55,14 @@ class Keeper:
         retention: Retention,
         resumed: Record | None = None,
         before_saving: Callable[[], None] = lambda: None,
+        *,
+        writes: bool = True,
     ) -> None:
+        """writes: whether this process does; another rank only takes part where the state is gathered."""
         self.position = Position() if resumed is None else resumed.position
         self._run, self._engine, self._plan, self._retention = run, engine, plan, retention
         self._best = None if resumed is None else resumed.best
+        self._writes = writes
         self._before_saving = before_saving
         self._background = Background()
         self._saved: Position | None = None
@@ -69,7 +73,8 @@ class Keeper:
             sum(one.nbytes for one in (*state.model.values(), *state.optimizer.values())) / SLOW_DISK
         )
         try:
-            (run / FOLDER).mkdir(exist_ok=True)
+            if writes:
+                (run / FOLDER).mkdir(exist_ok=True)
         except OSError as error:
             raise ResourceError(f"{run / FOLDER}: cannot be made: {error}") from error
 
@@ -139,8 +144,10 @@ class Keeper:
         began = time.monotonic()
         self._before_saving()
         path, state = snapshot_path(self._run, self.position.step), self._engine.state()
-        record = self._record(state)
         self._saved = self.position
+        if not self._writes:
+            return
+        record = self._record(state)
         if path.is_dir():
             # Only a run resumed from just this snapshot gets here, to add its evaluation: no tensor has moved.
             amend(path, record)

@@ -1,13 +1,14 @@
-"""A sequence cut by a balance: the same layers under the same names, as modules and as partitions to be run.
+"""A sequence cut into partitions: which layers are in which, and which skips cross between them.
 
-Knows nothing of how they are run, or of where their parameters are.
+Decides nothing of its own: the balance says where, the layers declare what they stash and pop. Knows nothing of
+workers or processes.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import final
 
 import torch
@@ -17,7 +18,7 @@ from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.skip.layout import skip_layout
 
-__all__ = ["PartitionView", "make_partitions", "make_views", "place_buffers"]
+__all__ = ["PartitionView", "cut", "make_partitions", "place_buffers"]
 
 
 @final
@@ -30,30 +31,31 @@ class PartitionView(nn.Sequential):
         """The names for people, which may hold dots, as no child's name can."""
 
 
-def make_views(module: nn.Sequential, layers: Sequence[Layer], balance: Sequence[int]) -> nn.ModuleList:
+def cut(module: nn.Sequential, layers: tuple[Layer, ...], balance: Sequence[int]) -> nn.ModuleList:
+    """The partitions as sequences of the same layers under the same names."""
     named = list(module.named_children())
     return nn.ModuleList(
-        PartitionView(named[begin:end], tuple(layers[begin:end]))
-        for begin, end in pairwise([0, *accumulate(balance)])
+        PartitionView(named[end - length : end], layers[end - length : end])
+        for end, length in zip(accumulate(balance), balance, strict=True)
     )
 
 
 def make_partitions(
-    views: nn.ModuleList, layers: Sequence[Layer], devices: Sequence[torch.device]
+    views: nn.ModuleList, layers: tuple[Layer, ...], balance: Sequence[int], devices: Sequence[torch.device]
 ) -> list[Partition]:
-    """One for each view; devices are given out in turn."""
+    """Partitions are dealt to `devices` round robin."""
     layout = skip_layout(list(views))
-    borders = pairwise([0, *accumulate(len(view) for view in views)])  # type: ignore[arg-type]
+    ends = list(accumulate(balance))
     return [
         Partition(
             index=index,
-            layers=tuple(layers[begin:end]),
+            layers=layers[ends[index] - length : ends[index]],
             device=devices[index % len(devices)],
             receives=layout.receives[index],
             sends=layout.sends[index],
             others=[view for view in views if view is not views[index]],
         )
-        for index, (begin, end) in enumerate(borders)
+        for index, length in enumerate(balance)
     ]
 
 

@@ -1,0 +1,201 @@
+"""How well a plan is predicted: the planner's step beside the measured one, for many ways to run four models.
+
+    python -m benchmarks.plan --case resnet50
+
+Every round measures costs and then runs every way, so that a machine whose speed wanders is compared with itself; what
+counts is the median over the rounds of predicted over measured. Turns in which others used the machine are repeated.
+All run with one intra-op thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.cases import CASES as ALL_CASES
+from benchmarks.cases import Case, build
+from benchmarks.turns import Way, milliseconds, prepare, undisturbed
+from gpipe_cli.balance.solver import solve
+from gpipe_cli.engines.devices import available_cores
+from gpipe_cli.plan.costs import Costs
+from gpipe_cli.plan.measured import MeasuredCosts
+from gpipe_cli.plan.shape import Shape
+from gpipe_cli.plan.steps import step_ms
+from gpipe_cli.profiling.layers import LayerProfile, Sample, profile_layers
+from gpipe_cli.profiling.pace import Phases, measure_phases
+
+CASES = ("resnet50", "transformer", "mlp", "unet")
+SHAPES = (
+    Shape(1, 1, 1, "1f1b", "never"),
+    Shape(1, 1, 8, "1f1b", "always"),
+    Shape(2, 2, 4, "gpipe", "except_last"),
+    Shape(2, 2, 4, "1f1b", "never"),
+    Shape(2, 2, 8, "gpipe", "never"),
+    Shape(2, 2, 8, "1f1b", "always"),
+    Shape(3, 3, 8, "1f1b", "except_last"),
+    Shape(4, 4, 8, "gpipe", "never"),
+    Shape(4, 4, 16, "1f1b", "never"),
+    Shape(4, 4, 16, "gpipe", "always"),
+)
+MEDIAN_AT_MOST, NINE_OF_TEN_AT_MOST, TAU_AT_LEAST, REGRET_AT_MOST = 0.07, 0.15, 0.85, 0.05
+
+
+@final
+@dataclass
+class Row:
+    case: str
+    way: Way
+    predicted: list[float] = field(default_factory=list)
+    measured: list[float] = field(default_factory=list)
+
+    @property
+    def error(self) -> float:
+        pairs = zip(self.predicted, self.measured, strict=True)
+        return statistics.median(predicted / measured for predicted, measured in pairs) - 1
+
+    @property
+    def ms(self) -> float:
+        return statistics.median(self.measured)
+
+    @property
+    def predicted_ms(self) -> float:
+        """In the units of the median round."""
+        return self.ms * (1 + self.error)
+
+
+@final
+class Bench:
+    """What the layers of a case cost, by their number of micro-batches and how many workers there are."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._layers = {shape.chunks: self._profile(shape.chunks) for shape in SHAPES}
+        self._phases: dict[tuple[int, int], Phases] = {}
+        self.rounds: list[Mapping[tuple[int, int], Phases]] = []
+
+    def balance(self, shape: Shape) -> tuple[int, ...]:
+        return tuple(solve([one.ms for one in self._layers[shape.chunks]], shape.partitions).balance)
+
+    def measure(self) -> None:
+        """Another round."""
+        found: dict[tuple[int, int], Phases] = {}
+        for chunks, workers in sorted({(shape.chunks, _workers(shape)) for shape in SHAPES}):
+            balance = solve([one.ms for one in self._layers[chunks]], workers).balance
+
+            def turn(chunks: int = chunks, workers: int = workers, balance: Sequence[int] = balance) -> float:
+                devices = [torch.device("cpu")] * workers
+                found[chunks, workers] = measure_phases(
+                    self._clean(), self._sample(chunks), balance, devices, chunks, split=False
+                )
+                return 0.0
+
+            undisturbed(turn)
+        self.rounds.append(found)
+
+    def predicted(self, shape: Shape, balance: Sequence[int]) -> list[float]:
+        """Of each round."""
+        course = shape.course(available_cores())
+        return [step_ms(course, self._costs(shape, phases), balance) for phases in self.rounds]
+
+    def _costs(self, shape: Shape, phases: Mapping[tuple[int, int], Phases]) -> Costs:
+        taken = phases[shape.chunks, _workers(shape)]
+        return MeasuredCosts(self._layers[shape.chunks], taken).costs(shape.checkpoint != "never", None)
+
+    def _profile(self, chunks: int) -> list[LayerProfile]:
+        return profile_layers(self._clean(), self._sample(chunks), seconds=0.0, repeats=3)
+
+    def _sample(self, chunks: int) -> Sample:
+        case = self.case
+        return Sample(case.input.tensor_split(chunks)[0], case.target.tensor_split(chunks)[0], case.loss)
+
+    def _clean(self) -> torch.nn.Sequential:
+        for parameter in self.case.model.parameters():
+            parameter.grad = None
+        return self.case.model
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan")
+    parser.add_argument("--case", action="append", choices=ALL_CASES, help="may be given again")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    console = Console()
+    prepare(console)
+    rows = [row for name in options.case or CASES for row in _rows(name, options.rounds)]
+    _show(console, rows)
+    return _judge(console, rows)
+
+
+def _rows(name: str, rounds: int) -> list[Row]:
+    bench = Bench(build(name))
+    ways = {
+        Way(bench.balance(shape), shape.chunks, shape.schedule, shape.checkpoint): shape for shape in SHAPES
+    }
+    times = milliseconds(bench.case, list(ways), rounds, before_each=bench.measure)
+    return [
+        Row(name, way, bench.predicted(shape, way.balance), list(times[way])) for way, shape in ways.items()
+    ]
+
+
+def _show(console: Console, rows: Iterable[Row]) -> None:
+    table = Table("case", "way", "chunks", "measured ms", "predicted ms", "error", box=None)
+    for row in rows:
+        table.add_row(
+            row.case,
+            str(row.way),
+            str(row.way.chunks),
+            f"{row.ms:.1f}",
+            f"{row.predicted_ms:.1f}",
+            f"{100 * row.error:+.1f} %",
+        )
+    console.print(table)
+
+
+def _judge(console: Console, rows: Sequence[Row]) -> int:
+    """How many of the claims were missed."""
+    errors = sorted(abs(row.error) for row in rows)
+    within = {
+        name: [row for row in rows if row.case == name] for name in dict.fromkeys(row.case for row in rows)
+    }
+    regrets = {name: _regret(one) for name, one in within.items()}
+    found = {
+        f"median error of {len(rows)} configurations": (statistics.median(errors), MEDIAN_AT_MOST),
+        "nine of ten are within": (errors[min(len(errors) - 1, int(0.9 * len(errors)))], NINE_OF_TEN_AT_MOST),
+        "Kendall tau over all falls short of 1 by": (1 - _tau(rows), 1 - TAU_AT_LEAST),
+        **{f"{name}: the chosen way over the best": (one, REGRET_AT_MOST) for name, one in regrets.items()},
+    }
+    for what, (value, most) in found.items():
+        console.print(f"{what}: {100 * value:.1f} %, at most {100 * most:.0f} %")
+    told = ", ".join(f"{name} {_tau(one):.2f}" for name, one in within.items())
+    console.print(f"Kendall tau within each case, no claim: {told}")
+    return sum(value > most for value, most in found.values())
+
+
+def _tau(rows: Sequence[Row]) -> float:
+    """The share of pairs in the right order less that of pairs in the wrong one."""
+    pairs = list(combinations(rows, 2))
+    agree = sum((a.ms - b.ms) * (a.predicted_ms - b.predicted_ms) > 0 for a, b in pairs)
+    return (2 * agree - len(pairs)) / len(pairs) if pairs else 1.0
+
+
+def _regret(rows: Sequence[Row]) -> float:
+    chosen = min(rows, key=lambda row: row.predicted_ms)
+    return chosen.ms / min(row.ms for row in rows) - 1
+
+
+def _workers(shape: Shape) -> int:
+    """How many of its workers can run at once."""
+    return min(shape.partitions, available_cores())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

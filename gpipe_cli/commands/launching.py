@@ -1,0 +1,98 @@
+"""A job of several processes, started from this one: told what to do, watched, started again, and its end passed on.
+
+Everything that can be wrong with the settings was found before. The ranks get the composed configuration and the
+balance as a file; what rank 0 finds comes back the same way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from gpipe_cli.commands.assemble import Assembly
+from gpipe_cli.commands.jobs import Job, Summary
+from gpipe_cli.commands.membership import places
+from gpipe_cli.commands.resume import resume_command
+from gpipe_cli.config.schema import Running, Train
+from gpipe_cli.engines.launch import Crew, Failed, launch
+from gpipe_cli.engines.meeting import LastWord, Meeting
+from gpipe_cli.errors import ConfigError, Interrupted, PeerError, Stopped
+from gpipe_cli.report.output import say
+from gpipe_cli.training.signals import ALL, INTERRUPT, StopRequested, StopRequests, stop_requests
+
+__all__ = ["launched"]
+
+# The child imports what its launcher does, from where it does: neither the current folder nor an installed
+# package of the same name comes first.
+START = "import sys; sys.path[:] = sys.argv[2:]; from gpipe_cli.commands.rank import main; main(sys.argv[1])"
+
+
+def launched(settings: Running, job: Job, parts: Assembly) -> Summary:
+    """Run the job in ranks; what rank 0 found."""
+    if not hasattr(os, "pidfd_open"):
+        raise ConfigError("engine=processes: starts its ranks on Linux only; start them with torchrun here")
+    split, left = parts.split, int(settings.engine.get("max_restarts", 0))
+    if split.origin:
+        say(f"balance {split.balance}: {split.origin}")
+    who = places(len(split.balance), split.devices, settings.data_parallel)
+    run: Path | None = None
+    with stop_requests(ALL if isinstance(settings, Train) else INTERRUPT) as stops:
+        crew = Crew(who, settings.step_timeout, lambda: stops.signal)
+        while True:
+            try:
+                return _result(launch(crew, partial(_entry, job, split.balance, run)))
+            except Failed as failed:
+                run = failed.run or run
+                _end_if_asked(stops, failed, settings, run)
+                if not left or not failed.may_pass:
+                    raise failed.cause from failed
+                left -= 1
+                say(f"{failed}; starting all ranks again ({left} restarts left)")
+
+
+def _entry(job: Job, balance: Sequence[int], run: Path | None, meeting: Meeting) -> list[str]:
+    """What a rank is told; run: the directory to go on in, of an attempt before."""
+    task = {
+        "launcher": os.getpid(),
+        "command": job.command,
+        "overrides": job.overrides,
+        "line": job.line,
+        "tree": OmegaConf.to_yaml(job.tree),
+        "model": job.model,
+        "number": job.number,
+        "balance": balance,
+        "run": None if run is None else str(run),
+    }
+    meeting.task.write_text(json.dumps(task), encoding="utf-8")
+    return ["-c", START, str(meeting.folder), *sys.path]
+
+
+def _result(word: LastWord) -> Summary:
+    if word.exit_code == Interrupted.exit_code:
+        raise Interrupted(word.text) if word.text else KeyboardInterrupt
+    if word.exit_code == Stopped.exit_code:
+        raise Stopped(word.text)
+    assert word.summary is not None, "rank 0 gives what it found"
+    return word.summary
+
+
+def _end_if_asked(stops: StopRequests, failed: Failed, settings: Running, run: Path | None) -> None:
+    """A signal finds ranks that are not listening yet, and ends them: that is no failure of theirs."""
+    if isinstance(failed.cause, Interrupted):  # a second one
+        raise _stopped(stops, " at once", settings, run) from failed
+    if stops.signal is not None and isinstance(failed.cause, PeerError):
+        raise _stopped(stops, f", which broke what was under way ({failed})", settings, run) from failed
+
+
+def _stopped(stops: StopRequests, how: str, settings: Running, run: Path | None) -> Stopped:
+    request = stops.request or StopRequested("Ctrl-C")
+    kind = Interrupted if request.by_keyboard else Stopped
+    if run is None or not isinstance(settings, Train):
+        return kind(f"stopped by {request.reason}{how}")
+    return kind(f"stopped by {request.reason}{how}; go on with: {resume_command(run, settings)}")

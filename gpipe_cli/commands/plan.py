@@ -1,0 +1,125 @@
+"""gpipe plan: the best ways to train a model on some devices, what they will take, and a line to paste.
+
+Measures here, or estimates for devices that are elsewhere. Writes nothing but the cache of measurements.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from gpipe_cli.commands.assemble import check_components, make_model, open_own_packages
+from gpipe_cli.commands.feed import make_feed
+from gpipe_cli.commands.jobs import Job, Summary
+from gpipe_cli.commands.planning import Planned, Planner
+from gpipe_cli.commands.sketch import sketched
+from gpipe_cli.commands.timeline import as_step
+from gpipe_cli.config.schema import Plan
+from gpipe_cli.config.targets import instantiate
+from gpipe_cli.engines.devices import available_cores
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.plan.advice import advice
+from gpipe_cli.plan.prediction import Prediction
+from gpipe_cli.plan.steps import MOST_ACTIONS
+from gpipe_cli.plan.verify import verified
+from gpipe_cli.report.output import say
+from gpipe_cli.report.plans import print_device_memory, print_plans
+from gpipe_cli.report.tables import print_facts
+from gpipe_cli.report.timeline import print_picture
+
+OF_PLANNING = (
+    "plan",
+    "device",
+    "devices",
+    "verify",
+    "top",
+    "chunks",
+    "schedule",
+    "checkpoint",
+    "partitions",
+    "device_memory",
+)
+"""Keys that the command that trains does not get: they are not its own, or the plan's words replace them."""
+MOST_LINES = 16
+"""Partitions of a picture; beyond, nobody can read it."""
+
+
+def run(settings: Plan, job: Job) -> Summary:
+    if job.dry_run:
+        raise ConfigError("--dry-run: gpipe plan changes nothing and writes nothing; leave it out")
+    if any(word.startswith(("balance=", "balance.")) for word in job.overrides):
+        raise ConfigError(
+            "balance: gpipe plan searches for it; leave it out, or use gpipe profile to see one"
+        )
+    open_own_packages(settings)
+    check_components(settings, job.overrides)
+    feed = make_feed(settings)
+    elsewhere = settings.device is not None
+    model = sketched(lambda: make_model(settings, feed)) if elsewhere else make_model(settings, feed)
+    planner = Planner(settings, job.overrides, feed, model)
+    if settings.verify and not planner.can_be_run:
+        raise ConfigError(
+            f"verify=true: devices={settings.devices} means machines that are not here; give a list"
+        )
+    planned = planner.plan(keep=settings.top)
+    plans = planned.plans
+    if settings.verify:
+        plans = verified(
+            plans,
+            model,
+            planner.batch(),
+            instantiate(settings.loss, "loss", settings.allow),
+            planner.devices,
+            cores=available_cores(),
+            seconds=settings.plan.verify_budget,
+        )
+    summary = _summary(plans, planned, job)
+    if job.shows_result:
+        _show(plans, planned, summary)
+    return summary
+
+
+def _summary(plans: Sequence[Prediction], planned: Planned, job: Job) -> dict[str, Any]:
+    searched = planned.searched
+    errors = [abs(one.error) for one in plans if one.error is not None]
+    return {
+        "best": plans[0].facts(),
+        "candidates": [one.facts() for one in plans],
+        "profile": planned.origin,
+        "lower_bound": searched.lower_bound_ms,
+        "gap": searched.gap,
+        "advice": advice(plans),
+        "too_large": searched.too_large,
+        "left_out": searched.left_out,
+        "chunks_left_out": planned.left_out,
+        **({"largest_error": max(errors)} if errors else {}),
+        "paste": f"gpipe train {_own_words(job)}{plans[0].overrides}",
+        "command": job.line,
+    }
+
+
+def _own_words(job: Job) -> str:
+    """What was said about the model and its samples, for the command that trains."""
+    words = shlex.split(job.line)[2:]
+    kept = [word for word in words if re.split(r"[.=]", word.lstrip("+~"))[0] not in OF_PLANNING]
+    return "".join(f"{shlex.quote(word)} " for word in kept)
+
+
+def _show(plans: Sequence[Prediction], planned: Planned, summary: dict[str, Any]) -> None:
+    print_plans(f"the best plans ({planned.origin})", summary["candidates"])
+    print_device_memory(summary["best"]["memory"])
+    best = plans[0]
+    course = best.shape.course(planned.cores)
+    if best.shape.actions <= MOST_ACTIONS and best.shape.partitions <= MOST_LINES:
+        step = as_step(course.simulate(planned.costs(best.shape).partitions(best.balance)))
+        print_picture(f"predicted: {best.step_ms:.1f} ms", step, best.shape.partitions, step.seconds)
+    if planned.left_out:
+        say(f"no time to measure chunks={planned.left_out}; plan.budget=<seconds> gives more")
+    facts = {
+        "lower bound": f"{summary['lower_bound']:.4g} ms, {100 * summary['gap']:.2f} % below the best plan",
+        "advice": summary["advice"],
+        "paste": summary["paste"],
+    }
+    print_facts("", facts)

@@ -1,0 +1,87 @@
+"""gpipe train plan=auto: the best plan becomes the settings of the run, and of its saved configuration.
+
+So a resumed run goes on with the plan it began with, and `config.yaml` says which one that was.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from gpipe_cli.commands.assemble import check_components, make_model, open_own_packages, uses_partitions
+from gpipe_cli.commands.feed import make_feed
+from gpipe_cli.commands.jobs import Job
+from gpipe_cli.commands.membership import is_rank
+from gpipe_cli.commands.planning import Planner
+from gpipe_cli.config.schema import Planning, Schedule, Train
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.plan.advice import advice
+from gpipe_cli.plan.prediction import Prediction
+from gpipe_cli.report.output import say
+
+__all__ = ["with_best_plan"]
+
+BESIDE = 5
+"""How many plans are compared: the plain run should be among them, for the word about it."""
+
+
+def with_best_plan(settings: Train, job: Job) -> tuple[Train, Job]:
+    if is_rank():
+        raise ConfigError(
+            "plan=auto: every process that torchrun started would plan for itself; "
+            "run gpipe plan once and give the line it prints"
+        )
+    if job.dry_run:
+        raise ConfigError("plan=auto: measures, and --dry-run runs nothing; leave one of them out")
+    if not uses_partitions(settings):
+        raise ConfigError(
+            "plan=auto: has no effect with engine=single, which has no partitions; leave it out"
+        )
+    if any(word.lstrip("+").startswith(("balance=", "balance.")) for word in job.overrides):
+        raise ConfigError("balance: plan=auto searches for it; leave one of them out")
+    open_own_packages(settings)
+    check_components(settings, job.overrides)
+    feed = make_feed(settings)
+    planner = Planner(settings, job.overrides, feed, make_model(settings, feed))
+    planned = planner.plan(keep=BESIDE)
+    best = planned.plans[0]
+    say(f"plan ({planned.origin}): {best.step_ms:.1f} ms per step predicted; {advice(planned.plans)}")
+    say(f"plan: {best.overrides}")
+    return _settled(settings, best, planner), _saved(job, best)
+
+
+def _settled(settings: Train, plan: Prediction, planner: Planner) -> Train:
+    used = [str(one) for one in planner.devices[: plan.shape.devices]]
+    return replace(
+        settings,
+        balance=_balance(plan),
+        chunks=plan.shape.chunks,
+        schedule=Schedule(plan.shape.schedule),
+        checkpoint=plan.shape.checkpoint,
+        devices=used,
+        partitions=plan.shape.partitions,
+        plan=Planning(auto=False),
+    )
+
+
+def _saved(job: Job, plan: Prediction) -> Job:
+    tree = copy.deepcopy(job.tree)
+    OmegaConf.set_struct(tree, False)
+    chosen = {
+        "balance": _balance(plan),
+        "chunks": plan.shape.chunks,
+        "schedule.name": plan.shape.schedule,
+        "checkpoint": plan.shape.checkpoint,
+        "partitions": plan.shape.partitions,
+        "plan.auto": False,
+    }
+    for key, value in chosen.items():
+        OmegaConf.update(tree, key, value, merge=False)
+    return replace(job, tree=tree)
+
+
+def _balance(plan: Prediction) -> dict[str, Any]:
+    return {"_target_": "gpipe_cli.balance.manual.balance", "layers": list(plan.balance)}

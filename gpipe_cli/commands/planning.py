@@ -1,0 +1,250 @@
+"""From settings to plans: which shapes there are, what their layers cost, what they need. For `plan` and `train`.
+
+Keys that are given are kept: chunks, schedule, checkpoint and partitions are searched for only where nobody chose them.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import final
+
+import torch
+from torch import nn
+
+from gpipe_cli.balance.memory import Memory
+from gpipe_cli.balance.size import memory_from
+from gpipe_cli.commands.assemble import make_sample
+from gpipe_cli.commands.course import (
+    memory_limit,
+    optimizer_factory,
+    precision_of,
+    sample_must_fit,
+    trained_bytes,
+)
+from gpipe_cli.commands.feed import Feed
+from gpipe_cli.config.schema import Plan, Train
+from gpipe_cli.engines.devices import available, available_cores, default_partitions, resolve_devices
+from gpipe_cli.engines.protocol import Batch
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.plan.costs import Costs
+from gpipe_cli.plan.devices import DEVICES, Device
+from gpipe_cli.plan.measured import Workbench, intra_op_threads
+from gpipe_cli.plan.prediction import Prediction, predict
+from gpipe_cli.plan.roofline import estimate
+from gpipe_cli.plan.search import Answer, Searched, search
+from gpipe_cli.plan.shape import CHECKPOINTS, SCHEDULES, Shape, Space, powers_of_two
+from gpipe_cli.profiling.cache import ProfileCache, default_folder
+from gpipe_cli.profiling.facts import ModelFacts, model_facts
+from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.memory import partition_memory
+from gpipe_cli.report.output import say
+
+__all__ = ["Planned", "Planner"]
+
+MOST_CHUNKS = 8
+"""Micro-batches per device that are measured: beyond that a bubble is a few per cent, and small ones are slow."""
+SEVERAL = 8
+"""Up to so many devices every number of them is tried, beyond it powers of two."""
+LINK = 12e9
+"""Bytes per second between devices that are not here, if nothing else is said: PCIe 3.0 x16."""
+MEASURING = 0.8
+"""The share of the budget after which the search begins."""
+
+
+@final
+@dataclass(frozen=True)
+class Planned:
+    plans: list[Prediction]
+    """From the best on."""
+    searched: Searched
+    costs: Callable[[Shape], Costs]
+    cores: int | None
+    left_out: list[int]
+    """Numbers of micro-batches for which there was no time."""
+    origin: str
+
+
+@final
+class Planner:
+    def __init__(
+        self, settings: Plan | Train, overrides: Sequence[str], feed: Feed, model: nn.Sequential
+    ) -> None:
+        self._settings, self._overrides, self._feed, self._model = settings, overrides, feed, model
+        name = settings.device if isinstance(settings, Plan) else None
+        self._elsewhere: Device | None = DEVICES[name] if name else None
+        self.devices = self._here()
+        # A number of CPUs means machines like this one; workers that share this one are a list of cpu.
+        self.apart = isinstance(settings.devices, int) and self.devices[0].type == "cpu"
+        shares = not self.apart and self.devices[0].type == "cpu"
+        self._cores = available_cores() if shares and self._elsewhere is None else None
+        self._facts = cache(self._facts_of)
+
+    @property
+    def can_be_run(self) -> bool:
+        return self._elsewhere is None and not self.apart
+
+    def plan(self, keep: int) -> Planned:
+        deadline = time.monotonic() + self._settings.plan.budget
+        space = self._space()
+        measured, costs, origin = self._costs(space.chunks, deadline)
+        left_out = [one for one in space.chunks if one not in measured]
+        shapes = [shape for shape in space.shapes() if shape.chunks in measured]
+        if not shapes:
+            raise ConfigError(f"nothing to choose from: {self._pinned_text()}; leave some of it out")
+        found = search(shapes, costs, self._memory, keep=keep, cores=self._cores, deadline=deadline)
+        if not found.answers:
+            raise self._refusal(shapes)
+        best, *others = found.answers
+        plans = [self._predicted(best, costs(best.shape), self._without_limit(shapes, costs, deadline))]
+        plans += [self._predicted(one, costs(one.shape), None) for one in others]
+        return Planned(plans, found, costs, self._cores, left_out, origin)
+
+    def batch(self) -> Batch:
+        """A mini-batch to run plans with."""
+        return next(self._feed.ordered("train"))
+
+    def sample(self, chunks: int) -> Sample:
+        settings = self._settings
+        input, target = self._feed.micro_batch(chunks)
+        return Sample(input, target, make_sample(settings, self._feed).loss)
+
+    def _here(self) -> list[torch.device]:
+        settings = self._settings
+        if self._elsewhere is not None:
+            return [torch.device("cpu")] * int(settings.devices)
+        count = settings.partitions or default_partitions(settings.devices)
+        if isinstance(settings.devices, int) and not torch.cuda.is_available():
+            count = settings.devices
+        return (
+            resolve_devices(settings.devices, count)
+            if settings.devices == "auto"
+            else available(settings.devices)
+        )
+
+    def _space(self) -> Space:
+        settings, most = self._settings, len(self.devices)
+        numbers = range(1, most + 1) if most <= SEVERAL else {*powers_of_two(most), most}
+        chunks = powers_of_two(settings.batch_size)
+        if self._elsewhere is None:
+            chunks = [one for one in chunks if one <= MOST_CHUNKS * most]
+        return Space(
+            len(self._model),
+            sorted(one for one in numbers if one <= len(self._model)),
+            [min(settings.chunks, settings.batch_size)] if self._given("chunks") else chunks,
+            [settings.schedule.name] if self._given("schedule") else SCHEDULES,
+            [settings.checkpoint] if self._given("checkpoint") else CHECKPOINTS,
+            settings.partitions,
+        )
+
+    def _costs(
+        self, chunks: Sequence[int], deadline: float
+    ) -> tuple[Sequence[int], Callable[[Shape], Costs], str]:
+        """The numbers of micro-batches whose costs are known, the costs, and where they come from."""
+        if self._elsewhere is not None:
+            return self._estimates(chunks)
+        profiles = ProfileCache(default_folder(), say=say)
+        bench = Workbench(
+            self._model,
+            self.sample,
+            self.devices,
+            profiles,
+            cores=available_cores(),
+            apart=self.apart,
+            transfer_of=self._transfers if self.apart or self.devices[0].type == "cuda" else None,
+        )
+        begin = time.monotonic()
+        with sample_must_fit(self.sample(max(chunks))), intra_op_threads(1):
+            measured = bench.measure(chunks, begin + MEASURING * (deadline - begin))
+        return measured, bench.costs, f"measured here in {time.monotonic() - begin:.1f} s"
+
+    def _estimates(self, chunks: Sequence[int]) -> tuple[Sequence[int], Callable[[Shape], Costs], str]:
+        """Operations are counted once, for the smallest micro-batch that runs: they grow with its rows."""
+        assert self._elsewhere is not None
+        rows = {one: -(-self._settings.batch_size // one) for one in chunks}
+        number, counted = self._counted(sorted(chunks, reverse=True))
+
+        @cache
+        def costs(count: int) -> Costs:
+            assert self._elsewhere is not None
+            return estimate(list(self._model), counted, self._elsewhere, rows[count] / rows[number])
+
+        origin = (
+            f"an estimate for {len(self.devices)} x {getattr(self._settings, 'device', '')}, nothing was run"
+        )
+        return [one for one in chunks if one <= number], lambda shape: costs(shape.chunks), origin
+
+    def _counted(self, chunks: Sequence[int]) -> tuple[int, ModelFacts]:
+        """The facts with operations of the first of these numbers of micro-batches that runs."""
+        for number in chunks[:-1]:
+            try:
+                return number, model_facts(self._model, self.sample(number))
+            except ValueError:
+                # Batch norm, for one, takes no micro-batch of a single row.
+                continue
+        return chunks[-1], model_facts(self._model, self.sample(chunks[-1]))
+
+    def _transfers(self, chunks: int) -> list[float]:
+        """Milliseconds for the output of each layer."""
+        facts = self._facts(chunks)
+        return [1000 * facts.border(end).bytes / LINK for end in range(1, len(self._model) + 1)]
+
+    def _facts_of(self, chunks: int) -> ModelFacts:
+        sample = self.sample(chunks)
+        with precision_of(self._settings), sample_must_fit(sample):
+            return model_facts(self._model, sample, count_flops=False)
+
+    def _limit(self) -> int | None:
+        limit = memory_limit(self._settings)
+        return self._elsewhere.memory if limit is None and self._elsewhere is not None else limit
+
+    def _memory(self, shape: Shape) -> Memory:
+        return memory_from(
+            self._model, self._facts(shape.chunks), shape.course(), self._trained, self._limit()
+        )
+
+    @cached_property
+    def _trained(self) -> Callable[[nn.Parameter], int]:
+        return trained_bytes(self._settings, self._model)
+
+    def _without_limit(
+        self, shapes: Sequence[Shape], costs: Callable[[Shape], Costs], deadline: float
+    ) -> float | None:
+        """The best step if memory did not matter, where it does."""
+        if self._limit() is None:
+            return None
+        found = search(shapes, costs, lambda shape: None, keep=1, cores=self._cores, deadline=deadline)
+        return found.answers[0].found.step_ms
+
+    def _predicted(self, answer: Answer, costs: Costs, without_limit_ms: float | None) -> Prediction:
+        shape = answer.shape
+        memory = partition_memory(
+            self._model,
+            self._facts(shape.chunks),
+            answer.found.balance,
+            shape.course(),
+            optimizer_factory(self._settings),
+        )
+        return predict(
+            answer,
+            costs,
+            memory,
+            cores=self._cores,
+            rows=self._settings.batch_size,
+            without_limit_ms=without_limit_ms,
+        )
+
+    def _refusal(self, shapes: Sequence[Shape]) -> ConfigError:
+        """No plan fits; say what the least demanding one would need."""
+        needs = [self._memory(shape).refusal() for shape in shapes if shape.checkpoint == "always"][-1:]
+        return needs[0] if needs else ConfigError(f"device_memory: no plan fits with {self._pinned_text()}")
+
+    def _given(self, key: str) -> bool:
+        return any(re.match(rf"[+~]*{key}[.=]", word) for word in self._overrides)
+
+    def _pinned_text(self) -> str:
+        keys = ("chunks", "schedule", "checkpoint", "partitions", "devices", "device_memory")
+        return " ".join(word for word in self._overrides if word.partition("=")[0].lstrip("+") in keys)

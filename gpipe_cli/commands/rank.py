@@ -1,0 +1,90 @@
+"""One rank of a job, as its launcher starts it: it runs the command, and says at its end how that came about.
+
+Rank 0 has the streams of the launcher; what the others would print goes to their logs.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from omegaconf import DictConfig, OmegaConf
+from torch import distributed
+
+from gpipe_cli.commands.jobs import Job, Rank
+from gpipe_cli.config.load import settings_of
+from gpipe_cli.config.schema import Train
+from gpipe_cli.engines.meeting import LastWord, Meeting
+from gpipe_cli.errors import PeerError, Stopped
+from gpipe_cli.orphans import end_with
+from gpipe_cli.report.failure import describe, exit_code
+from gpipe_cli.report.output import write_streams_to
+
+__all__ = ["main"]
+
+OF_A_LOST_PEER = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket Timeout")
+"""What torch says of a peer that has gone; it has no type of its own for most of it."""
+
+
+def main(folder: str) -> NoReturn:
+    """Never returns: Python's own end would wait for threads of a peer that has gone."""
+    meeting, rank = Meeting(Path(folder)), int(os.environ["RANK"])
+    task = json.loads(meeting.task.read_text(encoding="utf-8"))
+    end_with(task["launcher"])
+    faulthandler.enable()
+    if rank:
+        write_streams_to(meeting.output_of(rank))
+    word = _word(meeting, task)
+    meeting.say_last(rank, word)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if word.in_order else word.exit_code)
+
+
+def _word(meeting: Meeting, task: dict[str, Any]) -> LastWord:
+    try:
+        return LastWord(0, summary=_run(meeting, task), when=time.monotonic())
+    except (Stopped, KeyboardInterrupt) as error:
+        text = describe(error) if isinstance(error, Stopped) else ""
+        return LastWord(exit_code(error), text, when=time.monotonic())
+    except BaseException as error:  # noqa: BLE001 - the last place: whatever a layer raised is passed on
+        when = time.monotonic()
+        if os.environ["RANK"] != "0":  # its streams are a log
+            traceback.print_exception(error)
+        return LastWord(exit_code(error), describe(error), _lost_its_peer(error), when)
+
+
+def _run(meeting: Meeting, task: dict[str, Any]) -> dict[str, Any]:
+    tree = OmegaConf.create(task["tree"])
+    assert isinstance(tree, DictConfig)
+    overrides, command, run = tuple(task["overrides"]), task["command"], task["run"]
+    job = Job(
+        command,
+        overrides,
+        line=task["line"],
+        tree=tree,
+        model=task["model"],
+        number=task["number"] if run is None else None,
+        json=True,  # the launcher shows what was found
+        dry_run=False,
+        rank=Rank(meeting, task["balance"]),
+    )
+    settings = settings_of(tree, command, overrides)
+    if run is not None:  # after a failure all ranks go on from what was saved
+        assert isinstance(settings, Train)
+        settings = replace(settings, resume="auto", run_dir=run)
+    return dict(importlib.import_module(f"gpipe_cli.commands.{command}").run(settings, job))
+
+
+def _lost_its_peer(error: BaseException) -> bool:
+    if isinstance(error, PeerError | distributed.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in OF_A_LOST_PEER)

@@ -1,0 +1,53 @@
+"""A model over several processes, from Python: one process per partition, in replicas if there are more.
+
+    from gpipe_cli.distributed import setup_process_groups, partition_uniform, forward_backward
+
+The names are given lazily: what is beside them is used where they are not.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpipe_cli.distributed.clip import clip_grad_norm_
+    from gpipe_cli.distributed.groups import (
+        get_group,
+        get_ranks_in_group,
+        is_first_in_pipeline_group,
+        is_last_in_pipeline_group,
+        setup_process_groups,
+    )
+    from gpipe_cli.distributed.own_part import partition_uniform
+    from gpipe_cli.distributed.user_step import forward_backward, forward_eval
+
+__all__ = [
+    "clip_grad_norm_",
+    "forward_backward",
+    "forward_eval",
+    "get_group",
+    "get_ranks_in_group",
+    "is_first_in_pipeline_group",
+    "is_last_in_pipeline_group",
+    "partition_uniform",
+    "setup_process_groups",
+]
+
+_HOMES = {
+    "clip_grad_norm_": "clip",
+    "forward_backward": "user_step",
+    "forward_eval": "user_step",
+    "get_group": "groups",
+    "get_ranks_in_group": "groups",
+    "is_first_in_pipeline_group": "groups",
+    "is_last_in_pipeline_group": "groups",
+    "partition_uniform": "own_part",
+    "setup_process_groups": "groups",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

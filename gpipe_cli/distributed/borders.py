@@ -1,0 +1,137 @@
+"""What crosses from partition to partition, found without running anything: shapes, types, need of a gradient.
+
+torch receives into tensors made beforehand. Left to itself it finds their shapes by a real forward in train mode on
+whatever lies in fresh memory, which ruins the statistics of batch norm; so it is always told. A copy of the model
+without storage is kept for that, and each new shape of micro-batch goes through it once.
+
+Decides what a border carries: the value, then every skip on its way to a later partition. torch connects neighbours
+only, so a skip passes through all partitions in between. One stashed as None does not travel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.pipeline.batchnorm import deferred_batch_norms
+from gpipe_cli.pipeline.caller_state import CallerState
+from gpipe_cli.pipeline.context import MicroBatch, Running
+from gpipe_cli.pipeline.cutting import cut, make_partitions
+from gpipe_cli.pipeline.layer import layers_of
+from gpipe_cli.pipeline.microbatch import Value, check, tensors_of, value_like
+from gpipe_cli.pipeline.partition import Partition
+from gpipe_cli.pipeline.skips import PartitionSkips
+from gpipe_cli.sequential.by_tracing.meta_clone import clone_with
+from gpipe_cli.skip.name import SkipName
+from gpipe_cli.skip.tracker import use_skip_tracker
+from gpipe_cli.torch_internals.fake_tensors import NEEDS_VALUES, fake_tensors, fake_twin
+
+__all__ = ["Border", "Sketch", "TensorKind"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TensorKind:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorKind:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def example(self) -> Tensor:
+        """As torch wants to be told of it; contiguous, as everything that is sent is."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.needs_grad)
+
+    def fits(self, tensor: Tensor) -> bool:
+        return self.shape == tensor.shape and self.dtype == tensor.dtype
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape)) or 'a number'} of {self.dtype}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Border:
+    """What enters a partition."""
+
+    value: tuple[TensorKind, ...]
+    single: bool
+    """Whether the value is a bare tensor or a tuple."""
+    skips: tuple[tuple[SkipName, TensorKind], ...]
+    """Those stashed before it and popped in it or after it, by name."""
+
+    @property
+    def kinds(self) -> tuple[TensorKind, ...]:
+        return (*self.value, *(kind for _, kind in self.skips))
+
+    @property
+    def skip_names(self) -> tuple[SkipName, ...]:
+        return tuple(name for name, _ in self.skips)
+
+
+@final
+class Sketch:
+    """The whole model without storage."""
+
+    def __init__(self, module: nn.Sequential, balance: Sequence[int], device: torch.device) -> None:
+        self._device = device
+        self._mode = fake_tensors()
+        with self._mode:
+            clone = clone_with(module, functools.partial(fake_twin, device=device))
+        assert isinstance(clone, nn.Sequential), "a copy is what it was copied from"
+        self._module = clone
+        layers = layers_of(clone)
+        self._partitions = make_partitions(cut(clone, layers, balance), layers, balance, [device])
+        self._known: dict[tuple[Any, ...], tuple[Border, ...]] = {}
+
+    def borders(self, piece: Value, state: CallerState, *, training: bool) -> tuple[Border, ...]:
+        """What enters each partition if `piece` is the micro-batch that enters the first."""
+        kinds = tuple(TensorKind.of(tensor) for tensor in tensors_of(piece))
+        mode = (kinds, isinstance(piece, Tensor), state, training)
+        if mode not in self._known:
+            self._known[mode] = self._find(piece, state, training)
+        return self._known[mode]
+
+    def _find(self, piece: Value, state: CallerState, training: bool) -> tuple[Border, ...]:
+        self._module.train(training)
+        with self._mode, state.entered(), Running(MicroBatch(0, len(tensors_of(piece)[0]))):
+            twins = tuple(fake_twin(tensor, self._device) for tensor in tensors_of(piece))
+            found = _walk(self._partitions, value_like(piece, twins))
+        for batch_norm in deferred_batch_norms(self._module):
+            batch_norm.discard()
+        return found
+
+
+def _walk(partitions: Sequence[Partition], value: Value) -> tuple[Border, ...]:
+    borders = []
+    skips: dict[SkipName, Tensor | None] = {}
+    for partition in partitions:
+        carried = sorted((name, one) for name, one in skips.items() if one is not None)
+        borders.append(
+            Border(
+                tuple(TensorKind.of(tensor) for tensor in tensors_of(value)),
+                isinstance(value, Tensor),
+                tuple((name, TensorKind.of(one)) for name, one in carried),
+            )
+        )
+        received = [skips.pop(route.name) for route in partition.receives]
+        tracker = PartitionSkips(partition.receives, received, partition.sends)
+        with use_skip_tracker(tracker):
+            for layer in partition.layers:
+                try:
+                    value = check(layer.module(value))
+                except NEEDS_VALUES as error:
+                    raise ConfigError(
+                        f"layer {layer!r} looks at the values of its tensors ({error}), so other processes "
+                        "cannot know what it will send them; use engine=threads"
+                    ) from error
+        skips.update(zip((route.name for route in partition.sends), tracker.sent(), strict=True))
+    return tuple(borders)

@@ -1,0 +1,136 @@
+"""Numbers, text and tensors between the processes of a group.
+
+Decides their form on the way: tensors on the device the group's backend wants, everything else as bytes or doubles in
+them. No object is ever pickled. Knows nothing of what they mean.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup, Work
+
+__all__ = [
+    "Sending",
+    "begin_sending",
+    "gather_numbers",
+    "receive_on_device",
+    "receive_tensors",
+    "send_tensors",
+    "share_json",
+    "share_numbers",
+    "sum_of_numbers",
+]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Sending:
+    """A message on its way; its memory must stay until it has arrived."""
+
+    work: Work
+    message: Tensor
+
+
+def share_numbers(numbers: Tensor, source: int, group: ProcessGroup, device: torch.device) -> Tensor:
+    """What rank `source` of the group has, as a double each; the others give as many of no importance."""
+    moved = numbers.to(device, torch.float64)
+    distributed.broadcast(moved, group=group, group_src=source)
+    return moved.cpu()
+
+
+def sum_of_numbers(numbers: Tensor, group: ProcessGroup, device: torch.device) -> Tensor:
+    moved = numbers.to(device, torch.float64)
+    distributed.all_reduce(moved, group=group)
+    return moved.cpu()
+
+
+def gather_numbers(numbers: Tensor, group: ProcessGroup, device: torch.device) -> Tensor:
+    """One row per rank; all give equally many."""
+    moved = numbers.to(device, torch.float64)
+    rows = moved.new_empty(distributed.get_world_size(group), len(numbers))
+    distributed.all_gather(list(rows), moved, group=group)
+    return rows.cpu()
+
+
+def share_json(value: Any, source: int, group: ProcessGroup, device: torch.device) -> Any:
+    """What rank `source` of the group has; the others give anything."""
+    text = _bytes(value)
+    length = int(share_numbers(torch.tensor([len(text)]), source, group, device))
+    text = text.to(device) if distributed.get_rank(group) == source else _empty(length, device)
+    distributed.broadcast(text, group=group, group_src=source)
+    return _value(text)
+
+
+def send_tensors(
+    tensors: Mapping[str, Tensor], notes: Any, to: int, group: ProcessGroup, device: torch.device
+) -> None:
+    """Hand tensors by name, and something that JSON can say, to rank `to` of the group."""
+    for sending in begin_sending(tensors, notes, to, group, device):
+        sending.work.wait()
+
+
+def begin_sending(
+    tensors: Mapping[str, Tensor], notes: Any, to: int, group: ProcessGroup, device: torch.device
+) -> list[Sending]:
+    """The same without waiting, which two neighbours that send to each other must not do."""
+    table = [[name, _dtype_name(one), list(one.shape)] for name, one in tensors.items()]
+    text = _bytes([table, notes]).to(device)
+    length = torch.tensor([len(text)], device=device)
+    messages = [length, text, *(_raw(one.to(device)) for one in tensors.values() if one.numel())]
+    return [Sending(_begun(distributed.isend(one, group=group, group_dst=to)), one) for one in messages]
+
+
+def receive_tensors(source: int, group: ProcessGroup, device: torch.device) -> tuple[dict[str, Tensor], Any]:
+    """What rank `source` hands over by `send_tensors`; the tensors are on the CPU."""
+    received, notes = receive_on_device(source, group, device)
+    return {name: one.cpu() for name, one in received.items()}, notes
+
+
+def receive_on_device(
+    source: int, group: ProcessGroup, device: torch.device
+) -> tuple[dict[str, Tensor], Any]:
+    """The same, the tensors on the device."""
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    distributed.recv(length, group=group, group_src=source)
+    text = _empty(int(length), device)
+    distributed.recv(text, group=group, group_src=source)
+    table, notes = _value(text)
+    received = {}
+    for name, dtype, shape in table:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        if tensor.numel():
+            distributed.recv(_raw(tensor), group=group, group_src=source)
+        received[name] = tensor
+    return received, notes
+
+
+def _begun(work: Work | None) -> Work:
+    assert work is not None, "this process is in the group"
+    return work
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """Its bytes: backends do not know every dtype."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _value(text: Tensor) -> Any:
+    return json.loads(bytes(text.cpu().tolist()))
+
+
+def _empty(length: int, device: torch.device) -> Tensor:
+    return torch.empty(length, dtype=torch.uint8, device=device)
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,181 @@
+"""One process's part of a pipeline: its partitions, run by torch's schedules together with those of its peers.
+
+Every process calls it with the same mini-batch of its replica. A step leaves in the parameters of this process the
+gradients of the whole mini-batch, of all replicas. The output is where the last partition is.
+
+Decides what a step consists of. How micro-batches become flushes, what crosses borders, what a stage does and what
+replicas tell each other stands in the files beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import final
+
+from torch import Tensor, nn
+
+from gpipe_cli.distributed.borders import Sketch
+from gpipe_cli.distributed.flushes import flushes
+from gpipe_cli.distributed.place import Place
+from gpipe_cli.distributed.replicas import Replicas
+from gpipe_cli.distributed.schedules import TorchSchedule
+from gpipe_cli.distributed.shard import keep_only
+from gpipe_cli.distributed.tied_gradients import TiedGradients
+from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, deferred_batch_norms
+from gpipe_cli.pipeline.boundary import Parcel
+from gpipe_cli.pipeline.buffers import Buffer, all_buffers, save
+from gpipe_cli.pipeline.cutting import cut, make_partitions
+from gpipe_cli.pipeline.flight import Flight
+from gpipe_cli.pipeline.keys import replica_key
+from gpipe_cli.pipeline.loss import StepLoss
+from gpipe_cli.pipeline.microbatch import Value, gather, tensors_of
+from gpipe_cli.pipeline.minibatch import MiniBatch, guarded
+from gpipe_cli.pipeline.partition import Head
+from gpipe_cli.pipeline.tied import Aliases, TiedParameters
+from gpipe_cli.pipeline.wrapped import WrappedSequence
+from gpipe_cli.schedule.course import checkpoint_stop
+
+__all__ = ["RankPipe"]
+
+_MOST_SCHEDULES = 8
+"""Each keeps receive buffers for all its micro-batches. Training and evaluation with short last batches need six."""
+
+
+@final
+class RankPipe(WrappedSequence):
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Sequence[int],
+        place: Place,
+        *,
+        chunks: int,
+        checkpoint: str,
+        schedule: str,
+        deferred_batch_norm: bool,
+    ) -> None:
+        super().__init__(module, chunks, deferred_batch_norm)
+        self.place = place
+        self._checkpoint = checkpoint
+        self._schedule = schedule
+        self._sketch = Sketch(self.module, balance, place.device)
+        # Not registered children: the layers already are children of `module`, under their own names.
+        self.__dict__["partitions"] = cut(self.module, self._layers, balance)
+        partitions = make_partitions(self.partitions, self._layers, balance, [place.device])
+        self._lengths = list(balance)
+        self._own = [partitions[index] for index in place.own]
+        self._own_layers = [layer for partition in self._own for layer in partition.layers]
+        keep_only(self.module, [layer.module for layer in self._own_layers], place.device)
+        self._own_batch_norms = [
+            one for layer in self._own_layers for one in deferred_batch_norms(layer.module)
+        ]
+        self._tied = TiedParameters([layer.module for layer in self._layers])
+        self.tied_gradients = TiedGradients(self._tied, self.rank_of_layer, place)
+        self._replicas = Replicas(place)
+        self._schedules: dict[tuple[object, ...], TorchSchedule] = {}
+
+    partitions: nn.ModuleList
+    """Of the whole model; only those of this process have storage."""
+
+    @property
+    def own_parameters(self) -> list[nn.Parameter]:
+        """Those that have storage here, in the order of the model's names."""
+        return [one for one in self.module.parameters() if not one.is_meta]
+
+    def _forward(self, input: Value) -> Value:
+        batch = self._mini_batch(MiniBatch.of(input, self.chunks, key=None))
+        if not batch.rows:
+            return ()
+        # Without backward any schedule is gpipe, unless a process has several partitions.
+        schedule = "interleaved" if self._schedule == "interleaved" else "gpipe"
+        with guarded(self._own_layers, [self.place.device], self._own_batch_norms):
+            flight = self._fly(batch, schedule, None, stop=0)
+        if not self.place.has_output:
+            return ()
+        return gather([flight.outputs[piece.index].value for piece in batch.micro_batches])
+
+    def _step(self, batch: MiniBatch, input: Value, make_loss: Callable[[], StepLoss]) -> StepLoss:
+        loss = make_loss()
+        total = self._replicas.total(batch.rows)
+        loss.count_in(total)
+        batch = self._mini_batch(batch)
+        before = save(self._plain_buffers()) if self._replicas.several else ()
+        aliases = self._tied.aliases()
+        with guarded(self._own_layers, [self.place.device], self._own_batch_norms):
+            if batch.rows:
+                stop = checkpoint_stop(self._checkpoint, len(batch.micro_batches)) if self.training else 0
+                self._fly(batch, self._schedule, loss.head(batch.key), stop, aliases)
+            self._replicas.merge_moments(self._own_batch_norms)
+        self._settle(aliases)
+        self._replicas.merge_buffers(before, batch.rows / total)
+        return loss
+
+    def _settle(self, aliases: Sequence[Aliases]) -> None:
+        """Tied parameters first, so that a replica gives the sum one alone would have; copies last."""
+        self.tied_gradients.collect(aliases)
+        borrowed = {id(parameter) for parameter in self.tied_gradients.borrowed}
+        self._replicas.sum_gradients(
+            [one for one in self.own_parameters if one.requires_grad and id(one) not in borrowed]
+        )
+        self.tied_gradients.spread()
+
+    def _plain_buffers(self) -> list[Buffer]:
+        """All but those of deferred batch norm, which replicas merge in a way of its own."""
+        buffers = all_buffers([layer.module for layer in self._own_layers])
+        return [one for one in buffers if not isinstance(one.module, DeferredBatchNorm)]
+
+    def _fly(
+        self,
+        batch: MiniBatch,
+        schedule: str,
+        head: Head | None,
+        stop: int,
+        aliases: Sequence[Aliases] = (),
+    ) -> Flight:
+        rest = iter(aliases or self._tied.aliases())
+        flight = Flight(
+            batch,
+            [Parcel.of(tensors_of(piece), isinstance(piece, Tensor)) for piece in batch.inputs],
+            [tuple(islice(rest, length)) for length in self._lengths],
+            stop,
+            head,
+        )
+        for partition in self._own:
+            partition.begin()
+        sizes = [piece.size for piece in batch.micro_batches]
+        legs = [
+            (flush, self._sketch.borders(batch.inputs[flush.first], batch.state, training=self.training))
+            for flush in flushes(sizes, schedule, self.place.ranks)
+        ]
+        for flush, borders in legs:
+            key = (flush.schedule, flush.count, borders, head is not None)
+            if key not in self._schedules:
+                self._forget_the_oldest()
+                self._schedules[key] = TorchSchedule(
+                    flush, self._own, borders, self.place, training=head is not None
+                )
+            self._schedules[key].run(flight, flush.first)
+        return flight
+
+    def _forget_the_oldest(self) -> None:
+        # All processes of a replica see the same micro-batches, so all forget the same one.
+        while len(self._schedules) >= _MOST_SCHEDULES:
+            del self._schedules[next(iter(self._schedules))]
+
+    def _mini_batch(self, batch: MiniBatch) -> MiniBatch:
+        return replace(batch, key=replica_key(batch.key, self.place.replica))
+
+    @property
+    def rank_of_layer(self) -> list[int]:
+        """The process of each layer."""
+        return [
+            self.place.rank_of(partition)
+            for partition, length in enumerate(self._lengths)
+            for _ in range(length)
+        ]
+
+    def close(self) -> None:
+        """Nothing to end: groups are their maker's."""
+        self._schedules.clear()

@@ -1,0 +1,129 @@
+"""Our schedules by the classes torch has for them, and the stages they run.
+
+    gpipe         ScheduleGPipe                    forward and backward in ascending order
+    1f1b          Schedule1F1B
+    interleaved   ScheduleInterleaved1F1B          several partitions per process
+    zero_bubble   ScheduleInterleavedZeroBubble    with one partition per process
+
+All of them add gradients up in the order of the micro-batches; torch's LoopedBFS does not, so it is not here. A stage
+object keeps the receive buffers of one shape and one mode: torch would infer shapes anew whenever training and
+evaluation alternate, so each has its own. Only public names of `torch.distributed.pipelining` are used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from gpipe_cli.distributed.borders import Border
+from gpipe_cli.distributed.flushes import Flush
+from gpipe_cli.distributed.place import Place
+from gpipe_cli.distributed.stage import Stage
+from gpipe_cli.pipeline.flight import Flight
+from gpipe_cli.pipeline.partition import Partition
+
+__all__ = ["TorchSchedule"]
+
+_OF_ONE_STAGE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_OF_SEVERAL: dict[str, Any] = {
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+_NUMBER = torch.empty((), device="meta", requires_grad=True)
+"""What the last stage gives torch: the loss. It goes nowhere, so in evaluation its shape does not matter."""
+_torch_log = logging.getLogger("torch.distributed.pipelining.schedules")
+
+
+@final
+class TorchSchedule:
+    """What torch needs to run flushes of one kind: a schedule, a number of micro-batches, their borders."""
+
+    def __init__(
+        self,
+        flush: Flush,
+        partitions: Sequence[Partition],
+        borders: Sequence[Border],
+        place: Place,
+        *,
+        training: bool,
+    ) -> None:
+        self._count = flush.count
+        self._training = training
+        self._has_output = place.has_output
+        following = [*borders[1:], None]
+        self._stages = [
+            Stage(one, borders[one.index], following[one.index], split=flush.schedule == "zero_bubble")
+            for one in partitions
+        ]
+        torch_stages = [
+            _torch_stage(stage, one.index, borders[one.index], following[one.index], place)
+            for stage, one in zip(self._stages, partitions, strict=True)
+        ]
+        options = {"loss_fn": _given if training else None, "scale_grads": False}
+        if flush.schedule in _OF_ONE_STAGE:
+            (only,) = torch_stages
+            self._schedule = _OF_ONE_STAGE[flush.schedule](only, flush.count, **options)
+        else:
+            self._schedule = _OF_SEVERAL[flush.schedule](torch_stages, flush.count, **options)
+
+    def run(self, flight: Flight, first: int) -> None:
+        """Take so many micro-batches of the flight from `first` on through the pipeline."""
+        for stage in self._stages:
+            stage.begin(flight, first)
+        # torch wants a target to split, where there is a loss; the loss has seen the real one already.
+        needs_target = self._training and self._has_output
+        target = {"target": torch.zeros(self._count)} if needs_target else {}
+        try:
+            with _silenced():
+                self._schedule.step(**target, return_outputs=False)
+        except Exception as error:
+            failure, flight.failure = flight.failure, None
+            if failure is None or failure is error:
+                raise
+            raise failure from None
+        finally:
+            for stage in self._stages:
+                stage.end()
+
+
+def _torch_stage(
+    stage: Stage, index: int, entering: Border, leaving: Border | None, place: Place
+) -> PipelineStage:
+    return PipelineStage(
+        stage,
+        index,
+        place.partitions,
+        place.device,
+        input_args=tuple(kind.example() for kind in entering.kinds) if index else (),
+        output_args=_NUMBER if leaving is None else tuple(kind.example() for kind in leaving.kinds),
+        group=place.pipe,
+        dw_builder=stage.weights_half if stage.split else None,
+    )
+
+
+def _given(output: Tensor, target: Tensor) -> Tensor:
+    """The loss is what the last stage gives."""
+    return output
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """torch prints a whole schedule when a stage raises; whoever catches the error has more to say."""
+    before = _torch_log.level
+    _torch_log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        _torch_log.setLevel(before)

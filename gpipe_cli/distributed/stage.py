@@ -1,0 +1,210 @@
+"""A partition as torch's pipelining sees it: a module with one autograd node.
+
+torch runs its backward and hands the gradient on; inside the node the partition does what it does under every
+engine: boundaries, keys, recomputation, aliases, and its own split of the backward. torch's split would run a
+checkpointed forward three times and needs a graph of torch's choosing; a `dw_builder` replaces it by ours.
+
+torch counts micro-batches from 0 in each flush and runs them in ascending order, so the stage counts with it. The
+first stage takes its input from the flight and the last one leaves its output there: torch would split both, and
+evenly only. Tensors leave contiguous, because gloo takes no others, and in the shape that was announced: of a wrong
+one torch notices nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from gpipe_cli.distributed.borders import Border, TensorKind
+from gpipe_cli.pipeline.boundary import ANCHOR, Gradients, Parcel
+from gpipe_cli.pipeline.flight import Flight
+from gpipe_cli.pipeline.partition import Kept, Partition
+from gpipe_cli.pipeline.walk import failure_note
+from gpipe_cli.schedule.action import Action, Kind
+from gpipe_cli.skip.name import SkipName
+from gpipe_cli.torch_internals.function import apply
+
+__all__ = ["Stage"]
+
+
+@final
+class Stage(nn.Module):
+    def __init__(
+        self, partition: Partition, entering: Border, leaving: Border | None, *, split: bool
+    ) -> None:
+        super().__init__()
+        self._partition = partition
+        self._entering = entering
+        self._leaving = leaving
+        self.split = split
+        self._flight: Flight | None = None
+        self._micro_batch = 0
+        self._half_done: Kept | None = None
+
+    def begin(self, flight: Flight, first: int) -> None:
+        """The next flush is of this flight, from micro-batch `first` on."""
+        self._flight, self._micro_batch = flight, first
+
+    def end(self) -> None:
+        self._flight = self._half_done = None
+
+    def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
+        micro_batch = self._micro_batch
+        self._micro_batch += 1
+        if torch.is_grad_enabled():
+            sent: tuple[Tensor, ...] = apply(_Visit, self, micro_batch, ANCHOR, *received)
+        else:
+            sent = self.run(micro_batch, received).present
+        # torch takes what the last stage gives for the loss, which is one tensor.
+        return sent if self._leaving is not None else sent[0]
+
+    def run(self, micro_batch: int, received: tuple[Tensor, ...]) -> Parcel:
+        """The forward of one micro-batch; what is sent on, and what of it needs a gradient."""
+        flight, index = self._flight_now, self._partition.index
+        with self._noting(Kind.FORWARD, "forward", micro_batch), flight.batch.state.entered():
+            given, passing = self._unpack(micro_batch, received)
+            output, kept = self._partition.forward(given, flight.visit(index, micro_batch))
+            if kept is not None and flight.batch.state.grad:
+                flight.kept[index, micro_batch] = kept
+            return self._pack(micro_batch, output, passing)
+
+    def run_backward(self, micro_batch: int, gradients: Gradients) -> Gradients:
+        """The gradients of what was received, from those of what was sent."""
+        flight, partition = self._flight_now, self._partition
+        kept = flight.kept[partition.index, micro_batch]
+        if kept.parcel is not None:
+            with self._noting(Kind.BACKWARD, "recompute", micro_batch), flight.batch.state.entered():
+                partition.recompute(kept)
+        leaving, passing = self._gradients_of_output(gradients)
+        with self._noting(Kind.BACKWARD, "backward", micro_batch):
+            if self.split:
+                entering = partition.backward_input(kept, leaving, keep_graph=False)
+                self._half_done = kept
+            else:
+                entering = partition.backward(kept, leaving, keep_graph=False)
+        del flight.kept[partition.index, micro_batch]
+        return self._gradients_of_input(entering, passing)
+
+    def weights_half(self) -> Callable[[], None]:
+        """The rest of the backward that has just been run, for later: torch's `dw_builder`."""
+        kept, self._half_done = self._half_done, None
+
+        def run() -> None:
+            if kept is not None:
+                with self._noting(Kind.WEIGHT_GRAD, "backward", kept.visit.micro_batch.index):
+                    self._partition.backward_weights(kept, keep_graph=False)
+
+        return run
+
+    @property
+    def _flight_now(self) -> Flight:
+        assert self._flight is not None, "a flush has begun"
+        return self._flight
+
+    def _unpack(
+        self, micro_batch: int, received: tuple[Tensor, ...]
+    ) -> tuple[Parcel, dict[SkipName, Tensor]]:
+        """What the layers get, and the skips that only pass through."""
+        if self._partition.index == 0:
+            return self._flight_now.inputs[micro_batch], {}
+        border = self._entering
+        count = len(border.value)
+        tensors = [tensor.detach() for tensor in received]
+        kinds = dict(border.skips)
+        skips = dict(zip(border.skip_names, tensors[count:], strict=True))
+        names = [route.name for route in self._partition.receives]
+        popped = [skips.pop(name, None) for name in names]
+        needs = [kind.needs_grad for kind in border.value] + [
+            name in kinds and kinds[name].needs_grad for name in names
+        ]
+        grad = self._flight_now.batch.state.grad
+        return Parcel(
+            (*tensors[:count], *popped), tuple(need and grad for need in needs), border.single
+        ), skips
+
+    def _pack(self, micro_batch: int, output: Parcel, passing: dict[SkipName, Tensor]) -> Parcel:
+        border = self._leaving
+        if border is None:
+            self._flight_now.outputs[micro_batch] = output
+            return output
+        count = len(output.tensors) - len(self._partition.sends)
+        skips: dict[SkipName, Tensor | None] = dict(passing)
+        names = (route.name for route in self._partition.sends)
+        skips.update(zip(names, output.tensors[count:], strict=True))
+        tensors = (*output.tensors[:count], *(skips[name] for name in sorted(skips)))
+        present = tuple(tensor.contiguous() for tensor in tensors if tensor is not None)
+        self._check(border, present)
+        grad = self._flight_now.batch.state.grad
+        return Parcel(present, tuple(kind.needs_grad and grad for kind in border.kinds), border.single)
+
+    def _check(self, border: Border, tensors: tuple[Tensor, ...]) -> None:
+        kinds = border.kinds
+        if len(kinds) != len(tensors) or not all(map(TensorKind.fits, kinds, tensors)):
+            given = ", ".join(str(TensorKind.of(tensor)) for tensor in tensors)
+            expected = ", ".join(map(str, kinds))
+            raise RuntimeError(
+                f"partition {self._partition.index} gave {given} where it was to give {expected}: what crosses "
+                "between processes cannot depend on values. Use engine=threads"
+            )
+
+    def _gradients_of_output(self, gradients: Gradients) -> tuple[Gradients, dict[SkipName, Tensor | None]]:
+        border = self._leaving
+        if border is None:
+            return gradients, {}
+        count = len(border.value)
+        skips = dict(zip(border.skip_names, gradients[count:], strict=True))
+        sent = [skips.pop(route.name, None) for route in self._partition.sends]
+        return (*gradients[:count], *sent), skips
+
+    def _gradients_of_input(self, gradients: Gradients, passing: dict[SkipName, Tensor | None]) -> Gradients:
+        if self._partition.index == 0:
+            return ()
+        border = self._entering
+        count = len(border.value)
+        names = (route.name for route in self._partition.receives)
+        skips = {**passing, **dict(zip(names, gradients[count:], strict=True))}
+        return (*gradients[:count], *(skips[name] for name in border.skip_names))
+
+    @contextmanager
+    def _noting(self, kind: Kind, phase: str, micro_batch: int) -> Iterator[None]:
+        """torch wraps whatever a stage raises in an error of its own: what was raised first is kept."""
+        try:
+            yield
+        except BaseException as error:
+            flight, partition = self._flight_now, self._partition
+            kept = flight.kept.get((partition.index, micro_batch))
+            where = (
+                partition.whereabouts_in_backward(kept, error)
+                if phase == "backward" and kept is not None
+                else partition.whereabouts()
+            )
+            error.add_note(failure_note(Action(kind, partition.index, micro_batch), phase, where))
+            flight.failure = flight.failure or error
+            raise
+
+
+@final
+class _Visit(Function):
+    """One micro-batch at one stage."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, stage: Stage, micro_batch: int, anchor: Tensor, *received: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.stage, ctx.micro_batch = stage, micro_batch
+        ctx.set_materialize_grads(False)
+        sent = stage.run(micro_batch, received)
+        tensors = sent.present
+        ctx.mark_non_differentiable(
+            *(tensor for tensor, needed in zip(tensors, sent.needs_grad, strict=True) if not needed)
+        )
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        return (None, None, None, *ctx.stage.run_backward(ctx.micro_batch, gradients))

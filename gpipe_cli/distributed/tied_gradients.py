@@ -1,0 +1,95 @@
+"""Gradients of parameters that layers in several processes share.
+
+Each process that uses one has a copy of it, and the copies must stay equal to the bit. So the process of the first
+use adds the gradients of all uses up, in the order of the layers, as one process alone would do, and hands the sum to
+the others. Decides who sends what to whom; knows nothing of optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor, distributed, nn
+
+from gpipe_cli.distributed.place import Place
+from gpipe_cli.pipeline.tied import Aliases, TiedParameters
+
+__all__ = ["TiedGradients"]
+
+
+@final
+class TiedGradients:
+    def __init__(self, tied: TiedParameters, ranks: Sequence[int], place: Place) -> None:
+        """`ranks`: for each layer the rank of its partition."""
+        self._place = place
+        self._ranks = ranks
+        self._shared = [(parameter, users) for parameter, users in tied.users if parameter.requires_grad]
+        self._between_ranks = any(len({ranks[user] for user in users}) > 1 for _, users in self._shared)
+        self.borrowed = [
+            parameter for parameter, users in self._shared if self._uses(users) and not self._owns(users)
+        ]
+        """Copies here whose owner is another process."""
+
+    def collect(self, aliases: Sequence[Aliases]) -> None:
+        """Give each shared parameter, at its owner, the sum of its uses' gradients."""
+        gradients = [
+            [of_layer.take_gradient(parameter) for of_layer in (aliases[user] for user in users)]
+            for parameter, users in self._shared
+        ]
+        present = self._present(gradients)
+        for (parameter, users), of_uses, is_there in zip(self._shared, gradients, present, strict=True):
+            for user, gradient, there in zip(users, of_uses, is_there, strict=True):
+                if there:
+                    self._bring_to_owner(parameter, users, user, gradient)
+
+    def spread(self) -> None:
+        """Hand each sum to the other processes that use the parameter."""
+        if not self._between_ranks:
+            return
+        has_gradient = self._present([[parameter.grad] for parameter, _ in self._shared])
+        for (parameter, users), (there,) in zip(self._shared, has_gradient, strict=True):
+            if not there:
+                continue
+            owner = self._ranks[users[0]]
+            for rank in sorted({self._ranks[user] for user in users} - {owner}):
+                if self._place.rank == owner:
+                    assert parameter.grad is not None, "it has just said so"
+                    distributed.send(parameter.grad, group=self._place.pipe, group_dst=rank)
+                elif self._place.rank == rank:
+                    parameter.grad = self._received(parameter, owner)
+
+    def _bring_to_owner(
+        self, parameter: nn.Parameter, users: Sequence[int], user: int, gradient: Tensor | None
+    ) -> None:
+        rank, owner = self._ranks[user], self._ranks[users[0]]
+        if self._place.rank == owner:
+            found = self._received(parameter, rank) if rank != owner else gradient
+            assert found is not None, "it is said to be there"
+            parameter.grad = found if parameter.grad is None else parameter.grad + found
+        elif self._place.rank == rank:
+            assert gradient is not None, "it is said to be there"
+            distributed.send(gradient.contiguous(), group=self._place.pipe, group_dst=owner)
+
+    def _received(self, parameter: nn.Parameter, source: int) -> Tensor:
+        buffer = torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
+        distributed.recv(buffer, group=self._place.pipe, group_src=source)
+        return buffer
+
+    def _present(self, gradients: Sequence[Sequence[Tensor | None]]) -> list[list[bool]]:
+        """Which of them there are, in whichever process: a use may have had no part in the loss."""
+        flags = [[gradient is not None for gradient in of_uses] for of_uses in gradients]
+        if not self._between_ranks:
+            return flags
+        flat = torch.tensor([flag for of_uses in flags for flag in of_uses], dtype=torch.int32)
+        flat = flat.to(self._place.device)
+        distributed.all_reduce(flat, group=self._place.pipe)
+        found = iter(flat.tolist())
+        return [[bool(next(found)) for _ in of_uses] for of_uses in flags]
+
+    def _uses(self, users: Sequence[int]) -> bool:
+        return any(self._ranks[user] == self._place.rank for user in users)
+
+    def _owns(self, users: Sequence[int]) -> bool:
+        return self._ranks[users[0]] == self._place.rank

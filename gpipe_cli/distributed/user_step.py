@@ -1,0 +1,178 @@
+"""One step of a pipeline whose partitions are functions of yours, one in each process of the group `pipe`.
+
+Forward and backward alternate as early as they can (1f1b), with gradients added up in the order of the micro-batches.
+Every row of the batch counts once, however it divides: a micro-batch's loss weighs as much as its rows, so gradients
+are those of the mean loss of the whole batch. Knows nothing of models, optimizers or losses beyond that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from gpipe_cli.distributed.line import Line
+from gpipe_cli.errors import ConfigError, PeerError
+from gpipe_cli.pipeline.boundary import Mailbox, Parcel, enter
+from gpipe_cli.pipeline.context import MicroBatch
+from gpipe_cli.pipeline.microbatch import Value, batch_size, check, gather, micro_batches, scatter, tensors_of
+
+__all__ = ["forward_backward", "forward_eval"]
+
+Inputs = Tensor | Sequence[Tensor]
+Forward = Callable[[Any], Any]
+"""Takes what it is given as it is, if that is one tensor, else a list: what the process before sent, then inputs."""
+Backward = Callable[[Any, Any], object]
+"""Takes an output and its gradient; None for the gradient of a loss."""
+NO_INPUTS = -1
+
+
+def forward_backward(
+    optimizer: torch.optim.Optimizer | None,
+    fwd_fn: Forward,
+    bwd_fn: Backward | None,
+    inputs: Inputs,
+    num_microbatches: int = 1,
+    forward_only: bool = False,
+    dtype: torch.dtype | None = None,
+    scatter_gather_tensors: bool = False,
+) -> Any:
+    """Run every micro-batch through all processes, which all call this; the last one gets what comes out.
+
+    inputs: of the first process the batch, of the others what their function needs besides, such as targets.
+    fwd_fn: the last process's gives the mean loss of its micro-batch; with `forward_only`, anything.
+    dtype: what floating-point tensors cross from process to process in; None: as they are.
+    Returned in the last process: the mean loss, or with `forward_only` all rows; in the others None.
+    """
+    if scatter_gather_tensors:
+        raise ConfigError(
+            "scatter_gather_tensors=True: divides tensors among the processes of a tensor-parallel group, "
+            "which gpipe does not have; leave it out"
+        )
+    if num_microbatches < 1:
+        raise ConfigError(f"num_microbatches={num_microbatches}: must be at least 1")
+    with Line.present() as line:
+        step = _begun(line, fwd_fn, inputs, num_microbatches, dtype)
+        if forward_only:
+            return step.forward_all()
+        if optimizer is not None:
+            optimizer.zero_grad()
+        return step.train(bwd_fn or _backward)
+
+
+def forward_eval(fwd_fn: Forward, inputs: Inputs, dtype: torch.dtype | None = None) -> Any:
+    """The whole batch at once, without gradients; the last process gets what comes out."""
+    return forward_backward(None, fwd_fn, None, inputs, forward_only=True, dtype=dtype)
+
+
+def _begun(line: Line, forward: Forward, inputs: Inputs, count: int, dtype: torch.dtype | None) -> _Step:
+    """The first process says how many rows there are: the others may have nothing to count."""
+    own = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    rows = line.of_first(batch_size(check(own)) if own else NO_INPUTS)
+    if rows == NO_INPUTS:
+        if line.is_first:
+            raise ConfigError("inputs: the first process of a pipe needs the batch; it was given nothing")
+        raise PeerError("the first process of the pipe was given no inputs")
+    if own and batch_size(check(own)) != rows:
+        raise ConfigError(f"inputs: have {batch_size(own)} rows, those of the first process {rows}")
+    parts = micro_batches(rows, count)
+    slices = [tensors_of(one) for one in scatter(own, len(parts))] if own else [()] * len(parts)
+    return _Step(line, forward, parts, slices, rows, dtype)
+
+
+@final
+@dataclass(frozen=True)
+class _Flight:
+    """A micro-batch between its forward and its backward."""
+
+    part: MicroBatch
+    mailbox: Mailbox
+    output: Value
+
+
+@final
+@dataclass(frozen=True)
+class _Step:
+    line: Line
+    forward: Forward
+    parts: Sequence[MicroBatch]
+    inputs: Sequence[tuple[Tensor, ...]]
+    rows: int
+    dtype: torch.dtype | None
+
+    def forward_all(self) -> Any:
+        with torch.no_grad():
+            outputs = [self._run(part).output for part in self.parts]
+        if not self.line.is_last:
+            return None
+        if isinstance(outputs[0], Tensor) and outputs[0].dim() == 0:
+            return self._mean([one for one in outputs if isinstance(one, Tensor)])
+        return gather(outputs)
+
+    def train(self, backward: Backward) -> Tensor | None:
+        waiting: deque[_Flight] = deque()
+        losses = []
+        ahead = self.line.ranks - self.line.rank - 1
+        for part in self.parts:
+            flight = self._run(part)
+            waiting.append(flight)
+            if self.line.is_last:
+                losses.append(_loss(flight.output).detach())
+            if len(waiting) > ahead:
+                self._run_back(waiting.popleft(), backward)
+        while waiting:
+            self._run_back(waiting.popleft(), backward)
+        return self._mean(losses) if losses else None
+
+    def _run(self, part: MicroBatch) -> _Flight:
+        parcel = Parcel((), (), single=False) if self.line.is_first else self.line.receive()
+        mailbox = Mailbox(parcel.needs_grad)
+        given = [*(enter(parcel, mailbox) if parcel.tensors else ()), *self.inputs[part.index]]
+        output = self.forward(given[0] if len(given) == 1 else given)
+        value = check(tuple(output) if isinstance(output, list) else output)
+        if not self.line.is_last:
+            value = self._as_sent(value)
+            self.line.send_on(Parcel.of(tensors_of(value), isinstance(value, Tensor)))
+        return _Flight(part, mailbox, value)
+
+    def _run_back(self, flight: _Flight, backward: Backward) -> None:
+        with flight.mailbox:
+            if self.line.is_last:
+                backward(_loss(flight.output) * (flight.part.size / self.rows), None)
+            else:
+                gradients = self.line.receive_back()
+                single = isinstance(flight.output, Tensor)
+                backward(flight.output, gradients[0] if single else gradients)
+        if not self.line.is_first:
+            self.line.send_back(flight.mailbox.take())
+
+    def _as_sent(self, value: Value) -> Value:
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
+
+        return cast(value) if isinstance(value, Tensor) else tuple(cast(one) for one in value)
+
+    def _mean(self, losses: Sequence[Tensor]) -> Tensor:
+        weighted = [loss * (part.size / self.rows) for loss, part in zip(losses, self.parts, strict=True)]
+        return torch.stack(weighted).sum()
+
+
+def _loss(output: Value) -> Tensor:
+    if not isinstance(output, Tensor) or output.dim():
+        raise ConfigError("fwd_fn: the last process of a pipe must give its loss, a tensor of one number")
+    return output
+
+
+def _backward(output: Any, gradient: Any) -> None:
+    """What `bwd_fn` is without one of the caller's."""
+    outputs = tensors_of(output)
+    gradients = (None,) * len(outputs) if gradient is None else tensors_of(gradient)
+    pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+    # A float that nobody further on has used has no gradient, and adds nothing.
+    used = [pair for pair in pairs if pair[1] is not None or gradient is None]
+    if used:
+        torch.autograd.backward([one for one, _ in used], [other for _, other in used])

@@ -1,0 +1,125 @@
+"""The balance with the shortest step for one shape: exact, as long as the budget lasts. Pure Python.
+
+Every balance is ruled out by a bound or simulated. A bound belongs to one partition, so most balances are ruled out
+together, by the partition they have in common. Knows nothing of why a partition is not allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import final
+
+from gpipe_cli.balance.memory import Limited, Memory
+from gpipe_cli.balance.nearby import best_nearby
+from gpipe_cli.balance.solver import Objective, minimise
+from gpipe_cli.plan.bound import StepBound
+from gpipe_cli.plan.costs import Costs
+from gpipe_cli.plan.steps import step_ms
+from gpipe_cli.schedule.course import Course
+
+__all__ = ["Found", "best_balance", "lowest"]
+
+Balance = tuple[int, ...]
+ROUNDING = 1 - 1e-9
+"""Bounds and steps add the same numbers in other orders."""
+NEARBY = 24
+MOST_SEGMENTS = 2_000_000
+"""Partitions that are looked at one by one: a second."""
+
+
+@final
+@dataclass(frozen=True)
+class Found:
+    balance: Balance
+    step_ms: float
+    lower_bound_ms: float
+    """No balance of this shape that fits has a shorter step; the step itself where all of them were judged."""
+
+
+def lowest(costs: Costs, course: Course, memory: Memory | None) -> tuple[float, Balance] | None:
+    """A bound below all balances that fit, and the one that has it; None where none fits."""
+    bound: Objective = StepBound(costs, course)
+    if memory is not None and memory.limit is not None:
+        bound = Limited(bound, memory)
+    solution = minimise(bound, course.partitions)
+    return None if solution is None else (solution.largest, tuple(solution.balance))
+
+
+def best_balance(
+    costs: Costs, course: Course, memory: Memory | None, start: tuple[float, Balance], budget: int
+) -> Found:
+    """`start` is what `lowest` gave; `budget` is how many actions may be simulated."""
+    bound, balance = start
+    actions = 2 * course.partitions * course.micro_batches
+
+    @cache
+    def price(balance: Balance) -> float:
+        return step_ms(course, costs, balance)
+
+    def fits(balance: Balance) -> bool:
+        return memory is None or memory.fits(balance)
+
+    best = best_nearby(balance, fits, price, budget=max(1, min(NEARBY, budget // actions)))
+    step = price(best)
+    judged = _Judged(costs, course, memory, step)
+    if not judged.possible:
+        return Found(best, step, min(bound, step))
+    for number, other in enumerate(judged.balances()):
+        if number * actions > budget:
+            return Found(best, step, min(bound, step))
+        if (taken := price(other)) < step:
+            best, step = other, taken
+            judged.limit = step * ROUNDING
+    return Found(best, step, step)
+
+
+@final
+class _Judged:
+    """The balances that no partition rules out."""
+
+    def __init__(self, costs: Costs, course: Course, memory: Memory | None, limit: float) -> None:
+        self.limit = limit * ROUNDING
+        self._layers, self._partitions = costs.layers, course.partitions
+        self._bound = StepBound(costs, course)
+        self._memory = memory if memory is not None and memory.limit is not None else None
+        self.possible = self._partitions * self._layers**2 <= MOST_SEGMENTS
+        self._reachable = self._completions() if self.possible else []
+
+    def balances(self) -> Iterator[Balance]:
+        return self._from(0, 0)
+
+    def _from(self, partition: int, begin: int) -> Iterator[Balance]:
+        if partition == self._partitions:
+            yield ()
+            return
+        for end in self._ends(partition, begin):
+            for rest in self._from(partition + 1, end):
+                yield (end - begin, *rest)
+
+    def _ends(self, partition: int, begin: int) -> Iterator[int]:
+        """Where the partition may end so that the others have a way to the last layer."""
+        following = self._reachable[partition + 1]
+        for end in range(begin + 1, self._layers + 1):
+            if self._bound.cost(partition, begin, end) >= self.limit or not self._allowed(
+                partition, begin, end
+            ):
+                return  # both grow with every layer
+            if end in following:
+                yield end
+
+    def _allowed(self, partition: int, begin: int, end: int) -> bool:
+        if self._memory is None or self._memory.limit_per_partition is None:
+            return True
+        return self._memory.cost(partition, begin, end) <= self._memory.limit_per_partition
+
+    def _completions(self) -> list[set[int]]:
+        """For each partition where it may begin so that it and the ones after it can hold the rest."""
+        self._reachable = [set() for _ in range(self._partitions)] + [{self._layers}]
+        for partition in reversed(range(self._partitions)):
+            begins = range(partition, self._layers) if partition else (0,)
+            self._reachable[partition] = {
+                begin for begin in begins if next(self._ends(partition, begin), None) is not None
+            }
+        return self._reachable

@@ -1,0 +1,143 @@
+"""What layers cost on this machine, measured at each size of micro-batch that matters.
+
+Small micro-batches are less efficient and workers disturb each other, so nothing is scaled: at each size the layers are
+measured for their shares, and a short pipeline of them for what they take together. Decides which sizes come first
+and what there is time for. Knows nothing of plans.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import nn
+
+from gpipe_cli.balance.solver import solve
+from gpipe_cli.balance.time import Timed
+from gpipe_cli.plan.costs import Costs, Split
+from gpipe_cli.plan.shape import Shape
+from gpipe_cli.profiling.cache import ProfileCache
+from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.pace import Phases, measure_phases
+
+__all__ = ["MeasuredCosts", "Workbench", "intra_op_threads"]
+
+
+@final
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """At one size of micro-batch."""
+
+    layers: Sequence[Timed]
+    phases: Phases
+
+    def costs(self, checkpointed: bool, transfer: Sequence[float] | None) -> Costs:
+        """The phases of the pipeline, divided among the layers by what they take alone."""
+        phases = self.phases
+        forward = _divided(
+            phases.checkpointed_forward if checkpointed else phases.forward,
+            [one.forward_ms for one in self.layers],
+        )
+        return Costs(
+            forward,
+            _divided(phases.backward, [one.backward_ms for one in self.layers]),
+            recompute=_divided(phases.recompute, [one.forward_ms for one in self.layers]),
+            transfer=transfer,
+            split=Split(phases.input_grad, phases.weight_grad),
+        )
+
+
+@final
+class Workbench:
+    """Measures when it is told to, and answers from what it has measured."""
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        sample_of: Callable[[int], Sample],
+        devices: Sequence[torch.device],
+        profiles: ProfileCache,
+        *,
+        cores: int,
+        apart: bool,
+        transfer_of: Callable[[int], Sequence[float]] | None = None,
+    ) -> None:
+        """`sample_of` gives one of so many micro-batches; `apart`: devices are machines of their own like this one."""
+        self._module, self._sample_of, self._devices = module, sample_of, list(devices)
+        self._profiles, self._cores, self._apart = profiles, cores, apart
+        self._transfer_of = transfer_of
+        self._alone: dict[int, MeasuredCosts] = {}
+        self._together: dict[int, MeasuredCosts] = {}
+        self._last, self._last_chunks = 0.0, 1
+
+    def measure(self, chunks: Sequence[int], deadline: float) -> list[int]:
+        """Those of the numbers of micro-batches for which there was time, at least the first that runs."""
+        measured: list[int] = []
+        refused: Exception | None = None
+        for number in sorted(chunks, key=_worth(max(chunks))):
+            begin = time.monotonic()
+            # A size costs about what the one before it did, in proportion to its rows.
+            if measured and begin + self._last * self._last_chunks / number > deadline:
+                continue
+            try:
+                self._measure(number)
+            except (ValueError, RuntimeError) as error:
+                # Batch norm, for one, takes no micro-batch of a single row: larger ones may do.
+                refused = error
+                continue
+            self._last, self._last_chunks = time.monotonic() - begin, number
+            measured.append(number)
+        if refused is not None and not measured:
+            raise refused
+        return measured
+
+    def costs(self, shape: Shape) -> Costs:
+        """Of the micro-batches of a shape whose size was measured."""
+        kept = self._alone if shape.devices == 1 else self._together
+        transfer = self._transfer_of(shape.chunks) if self._transfer_of else None
+        return kept[shape.chunks].costs(shape.checkpoint != "never", transfer)
+
+    def _measure(self, chunks: int) -> None:
+        sample = self._sample_of(chunks).to(self._devices[0])
+        with intra_op_threads(self._cores):
+            self._alone[chunks] = self._beside(chunks, sample, 1)
+        workers = len(self._devices)
+        if self._devices[0].type == "cpu":
+            workers = min(
+                self._cores, workers
+            )  # more than there are cores take turns, and the simulator knows
+        if self._apart or len(self._devices) == 1:
+            self._together[chunks] = self._alone[chunks]
+        elif chunks > 1:
+            with intra_op_threads(1):
+                self._together[chunks] = self._beside(chunks, sample, min(workers, len(self._module)))
+
+    def _beside(self, chunks: int, sample: Sample, workers: int) -> MeasuredCosts:
+        layers = self._profiles.times(self._module, sample, seconds=0.0)
+        balance = solve([one.forward_ms + one.backward_ms for one in layers], workers).balance
+        phases = measure_phases(self._module, sample, balance, self._devices[:workers], chunks)
+        return MeasuredCosts(layers, phases)
+
+
+@contextmanager
+def intra_op_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _worth(most: int) -> Callable[[int], tuple[int, int]]:
+    """The smallest micro-batch is quickest to measure; then comes the plain run, then ever larger micro-batches."""
+    return lambda chunks: (0 if chunks == most else 1 if chunks == 1 else 2, -chunks)
+
+
+def _divided(total: float, shares: Sequence[float]) -> list[float]:
+    whole = sum(shares) or 1.0
+    return [total * one / whole for one in shares]

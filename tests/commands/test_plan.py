@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+Gpipe = Callable[..., Any]
+TINY = (
+    "model._target_=tiny_for_tests.build",
+    "allow=[tiny_for_tests]",
+    "data=synthetic",
+    "data.shape=[3,8,8]",
+    "data.length=64",
+    "batch_size=4",
+)
+FIELDS = {"balance", "chunks", "schedule", "checkpoint", "predicted_ms", "predicted_peak_bytes"}
+
+
+@pytest.fixture(autouse=True)
+def cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_a_plan_for_this_machine_has_its_fields_and_can_be_trained(tiny: Gpipe, tmp_path: Path) -> None:
+    found = tiny("plan", *TINY, "devices=[cpu,cpu]", "verify=true", "plan.verify_budget=2", "--json").json
+    assert {"best", "candidates", "profile", "lower_bound"} <= found.keys()
+    assert found["best"] == found["candidates"][0] and len(found["candidates"]) == 5
+    for plan in found["candidates"]:
+        assert plan.keys() >= FIELDS and sum(plan["balance"]) == 8
+        assert plan["measured_ms"] > 0 and plan["predicted_ms"] >= found["lower_bound"] * (1 - 1e-9)
+    assert not (tmp_path / "runs").exists()
+    assert found["paste"].startswith("gpipe train model._target_=tiny_for_tests.build")
+    words = found["paste"].replace("'", "").split()[2:]
+    trained = tiny("train", *words, "--dry-run", "--json").json
+    assert [row["layers"] for row in trained["partitions"]] == found["best"]["balance"]
+
+
+def test_what_is_given_is_kept_and_the_table_says_what_to_paste(tiny: Gpipe) -> None:
+    words = ("devices=[cpu,cpu]", "chunks=2", "schedule=1f1b", "checkpoint=always", "partitions=2")
+    out = tiny("plan", *TINY, *words).out
+    assert "chunks=2 schedule=1f1b checkpoint=always" in out
+    assert all(word in out for word in ("predicted ms", "lower bound", "advice", "optimizer", "F0"))
+
+
+def test_a_machine_that_is_elsewhere_is_estimated_for_a_model_of_any_size(huge: Gpipe) -> None:
+    found = huge("plan", "model.width=60000", "device=h100", "devices=8", "batch_size=4", "--json").json
+    assert "estimate" in found["profile"] and found["best"]["devices"] > 1
+    assert found["best"]["predicted_peak_bytes"] < 80 * 2**30
+    assert found["too_large"] > 0  # one device cannot hold it
+
+
+def test_a_limit_is_kept_or_refused_with_the_smallest_that_would_do(tiny: Gpipe) -> None:
+    words = (*TINY, "devices=2", "--json")
+    free = tiny("plan", *words).json
+    limit = 40_000
+    kept = tiny("plan", *words, f"device_memory={limit}").json
+    assert kept["best"]["predicted_peak_bytes"] <= limit <= free["best"]["predicted_peak_bytes"] + limit
+    refused = tiny("plan", *TINY, "devices=2", "device_memory=1KiB")
+    assert refused.code == 2 and "the smallest limit that would do is" in refused.err
+
+
+def test_training_takes_the_best_plan_and_remembers_it(tiny: Gpipe) -> None:
+    summary = tiny("train", "plan=auto", "devices=[cpu,cpu]", "steps=1", "chunks=2", "--json")
+    saved = yaml.safe_load((Path(summary.json["run_dir"]) / "config.yaml").read_text(encoding="utf-8"))
+    assert "predicted" in summary.err
+    assert saved["plan"]["auto"] is False and saved["chunks"] == 2
+    assert sum(saved["balance"]["layers"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["device=a1000", "devices=2"], "did you mean 'a100'"),
+        (["device=a100"], "say how many there are, such as devices=8"),
+        (["device=a100", "devices=2", "verify=true"], "nothing can be run on it"),
+        (["devices=4", "verify=true"], "machines that are not here"),
+        (["--by", "time"], "gpipe plan searches for it"),
+        (["--dry-run"], "leave it out"),
+        (["plan.budget=0"], "plan.budget=0.0: must be positive"),
+        (["partitions=9", "devices=[cpu,cpu]"], "one device per partition is needed"),
+    ],
+)
+def test_a_mistake_is_one_line(tiny: Gpipe, words: list[str], told: str) -> None:
+    refused = tiny("plan", *TINY, *words)
+    assert refused.code == 2 and told in refused.err

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.report.page.runs import write_profile, write_training
+
+Gpipe = Callable[..., Any]
+
+
+def test_a_trained_run_has_a_page_that_can_be_built_anew(tiny: Gpipe) -> None:
+    summary = tiny("train", "run_dir=here", "--json").json
+    page = Path(summary["run_dir"]) / "report.html"
+    first = page.read_text(encoding="utf-8")
+    assert "gpipe train resume=here &#x27;allow" not in first  # text is not escaped as an attribute would be
+    assert "gpipe train resume=here 'allow=[tiny_for_tests]'" in first
+    assert "gpipe profile timeline=true" in first and "gradient" in first
+    page.unlink()
+    answer = tiny("report", "here")
+    assert answer.code == 0 and answer.out.startswith("report  here/report.html")
+    assert page.read_text(encoding="utf-8") == first
+
+
+def test_a_run_that_went_on_is_repeated_by_all_its_commands(tiny: Gpipe) -> None:
+    tiny("train", "run_dir=here", "epochs=1", "chunks=2")
+    tiny("train", "resume=here", "epochs=2", "run_dir=null", "chunks=4")
+    page = Path("here/report.html").read_text(encoding="utf-8")
+    assert "to repeat it, in this order" in page and "resume=here" in page
+    assert "chunks=4" in page[page.index("This makes it") :].split("</code>")[0]
+
+
+def test_a_run_that_fails_leaves_a_page_too(tiny: Gpipe) -> None:
+    answer = tiny("train", "run_dir=here", "model._target_=tiny_for_tests.broken")
+    assert answer.code == 1
+    assert "There are no metrics yet." in Path("here/report.html").read_text(encoding="utf-8")
+
+
+def test_a_profile_has_a_page_with_its_timeline(tiny: Gpipe) -> None:
+    found = tiny(
+        "profile", "seconds=0", "timeline=true", "steps=2", "run_dir=here", "device_memory=1GiB", "--json"
+    )
+    assert found.code == 0, found.err
+    page = Path("here/report.html").read_text(encoding="utf-8")
+    assert 'class="timeline ideal"' in page and 'class="timeline measured"' in page
+    assert page.count('class="piece"') > 20 and "limit 1.00 GiB" in page and "activation" in page
+
+
+def test_runs_are_compared_on_a_page_of_their_own(gpipe: Gpipe) -> None:
+    write_training(Path("a"))
+    write_profile(Path("b"))
+    found = gpipe("report", "a", "run=b", "--json").json
+    assert found["report"] == "comparison.html" and found["runs"] == ["a", "b"] and found["notes"] == []
+    assert "2 runs compared" in Path("comparison.html").read_text(encoding="utf-8")
+    assert gpipe("report", "a", "b").code == 0, "a page of ours is replaced"
+
+
+def test_another_file_is_left_alone(gpipe: Gpipe) -> None:
+    write_training(Path("a"))
+    Path("mine.html").write_text("mine", encoding="utf-8")
+    answer = gpipe("report", "a", "out=mine.html")
+    assert answer.code == 2 and "out=mine.html: exists and is no report" in answer.err
+    assert gpipe("report", "a", "out=.").code == 2
+    assert Path("mine.html").read_text(encoding="utf-8") == "mine"
+
+
+def test_a_damaged_file_is_told_on_stderr(gpipe: Gpipe) -> None:
+    (write_training(Path("a")) / "env.json").write_text("{", encoding="utf-8")
+    answer = gpipe("report", "a")
+    assert answer.code == 0 and answer.err == "warning: a/env.json: is damaged, and left out\n"
+
+
+def test_a_page_is_built_without_torch(tmp_path: Path) -> None:
+    write_training(tmp_path / "a")
+    code = (
+        "import sys; from gpipe_cli.cli import main; "
+        "assert main(['report', sys.argv[1]]) == 0; assert 'torch' not in sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a")], check=True, capture_output=True, timeout=60
+    )

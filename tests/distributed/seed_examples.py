@@ -1,0 +1,160 @@
+"""The seed's examples under gpipe's names, as one process of a pipe: `python -m tests.distributed.seed_examples ...`.
+
+What each process finds goes to a file of tensors of its own; the test compares it with one process that has all.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, distributed, nn
+
+from gpipe_cli.distributed import (
+    clip_grad_norm_,
+    forward_backward,
+    forward_eval,
+    get_group,
+    get_ranks_in_group,
+    is_first_in_pipeline_group,
+    is_last_in_pipeline_group,
+    partition_uniform,
+    setup_process_groups,
+)
+from gpipe_cli.sequential import flatten_model
+from gpipe_cli.vision import torchvision
+
+ROWS, MICRO_BATCHES, MAX_NORM = 10, 4, 0.5
+
+
+def whole_model() -> list[nn.Module]:
+    """Example: partition a Resnet into stages."""
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18(weights=None, num_classes=10)
+    layer_list = [
+        *("conv1", "bn1", "relu", "maxpool", "layer1", "layer2", "layer3", "layer4", "avgpool"),
+        *(lambda x: torch.flatten(x, 1), "fc"),
+    ]
+    layers: list[nn.Module] = flatten_model(model, layer_list, return_list=True)
+    return layers
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(ROWS, 3, 32, 32, generator=generator), torch.randint(
+        0, 10, (ROWS,), generator=generator
+    )
+
+
+criterion = nn.CrossEntropyLoss()
+
+
+def train_resnet(model: nn.Module, samples: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Example: Train Resnet."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if not is_first_in_pipeline_group():
+        targets = torch.empty_like(targets)
+    distributed.broadcast(targets, get_ranks_in_group("pipe")[0], get_group("pipe"))
+    inputs = []
+    if is_first_in_pipeline_group():
+        inputs.append(samples)
+    elif is_last_in_pipeline_group():
+        inputs.append(targets)
+
+    def bwd_fn(output_obj: Any, output_obj_grad: Any) -> None:
+        output_obj.backward(output_obj_grad)
+
+    def fwd_fn(inputs: Any) -> Any:
+        if not is_last_in_pipeline_group():
+            return model(inputs)
+        return criterion(model(inputs[0]), inputs[1])
+
+    found = {}
+    for custom in (bwd_fn, None):  # gradients of the first call are gone when the second begins
+        loss = forward_backward(
+            optimizer, fwd_fn, custom, inputs, num_microbatches=MICRO_BATCHES, scatter_gather_tensors=False
+        )
+        found[f"loss {'by hand' if custom else ''}"] = loss if loss is not None else torch.zeros(0)
+    found |= {
+        f"gradient {name}": one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
+    }
+    for norm_type in (float("inf"), 2.0):  # the first clips nothing
+        limit = MAX_NORM if norm_type == 2 else 1e9
+        found[f"norm {norm_type}"] = clip_grad_norm_(model.parameters(), limit, norm_type)
+    optimizer.step()
+    return found | {f"parameter {name}": one.detach() for name, one in model.named_parameters()}
+
+
+def evaluate_resnet(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
+    """Example: Train Resnet -- Evaluation."""
+    model.eval()
+    inputs = [images] if is_first_in_pipeline_group() else []
+
+    def eval_fwd(img: Any) -> Any:
+        return model(img)
+
+    output = forward_backward(None, eval_fwd, None, inputs, num_microbatches=3, forward_only=True)
+    at_once = forward_eval(eval_fwd, inputs)
+    if not is_last_in_pipeline_group():
+        assert output is None and at_once is None
+        return {}
+    return {"output": output, "output at once": at_once}
+
+
+def several_tensors(position: int, last: bool) -> dict[str, Tensor]:
+    """Floats, whole numbers and truth values cross together, in shapes that differ from one to the next."""
+    weight = torch.full((3,), 2.0 + position, requires_grad=True)
+    inputs = [torch.arange(15.0).reshape(5, 3), torch.arange(5)] if position == 0 else []
+
+    def forward(given: Any) -> Any:
+        value, index, *more = given
+        value.mul_(1.0) if position else None  # in place on what was received
+        value = value * weight
+        if last:
+            return (value.sum(1) * index * more[0]).mean()
+        return value, index, index > 1, value.detach().new_zeros(len(index), 7)[:, : 2 + position]
+
+    loss = forward_backward(None, forward, None, inputs, num_microbatches=2)
+    assert weight.grad is not None
+    return {"several gradient": weight.grad, "several loss": torch.zeros(0) if loss is None else loss}
+
+
+def crossing_in(dtype: torch.dtype, position: int, last: bool) -> dict[str, Tensor]:
+    inputs = [torch.full((2, 2), 1.001)] if position == 0 else []
+    seen: list[Tensor] = []
+
+    def forward(given: Any) -> Any:
+        seen.append(given)
+        return given.float()
+
+    forward_eval(forward, inputs, dtype)
+    assert position == 0 or seen[0].dtype is dtype
+    return {"crossed": seen[0].float()} if last else {}
+
+
+def main(rank: int, size: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size
+    )
+    setup_process_groups([("data", 1), ("pipe", size)])
+    samples, targets = batch()
+    model = nn.Sequential(*partition_uniform(whole_model()))
+    last = is_last_in_pipeline_group()
+    found = {
+        **train_resnet(model, samples, targets),
+        **evaluate_resnet(model, samples),
+        **several_tensors(rank, last),
+        **crossing_in(torch.bfloat16, rank, last),
+    }
+    save_file({name: one.contiguous() for name, one in found.items()}, folder / f"rank-{rank}.safetensors")
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from gpipe_cli.distributed import (
+    get_group,
+    get_ranks_in_group,
+    is_first_in_pipeline_group,
+    is_last_in_pipeline_group,
+    setup_process_groups,
+)
+from gpipe_cli.distributed.groups import lines
+from gpipe_cli.errors import ConfigError
+
+
+@pytest.fixture(params=[5])
+def world(request: pytest.FixtureRequest) -> Iterator[None]:
+    """This process as one rank of eight, none of the others being there."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=8)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_the_last_axis_runs_fastest() -> None:
+    axes = [("data", 2), ("pipe", 3)]
+    assert list(lines(axes, "pipe")) == [[0, 1, 2], [3, 4, 5]]
+    assert list(lines(axes, "data")) == [[0, 3], [1, 4], [2, 5]]
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_along_every_axis_each_process_is_in_one_group(sizes: list[int]) -> None:
+    axes = [(f"axis {index}", size) for index, size in enumerate(sizes)]
+    everybody = list(range(torch.Size(sizes).numel()))
+    mesh = torch.arange(len(everybody)).reshape(sizes)
+    for index, (name, size) in enumerate(axes):
+        found = list(lines(axes, name))
+        assert sorted(rank for line in found for rank in line) == everybody
+        assert {tuple(line) for line in found} == set(
+            map(tuple, mesh.movedim(index, -1).reshape(-1, size).tolist())
+        )
+
+
+def test_a_process_knows_its_own_groups(world: None) -> None:
+    setup_process_groups([("data", 2), ("pipe", 4)])
+    assert get_ranks_in_group("pipe") == [4, 5, 6, 7] and get_ranks_in_group("data") == [1, 5]
+    assert torch.distributed.get_process_group_ranks(get_group("pipe")) == [4, 5, 6, 7]
+    assert not is_first_in_pipeline_group() and not is_last_in_pipeline_group()
+
+
+@pytest.mark.parametrize(("world", "ends"), [(4, (True, False)), (7, (False, True))], indirect=["world"])
+def test_the_ends_of_a_pipeline_know_it(world: None, ends: tuple[bool, bool]) -> None:
+    setup_process_groups([("data", 2), ("pipe", 4)])
+    assert (is_first_in_pipeline_group(), is_last_in_pipeline_group()) == ends
+
+
+@pytest.mark.parametrize(
+    ("axes", "says"),
+    [
+        ([("data", 2), ("pipe", 3)], "data 2 x pipe 3 are 6 processes, there are 8; start as many"),
+        ([("pipe", 8), ("pipe", 1)], "give each axis once"),
+        ([], "give each axis once"),
+        ([("data", 0), ("pipe", 8)], "every axis has at least one process"),
+    ],
+)
+def test_axes_that_make_no_mesh_are_refused(world: None, axes: list[tuple[str, int]], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        setup_process_groups(axes)
+
+
+def test_a_group_that_was_not_made_is_refused_by_name(world: None) -> None:
+    with pytest.raises(ConfigError, match="no group 'pipe': call setup_process_groups first"):
+        get_group("pipe")
+    setup_process_groups([("pipe", 8)])
+    with pytest.raises(ConfigError, match="no group 'data'; setup_process_groups made pipe"):
+        get_group("data")
+
+
+def test_groups_end_with_the_processes_they_were_made_of(world: None) -> None:
+    setup_process_groups([("pipe", 8)])
+    torch.distributed.destroy_process_group()
+    with pytest.raises(ConfigError, match="init_process_group first"):
+        get_group("pipe")
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    with pytest.raises(ConfigError, match="call setup_process_groups first"):
+        get_group("pipe")

@@ -1,0 +1,156 @@
+"""The seed's two examples on two and three processes, against one process that has the whole model.
+
+The original divided nothing by the number of micro-batches, lost the rows that did not divide, died on a middle stage
+and added up norms: each of that would show here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import gpipe_cli
+from gpipe_cli.distributed import forward_backward, partition_uniform, setup_process_groups
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.sequential import by_list
+from tests.distributed.seed_examples import MAX_NORM, MICRO_BATCHES, batch, criterion, whole_model
+
+Found = list[dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each process of a pipe found; one launch for all cases."""
+    folder, size = tmp_path_factory.mktemp("ranks"), request.param
+    environment = {**os.environ, "PYTHONPATH": str(Path(gpipe_cli.__file__).parents[1])}
+    command = [sys.executable, "-W", "error", "-m", "tests.distributed.seed_examples"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(size), str(folder)], env=environment, stderr=subprocess.PIPE
+        )
+        for rank in range(size)
+    ]
+    said = [rank.communicate(timeout=200)[1].decode() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(said)
+    return [load_file(folder / f"rank-{rank}.safetensors") for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Tensor]:
+    """The same in this process: micro-batch by micro-batch, each weighted by its rows."""
+    torch.set_num_threads(1)
+    layers = whole_model()
+    model = nn.Sequential(*layers)
+    samples, targets = batch()
+    total = torch.zeros(())
+    for _ in range(2):  # the example runs its step twice, and batch norm remembers
+        model.zero_grad()
+        parts = zip(samples.tensor_split(MICRO_BATCHES), targets.tensor_split(MICRO_BATCHES), strict=True)
+        losses = [criterion(model(rows), labels) * (len(rows) / len(samples)) for rows, labels in parts]
+        for loss in losses:
+            loss.backward()
+        total = torch.stack([loss.detach() for loss in losses]).sum()
+    gradients = {f"gradient {name}": one.grad.clone() for name, one in model.named_parameters()}  # type: ignore[union-attr]
+    norms = {
+        "norm inf": nn.utils.clip_grad_norm_(model.parameters(), 1e9, float("inf")),
+        "norm 2.0": nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM),
+    }
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    parameters = {f"parameter {name}": one.detach() for name, one in model.named_parameters()}
+    model.eval()
+    with torch.no_grad():
+        output, at_once = torch.cat([model(rows) for rows in samples.tensor_split(3)]), model(samples)
+    return {**gradients, **norms, **parameters, "loss ": total, "output": output, "output at once": at_once}
+
+
+def by_whole_name(found: Found, kind: str) -> dict[str, Tensor]:
+    """Of all processes, with the layers counted through."""
+    sizes = [len(part) for part in by_list.partition_uniform(whole_model(), len(found))]
+    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    return {
+        f"{kind} {int(name.split()[1].partition('.')[0]) + start}.{name.partition('.')[2]}": tensor
+        for one, start in zip(found, starts, strict=True)
+        for name, tensor in one.items()
+        if name.startswith(f"{kind} ")
+    }
+
+
+def test_every_gradient_is_that_of_the_mean_loss(found: Found, alone: dict[str, Tensor]) -> None:
+    gradients = by_whole_name(found, "gradient")
+    assert gradients.keys() == {name for name in alone if name.startswith("gradient")}
+    assert all(torch.equal(gradients[name], alone[name]) for name in gradients)
+    assert torch.equal(found[-1]["loss "], alone["loss "])
+    assert all(one["loss "].numel() == 0 for one in found[:-1])
+
+
+def test_the_norm_is_that_of_the_whole_model(found: Found, alone: dict[str, Tensor]) -> None:
+    for one in found:
+        torch.testing.assert_close(one["norm 2.0"], alone["norm 2.0"], rtol=1e-6, atol=0)
+        assert torch.equal(one["norm inf"], alone["norm inf"])
+    for name, parameter in by_whole_name(found, "parameter").items():
+        torch.testing.assert_close(parameter, alone[name], rtol=1e-5, atol=1e-7)
+
+
+def test_evaluation_gives_every_row(found: Found, alone: dict[str, Tensor]) -> None:
+    """Within rounding: the parameters were clipped by norms added up in another order."""
+    for name in ("output", "output at once"):
+        torch.testing.assert_close(found[-1][name], alone[name], rtol=1e-4, atol=1e-5)
+
+
+def test_several_tensors_of_any_kind_and_shape_cross(found: Found) -> None:
+    value, index = torch.arange(15.0).reshape(5, 3), torch.arange(5)
+    weights = [torch.full((3,), 2.0 + rank, requires_grad=True) for rank in range(len(found))]
+    for weight in weights:
+        value = value * weight
+    loss = (value.sum(1) * index * (index > 1)).mean()
+    loss.backward()
+    torch.testing.assert_close(found[-1]["several loss"], loss.detach())
+    for one, weight in zip(found, weights, strict=True):
+        torch.testing.assert_close(one["several gradient"], weight.grad)
+
+
+def test_floats_cross_in_the_dtype_asked_for(found: Found) -> None:
+    assert torch.equal(found[-1]["crossed"], torch.full((2, 2), 1.001).bfloat16().float())
+
+
+@pytest.fixture
+def one_of_one(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    setup_process_groups([("pipe", 1)])
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_pipe_of_one_process_is_plain_training(one_of_one: None) -> None:
+    assert partition_uniform([nn.Identity()]) and len(partition_uniform(nn.Sequential(nn.Tanh()))) == 1
+    weight = torch.ones(3, requires_grad=True)
+    loss = forward_backward(None, lambda rows: (rows @ weight).mean(), None, torch.ones(5, 3), 2)
+    assert loss == 3 and torch.equal(weight.grad, torch.ones(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "more", "says"),
+    [
+        ([], {}, "inputs: the first process of a pipe needs the batch"),
+        (torch.ones(2), {"num_microbatches": 0}, "num_microbatches=0: must be at least 1"),
+        (
+            torch.ones(2),
+            {"scatter_gather_tensors": True},
+            "scatter_gather_tensors=True: divides tensors among",
+        ),
+        (torch.ones(2), {}, "fwd_fn: the last process of a pipe must give its loss"),
+    ],
+)
+def test_mistakes_are_named(one_of_one: None, inputs: list[Tensor], more: dict[str, int], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        forward_backward(None, lambda rows: rows, None, inputs, **more)  # type: ignore[arg-type]

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from gpipe_cli.balance.memory import LayerBytes, Memory
+from gpipe_cli.plan.costs import Costs, Split
+from gpipe_cli.plan.search import Searched, search
+from gpipe_cli.plan.shape import CHECKPOINTS, Shape, Space
+from gpipe_cli.plan.steps import step_ms
+
+
+def _balances(layers: int, partitions: int) -> Iterator[tuple[int, ...]]:
+    for cuts in itertools.combinations(range(1, layers), partitions - 1):
+        yield tuple(end - begin for begin, end in itertools.pairwise([0, *cuts, layers]))
+
+
+def _costs(draw: random.Random, layers: int) -> Costs:
+    def times(most: int) -> list[float]:
+        return [float(draw.randint(1, most)) for _ in range(layers)]
+
+    return Costs(times(9), times(20), times(9), [draw.random() for _ in range(layers)], Split(0.6, 0.55))
+
+
+def _bytes(draw: random.Random, layers: int) -> list[LayerBytes]:
+    return [
+        LayerBytes({layer: draw.randint(1, 50)}, draw.randint(1, 9), {layer: draw.randint(1, 30)})
+        for layer in range(layers)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("cores", [None, 2])
+def test_brute_force_finds_nothing_better(seed: int, cores: int | None) -> None:
+    draw = random.Random(seed)
+    layers = draw.randint(5, 10)
+    by_chunks = {chunks: _costs(draw, layers) for chunks in (1, 2, 8)}
+    sizes = _bytes(draw, layers)
+    limit = draw.choice([None, draw.randint(120, 500)])
+    space = Space(layers, [1, 2, 4], list(by_chunks))
+
+    def memory_of(shape: Shape) -> Memory:
+        return Memory(sizes, shape.course(), limit)
+
+    found = search(space.shapes(), lambda shape: by_chunks[shape.chunks], memory_of, keep=3, cores=cores)
+
+    best = sorted(
+        min(steps)
+        for shape in space.shapes()
+        if (
+            steps := [
+                step_ms(shape.course(cores), by_chunks[shape.chunks], balance)
+                for balance in _balances(layers, shape.partitions)
+                if memory_of(shape).fits(balance)
+            ]
+        )
+    )
+    assert [one.found.step_ms for one in found.answers] == pytest.approx(best[:3])
+    if best:
+        assert found.lower_bound_ms == pytest.approx(best[0])
+        assert found.gap == pytest.approx(0)
+    for one in found.answers:
+        assert memory_of(one.shape).fits(one.found.balance)
+        assert step_ms(
+            one.shape.course(cores), by_chunks[one.shape.chunks], one.found.balance
+        ) == pytest.approx(one.found.step_ms)
+
+
+def _uniform(layers: int, devices: list[int], chunks: list[int]) -> Searched:
+    costs = Costs([1.0] * layers, [2.0] * layers)
+    shapes = Space(layers, devices, chunks).shapes()
+    return search(shapes, lambda shape: costs, lambda shape: None, keep=2)
+
+
+def test_without_anything_to_lose_more_micro_batches_are_not_free() -> None:
+    # Costs do not fall with the size here, so a pipeline of many micro-batches is slower than one device.
+    assert _uniform(8, [1, 4], [1, 8]).answers[0].shape == Shape(1, 1, 1, "1f1b", "never")
+
+
+def test_thousands_of_devices_are_planned_by_their_wave() -> None:
+    found = _uniform(1024, [1024], [2048])
+    assert found.answers and found.left_out == 3  # zero_bubble has no wave
+    best = found.answers[0]
+    assert best.found.step_ms == pytest.approx((2048 + 1023) * 3.0, rel=0.02)
+    assert found.lower_bound_ms <= best.found.step_ms
+
+
+def test_a_space_names_every_shape_once() -> None:
+    shapes = list(Space(8, [1, 2, 4], [1, 2, 4]).shapes())
+    assert len(shapes) == len(set(shapes))
+    assert {shape.checkpoint for shape in shapes} == set(CHECKPOINTS)
+    assert all(shape.chunks > 1 for shape in shapes if shape.devices > 1)
+    assert {shape.partitions for shape in shapes if shape.schedule == "interleaved"} == {4, 8}

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpipe_cli.plan import wavefront
+from gpipe_cli.plan.wavefront import long_step, takes
+from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.simulate import PartitionCost
+
+numbers = st.integers(1, 50).map(float)
+shapes = st.tuples(st.sampled_from(["gpipe", "1f1b", "interleaved"]), st.integers(1, 6), st.integers(1, 3))
+
+
+def _course(schedule: str, devices: int, turns: int, chunks: int, checkpoint: str) -> Course:
+    partitions = devices * (turns if schedule == "interleaved" else 1)
+    return Course(schedule, partitions, chunks, checkpoint, devices)
+
+
+@settings(max_examples=100)
+@given(shapes, st.integers(1, 14), st.sampled_from(["never", "except_last", "always"]), st.data())
+def test_all_devices_at_once_take_what_action_by_action_takes(
+    shape: tuple[str, int, int], chunks: int, checkpoint: str, data: st.DataObject
+) -> None:
+    course = _course(*shape, chunks, checkpoint)
+    costs = [
+        PartitionCost(data.draw(numbers), data.draw(numbers), data.draw(numbers), data.draw(numbers))
+        for _ in range(course.partitions)
+    ]
+    assert takes(course)
+    assert long_step(course, costs) == pytest.approx(course.simulate(costs).step)
+
+
+@pytest.mark.parametrize(("schedule", "turns"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_a_steady_state_goes_on_as_the_whole_simulation_does_at_256_devices(
+    monkeypatch: pytest.MonkeyPatch, schedule: str, turns: int
+) -> None:
+    draw = random.Random(0)
+    course = _course(schedule, 256, turns, 1536, "except_last")
+    costs = [
+        PartitionCost(draw.uniform(1, 2), draw.uniform(2, 4), draw.uniform(1, 2), draw.uniform(0, 0.1))
+        for _ in range(course.partitions)
+    ]
+    whole = long_step(course, costs)
+    monkeypatch.setattr(wavefront, "MOST_TICKS", 0)
+    assert long_step(course, costs) == pytest.approx(whole, rel=2e-3)
+
+
+def test_what_shares_cores_or_splits_backward_has_no_clock() -> None:
+    assert not takes(Course("1f1b", 4, 8, cores=2))
+    assert not takes(Course("zero_bubble", 4, 8))

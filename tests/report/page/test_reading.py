@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gpipe_cli.errors import RunError
+from gpipe_cli.report.page.document import page
+from gpipe_cli.report.page.reading import read_run
+from tests.report.page.runs import steps, write_profile, write_training
+
+JSON_FILES = ("launch.json", "summary.json", "profile.json", "trace.json", "env.json")
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def test_a_profile_is_read_whole(tmp_path: Path) -> None:
+    run = read_run(write_profile(tmp_path))
+    assert (run.command, run.notes, run.device_memory) == ("profile", (), 1000)
+    assert [layer.name for layer in run.layers] == ["conv", "head"]
+    assert run.measured is not None and run.ideal is not None
+    assert len(run.measured.pieces) == len(run.ideal.pieces) == len(steps())
+    assert (run.measured.bubble, run.ideal.bubble) == (0.25, 0.2)
+    assert run.measured.milliseconds == 7
+    assert run.partitions[0].memory == {"parameter": 40, "gradient": 40, "optimizer": 80, "activation": 160}
+    assert run.partitions[1].layers == "1: conv"
+
+
+def test_a_training_run_is_read_whole(tmp_path: Path) -> None:
+    run = read_run(write_training(tmp_path))
+    curves = {(curve.quantity, curve.split): curve.points for curve in run.curves}
+    assert curves["loss", "eval"] == ((20, 0.5),) and len(curves["loss", "train"]) == 20
+    assert run.commands == ("gpipe train",) and run.environment["devices"] == ["cpu"]
+    assert run.next_commands["evaluate"] == f"gpipe eval run={tmp_path}"
+
+
+def test_the_median_step_is_drawn(tmp_path: Path) -> None:
+    write_profile(tmp_path)
+    events = [event for step in range(3) for event in steps(1, step)]
+    for event in events:
+        event["dur"] *= 1 + (event["args"]["step"] + 1) % 3  # lengths 2, 3 and 1
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+    measured = read_run(tmp_path).measured
+    assert measured is not None and measured.pieces[0].milliseconds == 2
+
+
+@pytest.mark.parametrize("words", ["nowhere", "."])
+def test_what_is_no_run_is_refused(words: str, tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"no such directory|is no run directory"):
+        read_run(tmp_path / words)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"{", b"[" * 100_000, b"7", b'{"x": ' + b"9" * 5000 + b"}"])
+@pytest.mark.parametrize("name", JSON_FILES)
+def test_a_damaged_file_is_a_note_in_the_page(name: str, content: bytes, tmp_path: Path) -> None:
+    write_profile(tmp_path)
+    write_training(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    run = read_run(tmp_path)
+    assert len(run.notes) == 1 and run.notes[0].startswith(f"{name}: ")
+    assert run.notes[0] in page([run])
+
+
+def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
+    write_training(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 21, "split": "train", "loss": NaN, "lr": 0.2}\n[1]\n{"step":')
+    run = read_run(tmp_path)
+    assert run.notes == ("metrics.jsonl: 2 damaged lines are left out",)
+    curves = {(curve.quantity, curve.split): curve.points for curve in run.curves}
+    assert curves["lr", "train"][-1] == (21, 0.2) and curves["loss", "train"][-1][0] == 20
+
+
+@pytest.mark.parametrize("name", [*JSON_FILES, "metrics.jsonl"])
+@given(
+    content=st.dictionaries(
+        st.sampled_from(["layers", "timeline", "traceEvents", "partitions", "step"]), anything
+    )
+)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_file_may_hold_anything(name: str, content: dict[str, Any], tmp_path: Path) -> None:
+    write_profile(tmp_path)
+    write_training(tmp_path)
+    (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
+    assert page([read_run(tmp_path)]).startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [
+        ("gpipe train chunks=8", ("gpipe train chunks=8",)),
+        ("gpipe train; rm -rf ~", ("gpipe 'train;' rm -rf '~'",)),
+        ("gpipe train\nrm x", ("gpipe train rm x",)),
+        ("rm -rf ~", ()),
+        ("gpipe 'train", ()),
+    ],
+)
+def test_a_command_of_a_file_is_one_of_gpipe_or_none(
+    told: str, shown: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert read_run(write_training(tmp_path, command=told)).commands == shown
+
+
+def test_an_unfinished_run_tells_how_far_it_came(tmp_path: Path) -> None:
+    write_training(tmp_path)
+    (tmp_path / "summary.json").unlink()
+    assert "20, not finished" in page([read_run(tmp_path)])

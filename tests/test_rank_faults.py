@@ -1,0 +1,136 @@
+"""What can go wrong with one of several processes: all of them end, soon, and one line names the one to blame.
+
+Real processes, real signals. A launch takes seconds, since every rank imports torch: one row per kind of end is in the
+suite, the others are slow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import gpipe_cli
+from tests.fault_injection import ALLOW, ROWS, TEMPLATE, TRAIN
+from tests.faulty_ranks import FAULT, SOCKETS
+from tests.scene import Scene, play
+from tests.without_hydra import composed
+
+LAUNCH = ("train", ALLOW, "run_dir=run")
+LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+
+
+@dataclass(frozen=True)
+class Row:
+    fault: str
+    code: int
+    says: str
+    words: tuple[str, ...] = ()
+    begins_on_threads: bool = False
+    resumes: bool = True
+    """On one process, to the very bits of a run that nothing happened to."""
+    slow: bool = False
+
+
+TABLE = [
+    Row(
+        "killed once",
+        0,
+        "rank 1 (partition 1) was killed by SIGKILL, perhaps because memory ran out; starting all ranks again",
+        ("engine.max_restarts=1",),
+        resumes=False,
+    ),
+    Row("killed", 7, "error: rank 1 (partition 1) was killed by SIGKILL", slow=True),
+    Row(
+        "stopped",
+        7,
+        "rank 1 (partition 1): stopped (SIGSTOP, or a debugger); no answer within step_timeout=2 seconds",
+        ("step_timeout=2",),
+    ),
+    Row("raises", 7, "rank 1 (partition 1): ValueError: broken (in partition 1, layer "),
+    Row("raises in backward", 7, "rank 1 (partition 1): ValueError: broken backward", slow=True),
+    Row(
+        "full disk",
+        6,
+        "rank 0 (partition 0): run/snapshots/step-00000002: the snapshot cannot be written: [Errno 28] No space",
+        resumes=False,
+        slow=True,
+    ),
+    Row(
+        "launcher terminated",
+        75,
+        "stopped by SIGTERM; saved in run/snapshots/step-0000000",
+        ("resume=auto", "engine=processes"),
+        begins_on_threads=True,
+    ),
+    Row("launcher interrupted twice", 130, "stopped by Ctrl-C at once; go on with: gpipe train", slow=True),
+    Row("launcher killed", -signal.SIGKILL, ""),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def template(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A run without a fault, its ranks started by torchrun."""
+    folder = tmp_path_factory.mktemp("template")
+    words = [word.replace("tests.faulty.model", "tests.faulty_ranks.model") for word in TRAIN]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "gpipe_cli"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, *words, "engine=processes", "run_dir=run", "--json"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(gpipe_cli.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 8
+    TEMPLATE[:] = [folder / "run"]
+
+
+def test_without_a_fault_the_others_log_and_rank_0_writes_the_rest() -> None:
+    (run,) = TEMPLATE
+    assert {"config.yaml", "metrics.jsonl", "summary.json", "train.log"} <= {
+        one.name for one in run.iterdir()
+    }
+    assert [one.name for one in (run / "logs").iterdir()] == ["rank-1.log"]
+    assert "step 8 | loss" in (run / "logs" / "rank-1.log").read_text()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["split"]) for row in rows] == ROWS
+
+
+def with_fault(fault: str) -> Callable[[], None]:
+    return lambda: os.environ.update({FAULT: fault})
+
+
+def check(row: Row, scene: Scene) -> None:
+    if row.begins_on_threads:
+        assert scene.launch(*LAUNCH, "engine=threads", inject=with_fault("terminated")) == 75, scene.said
+    code = scene.launch(*LAUNCH, *row.words, inject=with_fault(row.fault))
+    assert code == row.code, scene.said
+    assert row.says in scene.said, scene.said
+    assert "Traceback" not in scene.said and scene.said.count("gpipe: ") == (code > 0), scene.said
+    assert scene.nobody_left(), "processes are left"
+    if SOCKETS.name in {one.name for one in scene.folder.iterdir()}:
+        listening = json.loads((scene.folder / SOCKETS).read_text())
+        assert listening and all(one.partition(":")[0] in LOOPBACK for one in listening), listening
+    if row.resumes:
+        assert scene.launch(*LAUNCH, "resume=auto", "engine=single") == 0, scene.said
+    if row.resumes or code == 0:
+        assert scene.rows() == ROWS
+        last = Path("snapshots", "step-00000008", "model.safetensors")
+        assert (scene.run / last).read_bytes() == (TEMPLATE[0] / last).read_bytes()
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="ranks are watched as Linux lets us")
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, id=row.fault, marks=[pytest.mark.slow] if row.slow else []) for row in TABLE],
+)
+def test_a_fault_of_one_process_ends_as_the_table_says(tmp_path: Path, row: Row) -> None:
+    play(tmp_path, 120, composed, lambda scene: check(row, scene))
