@@ -62,7 +62,7 @@ def build(
     tier = make_tier(to, device, scratch, module, objective)
     parameters = parameters_of(module, balance)
     parameters.keep_shared(lambda _: device, value_of)
-    rotation = Rotation(parameters.on(tier, value_of), device, rooms=rooms, beside=prefetch)
+    rotation = Rotation(parameters.on(tier, value_of), tier, device, rooms=rooms, beside=prefetch)
     pipe = SlicedPipe(
         module,
         balance,

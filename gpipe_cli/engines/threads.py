@@ -75,7 +75,9 @@ def _take_away(
     parameters.keep_shared(lambda _: devices[0])
     slices = parameters.on(tier)
     rotations = [
-        Rotation({one: slices[one] for one in partitions_of(worker, len(balance), len(devices))}, device)
+        Rotation(
+            {one: slices[one] for one in partitions_of(worker, len(balance), len(devices))}, tier, device
+        )
         for worker, device in enumerate(devices)
     ]
     return Away(tier, rotations, parameters.shared)
