@@ -164,6 +164,8 @@ class Profile(Costed):
     """Run some pipelined steps too and record every action: trace.json, a picture, where time is lost."""
     steps: int = 3
     """How many steps timeline=true records, after two that warm up."""
+    offload: str | None = None
+    """With timeline=true, keep partitions there while they are not worked on, as engine.offload does: cpu or disk."""
     seconds: float = 3.0
     """How long to measure; five runs at least."""
     sort: str = "order"

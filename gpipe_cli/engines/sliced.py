@@ -36,6 +36,12 @@ class Away:
     shared: Sequence[nn.Parameter]
     """Parameters of several slices, which stay on the device."""
 
+    def close(self) -> None:
+        """End what moves slices; twice is fine."""
+        for rotation in self.rotations:
+            rotation.close()
+        self.tier.close()
+
 
 def make_tier(
     to: str, device: torch.device, scratch: Path, module: nn.Sequential, objective: Objective
@@ -65,7 +71,7 @@ class SlicedEngine:
     ) -> None:
         self.module = module
         self._rotations = away.rotations
-        self._tier = away.tier
+        self._away = away
         self._shared = Group([one for one in away.shared if one.requires_grad])
         self._update = self._make_update(objective, last)
         self._kept = {id(group): self._optimizer_state(group) for group in self._groups() if group.optimizer}
@@ -124,9 +130,7 @@ class SlicedEngine:
 
     def close(self) -> None:
         self._engine.close()
-        for rotation in self._rotations:
-            rotation.close()
-        self._tier.close()
+        self._away.close()
 
     def _slices(self) -> Iterator[Slice]:
         return (slice for rotation in self._rotations for slice in rotation.slices.values())

@@ -36,7 +36,7 @@ def build(
     offload: str | None = None,
 ) -> Engine:
     """offload: where partitions are kept while they are not worked on; scratch: a folder for files of them."""
-    away = None if offload is None else _take_away(module, objective, balance, devices, offload, scratch)
+    away = None if offload is None else take_away(module, objective, balance, devices, offload, scratch)
     pipe = GPipe(
         module,
         balance,
@@ -60,7 +60,7 @@ def build(
     )
 
 
-def _take_away(
+def take_away(
     module: nn.Sequential,
     objective: Objective,
     balance: list[int],
@@ -68,6 +68,7 @@ def _take_away(
     offload: str,
     scratch: Path,
 ) -> Away:
+    """Keep the partitions of a pipeline elsewhere."""
     if offload not in TIERS:
         raise ConfigError(f"engine.offload={offload}: must be one of: {', '.join(TIERS)}, or null")
     tier = make_tier(offload, devices[0], scratch, module, objective)
