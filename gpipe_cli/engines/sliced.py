@@ -22,7 +22,7 @@ from gpipe_cli.offload.slice import Part, Slice
 from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
 from gpipe_cli.offload.transfers import Transfers
 
-__all__ = ["Away", "SlicedEngine", "make_tier"]
+__all__ = ["Away", "SlicedEngine", "kept_bytes", "make_tier"]
 
 
 @final
@@ -48,11 +48,17 @@ def make_tier(
 ) -> Tier:
     """With room for all that will be kept: a full disk is to be noticed now, not in the middle of a step."""
     tier: Tier = DiskTier(scratch) if to == "disk" else CpuTier(device)
-    # Gradients are kept too where an update has to wait for all of them.
-    deferred = objective.clip_grad_norm is not None or objective.precision == "fp16"
-    weights = sum(layer_bytes(module)) * (2 if deferred else 1)
-    tier.reserve(weights + sum(optimizer_bytes(module, objective.optimizer)))
+    tier.reserve(sum(layer_bytes(module)) + sum(kept_bytes(module, objective)))
     return tier
+
+
+def kept_bytes(module: nn.Sequential, objective: Objective) -> list[int]:
+    """For each layer what is kept besides its weights, once it has been trained."""
+    states = optimizer_bytes(module, objective.optimizer)
+    if objective.clip_grad_norm is None and objective.precision != "fp16":
+        return states
+    # An update has to wait for all gradients, which are kept until then.
+    return [state + gradients for state, gradients in zip(states, layer_bytes(module), strict=True)]
 
 
 @final

@@ -73,7 +73,7 @@ def take_away(
         raise ConfigError(f"engine.offload={offload}: must be one of: {', '.join(TIERS)}, or null")
     tier = make_tier(offload, devices[0], scratch, module, objective)
     parameters = parameters_of(module, balance)
-    parameters.keep_shared(lambda _: devices[0])
+    parameters.keep_shared(devices)
     slices = parameters.on(tier)
     rotations = [
         Rotation(
@@ -81,4 +81,4 @@ def take_away(
         )
         for worker, device in enumerate(devices)
     ]
-    return Away(tier, rotations, parameters.shared)
+    return Away(tier, rotations, list(parameters.shared))

@@ -53,7 +53,7 @@ class OffloadModel(nn.Module):
             self.module, balance = nn.Sequential(*model), [1] * len(model)
         self.module.to(self.offload_device)
         parameters = parameters_of(self.module, balance)
-        parameters.keep_shared(lambda _: self.device)
+        parameters.keep_shared([self.device])
         tier = CpuTier(self.device)
         self._rotation = Rotation(parameters.on(tier), tier, self.device)
         pipe = SlicedPipe(
