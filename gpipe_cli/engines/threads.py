@@ -36,7 +36,7 @@ def build(
     offload: str | None = None,
 ) -> Engine:
     """offload: where partitions are kept while they are not worked on; scratch: a folder for files of them."""
-    away = None if offload is None else _take_away(module, objective, balance, devices, offload, scratch)
+    away = None if offload is None else take_away(module, objective, balance, devices, offload, scratch)
     pipe = GPipe(
         module,
         balance,
@@ -60,7 +60,7 @@ def build(
     )
 
 
-def _take_away(
+def take_away(
     module: nn.Sequential,
     objective: Objective,
     balance: list[int],
@@ -68,14 +68,17 @@ def _take_away(
     offload: str,
     scratch: Path,
 ) -> Away:
+    """Keep the partitions of a pipeline elsewhere."""
     if offload not in TIERS:
         raise ConfigError(f"engine.offload={offload}: must be one of: {', '.join(TIERS)}, or null")
     tier = make_tier(offload, devices[0], scratch, module, objective)
     parameters = parameters_of(module, balance)
-    parameters.keep_shared(lambda _: devices[0])
+    parameters.keep_shared(devices)
     slices = parameters.on(tier)
     rotations = [
-        Rotation({one: slices[one] for one in partitions_of(worker, len(balance), len(devices))}, device)
+        Rotation(
+            {one: slices[one] for one in partitions_of(worker, len(balance), len(devices))}, tier, device
+        )
         for worker, device in enumerate(devices)
     ]
-    return Away(tier, rotations, parameters.shared)
+    return Away(tier, rotations, list(parameters.shared))
