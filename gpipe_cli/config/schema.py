@@ -125,6 +125,8 @@ class Train(Running, Costed):
     """All randomness of a run is derived from it: initialisation, data order, augmentation, dropout."""
     run_dir: str | None = None
     """Directory of the run; null: runs/<command>/<model>/<time>."""
+    logger: dict[str, Any] = field(default_factory=dict)
+    """Where else metrics go, besides metrics.jsonl."""
     log: Log = field(default_factory=Log)
     """What is written while it runs."""
     snapshot: Snapshots = field(default_factory=Snapshots)
@@ -197,5 +199,15 @@ SCHEMAS: dict[str, type[Shared]] = {
     "profile": Profile,
     "plan": Plan,
 }
-OPEN_GROUPS = ("model", "data", "transform", "loss", "balance", "engine", "optimizer", "lr_schedule")
+OPEN_GROUPS = (
+    "model",
+    "data",
+    "transform",
+    "loss",
+    "balance",
+    "engine",
+    "optimizer",
+    "lr_schedule",
+    "logger",
+)
 GROUPS = (*OPEN_GROUPS, "schedule", "plan")

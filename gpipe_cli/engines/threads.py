@@ -10,6 +10,7 @@ from torch import nn
 from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.engines.sliced import Away, SlicedEngine, make_tier
 from gpipe_cli.engines.stepping import PipeEngine
+from gpipe_cli.engines.utilisation import Gauge
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.cut import parameters_of
 from gpipe_cli.offload.rotation import Rotation
@@ -34,6 +35,7 @@ def build(
     log_layers: bool,
     scratch: Path = Path(),
     offload: str | None = None,
+    gauged: bool = False,
 ) -> Engine:
     """offload: where partitions are kept while they are not worked on; scratch: a folder for files of them."""
     away = None if offload is None else take_away(module, objective, balance, devices, offload, scratch)
@@ -51,12 +53,19 @@ def build(
     if log_layers:
         register_layer_logging_hooks(pipe.partitions)
     first, last = pipe.devices[0], pipe.devices[-1]
-    if away is None:
-        return PipeEngine(
-            pipe, module, objective, balance=balance, first=first, last=last, eval_chunks=eval_chunks
+    if away is not None:
+        return SlicedEngine(
+            pipe, module, objective, away, balance=balance, first=first, last=last, eval_chunks=eval_chunks
         )
-    return SlicedEngine(
-        pipe, module, objective, away, balance=balance, first=first, last=last, eval_chunks=eval_chunks
+    return PipeEngine(
+        pipe,
+        module,
+        objective,
+        balance=balance,
+        first=first,
+        last=last,
+        eval_chunks=eval_chunks,
+        gauge=Gauge(pipe) if gauged else None,
     )
 
 

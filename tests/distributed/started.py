@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_ranks(entry: Sequence[str], ranks: int, folder: Path, seconds: float = 200) -> None:
-    """`python <entry> <rank> <ranks> <folder>` for each of them; raise with what they said if one fails or they take longer."""
+    """`python <entry> <rank> <ranks> <folder>` for each; raise with what they said if one fails or they take longer."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     started = [
         subprocess.Popen(
