@@ -21,6 +21,7 @@ from gpipe_cli.commands.assemble import Assembly, Split, assemble, engine_name, 
 from gpipe_cli.commands.jobs import Job
 from gpipe_cli.config.schema import Eval, Running
 from gpipe_cli.distributed.groups import setup_process_groups
+from gpipe_cli.distributed.place import check_placement
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.beating import BeatingEngine
 from gpipe_cli.engines.devices import available
@@ -110,7 +111,9 @@ def joined(settings: Running, job: Job) -> Iterator[Team]:
 
 
 def check_size(settings: Running, split: Split, team: Team) -> None:
-    """As many ranks as the partitions need: torchrun starts what it is told to."""
+    """Partitions that torch can place, and as many ranks as they need: torchrun starts what it is told to."""
+    if runs_in_ranks(settings):
+        check_placement(settings.schedule.name, len(split.balance), len(split.devices))
     wanted = len(split.devices) * settings.data_parallel
     if is_rank() and team.size != wanted:
         raise ConfigError(
