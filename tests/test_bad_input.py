@@ -105,6 +105,7 @@ CASES: list[tuple[str, int, str]] = [
         "partitions=3: devices=4 are 4, 2 for each of data_parallel=2 replicas; one device per partition is needed",
     ),
     ("train engine=processes partitions=11", 2, "partitions=11: the model has only 10 layers"),
+    ("train engine=processes engine.max_restarts=-1", 2, "engine.max_restarts=-1: must be at least 0"),
     ("train engine=processes engine.max_restarts=x", 2, "engine.max_restarts=x: expected a whole number"),
     ("train engine=single partitions=2", 2, "partitions: has no effect with engine=single"),
     ("train checkpoint=sometimes", 2, "checkpoint=sometimes: one of: always, except_last, never"),

@@ -48,7 +48,7 @@ def _evaluated(settings: Eval, job: Job, chosen: Chosen | None, team: Team) -> S
         return _shown(launched(settings, job, parts), job)
     engine = watched(make_engine(settings, parts), job, team)
     try:
-        with stop_requests(INTERRUPT, agree=team.largest) as stops:
+        with stop_requests(INTERRUPT, agree=team.largest, patient=team.size > 1) as stops:
             found, seconds = evaluate(engine, stops.heeded(parts.feed.ordered(settings.split)))
     except StopRequested as request:
         raise KeyboardInterrupt from request

@@ -127,7 +127,7 @@ def _train(
     limit = seconds(settings.time_limit) if settings.time_limit else None
     deadline = None if limit is None else began + limit
     with (
-        stopping(begun.directory, settings, deadline, team.largest) as stops,
+        stopping(begun.directory, settings, deadline, team) as stops,
         Keeper(
             begun.directory,
             engine,

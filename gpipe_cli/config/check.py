@@ -31,6 +31,7 @@ AT_LEAST = {
     "eval_chunks": 1,
     "partitions": 1,
     "data_parallel": 1,
+    "engine.max_restarts": 0,
     "batch_size": 1,
     "epochs": 1,
     "steps": 1,

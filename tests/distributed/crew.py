@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,34 +23,15 @@ from gpipe_cli import is_recomputing
 from gpipe_cli.distributed import get_group, setup_process_groups
 from gpipe_cli.engines.state import EngineState
 from tests.distributed.cases import Case, Course, run
+from tests.distributed.started import run_ranks
 
 PATIENCE = timedelta(seconds=60)
-ROOT = Path(__file__).parents[2]
 
 
 def run_crew(folder: Path, ranks: int, cases: Sequence[Case], seconds: float) -> None:
     """Let so many ranks do all the cases; raise with what they said if one fails or they take longer."""
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error::UserWarning", "-m", "tests.distributed.crew"]
-    crew = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), str(folder)],
-            env=environment,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        said = [one.communicate(timeout=seconds)[0] for one in crew]
-    finally:
-        for one in crew:
-            one.kill()
-            one.communicate()
-    assert [one.returncode for one in crew] == [0] * ranks, "\n".join(said)
+    run_ranks(["-m", "tests.distributed.crew"], ranks, folder, seconds)
 
 
 def found(folder: Path, case: Case, rank: int) -> Course:
