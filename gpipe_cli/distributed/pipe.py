@@ -16,8 +16,8 @@ from typing import final
 
 from torch import Tensor, nn
 
-from gpipe_cli.distributed.borders import Sketch
-from gpipe_cli.distributed.flushes import flushes
+from gpipe_cli.distributed.borders import Border, Sketch
+from gpipe_cli.distributed.flushes import Flush, flushes
 from gpipe_cli.distributed.place import Place
 from gpipe_cli.distributed.replicas import Replicas
 from gpipe_cli.distributed.schedules import TorchSchedule
@@ -148,19 +148,22 @@ class RankPipe(WrappedSequence):
             for flush in flushes(sizes, schedule, self.place.ranks)
         ]
         for flush, borders in legs:
-            key = (flush.schedule, flush.count, borders, head is not None)
-            if key not in self._schedules:
-                self._forget_the_oldest()
-                self._schedules[key] = TorchSchedule(
-                    flush, self._own, borders, self.place, training=head is not None
-                )
-            self._schedules[key].run(flight, flush.first)
+            self._schedule_for(flush, borders, training=head is not None).run(flight, flush.first)
         return flight
 
-    def _forget_the_oldest(self) -> None:
-        # All processes of a replica see the same micro-batches, so all forget the same one.
-        while len(self._schedules) >= _MOST_SCHEDULES:
+    def _schedule_for(self, flush: Flush, borders: tuple[Border, ...], *, training: bool) -> TorchSchedule:
+        """One made before, if it is among those used last.
+
+        All processes of a replica see the same micro-batches, so all make and forget the same ones.
+        """
+        key = (flush.schedule, flush.count, borders, training)
+        found = self._schedules.pop(key, None)
+        if found is None:
+            found = TorchSchedule(flush, self._own, borders, self.place, training=training)
+        self._schedules[key] = found
+        while len(self._schedules) > _MOST_SCHEDULES:
             del self._schedules[next(iter(self._schedules))]
+        return found
 
     def _mini_batch(self, batch: MiniBatch) -> MiniBatch:
         return replace(batch, key=replica_key(batch.key, self.place.replica))
