@@ -42,6 +42,7 @@ ASIDE = {
     "models": {"sequential", "skip", "vision", "values", "errors"},
     "data": {"vision", "values", "errors", "orphans"},
     "losses": {"values", "errors"},
+    "loggers": {"errors"},
 }
 """Rooms beside the levels, and what they import; reached from `commands` and by `_target_` in a config."""
 

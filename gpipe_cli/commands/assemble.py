@@ -212,8 +212,8 @@ def make_sample(settings: Shared, feed: Feed) -> Sample:
     return Sample(input, target, instantiate(settings.loss, "loss", settings.allow))
 
 
-def make_engine(settings: Running, parts: Assembly) -> Engine:
-    """The engine, with what its `build` asks for."""
+def make_engine(settings: Running, parts: Assembly, *, gauged: bool = False) -> Engine:
+    """The engine, with what its `build` asks for; gauged: somebody watches how busy its partitions are."""
     split = parts.split
     engine: Engine = instantiate(
         settings.engine,
@@ -233,6 +233,7 @@ def make_engine(settings: Running, parts: Assembly) -> Engine:
         step_timeout=settings.step_timeout,
         data_parallel=settings.data_parallel,
         log_layers=isinstance(settings, Train) and settings.log.layers,
+        gauged=gauged,
         scratch=scratch_folder(settings),
         make_sample=lambda: make_sample(settings, parts.feed),
         value_of=None if parts.built is None else parts.built.value_of,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, final
 
 from gpipe_cli.byte_size import byte_text
 from gpipe_cli.commands.logs import run_log
+from gpipe_cli.commands.relay import Relay
 from gpipe_cli.config.schema import Log
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.report.numbers import readable
@@ -25,6 +26,7 @@ from gpipe_cli.training.metrics import MetricsFile
 @dataclass(frozen=True)
 class Journal:
     metrics: MetricsFile
+    relay: Relay
     log: logging.Logger
     watching: Watcher
     every: int
@@ -38,17 +40,21 @@ class Journal:
         plan: Plan,
         settings: Log,
         start: Position = Position(),  # noqa: B008 - immutable
+        *,
+        relay: Relay,
+        partitions: Sequence[Mapping[str, Any]] = (),
     ) -> Iterator[Journal]:
+        """`partitions`: a row for each, for who sees them at work."""
         disk = Disk()
         try:
             with (
                 closing(LineFile(directory / "train.log")) as log_file,
                 run_log(log_file, partitions=settings.partitions, layers=settings.layers) as log,
                 MetricsFile(directory / "metrics.jsonl") as metrics,
-                watcher(plan.steps, plan.epochs, settings.every) as watching,
+                watcher(plan.steps, plan.epochs, settings.every, partitions) as watching,
             ):
                 disk.files = [log_file, metrics.file]
-                yield Journal(metrics, log, watching, settings.every, start, disk)
+                yield Journal(metrics, relay, log, watching, settings.every, start, disk)
         finally:
             disk.tell_lost(say)
 
@@ -81,12 +87,14 @@ class Journal:
     def _trained(self, fact: Trained, speed: float) -> None:
         transfers = "" if fact.transfers is None else _told(fact.transfers)
         self.watching.step(fact.step, fact.epoch, fact.loss, fact.lr, speed, transfers)
+        if fact.utilisation is not None:
+            self.watching.load(fact.utilisation.busy, fact.utilisation.bubble, fact.utilisation.memory)
         if fact.skipped:
             self.say(f"step {fact.step}: fp16 gradients overflowed, update left out, loss scale lowered")
         if fact.step % self.every == 0:
             extra: dict[str, Any] = {} if fact.grad_norm is None else {"grad_norm": fact.grad_norm}
             extra |= {} if fact.transfers is None else asdict(fact.transfers)
-            self.metrics.write({**_row(fact, "train", speed), **extra})
+            self._write({**_row(fact, "train", speed), **extra})
             self.log.info(
                 "step %d | loss %.6g | lr %.3g | %.1f samples/s%s",
                 fact.step,
@@ -96,8 +104,12 @@ class Journal:
                 transfers and f" | {transfers}",
             )
 
+    def _write(self, row: Mapping[str, Any]) -> None:
+        self.metrics.write(row)
+        self.relay.write(row)
+
     def _evaluated(self, fact: Evaluated) -> None:
-        self.metrics.write(_row(fact, "eval", fact.samples / fact.took))
+        self._write(_row(fact, "eval", fact.samples / fact.took))
         found = "".join(f" | {name} {readable(name, value)}" for name, value in fact.means.items())
         self.say(f"epoch {fact.epoch + 1} | step {fact.step} | eval loss {fact.loss:.4f}{found}")
 

@@ -19,6 +19,7 @@ PLURALS = {
     "engines": "engine",
     "optimizers": "optimizer",
     "lr_schedules": "lr_schedule",
+    "loggers": "logger",
     "recipe": "recipes",
 }
 TOPICS = (*GROUPS, "recipes")

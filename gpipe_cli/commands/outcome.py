@@ -15,11 +15,13 @@ from gpipe_cli.commands.resume import Resumed, allow_words
 from gpipe_cli.config.schema import Train
 from gpipe_cli.errors import ResourceError
 from gpipe_cli.report.output import say
+from gpipe_cli.report.page.files import Files, number, whole
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.training.loop import Evaluated, Plan
 from gpipe_cli.training.run_directory import write_json
 
 SUMMARY = "summary.json"
+LARGEST_EPOCH = 10**9
 
 
 def summary_of(last: Evaluated, plan: Plan, feed: Feed, directory: Path, job: Job) -> dict[str, Any]:
@@ -70,6 +72,27 @@ def write_summary(run: Path, summary: Summary) -> None:
 
 def show(summary: Summary, settings: Train) -> None:
     """To the person; with what a newcomer would type next."""
-    evaluate = ["gpipe", "eval", f"run={summary.get('run_dir')}", *allow_words(settings)]
-    report = Path(str(summary.get("run_dir"))) / PAGE
-    print_facts("", {**summary, "report": str(report), "evaluate": shlex.join(evaluate)})
+    run = Path(str(summary.get("run_dir")))
+    print_facts("", {**summary, **_best(run), "report": str(run / PAGE), **_next(run, settings)})
+
+
+def _best(run: Path) -> dict[str, str]:
+    """The evaluation with the smallest loss of all launches of the run."""
+    rows = [row for row in Files(run).json_lines("metrics.jsonl") if row.get("split") == "eval"]
+    found = [(loss, row) for row in rows if (loss := number(row.get("loss"))) is not None]
+    if not found:
+        return {}
+    loss, row = min(found, key=lambda one: one[0])
+    epoch = whole(row.get("epoch"), LARGEST_EPOCH) or 0
+    return {"best_epoch": f"{epoch + 1} (step {row.get('step')}, loss {loss:.4g})"}
+
+
+def _next(run: Path, settings: Train) -> dict[str, str]:
+    """Each works as it is printed."""
+    longer = f"epochs={2 * settings.epochs}" if settings.steps is None else f"steps={2 * settings.steps}"
+    allow = allow_words(settings)
+    return {
+        "evaluate": shlex.join(["gpipe", "eval", f"run={run}", *allow]),
+        "train_longer": shlex.join(["gpipe", "train", f"resume={run}", longer, *allow]),
+        "export": shlex.join(["gpipe", "export", f"run={run}"]),
+    }

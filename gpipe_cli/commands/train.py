@@ -20,6 +20,7 @@ from gpipe_cli.commands.origin import Begun, begin_together
 from gpipe_cli.commands.outcome import finished_before, show, summary_of, write_summary
 from gpipe_cli.commands.outlook import outlook
 from gpipe_cli.commands.planned_run import with_best_plan
+from gpipe_cli.commands.relay import Relay
 from gpipe_cli.commands.report import leave_page
 from gpipe_cli.commands.resume import Resumed, agree_on_snapshot, check_plan, resumption
 from gpipe_cli.commands.room import check_room
@@ -30,10 +31,13 @@ from gpipe_cli.config.targets import instantiate
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import RunError
+from gpipe_cli.report.progress import on_terminal
 from gpipe_cli.training.loop import Evaluated, Plan, train
 from gpipe_cli.training.run_directory import check_run_dir, planned_run_directory
 from gpipe_cli.training.snapshot.keeper import Keeper, Retention
 from gpipe_cli.training.survival import survive
+
+Rows = Sequence[Mapping[str, Any]]
 
 
 def run(settings: Train, job: Job) -> Summary:
@@ -64,17 +68,19 @@ def run(settings: Train, job: Job) -> Summary:
             held.close()  # of the two, rank 0 is the writer
             summary = launched(settings, job, parts, began)
         elif summary is None:
+            relay = Relay(settings)
             # Before there is an engine: one of several processes keeps a part of the model only.
             launch = launch_of(settings, job, parts)
-            engine = watched(make_engine(settings, parts), job, team)
+            engine = watched(make_engine(settings, parts, gauged=on_terminal()), job, team)
             held.callback(engine.close)
             _restore(engine, again)
             begun = begin_together(settings, job, again, held, team)
             if team.leads:
                 write_launch(begun.directory, launch)
                 held.callback(leave_page, begun.directory)  # however the run ends
+                held.enter_context(relay.opened(begun, job))
             again = None  # it holds the whole snapshot in memory
-            with _journal(settings, plan, begun, team) as journal:
+            with _journal(settings, plan, begun, team, relay, launch["partitions"]) as journal:
                 _tell(journal, settings, begun, warning)
                 _tell_balance(journal, parts.split, launch["partitions"])
                 last = _train(settings, parts.feed, plan, engine, begun, began, journal, team)
@@ -87,14 +93,15 @@ def run(settings: Train, job: Job) -> Summary:
 
 
 def _journal(
-    settings: Train, plan: Plan, begun: Begun, team: Team
+    settings: Train, plan: Plan, begun: Begun, team: Team, relay: Relay, partitions: Rows
 ) -> AbstractContextManager[Journal | Follower]:
     if team.leads:
-        return Journal.open(begun.directory, plan, settings.log, begun.position)
+        directory, start = begun.directory, begun.position
+        return Journal.open(directory, plan, settings.log, start, relay=relay, partitions=partitions)
     return Follower.open(begun.directory, team.rank, settings.log, begun.position)
 
 
-def _tell_balance(journal: Journal | Follower, split: Split, partitions: Sequence[Mapping[str, Any]]) -> None:
+def _tell_balance(journal: Journal | Follower, split: Split, partitions: Rows) -> None:
     """The partitions to the log; to the person as well where they were found by measuring."""
     if split.origin:
         journal.say(f"balance {split.balance}: {split.origin}")

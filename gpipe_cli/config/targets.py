@@ -31,6 +31,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "transform": ("gpipe_cli.data.transforms.",),
     "loss": ("torch.nn.", "gpipe_cli.losses."),
+    "logger": ("gpipe_cli.loggers.",),
     "balance": ("gpipe_cli.balance.",),
     "engine": ("gpipe_cli.engines.",),
     "optimizer": ("torch.optim.",),

@@ -72,17 +72,18 @@ class RankPipe(WrappedSequence):
             one for layer in self._own_layers for one in deferred_batch_norms(layer.module)
         ]
         self._tied = TiedParameters([layer.module for layer in self._layers])
-        self.tied_gradients = TiedGradients(self._tied, self.rank_of_layer, place)
+        self._tied_gradients = TiedGradients(self._tied, self.rank_of_layer, place)
         self._replicas = Replicas(place)
+        borrowed = {id(parameter) for parameter in self._tied_gradients.borrowed}
+        self._summed = [
+            one
+            for one in self.module.parameters()
+            if one.requires_grad and not one.is_meta and id(one) not in borrowed
+        ]
         self._schedules: dict[tuple[object, ...], TorchSchedule] = {}
 
     partitions: nn.ModuleList
     """Of the whole model; only those of this process have storage."""
-
-    @property
-    def own_parameters(self) -> list[nn.Parameter]:
-        """Those that have storage here, in the order of the model's names."""
-        return [one for one in self.module.parameters() if not one.is_meta]
 
     def _forward(self, input: Value) -> Value:
         batch = self._mini_batch(MiniBatch.of(input, self.chunks, key=None))
@@ -114,12 +115,9 @@ class RankPipe(WrappedSequence):
 
     def _settle(self, aliases: Sequence[Aliases]) -> None:
         """Tied parameters first, so that a replica gives the sum one alone would have; copies last."""
-        self.tied_gradients.collect(aliases)
-        borrowed = {id(parameter) for parameter in self.tied_gradients.borrowed}
-        self._replicas.sum_gradients(
-            [one for one in self.own_parameters if one.requires_grad and id(one) not in borrowed]
-        )
-        self.tied_gradients.spread()
+        self._tied_gradients.collect(aliases)
+        self._replicas.sum_gradients(self._summed)
+        self._tied_gradients.spread()
 
     def _plain_buffers(self) -> list[Buffer]:
         """All but those of deferred batch norm, which replicas merge in a way of its own."""

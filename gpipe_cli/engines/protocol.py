@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.engines.state import EngineState
+from gpipe_cli.engines.utilisation import Utilisation
 from gpipe_cli.offload.transfers import Transfers
 
 Value = Tensor | tuple[Tensor, ...]
@@ -33,6 +34,8 @@ class StepFacts:
     """The update was left out because fp16 gradients overflowed."""
     transfers: Transfers | None = None
     """What it took to bring the model in and put it away, where it does not stay on its devices."""
+    utilisation: Utilisation | None = None
+    """How busy its partitions were, where the engine was asked to look."""
 
 
 @dataclass(frozen=True)

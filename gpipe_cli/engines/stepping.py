@@ -16,6 +16,7 @@ from gpipe_cli.engines.peers import Alone, Peers
 from gpipe_cli.engines.protocol import Batch, Objective, StepFacts, Value
 from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state
 from gpipe_cli.engines.update import Update, UpdateFacts
+from gpipe_cli.engines.utilisation import Gauge
 from gpipe_cli.errors import NumericError, RunError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,11 +60,15 @@ class PipeEngine:
         eval_chunks: int,
         peers: Peers | None = None,
         update: Updating | None = None,
+        gauge: Gauge | None = None,
     ) -> None:
         """update: made here from the objective where none is given; its state is then seen to here as well."""
         self.module = module
+        self._gauge = gauge
         self._peers = peers or Alone()
         self._pipe = pipe
+        # Once: an evaluation puts every module back, and to tell each of them costs a small model's step dearly.
+        pipe.train()
         self._objective = objective
         self._balance = balance
         self._first, self._last = first, last
@@ -79,9 +84,9 @@ class PipeEngine:
     def train_step(self, batch: Batch, key: int, lr: float) -> StepFacts:
         assert self._update is not None, "an engine without an optimizer cannot train"
         input, target = self._place(batch)
-        self._pipe.train()
         self._update.begin()
-        scaled, output = self._step(input, target, key)
+        with nullcontext() if self._gauge is None else self._gauge.reading():
+            scaled, output = self._step(input, target, key)
         loss = float(scaled) / self._update.scaler.get_scale()
         seen = self._peers.facts(self._facts(loss, output, target))
         try:
@@ -91,7 +96,8 @@ class PipeEngine:
             for note in self._trace_back(input, target, key):
                 error.add_note(note)
             raise
-        return replace(seen, grad_norm=facts.grad_norm, skipped=facts.skipped)
+        load = None if self._gauge is None else self._gauge.last
+        return replace(seen, grad_norm=facts.grad_norm, skipped=facts.skipped, utilisation=load)
 
     def _facts(self, loss: float, output: Any, target: Tensor) -> StepFacts | None:
         if isinstance(output, tuple) and not output:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 
 from gpipe_cli.engines.protocol import Batch, Engine
+from gpipe_cli.engines.utilisation import Utilisation
 from gpipe_cli.errors import DataError, NumericError
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.training.lr_schedules import LrSchedule
@@ -63,6 +64,7 @@ class Trained:
     """Since the loop began."""
     transfers: Transfers | None = None
     """Of the model, where it does not stay on its devices."""
+    utilisation: Utilisation | None = None
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ def train(
                 facts.skipped,
                 seconds,
                 facts.transfers,
+                facts.utilisation,
             )
             if step == plan.steps:
                 break

@@ -176,3 +176,14 @@ def test_balancing_on_the_fly_is_logged_and_measured_once(tiny: Gpipe) -> None:
     # Without running anything, what was measured before is there too; asking for a balance measures.
     assert tiny("train", *words, "--dry-run").code == 0
     assert "reused" not in tiny("balance", "--by", "time", "balance.seconds=0").err
+
+
+def test_every_next_command_works_as_it_is_printed(tiny: Gpipe, gpipe: Gpipe) -> None:
+    lines = tiny("train", "run_dir=here").out.splitlines()
+    said = {name: value.strip() for name, _, value in (line.partition(" ") for line in lines)}
+    assert said["best_epoch"].startswith(("1 (step 4, loss ", "2 (step 8, loss "))
+    assert Path(said["report"]).is_file()
+    for name in ("evaluate", "train_longer", "export"):
+        answer = gpipe(*shlex.split(said[name])[1:])
+        assert answer.code == 0, (said[name], answer.err)
+    assert json.loads((Path("here") / "summary.json").read_text())["epochs"] == 4

@@ -28,10 +28,10 @@ from tests.distributed.started import run_ranks
 PATIENCE = timedelta(seconds=60)
 
 
-def run_crew(folder: Path, ranks: int, cases: Sequence[Case]) -> None:
-    """Let so many ranks do all the cases; raise with what they said if one fails."""
+def run_crew(folder: Path, ranks: int, cases: Sequence[Case], seconds: float) -> None:
+    """Let so many ranks do all the cases; raise with what they said if one fails or they take longer."""
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
-    run_ranks(["-m", "tests.distributed.crew"], ranks, folder)
+    run_ranks(["-m", "tests.distributed.crew"], ranks, folder, seconds)
 
 
 def found(folder: Path, case: Case, rank: int) -> Course:

@@ -11,8 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run_ranks(entry: Sequence[str], ranks: int, folder: Path) -> None:
-    """`python <entry> <rank> <ranks> <folder>` for each of them; raise with what they said if one fails."""
+def run_ranks(entry: Sequence[str], ranks: int, folder: Path, seconds: float = 200) -> None:
+    """`python <entry> <rank> <ranks> <folder>` for each; raise with what they said if one fails or they take longer."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     started = [
         subprocess.Popen(
@@ -26,7 +26,7 @@ def run_ranks(entry: Sequence[str], ranks: int, folder: Path) -> None:
         for rank in range(ranks)
     ]
     try:
-        said = [one.communicate(timeout=200)[0] for one in started]
+        said = [one.communicate(timeout=seconds)[0] for one in started]
     finally:
         for one in started:
             one.kill()

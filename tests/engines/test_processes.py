@@ -6,7 +6,8 @@ and do all the cases.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from tests.distributed.crew import found, note, run_crew
 from tests.distributed.tasks import make
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+CHECKPOINTS = ("never", "except_last", "always")
 
 SPOILT = Case("perceptron", "1f1b", spoilt=0)
 RESUMED = Case("tied", "1f1b", rows=(4, 4, 3), resumed=1)
@@ -61,23 +63,39 @@ EQUAL = {
 }
 BY_RANKS = {2: [*EQUAL[2], SPOILT, FAILING], 3: EQUAL[3], 4: [*EQUAL[4], HALVES, *MESHES]}
 """The failing one comes last: nobody can go on after it."""
+LONG = {
+    ranks: [
+        Case(task, schedule, CHECKPOINTS[(place + ranks) % 3], rows=(6,) * 19 + (5,), chunks=4)
+        for task in ("residual", "long_skips", "tied")
+        for place, schedule in enumerate(SCHEDULES)
+    ]
+    for ranks in (2, 3, 4)
+}
+"""Twenty steps, the last of an uneven batch; between them every mode of checkpointing meets every schedule."""
 ALL = [(ranks, case) for ranks, cases in EQUAL.items() for case in cases]
 
 Crew = Callable[[int], Path]
 
 
+def crews(factory: pytest.TempPathFactory, by_ranks: Mapping[int, Sequence[Case]], seconds: float) -> Crew:
+    @functools.cache
+    def folder(ranks: int) -> Path:
+        made = factory.mktemp(f"ranks-{ranks}")
+        run_crew(made, ranks, by_ranks[ranks], seconds)
+        return made
+
+    return folder
+
+
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory: pytest.TempPathFactory) -> Crew:
     """The folder in which so many ranks have left what they found."""
-    folders: dict[int, Path] = {}
+    return crews(tmp_path_factory, BY_RANKS, seconds=200)
 
-    def folder(ranks: int) -> Path:
-        if ranks not in folders:
-            folders[ranks] = tmp_path_factory.mktemp(f"ranks-{ranks}")
-            run_crew(folders[ranks], ranks, BY_RANKS[ranks])
-        return folders[ranks]
 
-    return folder
+@pytest.fixture(scope="module")
+def long_crew(tmp_path_factory: pytest.TempPathFactory) -> Crew:
+    return crews(tmp_path_factory, LONG, seconds=3600)
 
 
 def differing(expected: EngineState, found: EngineState) -> list[str]:
@@ -97,7 +115,19 @@ def alone(case: Case) -> Course:
 
 @pytest.mark.parametrize(("ranks", "case"), ALL, ids=[f"{ranks}-{case.name}" for ranks, case in ALL])
 def test_ranks_give_the_bits_of_one_process(crew: Crew, ranks: int, case: Case) -> None:
-    expected, ours, notes = alone(case), found(crew(ranks), case, 0), note(crew(ranks), case, 0)
+    assert_equal_to_one_process(case, crew(ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_twenty_steps_of_ranks_give_the_bits_of_one_process(long_crew: Crew, ranks: int) -> None:
+    for case in LONG[ranks]:
+        assert_equal_to_one_process(case, long_crew(ranks))
+
+
+def assert_equal_to_one_process(case: Case, folder: Path) -> None:
+    expected, ours, notes = alone(case), found(folder, case, 0), note(folder, case, 0)
     assert "error" not in notes, notes
     assert ours.facts == expected.facts[2 * case.resumed :]
     assert differing(expected.state, ours.state) == []

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import gpipe_cli
-from gpipe_cli.report import progress
-from gpipe_cli.report.progress import Eta, Lines
+from gpipe_cli.report import eta as eta_module
+from gpipe_cli.report.eta import Eta
+from gpipe_cli.report.progress import Lines
 
 WATCH = """
 from gpipe_cli.report.progress import watcher
@@ -72,7 +73,7 @@ def test_a_pipe_gets_plain_lines() -> None:
     assert done.stdout == ""
 
 
-def test_a_terminal_gets_a_bar_with_all_that_matters() -> None:
+def test_a_terminal_gets_a_panel_with_all_that_matters() -> None:
     shown = on_a_terminal(TERM="xterm-256color")
     assert "\x1b[" in shown
     for part in ("epoch 2/2", "4/4", "loss 0.5000", "lr 1.00e-03", "99 samples/s", "eta 0:00", "━"):
@@ -102,6 +103,6 @@ def test_the_time_left_follows_the_pace_and_leaves_out_the_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = iter([100.0, 102.0, 104.0, 106.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(eta_module.time, "monotonic", lambda: next(clock))
     eta = Eta(steps=3600)
     assert [eta.after(step) for step in (1, 2, 3, 3570)] == ["-", "1:59:56", "1:59:54", "0:00"]

@@ -1,0 +1,36 @@
+"""logger=tensorboard: event files in the run directory; `tensorboard --logdir runs` shows all runs together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from gpipe_cli.loggers.protocol import Logged, Logger, flat, required
+
+FOLDER = "tensorboard"
+
+
+def build() -> Logger:
+    required("tensorboard", "tensorboard")
+    return TensorBoard(required("torch.utils.tensorboard", "tensorboard"))
+
+
+@final
+class TensorBoard:
+    def __init__(self, package: Any) -> None:
+        self._package = package
+        self._writer: Any = None
+
+    def open(self, run: Logged) -> None:
+        """What an earlier launch wrote of later steps is hidden: this one writes them anew."""
+        self._writer = self._package.SummaryWriter(str(run.directory / FOLDER), purge_step=run.step + 1)
+        lines = "\n".join(f"    {key}: {value}" for key, value in flat(run.config).items())
+        self._writer.add_text("config", lines, global_step=run.step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, global_step=step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()

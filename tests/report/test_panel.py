@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from gpipe_cli.report.panel import BLOCKS, Panel, sparkline
+
+ROWS = [{"device": "cpu", "parameter_bytes": 2**20, "gradient_bytes": 2**20}, {"device": "cuda:0"}]
+
+
+def drawn(panel: Panel, width: int, height: int = 24) -> list[str]:
+    file = io.StringIO()
+    Console(file=file, width=width, height=height, legacy_windows=False).print(panel)
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+@pytest.fixture
+def panel() -> Panel:
+    panel = Panel(steps=8, epochs=2, partitions=ROWS)
+    for step in range(1, 7):
+        panel.step(step, (step - 1) // 4, 3.0 / step, 1e-3, 120.0, "read 3 MiB")
+        panel.load([0.25, 0.75], 0.5, [None, 3 * 2**20])
+    return panel
+
+
+def test_a_wide_panel_shows_everything(panel: Panel) -> None:
+    progress, loss, numbers, *partitions = drawn(panel, 100)
+    assert re.fullmatch(r"epoch 2/2 [━╸╺ ]+ 6/8  eta 0:00", progress)
+    assert loss == "loss 0.5000 █▄▂▂▁▁"
+    assert numbers == "lr 1.00e-03  120 samples/s  bubble 50 %  read 3 MiB"
+    assert re.fullmatch(r"0 cpu +[━╸╺ ]+ 25 % busy +2.00 MiB \+ activations", partitions[0])
+    assert re.fullmatch(r"1 cuda:0 +[━╸╺ ]+ 75 % busy +3.00 MiB at most", partitions[1])
+
+
+@pytest.mark.parametrize("width", [20, 39, 69, 70, 200])
+def test_no_line_is_wider_than_the_terminal(panel: Panel, width: int) -> None:
+    lines = drawn(panel, width)
+    assert len(lines) == 5 and max(map(len, lines)) <= width
+    assert lines[0].startswith("epoch 2/2") and "6/8" in lines[0] and "25 %" in lines[3]
+
+
+def test_partitions_beyond_the_height_are_counted() -> None:
+    panel = Panel(8, 1, [])
+    panel.load([0.5] * 40, 0.5, [None] * 40)
+    lines = drawn(panel, 80, height=10)
+    assert len(lines) < 10 and lines[-1] == "... and 37 more"
+
+
+def test_single_steps_do_not_flicker() -> None:
+    panel = Panel(8, 1, [])
+    panel.load([1.0], 0.0, [None])
+    panel.load([0.0], 1.0, [None])
+    assert "80 % busy" in drawn(panel, 80)[-1] and "bubble 20 %" in drawn(panel, 80)[2]
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=300), st.integers(0, 80))
+def test_a_sparkline_has_its_width_and_goes_from_low_to_high(values: list[float], width: int) -> None:
+    line = sparkline(values, width)
+    assert len(line) == min(len(values), width)
+    assert set(line) <= set(BLOCKS)
+
+
+def test_a_sparkline_follows_its_values() -> None:
+    assert sparkline([0, 7, 3.5], 10) == "▁█▅"
+    assert sparkline([1, 1, 1], 2) == "▁▁"
+    assert sparkline([], 10) == sparkline([1.0], 0) == ""
