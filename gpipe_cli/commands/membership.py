@@ -21,6 +21,7 @@ from gpipe_cli.commands.assemble import Assembly, assemble, engine_name, measure
 from gpipe_cli.commands.jobs import Job
 from gpipe_cli.config.schema import Eval, Running
 from gpipe_cli.distributed.groups import setup_process_groups
+from gpipe_cli.distributed.place import check_placement
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.beating import BeatingEngine
 from gpipe_cli.engines.devices import available
@@ -120,6 +121,8 @@ def assemble_together(settings: Running, job: Job, team: Team) -> Assembly:
     parts = assemble(settings, job.overrides, storage=needed or not only_looks)
     if team.leads and measures(settings):
         team.of_leader(json.dumps(parts.split.balance))
+    if runs_in_ranks(settings):
+        check_placement(settings.schedule.name, len(parts.split.balance), len(parts.split.devices))
     if is_rank():
         _check_size(settings, len(parts.split.balance), len(parts.split.devices), team.size)
     return parts

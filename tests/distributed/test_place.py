@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from gpipe_cli.distributed.place import check_placement
@@ -27,3 +30,10 @@ def test_partitions_that_torch_cannot_place_are_refused(
 )
 def test_others_are_not(schedule: str, partitions: int, ranks: int) -> None:
     check_placement(schedule, partitions, ranks)
+
+
+def test_the_command_line_refuses_them_before_a_process_is_started(gpipe: Callable[..., Any]) -> None:
+    words = ("engine=processes", "devices=[cpu,cpu]", "partitions=3", "schedule=interleaved")
+    answer = gpipe("train", *words, "model=mlp", "data=digits", "--dry-run")
+    assert answer.code == 2
+    assert "3 partitions for 2 processes; each must get as many as the others" in answer.err

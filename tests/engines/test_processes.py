@@ -65,7 +65,7 @@ BY_RANKS = {2: [*EQUAL[2], SPOILT, FAILING], 3: EQUAL[3], 4: [*EQUAL[4], HALVES,
 """The failing one comes last: nobody can go on after it."""
 LONG = {
     ranks: [
-        Case(task, schedule, CHECKPOINTS[(place + ranks) % 3], rows=(6,) * 19 + (5,), chunks=4)
+        Case(task, schedule, CHECKPOINTS[(place + ranks) % 3], rows=(8,) * 19 + (9,), chunks=4)
         for task in ("residual", "long_skips", "tied")
         for place, schedule in enumerate(SCHEDULES)
     ]
