@@ -2,7 +2,7 @@
 
 Every row is a real process and a real fault. It ends by itself, in one line with the right exit code, and leaves no
 process, no thread and nothing half-written; where a run can go on it does, without a gap or a repeat. The numbers are
-those of the matrix in the notes; rows about several processes of training wait for engines that have them.
+those of the matrix in the notes; those about several processes of training are in `test_rank_faults`.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_under_torchrun_only_rank_0_leads_and_each_has_a_device_of_its_machine(t
 
 
 def test_a_rank_takes_the_balance_that_was_found_for_it(torchrun: None) -> None:
-    job = Job(**{**vars(JOB), "rank": Rank(Meeting(Path()), [3, 1, 4])})
+    job = Job(**{**vars(JOB), "rank": Rank(Meeting(Path()), [3, 1, 4], began=0.0)})
     assert as_rank(settings(partitions=3), job).balance["layers"] == [3, 1, 4]
 
 
