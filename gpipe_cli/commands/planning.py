@@ -202,10 +202,15 @@ class Planner:
         limit = memory_limit(self._settings)
         return self._elsewhere.memory if limit is None and self._elsewhere is not None else limit
 
-    def _memory(self, shape: Shape) -> Memory:
-        return memory_from(
-            self._model, self._facts(shape.chunks), shape.course(), self._trained, self._limit()
-        )
+    def _memory(self, shape: Shape) -> Memory | None:
+        """None where even the whole model fits, which is quicker to see than that each partition does."""
+        limit = self._limit()
+        if limit is None:
+            return None
+        memory = memory_from(self._model, self._facts(shape.chunks), shape.course(), self._trained, limit)
+        most = limit / shape.course().partitions_per_device
+        whole = (memory.cost(partition, 0, len(self._model)) for partition in range(shape.partitions))
+        return memory if max(whole) > most else None
 
     @cached_property
     def _trained(self) -> Callable[[nn.Parameter], int]:
@@ -240,8 +245,10 @@ class Planner:
 
     def _refusal(self, shapes: Sequence[Shape]) -> ConfigError:
         """No plan fits; say what the least demanding one would need."""
-        needs = [self._memory(shape).refusal() for shape in shapes if shape.checkpoint == "always"][-1:]
-        return needs[0] if needs else ConfigError(f"device_memory: no plan fits with {self._pinned_text()}")
+        modest = [shape for shape in shapes if shape.checkpoint == "always"] or list(shapes)
+        memory = self._memory(modest[-1])
+        assert memory is not None, "what fits is not refused"
+        return memory.refusal()
 
     def _given(self, key: str) -> bool:
         return any(re.match(rf"[+~]*{key}[.=]", word) for word in self._overrides)
