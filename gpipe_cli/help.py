@@ -105,6 +105,17 @@ COMMANDS = {
         ("gpipe ls", "gpipe ls models", "gpipe ls recipes", "gpipe ls models --json"),
         configured=False,
     ),
+    "cp": Command(
+        "copy a recipe or an option, to make it your own",
+        "gpipe cp <group>/<option> <file> [--json]",
+        (
+            "gpipe cp recipe/digits conf/recipes/mine.yaml",
+            "gpipe train --config-dir conf recipe=mine    # what was copied, as you have changed it",
+            "gpipe cp model/resnet101 conf/model/mine.yaml",
+            "gpipe cp optimizer/sgd conf/optimizer/mine.yaml",
+        ),
+        configured=False,
+    ),
     "env": Command(
         "describe this machine, ready to paste into an issue",
         "gpipe env [--json]",

@@ -49,7 +49,8 @@ def test_every_option_of_every_group_is_shown_and_the_default_marked(command: st
 
 
 def test_recipes_are_shown_where_they_can_be_used() -> None:
-    assert "A whole proven run. Options: digits." in " ".join(command_help("train").split())
+    names = ", ".join(one.name for one in options("recipes"))
+    assert f"A whole proven run. Options: {names}." in " ".join(command_help("train").split())
     assert "A whole proven run" not in command_help("eval")
 
 

@@ -26,7 +26,7 @@ TOPICS = (*GROUPS, "recipes")
 
 
 def run(invocation: Invocation) -> None:
-    topics = [_topic(word) for word in invocation.words] or list(TOPICS)
+    topics = [topic_of(word) for word in invocation.words] or list(TOPICS)
     listing = {topic: [_row(option) for option in options(topic)] for topic in topics}
     if invocation.json:
         sys.stdout.write(f"{json.dumps(listing if len(listing) > 1 else listing[topics[0]], indent=2)}\n")
@@ -36,7 +36,7 @@ def run(invocation: Invocation) -> None:
         _print_lines(listing)
 
 
-def _topic(word: str) -> str:
+def topic_of(word: str) -> str:
     topic = PLURALS.get(word, word)
     if topic not in TOPICS:
         raise ConfigError(f"nothing called '{word}' to list; {or_list(word, [*TOPICS, *PLURALS])}")
