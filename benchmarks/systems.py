@@ -114,14 +114,25 @@ def _torchgpipe(case: Case, seat: Seat, *, checkpoint: str) -> Step:
     return lambda: case.loss(pipe(case.input), case.target).backward()
 
 
-def _torch_pipelining(case: Case, seat: Seat, *, schedule: str) -> Step:
+def meet(seat: Seat, processes: int) -> None:
+    """Let the processes of a system find each other."""
     from torch import distributed
-    from torch.distributed import pipelining
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     distributed.init_process_group(
-        "gloo", init_method=f"file://{seat.meeting_file}", rank=seat.rank, world_size=len(case.balance)
+        "gloo", init_method=f"file://{seat.meeting_file}", rank=seat.rank, world_size=processes
     )
+
+
+def _torch_pipelining(case: Case, seat: Seat, *, schedule: str) -> Step:
+    meet(seat, len(case.balance))
+    return torch_step(case, seat, schedule)
+
+
+def torch_step(case: Case, seat: Seat, schedule: str) -> Step:
+    """torch.distributed.pipelining as it comes, for processes that have met."""
+    from torch.distributed import pipelining
+
     begin = sum(case.balance[: seat.rank])
     part = case.model[begin : begin + case.balance[seat.rank]]
     borders = _border_examples(case)

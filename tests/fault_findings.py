@@ -36,3 +36,17 @@ def whole_rows(scene: Scene) -> None:
 
 def nothing_was_made(scene: Scene) -> None:
     assert not scene.run.exists() or not list(scene.run.iterdir())
+
+
+def only_what_a_run_leaves(scene: Scene) -> None:
+    """No file of the model outlives the process, whatever ended it."""
+    known = {
+        "config.yaml",
+        "overrides.yaml",
+        "env.json",
+        "train.log",
+        "metrics.jsonl",
+        "snapshots",
+        "run.lock",
+    }
+    assert {path.name for path in scene.run.iterdir()} <= known

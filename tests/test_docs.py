@@ -53,13 +53,16 @@ def test_the_error_that_the_docs_show_is_the_one_that_is_given(
 
 @pytest.mark.parametrize("line", dict.fromkeys(line for page in PAGES for line in commands(page)))
 def test_a_command_of_the_docs_works(gpipe: Callable[..., Any], tmp_path: Path, line: str) -> None:
-    """Training is cut to one step, which changes nothing about whether the words are right."""
+    """Training is cut to one step, planning to a second, which changes nothing about whether the words are right."""
     shutil.copy(EXAMPLE, tmp_path)
     if "<the run's directory>" in line:
         trained = gpipe("train", "steps=1", "batch_size=16", "--json").json
         line = line.replace("<the run's directory>", trained["run_dir"])
     words = shlex.split(line)[1:]
-    answer = gpipe(*words, *(["steps=1", "batch_size=16"] if words[0] == "train" else []))
+    shorter = {"train": ["steps=1", "batch_size=16"], "plan": ["batch_size=16"]}.get(words[0], [])
+    if any("plan" in word for word in words):
+        shorter += ["plan.budget=1"]
+    answer = gpipe(*words, *shorter)
     assert answer.code == 0, answer.err
     assert answer.out
 

@@ -2,7 +2,7 @@
 
 Every row is a real process and a real fault. It ends by itself, in one line with the right exit code, and leaves no
 process, no thread and nothing half-written; where a run can go on it does, without a gap or a repeat. The numbers are
-those of the matrix in the notes; rows about several processes of training wait for engines that have them.
+those of the matrix in the notes; those about several processes of training are in `test_rank_faults`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tests.fault_findings import (
     has_snapshots,
     make_room,
     nothing_was_made,
+    only_what_a_run_leaves,
     whole_rows,
 )
 from tests.fault_injection import (
@@ -128,6 +129,27 @@ TABLE = [
         ("snapshot.every=100", f"epochs={LONGER}"),
         before=on_a_disk(8 * WEIGHT),
         after=all_rows,
+    ),
+    Row(
+        "40",
+        "killed in the middle of a step of a run whose model is on the disk",
+        -9,
+        "",
+        in_layer(killed),
+        ("engine=offload", "engine.to=disk", "engine.slices=2"),
+        after=only_what_a_run_leaves,
+        resumes=True,
+        hydra=True,
+    ),
+    Row(
+        "40",
+        "the disk has no room for the model",
+        6,
+        "the offloaded model cannot be kept there: No space left on device; ",
+        words=("engine=offload", "engine.to=disk", "engine.slices=2", f"model.width={WIDE}"),
+        before=on_a_disk(WEIGHT),
+        after=nothing_was_made,
+        hydra=True,
     ),
     Row("4", "the disk fails under the logs, for good", 0, "Input/output", lines_fail, after=whole_rows),
     Row(

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,3 +135,21 @@ def check(row: Row, scene: Scene) -> None:
 )
 def test_a_fault_of_one_process_ends_as_the_table_says(tmp_path: Path, row: Row) -> None:
     play(tmp_path, 120, composed, lambda scene: check(row, scene))
+
+
+@pytest.mark.slow
+def test_an_evaluation_in_ranks_finds_what_one_process_does(
+    gpipe: Callable[..., Any],
+) -> None:
+    words = ("eval", f"run={TEMPLATE[0]}", ALLOW, "--json")
+    in_ranks, alone = (gpipe(*words, engine).json for engine in ("engine=processes", "engine=single"))
+    assert {**in_ranks, **{key: alone[key] for key in ("samples_per_second", "seconds", "command")}} == alone
+
+
+@pytest.mark.slow
+def test_the_time_limit_counts_from_the_start_of_the_launcher(tmp_path: Path) -> None:
+    def check(scene: Scene) -> None:
+        assert scene.launch(*LAUNCH, "time_limit=1s") == 75, scene.said
+        assert "stopped by time_limit=1s" in scene.said, scene.said
+
+    play(tmp_path, 120, composed, check)

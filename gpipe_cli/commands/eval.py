@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from torch import nn
 
 from gpipe_cli.commands.assemble import make_engine
@@ -45,10 +47,10 @@ def _evaluated(settings: Eval, job: Job, chosen: Chosen | None, team: Team) -> S
         return {"partitions": parts.partitions, "weights": weights, "command": job.line}
 
     if starts_ranks(settings):
-        return _shown(launched(settings, job, parts), job)
+        return _shown(launched(settings, job, parts, time.monotonic()), job)
     engine = watched(make_engine(settings, parts), job, team)
     try:
-        with stop_requests(INTERRUPT, agree=team.largest) as stops:
+        with stop_requests(INTERRUPT, agree=team.largest, patient=team.size > 1) as stops:
             found, seconds = evaluate(engine, stops.heeded(parts.feed.ordered(settings.split)))
     except StopRequested as request:
         raise KeyboardInterrupt from request

@@ -32,6 +32,8 @@ class Rank:
     meeting: Meeting
     balance: list[int]
     """Layers per partition, found once by the launcher."""
+    began: float
+    """When the command did, by the monotonic clock, which all processes of a machine share."""
 
 
 @dataclass(frozen=True)

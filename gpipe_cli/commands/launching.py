@@ -33,8 +33,8 @@ __all__ = ["launched"]
 START = "import sys; sys.path[:] = sys.argv[2:]; from gpipe_cli.commands.rank import main; main(sys.argv[1])"
 
 
-def launched(settings: Running, job: Job, parts: Assembly) -> Summary:
-    """Run the job in ranks; what rank 0 found."""
+def launched(settings: Running, job: Job, parts: Assembly, began: float) -> Summary:
+    """Run the job in ranks; what rank 0 found. began: when the command did, for its time limit."""
     if not hasattr(os, "pidfd_open"):
         raise ConfigError("engine=processes: starts its ranks on Linux only; start them with torchrun here")
     split, left = parts.split, int(settings.engine.get("max_restarts", 0))
@@ -46,7 +46,7 @@ def launched(settings: Running, job: Job, parts: Assembly) -> Summary:
         crew = Crew(who, settings.step_timeout, lambda: stops.signal)
         while True:
             try:
-                return _result(launch(crew, partial(_entry, job, split.balance, run)))
+                return _result(launch(crew, partial(_entry, job, split.balance, began, run)))
             except Failed as failed:
                 run = failed.run or run
                 _end_if_asked(stops, failed, settings, run)
@@ -56,7 +56,7 @@ def launched(settings: Running, job: Job, parts: Assembly) -> Summary:
                 say(f"{failed}; starting all ranks again ({left} restarts left)")
 
 
-def _entry(job: Job, balance: Sequence[int], run: Path | None, meeting: Meeting) -> list[str]:
+def _entry(job: Job, balance: Sequence[int], began: float, run: Path | None, meeting: Meeting) -> list[str]:
     """What a rank is told; run: the directory to go on in, of an attempt before."""
     task = {
         "launcher": os.getpid(),
@@ -67,6 +67,7 @@ def _entry(job: Job, balance: Sequence[int], run: Path | None, meeting: Meeting)
         "model": job.model,
         "number": job.number,
         "balance": balance,
+        "began": began,
         "run": None if run is None else str(run),
     }
     meeting.task.write_text(json.dumps(task), encoding="utf-8")

@@ -17,10 +17,11 @@ from typing import TypeVar
 import torch
 from torch import distributed
 
-from gpipe_cli.commands.assemble import Assembly, Split, assemble, engine_name, measures, runs_in_ranks
+from gpipe_cli.commands.assemble import Assembly, assemble, engine_name, measures, runs_in_ranks
 from gpipe_cli.commands.jobs import Job
 from gpipe_cli.config.schema import Eval, Running
 from gpipe_cli.distributed.groups import setup_process_groups
+from gpipe_cli.distributed.place import check_placement
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.beating import BeatingEngine
 from gpipe_cli.engines.devices import available
@@ -61,6 +62,8 @@ def as_rank(settings: Settings, job: Job) -> Settings:
     if job.rank is not None:
         return with_balance(settings, job.rank.balance)
     if settings.devices == "auto":
+        if settings.partitions is not None and settings.schedule.name != "interleaved":
+            _check_size(settings, settings.partitions, settings.partitions, int(os.environ["WORLD_SIZE"]))
         own = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
         return replace(settings, devices=[own] * int(os.environ["WORLD_SIZE"]))
     return settings
@@ -109,16 +112,6 @@ def joined(settings: Running, job: Job) -> Iterator[Team]:
         distributed.destroy_process_group()
 
 
-def check_size(settings: Running, split: Split, team: Team) -> None:
-    """As many ranks as the partitions need: torchrun starts what it is told to."""
-    wanted = len(split.devices) * settings.data_parallel
-    if is_rank() and team.size != wanted:
-        raise ConfigError(
-            f"engine=processes: {len(split.balance)} partitions and data_parallel={settings.data_parallel} need "
-            f"{wanted} processes, there are {team.size}"
-        )
-
-
 def assemble_together(settings: Running, job: Job, team: Team) -> Assembly:
     """Data, model and partitions; where the balance is measured, rank 0 does so for all."""
     if not team.leads and measures(settings):
@@ -128,7 +121,11 @@ def assemble_together(settings: Running, job: Job, team: Team) -> Assembly:
     parts = assemble(settings, job.overrides, storage=needed or not only_looks)
     if team.leads and measures(settings):
         team.of_leader(json.dumps(parts.split.balance))
-    check_size(settings, parts.split, team)
+    split = parts.split
+    if runs_in_ranks(settings):
+        check_placement(settings.schedule.name, len(split.balance), len(split.devices))
+    if is_rank():
+        _check_size(settings, len(split.balance), len(split.devices), team.size)
     return parts
 
 
@@ -149,6 +146,16 @@ def places(partitions: int, devices: Sequence[torch.device], replicas: int) -> l
             word = "partition" if len(own) == 1 else "partitions"
             found.append(f"{word} {', '.join(map(str, own))}{of_replica}")
     return found
+
+
+def _check_size(settings: Running, partitions: int, width: int, size: int) -> None:
+    """As many ranks as the partitions need: torchrun starts what it is told to."""
+    wanted = width * settings.data_parallel
+    if size != wanted:
+        raise ConfigError(
+            f"partitions={partitions} data_parallel={settings.data_parallel}: need {wanted} processes, torchrun "
+            f"started {size}"
+        )
 
 
 def _timeout(settings: Running, job: Job) -> timedelta | None:

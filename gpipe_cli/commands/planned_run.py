@@ -50,24 +50,24 @@ def with_best_plan(settings: Train, job: Job) -> tuple[Train, Job]:
     best = planned.plans[0]
     say(f"plan ({planned.origin}): {best.step_ms:.1f} ms per step predicted; {advice(planned.plans)}")
     say(f"plan: {best.overrides}")
-    return _settled(settings, best, planner), _saved(job, best)
+    devices = [str(one) for one in planner.devices[: best.shape.devices]]
+    return _settled(settings, best, devices), _saved(job, best, devices)
 
 
-def _settled(settings: Train, plan: Prediction, planner: Planner) -> Train:
-    used = [str(one) for one in planner.devices[: plan.shape.devices]]
+def _settled(settings: Train, plan: Prediction, devices: list[str]) -> Train:
     return replace(
         settings,
         balance=_balance(plan),
         chunks=plan.shape.chunks,
         schedule=Schedule(plan.shape.schedule),
         checkpoint=plan.shape.checkpoint,
-        devices=used,
+        devices=devices,
         partitions=plan.shape.partitions,
         plan=Planning(auto=False),
     )
 
 
-def _saved(job: Job, plan: Prediction) -> Job:
+def _saved(job: Job, plan: Prediction, devices: list[str]) -> Job:
     tree = copy.deepcopy(job.tree)
     OmegaConf.set_struct(tree, False)
     chosen = {
@@ -76,6 +76,7 @@ def _saved(job: Job, plan: Prediction) -> Job:
         "schedule.name": plan.shape.schedule,
         "checkpoint": plan.shape.checkpoint,
         "partitions": plan.shape.partitions,
+        "devices": devices,
         "plan.auto": False,
     }
     for key, value in chosen.items():

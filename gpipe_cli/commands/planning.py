@@ -17,7 +17,6 @@ from torch import nn
 
 from gpipe_cli.balance.memory import Memory
 from gpipe_cli.balance.size import memory_from
-from gpipe_cli.commands.assemble import make_sample
 from gpipe_cli.commands.course import (
     memory_limit,
     optimizer_factory,
@@ -27,6 +26,7 @@ from gpipe_cli.commands.course import (
 )
 from gpipe_cli.commands.feed import Feed
 from gpipe_cli.config.schema import Plan, Train
+from gpipe_cli.config.targets import instantiate
 from gpipe_cli.engines.devices import available, available_cores, default_partitions, resolve_devices
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError
@@ -77,8 +77,9 @@ class Planner:
         name = settings.device if isinstance(settings, Plan) else None
         self._elsewhere: Device | None = DEVICES[name] if name else None
         self.devices = self._here()
-        # A number of CPUs means machines like this one; workers that share this one are a list of cpu.
-        self.apart = isinstance(settings.devices, int) and self.devices[0].type == "cpu"
+        # Who only plans may mean machines like this one by a number; workers that share this one are a list of cpu.
+        counted = isinstance(settings, Plan) and isinstance(settings.devices, int)
+        self.apart = counted and self.devices[0].type == "cpu"
         shares = not self.apart and self.devices[0].type == "cpu"
         self._cores = available_cores() if shares and self._elsewhere is None else None
         self._facts = cache(self._facts_of)
@@ -110,7 +111,7 @@ class Planner:
     def sample(self, chunks: int) -> Sample:
         settings = self._settings
         input, target = self._feed.micro_batch(chunks)
-        return Sample(input, target, make_sample(settings, self._feed).loss)
+        return Sample(input, target, instantiate(settings.loss, "loss", settings.allow))
 
     def _here(self) -> list[torch.device]:
         settings = self._settings
@@ -201,10 +202,15 @@ class Planner:
         limit = memory_limit(self._settings)
         return self._elsewhere.memory if limit is None and self._elsewhere is not None else limit
 
-    def _memory(self, shape: Shape) -> Memory:
-        return memory_from(
-            self._model, self._facts(shape.chunks), shape.course(), self._trained, self._limit()
-        )
+    def _memory(self, shape: Shape) -> Memory | None:
+        """None where even the whole model fits, which is quicker to see than that each partition does."""
+        limit = self._limit()
+        if limit is None:
+            return None
+        memory = memory_from(self._model, self._facts(shape.chunks), shape.course(), self._trained, limit)
+        most = limit / shape.course().partitions_per_device
+        whole = (memory.cost(partition, 0, len(self._model)) for partition in range(shape.partitions))
+        return memory if max(whole) > most else None
 
     @cached_property
     def _trained(self) -> Callable[[nn.Parameter], int]:
@@ -239,8 +245,10 @@ class Planner:
 
     def _refusal(self, shapes: Sequence[Shape]) -> ConfigError:
         """No plan fits; say what the least demanding one would need."""
-        needs = [self._memory(shape).refusal() for shape in shapes if shape.checkpoint == "always"][-1:]
-        return needs[0] if needs else ConfigError(f"device_memory: no plan fits with {self._pinned_text()}")
+        modest = [shape for shape in shapes if shape.checkpoint == "always"] or list(shapes)
+        memory = self._memory(modest[-1])
+        assert memory is not None, "what fits is not refused"
+        return memory.refusal()
 
     def _given(self, key: str) -> bool:
         return any(re.match(rf"[+~]*{key}[.=]", word) for word in self._overrides)

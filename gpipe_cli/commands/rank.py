@@ -75,7 +75,7 @@ def _run(meeting: Meeting, task: dict[str, Any]) -> dict[str, Any]:
         number=task["number"] if run is None else None,
         json=True,  # the launcher shows what was found
         dry_run=False,
-        rank=Rank(meeting, task["balance"]),
+        rank=Rank(meeting, task["balance"], task["began"]),
     )
     settings = settings_of(tree, command, overrides)
     if run is not None:  # after a failure all ranks go on from what was saved

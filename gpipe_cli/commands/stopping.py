@@ -8,18 +8,17 @@ from pathlib import Path
 
 from gpipe_cli.commands.resume import resume_command
 from gpipe_cli.config.schema import Train
+from gpipe_cli.distributed.team import Team
 from gpipe_cli.errors import DataError, Interrupted, Stopped
 from gpipe_cli.report.failure import describe
-from gpipe_cli.training.signals import Agree, StopRequested, StopRequests, stop_requests
+from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 from gpipe_cli.training.snapshot.finding import snapshot_paths
 
 
 @contextmanager
-def stopping(
-    directory: Path, settings: Train, deadline: float | None, agree: Agree = lambda number: number
-) -> Iterator[StopRequests]:
+def stopping(directory: Path, settings: Train, deadline: float | None, team: Team) -> Iterator[StopRequests]:
     """Inside, signals and the time limit are requests; what they lead to leaves it as Stopped, exit code 75 or 130."""
-    with stop_requests(deadline=deadline, agree=agree) as stops:
+    with stop_requests(deadline=deadline, agree=team.largest, patient=team.size > 1) as stops:
         try:
             yield stops
         except StopRequested as request:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, final
 
 from gpipe_cli.commands.assemble import Assembly
 from gpipe_cli.config.schema import Profile
+from gpipe_cli.engines.protocol import Objective
+from gpipe_cli.engines.threads import take_away
 from gpipe_cli.pipeline.gpipe import GPipe
+from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import moved
+from gpipe_cli.pipeline.residence import Residence
 from gpipe_cli.profiling.bottleneck import verdict
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.record import Piece
@@ -39,14 +45,18 @@ def watch(
     assert sample.loss is not None, "a configured command has a loss"
     input, target = next(parts.feed.ordered("train"))
     split = parts.split
-    with GPipe(
-        parts.model,
-        split.balance,
-        devices=split.devices,
-        chunks=settings.chunks,
-        checkpoint=settings.checkpoint,
-        schedule=settings.schedule.name,
-    ) as pipe:
+    with (
+        _kept_away(settings, parts, sample.loss) as residences,
+        GPipe(
+            parts.model,
+            split.balance,
+            devices=split.devices,
+            chunks=settings.chunks,
+            checkpoint=settings.checkpoint,
+            schedule=settings.schedule.name,
+            residences=residences,
+        ) as pipe,
+    ):
         steps = record_steps(
             pipe,
             moved(input, pipe.devices[0]),
@@ -60,6 +70,20 @@ def watch(
         [f"partition {index} ({row['device']})" for index, row in enumerate(parts.partitions)],
         _summary(median_step(steps), ideal, parts, activations),
     )
+
+
+@contextmanager
+def _kept_away(settings: Profile, parts: Assembly, loss: LossFunction) -> Iterator[Sequence[Residence]]:
+    """Where partitions live that do not stay on their devices: one for each worker."""
+    if settings.offload is None:
+        yield ()
+        return
+    split, task = parts.split, Objective(loss, lambda output, target: {})
+    scratch = Path(settings.run_dir or "runs")
+    with closing(
+        take_away(parts.model, task, split.balance, split.devices, settings.offload, scratch)
+    ) as away:
+        yield away.rotations
 
 
 def show_timeline(seen: Seen) -> None:

@@ -41,7 +41,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def run(settings: Train, job: Job) -> Summary:
-    began = time.monotonic()
+    began = time.monotonic() if job.rank is None else job.rank.began
     with ExitStack() as held:
         again = resumption(settings, job, held, writes=leads())
         if again is None and leads():
@@ -59,13 +59,15 @@ def run(settings: Train, job: Job) -> Summary:
         if job.dry_run:
             return outlook(settings, job, parts, plan.steps)
         summary = None if again is None else finished_before(again, plan, parts.feed, job)
+        place = planned_run_directory(settings.run_dir, job.number) if again is None else again.run
+        warning = (
+            check_room(place, settings, parts.model, plan, _retention(settings)) if summary is None else None
+        )
         if summary is None and starts_ranks(settings):
             again = None
             held.close()  # of the two, rank 0 is the writer
-            summary = launched(settings, job, parts)
+            summary = launched(settings, job, parts, began)
         elif summary is None:
-            place = planned_run_directory(settings.run_dir, job.number) if again is None else again.run
-            warning = check_room(place, settings, parts.model, plan, _retention(settings))
             relay = Relay(settings)
             # Before there is an engine: one of several processes keeps a part of the model only.
             launch = launch_of(settings, job, parts)
@@ -134,7 +136,7 @@ def _train(
     limit = seconds(settings.time_limit) if settings.time_limit else None
     deadline = None if limit is None else began + limit
     with (
-        stopping(begun.directory, settings, deadline, team.largest) as stops,
+        stopping(begun.directory, settings, deadline, team) as stops,
         Keeper(
             begun.directory,
             engine,

@@ -31,6 +31,7 @@ AT_LEAST = {
     "eval_chunks": 1,
     "partitions": 1,
     "data_parallel": 1,
+    "engine.max_restarts": 0,
     "batch_size": 1,
     "epochs": 1,
     "steps": 1,
@@ -71,6 +72,11 @@ def _problems(settings: Shared) -> Iterator[str]:
         yield "optimizer.lr: must be given; lr_schedule multiplies it"
     if isinstance(settings, Profile) and settings.timeline and not settings.measure:
         yield "timeline=true: runs the model, and measure=false runs nothing; leave one of them out"
+    if isinstance(settings, Profile) and settings.offload is not None:
+        if settings.offload not in ("cpu", "disk"):
+            yield f"offload={settings.offload}: must be cpu or disk, or null"
+        elif not settings.timeline:
+            yield f"offload={settings.offload}: is for the steps that timeline=true runs; add it, or leave this out"
     if isinstance(settings, Train):
         yield from _survival(settings)
     if isinstance(settings, Plan) and settings.device is not None:

@@ -82,7 +82,7 @@ class Running(Shared):
     """The keys that training and evaluation have in common."""
 
     engine: dict[str, Any] = field(default_factory=dict)
-    """What runs a step: one thread, one worker per partition, or one process per partition."""
+    """What runs a step: one thread, one worker or process per partition, or one device given slice after slice."""
     data_parallel: int = 1
     """Replicas of the pipeline, each with its share of every mini-batch; engine=processes has them."""
     eval_chunks: int | None = None
@@ -166,6 +166,8 @@ class Profile(Costed):
     """Run some pipelined steps too and record every action: trace.json, a picture, where time is lost."""
     steps: int = 3
     """How many steps timeline=true records, after two that warm up."""
+    offload: str | None = None
+    """With timeline=true, keep partitions there while they are not worked on, as engine.offload does: cpu or disk."""
     seconds: float = 3.0
     """How long to measure; five runs at least."""
     sort: str = "order"

@@ -16,8 +16,8 @@ from typing import final
 
 from torch import Tensor, nn
 
-from gpipe_cli.distributed.borders import Sketch
-from gpipe_cli.distributed.flushes import flushes
+from gpipe_cli.distributed.borders import Border, Sketch
+from gpipe_cli.distributed.flushes import Flush, flushes
 from gpipe_cli.distributed.place import Place
 from gpipe_cli.distributed.replicas import Replicas
 from gpipe_cli.distributed.schedules import TorchSchedule
@@ -72,17 +72,18 @@ class RankPipe(WrappedSequence):
             one for layer in self._own_layers for one in deferred_batch_norms(layer.module)
         ]
         self._tied = TiedParameters([layer.module for layer in self._layers])
-        self.tied_gradients = TiedGradients(self._tied, self.rank_of_layer, place)
+        self._tied_gradients = TiedGradients(self._tied, self.rank_of_layer, place)
         self._replicas = Replicas(place)
+        borrowed = {id(parameter) for parameter in self._tied_gradients.borrowed}
+        self._summed = [
+            one
+            for one in self.module.parameters()
+            if one.requires_grad and not one.is_meta and id(one) not in borrowed
+        ]
         self._schedules: dict[tuple[object, ...], TorchSchedule] = {}
 
     partitions: nn.ModuleList
     """Of the whole model; only those of this process have storage."""
-
-    @property
-    def own_parameters(self) -> list[nn.Parameter]:
-        """Those that have storage here, in the order of the model's names."""
-        return [one for one in self.module.parameters() if not one.is_meta]
 
     def _forward(self, input: Value) -> Value:
         batch = self._mini_batch(MiniBatch.of(input, self.chunks, key=None))
@@ -114,12 +115,9 @@ class RankPipe(WrappedSequence):
 
     def _settle(self, aliases: Sequence[Aliases]) -> None:
         """Tied parameters first, so that a replica gives the sum one alone would have; copies last."""
-        self.tied_gradients.collect(aliases)
-        borrowed = {id(parameter) for parameter in self.tied_gradients.borrowed}
-        self._replicas.sum_gradients(
-            [one for one in self.own_parameters if one.requires_grad and id(one) not in borrowed]
-        )
-        self.tied_gradients.spread()
+        self._tied_gradients.collect(aliases)
+        self._replicas.sum_gradients(self._summed)
+        self._tied_gradients.spread()
 
     def _plain_buffers(self) -> list[Buffer]:
         """All but those of deferred batch norm, which replicas merge in a way of its own."""
@@ -150,19 +148,22 @@ class RankPipe(WrappedSequence):
             for flush in flushes(sizes, schedule, self.place.ranks)
         ]
         for flush, borders in legs:
-            key = (flush.schedule, flush.count, borders, head is not None)
-            if key not in self._schedules:
-                self._forget_the_oldest()
-                self._schedules[key] = TorchSchedule(
-                    flush, self._own, borders, self.place, training=head is not None
-                )
-            self._schedules[key].run(flight, flush.first)
+            self._schedule_for(flush, borders, training=head is not None).run(flight, flush.first)
         return flight
 
-    def _forget_the_oldest(self) -> None:
-        # All processes of a replica see the same micro-batches, so all forget the same one.
-        while len(self._schedules) >= _MOST_SCHEDULES:
+    def _schedule_for(self, flush: Flush, borders: tuple[Border, ...], *, training: bool) -> TorchSchedule:
+        """One made before, if it is among those used last.
+
+        All processes of a replica see the same micro-batches, so all make and forget the same ones.
+        """
+        key = (flush.schedule, flush.count, borders, training)
+        found = self._schedules.pop(key, None)
+        if found is None:
+            found = TorchSchedule(flush, self._own, borders, self.place, training=training)
+        self._schedules[key] = found
+        while len(self._schedules) > _MOST_SCHEDULES:
             del self._schedules[next(iter(self._schedules))]
+        return found
 
     def _mini_batch(self, batch: MiniBatch) -> MiniBatch:
         return replace(batch, key=replica_key(batch.key, self.place.replica))

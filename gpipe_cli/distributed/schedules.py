@@ -121,9 +121,8 @@ def _given(output: Tensor, target: Tensor) -> Tensor:
 @contextmanager
 def _silenced() -> Iterator[None]:
     """torch prints a whole schedule when a stage raises; whoever catches the error has more to say."""
-    before = _torch_log.level
-    _torch_log.setLevel(logging.CRITICAL)
+    before, _torch_log.disabled = _torch_log.disabled, True
     try:
         yield
     finally:
-        _torch_log.setLevel(before)
+        _torch_log.disabled = before

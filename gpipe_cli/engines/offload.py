@@ -16,17 +16,16 @@ from torch import Tensor, nn
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.byte_size import byte_count
 from gpipe_cli.engines.protocol import Engine, Objective
-from gpipe_cli.engines.sliced import Away, SlicedEngine, make_tier
+from gpipe_cli.engines.sliced import Away, SlicedEngine, kept_bytes, make_tier
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.cut import parameters_of
 from gpipe_cli.offload.pipe import SlicedPipe
 from gpipe_cli.offload.rotation import Rotation
-from gpipe_cli.offload.sizing import Demand, layer_bytes, optimizer_bytes
+from gpipe_cli.offload.sizing import Demand, layer_bytes
 from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.optimizer_state import MakeOptimizer
 from gpipe_cli.schedule.course import checkpoint_stop
 
 USUAL_SLICES = 8
@@ -57,12 +56,12 @@ def build(
     check_offload(to=to, by=by, slices=slices, memory=memory)
     rooms = 2 if prefetch else 1
     kept = chunks - checkpoint_stop(checkpoint, chunks)
-    cutting = _Cutting(module, by, make_sample, objective.optimizer, rooms, kept)
+    cutting = _Cutting(module, by, make_sample, objective, rooms, kept)
     balance = cutting.into(slices) if memory is None else cutting.within(byte_count(memory))
     tier = make_tier(to, device, scratch, module, objective)
     parameters = parameters_of(module, balance)
-    parameters.keep_shared(lambda _: device, value_of)
-    rotation = Rotation(parameters.on(tier, value_of), device, rooms=rooms, beside=prefetch)
+    parameters.keep_shared([device], value_of)
+    rotation = Rotation(parameters.on(tier, value_of), tier, device, rooms=rooms, beside=prefetch)
     pipe = SlicedPipe(
         module,
         balance,
@@ -79,7 +78,7 @@ def build(
         pipe,
         module,
         objective,
-        Away(tier, [rotation], parameters.shared),
+        Away(tier, [rotation], list(parameters.shared)),
         balance=balance,
         first=device,
         last=device,
@@ -112,7 +111,7 @@ class _Cutting:
     module: nn.Sequential
     by: str
     make_sample: Callable[[], Sample]
-    optimizer: MakeOptimizer | None
+    objective: Objective
     rooms: int
     kept_micro_batches: int
 
@@ -127,7 +126,7 @@ class _Cutting:
     def within(self, memory: int) -> list[int]:
         demand = Demand(
             layer_bytes(self.module),
-            optimizer_bytes(self.module, self.optimizer),
+            kept_bytes(self.module, self.objective),
             self._facts(),
             self.rooms,
             self.kept_micro_batches,

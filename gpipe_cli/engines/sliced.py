@@ -22,7 +22,7 @@ from gpipe_cli.offload.slice import Part, Slice
 from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
 from gpipe_cli.offload.transfers import Transfers
 
-__all__ = ["Away", "SlicedEngine", "make_tier"]
+__all__ = ["Away", "SlicedEngine", "kept_bytes", "make_tier"]
 
 
 @final
@@ -36,17 +36,29 @@ class Away:
     shared: Sequence[nn.Parameter]
     """Parameters of several slices, which stay on the device."""
 
+    def close(self) -> None:
+        """End what moves slices; twice is fine."""
+        for rotation in self.rotations:
+            rotation.close()
+        self.tier.close()
+
 
 def make_tier(
     to: str, device: torch.device, scratch: Path, module: nn.Sequential, objective: Objective
 ) -> Tier:
     """With room for all that will be kept: a full disk is to be noticed now, not in the middle of a step."""
     tier: Tier = DiskTier(scratch) if to == "disk" else CpuTier(device)
-    # Gradients are kept too where an update has to wait for all of them.
-    deferred = objective.clip_grad_norm is not None or objective.precision == "fp16"
-    weights = sum(layer_bytes(module)) * (2 if deferred else 1)
-    tier.reserve(weights + sum(optimizer_bytes(module, objective.optimizer)))
+    tier.reserve(sum(layer_bytes(module)) + sum(kept_bytes(module, objective)))
     return tier
+
+
+def kept_bytes(module: nn.Sequential, objective: Objective) -> list[int]:
+    """For each layer what is kept besides its weights, once it has been trained."""
+    states = optimizer_bytes(module, objective.optimizer)
+    if objective.clip_grad_norm is None and objective.precision != "fp16":
+        return states
+    # An update has to wait for all gradients, which are kept until then.
+    return [state + gradients for state, gradients in zip(states, layer_bytes(module), strict=True)]
 
 
 @final
@@ -65,7 +77,7 @@ class SlicedEngine:
     ) -> None:
         self.module = module
         self._rotations = away.rotations
-        self._tier = away.tier
+        self._away = away
         self._shared = Group([one for one in away.shared if one.requires_grad])
         self._update = self._make_update(objective, last)
         self._kept = {id(group): self._optimizer_state(group) for group in self._groups() if group.optimizer}
@@ -124,9 +136,7 @@ class SlicedEngine:
 
     def close(self) -> None:
         self._engine.close()
-        for rotation in self._rotations:
-            rotation.close()
-        self._tier.close()
+        self._away.close()
 
     def _slices(self) -> Iterator[Slice]:
         return (slice for rotation in self._rotations for slice in rotation.slices.values())

@@ -67,6 +67,8 @@ class PipeEngine:
         self._gauge = gauge
         self._peers = peers or Alone()
         self._pipe = pipe
+        # Once: an evaluation puts every module back, and to tell each of them costs a small model's step dearly.
+        pipe.train()
         self._objective = objective
         self._balance = balance
         self._first, self._last = first, last
@@ -82,7 +84,6 @@ class PipeEngine:
     def train_step(self, batch: Batch, key: int, lr: float) -> StepFacts:
         assert self._update is not None, "an engine without an optimizer cannot train"
         input, target = self._place(batch)
-        self._pipe.train()
         self._update.begin()
         with nullcontext() if self._gauge is None else self._gauge.reading():
             scaled, output = self._step(input, target, key)

@@ -38,7 +38,7 @@ def build(
     gauged: bool = False,
 ) -> Engine:
     """offload: where partitions are kept while they are not worked on; scratch: a folder for files of them."""
-    away = None if offload is None else _take_away(module, objective, balance, devices, offload, scratch)
+    away = None if offload is None else take_away(module, objective, balance, devices, offload, scratch)
     pipe = GPipe(
         module,
         balance,
@@ -53,24 +53,23 @@ def build(
     if log_layers:
         register_layer_logging_hooks(pipe.partitions)
     first, last = pipe.devices[0], pipe.devices[-1]
-    gauge = Gauge(pipe) if gauged else None
-    if away is None:
-        return PipeEngine(
-            pipe,
-            module,
-            objective,
-            balance=balance,
-            first=first,
-            last=last,
-            eval_chunks=eval_chunks,
-            gauge=gauge,
+    if away is not None:
+        return SlicedEngine(
+            pipe, module, objective, away, balance=balance, first=first, last=last, eval_chunks=eval_chunks
         )
-    return SlicedEngine(
-        pipe, module, objective, away, balance=balance, first=first, last=last, eval_chunks=eval_chunks
+    return PipeEngine(
+        pipe,
+        module,
+        objective,
+        balance=balance,
+        first=first,
+        last=last,
+        eval_chunks=eval_chunks,
+        gauge=Gauge(pipe) if gauged else None,
     )
 
 
-def _take_away(
+def take_away(
     module: nn.Sequential,
     objective: Objective,
     balance: list[int],
@@ -78,14 +77,17 @@ def _take_away(
     offload: str,
     scratch: Path,
 ) -> Away:
+    """Keep the partitions of a pipeline elsewhere."""
     if offload not in TIERS:
         raise ConfigError(f"engine.offload={offload}: must be one of: {', '.join(TIERS)}, or null")
     tier = make_tier(offload, devices[0], scratch, module, objective)
     parameters = parameters_of(module, balance)
-    parameters.keep_shared(lambda _: devices[0])
+    parameters.keep_shared(devices)
     slices = parameters.on(tier)
     rotations = [
-        Rotation({one: slices[one] for one in partitions_of(worker, len(balance), len(devices))}, device)
+        Rotation(
+            {one: slices[one] for one in partitions_of(worker, len(balance), len(devices))}, tier, device
+        )
         for worker, device in enumerate(devices)
     ]
-    return Away(tier, rotations, parameters.shared)
+    return Away(tier, rotations, list(parameters.shared))

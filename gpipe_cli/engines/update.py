@@ -50,6 +50,8 @@ class Update:
         self._clip = clip_grad_norm
         self._skips = Skips()
         self.scaler = torch.amp.GradScaler(device.type, enabled=scale_loss)
+        # It makes its scale when it sees the first loss, which a process without the last layer never does.
+        self.scaler.scale(torch.zeros((), device=device))
 
     def begin(self) -> None:
         """Forget the gradients of the step before."""

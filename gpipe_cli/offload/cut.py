@@ -24,17 +24,16 @@ class Parameters:
 
     slices: list[list[nn.Parameter]]
     """Those only one slice has."""
-    shared: list[nn.Parameter]
-    """Those several slices have: they cannot come and go with one of them, so they stay."""
+    shared: dict[nn.Parameter, int]
+    """Those several slices have, each with the first of them: they cannot come and go with one, so they stay."""
 
     def keep_shared(
-        self,
-        device_of: Callable[[nn.Parameter], torch.device],
-        value_of: Callable[[Tensor], Tensor] | None = None,
+        self, devices: Sequence[torch.device], value_of: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        for parameter in self.shared:
+        """Take what is shared to the device of the first slice that has it; devices are given out in turn."""
+        for parameter, slice in self.shared.items():
             value = parameter.data if value_of is None else value_of(parameter.data)
-            parameter.data = value.to(device_of(parameter))
+            parameter.data = value.to(devices[slice % len(devices)])
 
     def on(self, tier: Tier, value_of: Callable[[Tensor], Tensor] | None = None) -> dict[int, Slice]:
         """Take the parameters to the tier, slice by slice."""
@@ -51,5 +50,9 @@ def parameters_of(module: nn.Sequential, balance: Sequence[int]) -> Parameters:
     holders = Counter(one for part in parts for one in part)
     return Parameters(
         [[one for one in part if holders[one] == 1] for part in parts],
-        [one for one, count in holders.items() if count > 1],
+        {
+            one: next(index for index, part in enumerate(parts) if one in set(part))
+            for one, count in holders.items()
+            if count > 1
+        },
     )

@@ -23,6 +23,7 @@ from gpipe_cli.offload.pipe import SlicedPipe
 from gpipe_cli.offload.rotation import Rotation
 from gpipe_cli.offload.sizing import layer_bytes
 from gpipe_cli.offload.tiers import CpuTier
+from gpipe_cli.pipeline.boundary import Parcel
 from gpipe_cli.pipeline.residence import Stay
 
 __all__ = ["OffloadModel"]
@@ -52,8 +53,9 @@ class OffloadModel(nn.Module):
             self.module, balance = nn.Sequential(*model), [1] * len(model)
         self.module.to(self.offload_device)
         parameters = parameters_of(self.module, balance)
-        parameters.keep_shared(lambda _: self.device)
-        self._rotation = Rotation(parameters.on(CpuTier(self.device)), self.device)
+        parameters.keep_shared([self.device])
+        tier = CpuTier(self.device)
+        self._rotation = Rotation(parameters.on(tier), tier, self.device)
         pipe = SlicedPipe(
             self.module,
             balance,
@@ -115,6 +117,9 @@ class _WithGradients:
 
     def __init__(self, rotation: Rotation, device: torch.device) -> None:
         self._rotation, self._device = rotation, device
+
+    def put_away(self, parcel: Parcel) -> Callable[[], Parcel] | None:
+        return self._rotation.put_away(parcel)
 
     @contextmanager
     def staying(self, stay: Stay, following: Stay | None) -> Iterator[None]:

@@ -37,6 +37,10 @@ class Mover:
     def store(self, region: Region, memory: Tensor) -> Future[None]:
         return self._submit(lambda: region.write(0, memory), len(memory))
 
+    def put(self, region: Region, begin: int, source: Tensor) -> Future[None]:
+        """Part of a region; `source` must not change before it is done."""
+        return self._submit(lambda: region.write(begin, source), len(source))
+
     def wait(self, jobs: Iterable[Future[None]]) -> None:
         """Until they are done; what one of them raised is raised here."""
         began = time.perf_counter()

@@ -7,7 +7,7 @@ address, with the same bytes. Decides what is in which room; knows nothing of ho
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -16,9 +16,12 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
+from gpipe_cli.offload.borders import Borders
 from gpipe_cli.offload.layout import ALIGNMENT
 from gpipe_cli.offload.mover import Mover
 from gpipe_cli.offload.slice import Part, Slice
+from gpipe_cli.offload.tiers import Tier
+from gpipe_cli.pipeline.boundary import Parcel
 from gpipe_cli.pipeline.residence import Stay
 
 __all__ = ["Completion", "Rotation"]
@@ -40,10 +43,17 @@ class Rotation:
     """The Residence of one worker's partitions, which are its slices."""
 
     def __init__(
-        self, slices: Mapping[int, Slice], device: torch.device, *, rooms: int = 2, beside: bool = True
+        self,
+        slices: Mapping[int, Slice],
+        tier: Tier,
+        device: torch.device,
+        *,
+        rooms: int = 2,
+        beside: bool = True,
     ) -> None:
         self.slices = slices
         self.mover = Mover(device, beside=beside)
+        self._borders = Borders(tier, device, self.mover) if tier.leaves(device) else None
         self.completion: Completion | None = None
         """None: gradients stay with their parameters."""
         largest = max((_bytes(slice, Part.WEIGHTS) for slice in slices.values()), default=0)
@@ -58,6 +68,9 @@ class Rotation:
             yield
             if stay.completes and self.completion is not None:
                 changed.update(self.completion.completed(self.slices[stay.partition]))
+
+    def put_away(self, parcel: Parcel) -> Callable[[], Parcel] | None:
+        return None if self._borders is None else self._borders.put_away(parcel)
 
     def tour(self, parts: Sequence[Part], changed: Collection[Part]) -> Iterator[Slice]:
         """All slices, one after another, with these parts; some of them change while they are there."""

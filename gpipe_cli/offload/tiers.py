@@ -49,6 +49,9 @@ class Tier(Protocol):
 
     def region(self, nbytes: int) -> Region: ...
 
+    def leaves(self, device: torch.device) -> bool:
+        """Whether what is kept here takes no memory of the device."""
+
     def close(self) -> None: ...
 
 
@@ -64,6 +67,9 @@ class CpuTier:
 
     def region(self, nbytes: int) -> _CpuRegion:
         return _CpuRegion(torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned))
+
+    def leaves(self, device: torch.device) -> bool:
+        return device.type != "cpu"
 
     def close(self) -> None:
         """The memory goes with whoever holds a region."""
@@ -106,6 +112,9 @@ class DiskTier:
         self.reserve(nbytes)
         begin, self._end = self._end, self._end + nbytes
         return _DiskRegion(self._file, begin, self._folder)
+
+    def leaves(self, device: torch.device) -> bool:
+        return True
 
     def close(self) -> None:
         if self._file >= 0:

@@ -72,10 +72,19 @@ class Kept:
     """Which nodes of the graph each layer made: see `culprit`."""
     parcel: Parcel | None = None
     """The input of a checkpointed visit; None for one whose graph was kept from the beginning."""
+    bring_back: Callable[[], Parcel] | None = None
+    """Gives the input where it was put away meanwhile; `parcel` has no tensors until then."""
     writes_input: bool = False
     buffers: tuple[SavedBuffer, ...] = ()
     split: SplitBackward | None = None
     """Between the two halves of a split backward."""
+
+    def put_away(self, keep: Callable[[Parcel], Callable[[], Parcel] | None]) -> None:
+        """Let somebody else keep the input, if there is one to be kept."""
+        if self.parcel is not None:
+            self.bring_back = keep(self.parcel)
+            if self.bring_back is not None:
+                self.parcel = self.parcel._replace(tensors=())
 
 
 class _Ran(NamedTuple):
@@ -185,8 +194,8 @@ class Partition:
 
     def recompute(self, kept: Kept) -> None:
         """Make the graph that a checkpointed visit did not keep."""
-        parcel = kept.parcel
-        assert parcel is not None, "only a checkpointed visit can be recomputed"
+        assert kept.parcel is not None, "only a checkpointed visit can be recomputed"
+        parcel = kept.parcel if kept.bring_back is None else kept.bring_back()
         # A second backward, or another partition, may need the input as it is.
         entered = enter(parcel.cloned() if kept.writes_input else parcel, kept.mailbox)
         with torch.enable_grad(), swapped_in(kept.buffers):

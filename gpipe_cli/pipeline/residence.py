@@ -6,12 +6,13 @@ where to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol, final
 
+from gpipe_cli.pipeline.boundary import Parcel
 from gpipe_cli.schedule.action import Action, Kind
 
 __all__ = ["Residence", "Stay", "stays"]
@@ -34,6 +35,9 @@ class Residence(Protocol):
 
     def staying(self, stay: Stay, following: Stay | None) -> AbstractContextManager[object]:
         """Inside, the partition is on the worker's device; `following` is where the worker goes next."""
+
+    def put_away(self, parcel: Parcel) -> Callable[[], Parcel] | None:
+        """Keep what a partition was given until it is asked for again; None where it may as well stay."""
 
 
 def stays(actions: Sequence[Action]) -> list[Stay]:

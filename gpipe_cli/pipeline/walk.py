@@ -76,7 +76,7 @@ class Walk:
             with self._flight.batch.state.entered():
                 for stay, following in self._stays(worker):
                     with self._staying(worker, stay, following):
-                        self._perform_all(place, stay.actions)
+                        self._perform_all(place, stay, worker)
         except WayClosed:
             return
         except BaseException as error:  # noqa: BLE001 - whatever a layer raises is the caller's to see
@@ -129,11 +129,19 @@ class Walk:
             begin = self._now(partition)
         self._record(stay.actions[-1], "drop", partition, begin)
 
-    def _perform_all(self, place: _Place, actions: Sequence[Action]) -> None:
-        for place.action in actions:
+    def _perform_all(self, place: _Place, stay: Stay, worker: int) -> None:
+        for place.action in stay.actions:
             if self._failure is not None:
                 raise WayClosed
             self._perform(place)
+            if self._residences and not stay.completes and place.action.kind is Kind.FORWARD:
+                self._put_away(place.action, self._residences[worker])
+
+    def _put_away(self, action: Action, residence: Residence) -> None:
+        """What a partition will be recomputed from; the first one's input is the caller's, and stays anyhow."""
+        kept = self._flight.kept.get((action.partition, action.micro_batch))
+        if kept is not None and action.partition > 0:
+            kept.put_away(residence.put_away)
 
     def _perform(self, place: _Place) -> None:
         action = place.action

@@ -21,7 +21,11 @@ import torch
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.schedule.action import Action
 
-__all__ = ["Piece", "Record", "recording"]
+__all__ = ["TRANSFERS", "Piece", "Record", "recording"]
+
+
+TRANSFERS = ("load", "drop")
+"""Phases in which a partition is brought in or put away, and nothing is computed."""
 
 
 class Piece(NamedTuple):
@@ -35,7 +39,11 @@ class Piece(NamedTuple):
 
     @property
     def label(self) -> str:
-        """F3 for the forward of micro-batch 3, R its recomputation, B its backward (I and W where that is split)."""
+        """F3 for the forward of micro-batch 3, R its recomputation, B its backward (I and W where that is split);
+        load and drop of a partition.
+        """
+        if self.phase in TRANSFERS:
+            return self.phase
         letter = {"recompute": "R", "copy": "copy "}.get(self.phase, self.action.kind.value)
         return f"{letter}{self.action.micro_batch}"
 

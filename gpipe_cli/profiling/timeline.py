@@ -15,7 +15,7 @@ from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.profiling.left_as_found import left_as_found
-from gpipe_cli.profiling.record import Piece, recording
+from gpipe_cli.profiling.record import TRANSFERS, Piece, recording
 
 __all__ = ["PartitionTime", "Step", "median_step", "record_steps"]
 
@@ -86,7 +86,7 @@ def median_step(steps: Sequence[Step]) -> Step:
 
 
 def _busy(pieces: Iterable[Piece]) -> float:
-    return sum(piece.end - piece.begin for piece in pieces)
+    return sum(piece.end - piece.begin for piece in pieces if piece.phase not in TRANSFERS)
 
 
 def _begin(piece: Piece) -> float:

@@ -20,7 +20,13 @@ from gpipe_cli.report.tables import show
 
 __all__ = ["picture", "print_picture"]
 
-STYLES = {"forward": "blue", "recompute": "yellow", "backward": "green"}
+STYLES = {
+    "forward": "blue",
+    "recompute": "yellow",
+    "backward": "green",
+    "load": "magenta",
+    "drop": "magenta",
+}
 IN_A_PIPE = 100
 LEAST = 20
 

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import final
 
-from gpipe_cli.schedule import order
+from gpipe_cli.schedule import in_flight, order
 from gpipe_cli.schedule.action import Order
 from gpipe_cli.schedule.memory import Kept, kept_at_once
 from gpipe_cli.schedule.simulate import PartitionCost, Simulation, simulate
+
+LISTED = 1_000_000
+"""Actions: a second, and some hundred megabytes."""
 
 
 def checkpoint_stop(mode: str, micro_batches: int) -> int:
@@ -48,7 +51,15 @@ class Course:
 
     @cached_property
     def kept(self) -> list[Kept]:
-        """What each partition keeps alive."""
+        """What each partition keeps alive; an order too long to be listed is judged by its clock."""
+        if 2 * self.partitions * self.micro_batches > LISTED and in_flight.knows(self.schedule):
+            return in_flight.kept(
+                self.schedule,
+                self.partitions,
+                self.micro_batches,
+                self.devices or self.partitions,
+                self.checkpoint_stop,
+            )
         return kept_at_once(self.order, self.checkpoint_stop)
 
     def simulate(self, costs: Sequence[PartitionCost]) -> Simulation:

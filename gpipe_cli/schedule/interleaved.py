@@ -29,10 +29,10 @@ def _worker(worker: int, partitions: int, chunks: int, devices: int) -> tuple[Ac
         for partition in partitions_of(worker, partitions, devices)
         for micro_batch in range(chunks)
     )
-    return tuple(sorted(actions, key=lambda action: _clock(action, partitions, devices)))
+    return tuple(sorted(actions, key=lambda action: clock(action, partitions, devices)))
 
 
-def _clock(action: Action, partitions: int, devices: int) -> int:
+def clock(action: Action, partitions: int, devices: int) -> int:
     """Two ticks per slot, one for a forward and one for a backward; the next device is one tick later.
 
     A slot belongs to one micro-batch on one of a device's partitions. The last partition turns round: its

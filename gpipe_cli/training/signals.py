@@ -39,12 +39,23 @@ class StopRequested(Exception):
 
 @final
 class StopRequests:
-    """deadline: when to have stopped, by the monotonic clock. reserve: seconds it takes to stop in good order."""
+    """deadline: when to have stopped, by the monotonic clock. reserve: seconds it takes to stop in good order.
 
-    def __init__(self, deadline: float | None = None, agree: Agree = lambda number: number) -> None:
+    patient: whether a second signal changes nothing. One process of several may be sent the same one twice, by a
+    scheduler that signals them all and by its launcher, which is the one to be impatient.
+    """
+
+    def __init__(
+        self,
+        deadline: float | None = None,
+        agree: Agree = lambda number: number,
+        *,
+        patient: bool = False,
+    ) -> None:
         self._signal: int | None = None
         self._deadline = deadline
         self._agree = agree
+        self._patient = patient
         self._agreed = NOTHING
         self.reserve = 0.0
 
@@ -78,9 +89,10 @@ class StopRequests:
 
     def note(self, number: int, frame: object) -> None:
         """What is done on a signal."""
-        if self._signal is not None:
+        if self._signal is None:
+            self._signal = number
+        elif not self._patient:
             raise KeyboardInterrupt
-        self._signal = number
 
     def _own(self) -> int:
         if self._signal is not None:
@@ -95,12 +107,13 @@ def stop_requests(
     *,
     deadline: float | None = None,
     agree: Agree = lambda number: number,
+    patient: bool = False,
 ) -> Iterator[StopRequests]:
     """Inside, the signals are remembered, except those this process was told to ignore (nohup, a job with &).
 
     In any thread but the main one Python lets nobody listen.
     """
-    listening = StopRequests(deadline, agree)
+    listening = StopRequests(deadline, agree, patient=patient)
     if threading.current_thread() is not threading.main_thread():
         yield listening
         return

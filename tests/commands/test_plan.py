@@ -68,6 +68,9 @@ def test_training_takes_the_best_plan_and_remembers_it(tiny: Gpipe) -> None:
     assert "predicted" in summary.err
     assert saved["plan"]["auto"] is False and saved["chunks"] == 2
     assert sum(saved["balance"]["layers"]) == 8
+    assert saved["partitions"] == len(saved["balance"]["layers"]) >= len(saved["devices"])
+    resumed = tiny("train", f"resume={summary.json['run_dir']}", "steps=2", "--json")
+    assert resumed.code == 0, resumed.err
 
 
 @pytest.mark.parametrize(

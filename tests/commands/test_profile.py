@@ -96,6 +96,24 @@ def test_a_timeline_is_recorded_drawn_and_judged(tiny: Gpipe) -> None:
     assert {"F0", "R0", "B2"} <= {event["name"] for event in trace}
 
 
+def test_a_timeline_shows_the_loads_and_drops_of_partitions_that_are_kept_elsewhere(
+    tiny: Callable[..., Any],
+) -> None:
+    answer = tiny(
+        "profile", "seconds=0", "timeline=true", "offload=disk", "steps=2", "partitions=2", "--json"
+    ).json
+    events = json.loads((Path(answer["run_dir"]) / "trace.json").read_text())["traceEvents"]
+    for phase in ("load", "drop"):
+        found = [event for event in events if event.get("cat") == phase]
+        assert {event["name"] for event in found} == {phase}
+        assert sorted((event["tid"], event["args"]["step"]) for event in found) == [
+            (0, 0),
+            (0, 1),
+            (1, 0),
+            (1, 1),
+        ]
+
+
 def test_a_timeline_needs_a_model_that_runs(gpipe: Gpipe) -> None:
     answer = gpipe("profile", "timeline=true", "measure=false")
     assert (answer.code, answer.out) == (2, "")

@@ -5,7 +5,6 @@ What each process finds goes to a file of tensors of its own; the test compares 
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -138,7 +137,6 @@ def crossing_in(dtype: torch.dtype, position: int, last: bool) -> dict[str, Tens
 
 def main(rank: int, size: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size
     )

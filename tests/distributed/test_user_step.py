@@ -6,9 +6,6 @@ and added up norms: each of that would show here.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,11 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import gpipe_cli
 from gpipe_cli.distributed import forward_backward, partition_uniform, setup_process_groups
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.sequential import by_list
 from tests.distributed.seed_examples import MAX_NORM, MICRO_BATCHES, batch, criterion, whole_model
+from tests.distributed.started import run_ranks
 
 Found = list[dict[str, Tensor]]
 
@@ -32,16 +29,7 @@ Found = list[dict[str, Tensor]]
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each process of a pipe found; one launch for all cases."""
     folder, size = tmp_path_factory.mktemp("ranks"), request.param
-    environment = {**os.environ, "PYTHONPATH": str(Path(gpipe_cli.__file__).parents[1])}
-    command = [sys.executable, "-W", "error", "-m", "tests.distributed.seed_examples"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(size), str(folder)], env=environment, stderr=subprocess.PIPE
-        )
-        for rank in range(size)
-    ]
-    said = [rank.communicate(timeout=200)[1].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * size, "\n".join(said)
+    run_ranks(["-m", "tests.distributed.seed_examples"], size, folder)
     return [load_file(folder / f"rank-{rank}.safetensors") for rank in range(size)]
 
 

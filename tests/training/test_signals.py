@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpipe_cli.training.signals import ALL, StopRequested, stop_requests
+from gpipe_cli.training.signals import ALL, StopRequested, StopRequests, stop_requests
 
 
 class Destroyed:
@@ -92,3 +92,25 @@ def test_outside_the_main_thread_nothing_is_touched() -> None:
     thread.start()
     thread.join()
     assert found == ["a", "b"]
+
+
+def test_processes_heed_what_any_of_them_was_asked_and_ask_each_other_until_then() -> None:
+    asked: list[int] = []
+
+    def agree(number: int) -> int:
+        asked.append(number)
+        return signal.SIGUSR1 if len(asked) == 2 else number
+
+    stops = StopRequests(agree=agree)
+    assert stops.agreed() is None and stops.request is None
+    for _ in range(2):  # agreed upon is agreed upon: nobody asks again
+        request = stops.agreed()
+        assert request is not None and request.reason == "SIGUSR1"
+    assert asked == [0, 0] and stops.request is not None
+
+
+def test_a_patient_process_leaves_the_second_signal_to_its_launcher() -> None:
+    stops = StopRequests(patient=True)
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        stops.note(number, None)
+    assert stops.signal == signal.SIGTERM

@@ -79,8 +79,12 @@ def test_a_run_that_was_killed_goes_on_to_the_bit(tmp_path: Path, case: Case, fa
 def test_it_may_go_on_with_other_partitions_workers_and_engine(tmp_path: Path) -> None:
     expected = reference(Case(), tmp_path)
     directory = tmp_path / "run"
-    for facts, balance, workers in ((4, (), 0), (4, (3, 5), 1), (4, (1, 2, 5), 0), (99, (), 0)):
-        case = Case(balance=balance, workers=workers)
+    for facts, case in (
+        (4, Case()),
+        (4, Case(balance=(3, 5), workers=1)),
+        (4, Case(slices=3)),
+        (99, Case(balance=(1, 2, 5))),
+    ):
         code = in_a_child(lambda case=case, facts=facts: run(directory, case, at_fact=kill_at(facts)))
         assert code in (0, -signal.SIGKILL)
     assert result(directory) == expected

@@ -1,0 +1,160 @@
+"""CPU time of engine=processes over that of bare torch.distributed.pipelining, with engine=threads beside it.
+
+    python -m benchmarks.ranks [--case transformer] [--schedule 1f1b] [--rounds 7]
+
+Two processes hold three systems each: ours, bare torch, and bare torch again. They take turns, in another order every
+round; a turn is a whole training step with SGD. A figure is the median over the rounds of the CPU time of both
+processes over that of bare torch in the same round; that of bare torch itself tells how much of it is noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.cases import CASES, Case, build
+from benchmarks.systems import CHUNKS, Seat, Step, meet, torch_step
+from benchmarks.turns import prepare
+from gpipe_cli.engines import processes, threads
+from gpipe_cli.engines.protocol import Engine, Objective
+
+CPU = torch.device("cpu")
+RATE = 1e-3
+BOUND = 1.03
+WARM_UP = 2
+OURS, BARE, AGAIN, THREADS = "engine=processes", "bare torch", "bare torch again", "engine=threads"
+Seconds = dict[str, list[float]]
+
+
+def engine_step(engine: Engine, case: Case) -> Step:
+    return lambda: engine.train_step((case.input, case.target), key=0, lr=RATE)  # type: ignore[return-value]
+
+
+def our_engine(case: Case, schedule: str) -> Engine:
+    return processes.build(case.model, _objective(case), schedule=schedule, **_options(case))
+
+
+def threads_engine(case: Case, schedule: str) -> Engine:
+    return threads.build(case.model, _objective(case), schedule=schedule, **_options(case))
+
+
+def bare_step(case: Case, seat: Seat, schedule: str) -> Step:
+    begin = sum(case.balance[: seat.rank])
+    own = case.model[begin : begin + case.balance[seat.rank]]
+    optimizer = torch.optim.SGD(own.parameters(), lr=RATE)
+    run = torch_step(case, seat, schedule)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        run()
+        optimizer.step()
+
+    return step
+
+
+def rank(connection: Connection, seat: Seat, name: str, schedule: str, rounds: int) -> None:
+    """One of the two processes; sends the CPU seconds of each turn."""
+    from gpipe_cli.distributed import setup_process_groups
+
+    torch.set_num_threads(1)
+    meet(seat, 2)
+    setup_process_groups([("data", 1), ("pipe", 2)])
+    case = build(name)
+    steps = {
+        BARE: bare_step(build(name), seat, schedule),
+        OURS: engine_step(our_engine(case, schedule), case),
+        AGAIN: bare_step(build(name), seat, schedule),
+    }
+    connection.send(turns(steps, rounds))
+
+
+def turns(steps: Mapping[str, Step], rounds: int) -> Seconds:
+    """CPU seconds of this process, all its threads included."""
+    names = list(steps)
+    seconds: Seconds = {name: [] for name in names}
+    for number in range(-WARM_UP, rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            begin = time.process_time()
+            steps[name]()
+            if number >= 0:
+                seconds[name].append(time.process_time() - begin)
+    return seconds
+
+
+def of_both_processes(name: str, schedule: str, rounds: int) -> Seconds:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        ends = []
+        for number in range(2):
+            here, there = context.Pipe()
+            seat = Seat(number, str(Path(folder) / "meeting"))
+            context.Process(target=rank, args=(there, seat, name, schedule, rounds), daemon=True).start()
+            there.close()
+            ends.append(here)
+        first, second = (end.recv() for end in ends)
+    return {name: [a + b for a, b in zip(first[name], second[name], strict=True)] for name in first}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    console = Console()
+    prepare(console)
+    seconds = of_both_processes(options.case, options.schedule, options.rounds)
+    case = build(options.case)
+    engine = threads_engine(case, options.schedule)
+    seconds |= turns({THREADS: engine_step(engine, case)}, options.rounds)
+    engine.close()
+    table = Table(title=f"{options.case}, {options.schedule}, {options.rounds} rounds")
+    for heading in ("system", "x bare torch", "CPU seconds"):
+        table.add_column(heading)
+    ratios = {name: _ratio(seconds[name], seconds[BARE]) for name in seconds}
+    for name, ratio in ratios.items():
+        table.add_row(name, f"{ratio:.3f}", f"{statistics.median(seconds[name]):.3f}")
+    console.print(table)
+    verdict = "holds" if ratios[OURS] <= BOUND else "is missed"
+    console.print(f"engine=processes takes at most {BOUND} times the CPU time of bare torch: {verdict}")
+
+
+def _ratio(of: Sequence[float], to: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(of, to, strict=True))
+
+
+def _objective(case: Case) -> Objective:
+    return Objective(case.loss, lambda output, target: {}, partial(torch.optim.SGD, lr=RATE))
+
+
+def _options(case: Case) -> dict[str, object]:
+    return {
+        "balance": case.balance,
+        "devices": [CPU, CPU],
+        "chunks": CHUNKS,
+        "eval_chunks": CHUNKS,
+        "checkpoint": "never",
+        "deferred_batch_norm": False,
+        "step_timeout": None,
+        "log_layers": False,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=__doc__)
+    parser.add_argument("--case", choices=CASES, default="transformer")
+    parser.add_argument("--schedule", choices=("gpipe", "1f1b"), default="1f1b")
+    parser.add_argument("--rounds", type=int, default=7)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from gpipe_cli.commands.jobs import Job, Rank
+from gpipe_cli.commands.membership import as_rank, leads, places
+from gpipe_cli.config.schema import Schedule, Train
+from gpipe_cli.engines.meeting import Meeting
+from gpipe_cli.errors import ConfigError
+
+JOB = Job("train", (), "gpipe train", OmegaConf.create(), "model", None, json=True, dry_run=False)
+CPU = torch.device("cpu")
+
+
+def settings(engine: str = "processes", **more: Any) -> Train:
+    return Train(engine={"_target_": f"gpipe_cli.engines.{engine}.build"}, **more)
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of the second of four."""
+    given = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_process_that_is_no_rank_leads_and_keeps_its_settings() -> None:
+    assert leads()
+    assert as_rank(settings("threads"), JOB) == settings("threads")
+
+
+def test_under_torchrun_only_rank_0_leads_and_each_has_a_device_of_its_machine(torchrun: None) -> None:
+    assert not leads()
+    own = "cuda:1" if torch.cuda.is_available() else "cpu"
+    assert as_rank(settings(), JOB).devices == [own] * 4
+    assert as_rank(settings(devices=["cpu"] * 4), JOB).devices == ["cpu"] * 4
+
+
+def test_a_rank_takes_the_balance_that_was_found_for_it(torchrun: None) -> None:
+    job = Job(**{**vars(JOB), "rank": Rank(Meeting(Path()), [3, 1, 4], began=0.0)})
+    assert as_rank(settings(partitions=3), job).balance["layers"] == [3, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (settings("threads"), "engine=threads: runs in one process, and torchrun started 4"),
+        (settings(partitions=3), "partitions=3 data_parallel=1: need 3 processes, torchrun started 4"),
+        (settings(partitions=4, data_parallel=2), "need 8 processes, torchrun started 4"),
+    ],
+)
+def test_a_number_of_processes_that_does_not_fit_is_refused(torchrun: None, given: Train, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        as_rank(given, JOB)
+
+
+def test_interleaved_partitions_may_be_more_than_the_processes(torchrun: None) -> None:
+    given = settings(partitions=8, schedule=Schedule("interleaved"))
+    assert len(as_rank(given, JOB).devices) == 4
+
+
+def test_places_tell_partitions_and_replicas() -> None:
+    assert places(2, [CPU, CPU], 1) == ["partition 0", "partition 1"]
+    assert places(4, [CPU, CPU], 1) == ["partitions 0, 2", "partitions 1, 3"]
+    assert places(1, [CPU], 2) == ["partition 0 of replica 0", "partition 0 of replica 1"]

@@ -1,0 +1,109 @@
+"""What ranks are asked to do, and the same done by one process: facts, and the state at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpipe_cli.engines import processes, single
+from gpipe_cli.engines.protocol import Engine, Objective, StepFacts
+from gpipe_cli.engines.state import EngineState
+from gpipe_cli.sequential import partition_uniform
+from tests.distributed.tasks import make
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    task: str
+    schedule: str = "gpipe"
+    checkpoint: str = "never"
+    rows: tuple[int, ...] = (10, 3)
+    """Of the mini-batches, one step each: uneven ones, and fewer micro-batches than partitions."""
+    chunks: int = 4
+    replicas: int = 1
+    optimizer: str = "AdamW"
+    clip: float | None = 0.1
+    precision: str = "fp32"
+    deferred: bool = False
+    spoilt: int | None = None
+    """The step whose input is not finite."""
+    resumed: int = 0
+    """Steps that one process does before ranks go on."""
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(value) for value in asdict(self).values()).replace(" ", "")
+
+    def batch(self, step: int, replica: int = 0, replicas: int = 1) -> tuple[Tensor, Tensor]:
+        """Of each step another one; that of a replica is its consecutive part."""
+        rows = self.rows[step]
+        task = make(self.task, rows + step)
+        pieces = [one[step:].tensor_split(replicas)[replica] for one in (task.input, task.target)]
+        if self.spoilt == step:
+            pieces[0] = pieces[0] * float("inf")
+        return pieces[0], pieces[1]
+
+    def objective(self, loss: Any) -> Objective:
+        make_optimizer = partial(getattr(torch.optim, self.optimizer), lr=0.0)
+        return Objective(loss, loss.measure, make_optimizer, self.clip, self.precision)
+
+    def alone(self) -> Engine:
+        """One process; instead of replicas it has as many times the micro-batches."""
+        task = make(self.task, 1)
+        return single.build(
+            task.model,
+            self.objective(task.loss),
+            device=CPU,
+            chunks=self.chunks * self.replicas,
+            eval_chunks=3,
+            deferred_batch_norm=self.deferred,
+        )
+
+    def on_ranks(self, ranks: int) -> Engine:
+        task = make(self.task, 1)
+        partitions = ranks * 2 if self.schedule == "interleaved" else ranks
+        return processes.build(
+            task.model,
+            self.objective(task.loss),
+            balance=[len(one) for one in partition_uniform(task.model, partitions)],
+            devices=[CPU] * ranks,
+            chunks=self.chunks,
+            eval_chunks=3,
+            checkpoint=self.checkpoint,
+            schedule=self.schedule,
+            deferred_batch_norm=self.deferred,
+            step_timeout=None,
+            log_layers=False,
+            data_parallel=self.replicas,
+        )
+
+
+@dataclass
+class Course:
+    """What came of a case."""
+
+    facts: list[dict[str, Any]] = field(default_factory=list)
+    state: EngineState = field(default_factory=lambda: EngineState({}))
+
+    def note(self, facts: StepFacts) -> None:
+        self.facts.append({**asdict(facts), "sums": dict(facts.sums)})
+
+
+def run(
+    case: Case, engine: Engine, batch: Callable[[int], tuple[Tensor, Tensor]], steps: range | None = None
+) -> Course:
+    """Train, with an evaluation after each step."""
+    course = Course()
+    for step in range(len(case.rows)) if steps is None else steps:
+        course.note(engine.train_step(batch(step), key=step, lr=0.01))
+        course.note(engine.eval_step(batch(step)))
+    course.state = engine.state()
+    engine.close()
+    return course

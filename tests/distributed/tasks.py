@@ -1,0 +1,158 @@
+"""Small models that have what makes engines differ: batch norm, dropout, long skips, tied weights, odd borders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.losses.cross_entropy import CrossEntropy
+from gpipe_cli.losses.dice import Dice
+from gpipe_cli.losses.token_cross_entropy import TokenCrossEntropy
+from gpipe_cli.models import gpt, resnet, unet
+from gpipe_cli.skip import pop, skippable, stash
+
+
+@dataclass(frozen=True)
+class Task:
+    model: nn.Sequential
+    input: Tensor
+    target: Tensor
+    loss: Any
+
+
+def perceptron(rows: int) -> Task:
+    """In-place layers first in a partition, batch norm, dropout; one layer in two has no parameters."""
+    model = nn.Sequential(
+        nn.Linear(6, 8),
+        nn.BatchNorm1d(2),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.5),
+        nn.ReLU(inplace=True),
+        nn.Linear(8, 8),
+        nn.Hardtanh(inplace=True),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+    return Task(model, torch.randn(rows, 2, 6), torch.randint(3, (rows,)), CrossEntropy())
+
+
+def residual(rows: int) -> Task:
+    model = resnet.build("resnet18", num_classes=4)
+    return Task(model, torch.randn(rows, 3, 32, 32), torch.randint(4, (rows,)), CrossEntropy())
+
+
+def long_skips(rows: int) -> Task:
+    model = unet.build(3, 2, 4, dropout=0.2, num_classes=3, input_shape=(3, 17, 20))
+    return Task(model, torch.randn(rows, 3, 17, 20), torch.randint(3, (rows, 17, 20)), Dice())
+
+
+def tied(rows: int) -> Task:
+    """A transformer of eight layers, the last of which uses the matrix of the first."""
+    model = gpt.build(16, 6, 2, dropout=0.1, num_classes=11, input_shape=(9,))
+    return Task(model, torch.randint(11, (rows, 9)), torch.randint(11, (rows, 9)), TokenCrossEntropy())
+
+
+def tied_without_dropout(rows: int) -> Task:
+    model = gpt.build(16, 2, 2, num_classes=11, input_shape=(9,))
+    return Task(model, torch.randint(11, (rows, 9)), torch.randint(11, (rows, 9)), TokenCrossEntropy())
+
+
+@skippable(stash=["early", "nothing"])
+class Fork(nn.Module):
+    """A tuple with whole numbers and a mask, a transposed tensor, a skip, and a skip that is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, input: Tensor) -> Any:
+        yield stash("early", self.linear(input))
+        yield stash("nothing", None)
+        return input.unsqueeze(2).expand(-1, -1, 5).transpose(1, 2) * 2, input.argmax(1), input > 0
+
+
+class Across(nn.Module):
+    """Writes what it is given in place, hands the rest on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        value, index, mask = given
+        value += 1
+        return self.linear(value).transpose(1, 2).transpose(1, 2), index, mask
+
+
+@skippable(pop=["early", "nothing"])
+class Join(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 7)
+
+    def forward(self, given: tuple[Tensor, Tensor, Tensor]) -> Any:
+        value, index, mask = given
+        early = yield pop("early")
+        nothing = yield pop("nothing")
+        assert nothing is None and index.dtype == torch.int64 and mask.dtype == torch.bool
+        return self.linear(value.mean(1) + early * mask) + index.unsqueeze(1)
+
+
+def odd_borders(rows: int) -> Task:
+    model = nn.Sequential(
+        Fork(), Across(), Across(), Across(), Join(), nn.ReLU(), nn.Linear(7, 4), nn.Linear(4, 3)
+    )
+    return Task(model, torch.randn(rows, 6), torch.randint(3, (rows,)), CrossEntropy())
+
+
+def frozen_start(rows: int) -> Task:
+    """A first partition that trains nothing and a second one without parameters."""
+    task = perceptron(rows)
+    task.model[:4].requires_grad_(False)
+    return task
+
+
+def normed(rows: int) -> Task:
+    """Batch norm and nothing drawn: replicas may be compared with one that has all samples."""
+    layers = [nn.Linear(6, 6), nn.BatchNorm1d(2), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(2), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(12, 3))
+    return Task(model, torch.randn(rows, 2, 6), torch.randint(3, (rows,)), CrossEntropy())
+
+
+class Failing(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        # Without values nothing is wrong with it, so that its shape can be told.
+        if self.training and type(input) is Tensor:
+            raise ZeroDivisionError("no reason")
+        return input * 2
+
+
+def failing(rows: int) -> Task:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), Failing())
+    return Task(model, torch.randn(rows, 6), torch.randint(3, (rows,)), CrossEntropy())
+
+
+TASKS: dict[str, Callable[[int], Task]] = {
+    one.__name__: one
+    for one in (
+        perceptron,
+        residual,
+        long_skips,
+        tied,
+        tied_without_dropout,
+        odd_borders,
+        frozen_start,
+        normed,
+        failing,
+    )
+}
+
+
+def make(name: str, rows: int) -> Task:
+    """The same for everyone who asks."""
+    torch.manual_seed(0)
+    return TASKS[name](rows)

@@ -1,0 +1,225 @@
+"""engine=processes gives the bits of engine=single: every fact of every step, every tensor of the state at the end.
+
+Real processes over gloo. Starting them takes longer than their work, so for each number of ranks they are started once
+and do all the cases.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpipe_cli.engines.state import EngineState
+from gpipe_cli.engines.update import Update
+from gpipe_cli.pipeline.keys import replica_key
+from gpipe_cli.pipeline.plain import PlainPipe
+from tests.distributed.cases import Case, Course, run
+from tests.distributed.crew import found, note, run_crew
+from tests.distributed.tasks import make
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+CHECKPOINTS = ("never", "except_last", "always")
+
+SPOILT = Case("perceptron", "1f1b", spoilt=0)
+RESUMED = Case("tied", "1f1b", rows=(4, 4, 3), resumed=1)
+SPLIT_AND_RECOMPUTED = Case("odd_borders", "zero_bubble", "always")
+FAILING = Case("failing")
+HALVES = Case("perceptron", "1f1b", replicas=2, rows=(8, 8), chunks=2, optimizer="SGD")
+MESHES = [
+    Case("odd_borders", "zero_bubble", replicas=2, rows=(8, 3, 1), chunks=2, optimizer="SGD"),
+    Case("tied_without_dropout", "gpipe", replicas=2, rows=(8, 3), chunks=2, optimizer="SGD"),
+    Case("normed", "1f1b", replicas=2, rows=(8, 3, 1), chunks=2, optimizer="SGD", deferred=True),
+]
+
+EQUAL = {
+    2: [
+        *(Case("perceptron", schedule, "except_last") for schedule in SCHEDULES),
+        Case("tied", "1f1b"),
+        Case("long_skips", "1f1b", "always", rows=(4,)),
+        Case("residual", "gpipe", rows=(4,), chunks=2, optimizer="SGD"),
+        SPLIT_AND_RECOMPUTED,
+        Case("frozen_start", "1f1b"),
+        Case("perceptron", "1f1b", deferred=True),
+        Case("perceptron", "1f1b", precision="bf16"),
+        Case("perceptron", "1f1b", precision="fp16"),
+        RESUMED,
+    ],
+    3: [
+        Case("long_skips", "zero_bubble", rows=(4,)),
+        Case("odd_borders", "1f1b", "except_last"),
+        Case("frozen_start", "zero_bubble", "except_last"),
+        Case("tied", "gpipe", "always", rows=(4,)),
+    ],
+    4: [
+        Case("tied", "interleaved", "except_last", rows=(10,)),
+        Case("odd_borders", "interleaved"),
+        Case("perceptron", "zero_bubble"),
+    ],
+}
+BY_RANKS = {2: [*EQUAL[2], SPOILT, FAILING], 3: EQUAL[3], 4: [*EQUAL[4], HALVES, *MESHES]}
+"""The failing one comes last: nobody can go on after it."""
+LONG = {
+    ranks: [
+        Case(task, schedule, CHECKPOINTS[(place + ranks) % 3], rows=(8,) * 19 + (9,), chunks=4)
+        for task in ("residual", "long_skips", "tied")
+        for place, schedule in enumerate(SCHEDULES)
+    ]
+    for ranks in (2, 3, 4)
+}
+"""Twenty steps, the last of an uneven batch; between them every mode of checkpointing meets every schedule."""
+ALL = [(ranks, case) for ranks, cases in EQUAL.items() for case in cases]
+
+Crew = Callable[[int], Path]
+
+
+def crews(factory: pytest.TempPathFactory, by_ranks: Mapping[int, Sequence[Case]], seconds: float) -> Crew:
+    @functools.cache
+    def folder(ranks: int) -> Path:
+        made = factory.mktemp(f"ranks-{ranks}")
+        run_crew(made, ranks, by_ranks[ranks], seconds)
+        return made
+
+    return folder
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Crew:
+    """The folder in which so many ranks have left what they found."""
+    return crews(tmp_path_factory, BY_RANKS, seconds=200)
+
+
+@pytest.fixture(scope="module")
+def long_crew(tmp_path_factory: pytest.TempPathFactory) -> Crew:
+    return crews(tmp_path_factory, LONG, seconds=3600)
+
+
+def differing(expected: EngineState, found: EngineState) -> list[str]:
+    """The names of all tensors that are not equal to the bit, and of all that only one of them has."""
+    wrong = []
+    for part in ("model", "buffers", "optimizer"):
+        ours: dict[str, Tensor] = getattr(expected, part)
+        theirs: dict[str, Tensor] = getattr(found, part)
+        wrong += sorted(ours.keys() ^ theirs.keys())
+        wrong += [name for name in ours.keys() & theirs.keys() if not torch.equal(ours[name], theirs[name])]
+    return wrong
+
+
+def alone(case: Case) -> Course:
+    return run(case, case.alone(), case.batch)
+
+
+@pytest.mark.parametrize(("ranks", "case"), ALL, ids=[f"{ranks}-{case.name}" for ranks, case in ALL])
+def test_ranks_give_the_bits_of_one_process(crew: Crew, ranks: int, case: Case) -> None:
+    assert_equal_to_one_process(case, crew(ranks))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_twenty_steps_of_ranks_give_the_bits_of_one_process(long_crew: Crew, ranks: int) -> None:
+    for case in LONG[ranks]:
+        assert_equal_to_one_process(case, long_crew(ranks))
+
+
+def assert_equal_to_one_process(case: Case, folder: Path) -> None:
+    expected, ours, notes = alone(case), found(folder, case, 0), note(folder, case, 0)
+    assert "error" not in notes, notes
+    assert ours.facts == expected.facts[2 * case.resumed :]
+    assert differing(expected.state, ours.state) == []
+    assert ours.state.numbers == expected.state.numbers
+    assert notes["order"] == list(expected.state.model)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_know_the_same_facts_and_only_the_first_has_the_state(crew: Crew, ranks: int) -> None:
+    for case in EQUAL[ranks]:
+        courses = [found(crew(ranks), case, rank) for rank in range(ranks)]
+        assert all(course.facts == courses[0].facts for course in courses)
+        assert courses[0].state.model and not any(course.state.model for course in courses[1:])
+
+
+def test_a_rank_keeps_its_own_part_of_the_model_only(crew: Crew) -> None:
+    case = next(case for case in EQUAL[2] if case.task == "residual")
+    notes = [note(crew(2), case, rank) for rank in range(2)]
+    assert sum(one["bytes"] for one in notes) == notes[0]["all_bytes"]
+    assert all(0 < one["bytes"] < one["all_bytes"] for one in notes)
+
+
+def test_a_split_backward_recomputes_each_layer_once(crew: Crew) -> None:
+    """torch's own split of the backward would run a checkpointed forward three times."""
+    notes = [note(crew(2), SPLIT_AND_RECOMPUTED, rank) for rank in range(2)]
+    assert [max(pair) for pair in zip(*(one["recomputed"] for one in notes), strict=True)] == [4 + 3] * 8
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_with_the_place_it_came_from(crew: Crew) -> None:
+    notes = [note(crew(2), SPOILT, rank) for rank in range(2)]
+    assert [one["error"] for one in notes] == ["NumericError"] * 2
+    assert {one["text"] for one in notes} == {
+        "the loss is nan; try a smaller optimizer.lr, clip_grad_norm=1 or precision=fp32"
+    }
+    place = "first output that is not finite: layer '0' (Linear) in partition 0, micro-batch 0"
+    assert [one["notes"] for one in notes] == [[place]] * 2
+
+
+def test_what_a_layer_raises_comes_out_as_it_is_with_its_place(crew: Crew) -> None:
+    """torch wraps it in an error of its own, and prints the whole schedule."""
+    notes = note(crew(2), FAILING, 1)
+    assert (notes["error"], notes["text"]) == ("ZeroDivisionError", "no reason")
+    assert notes["notes"] == ["in partition 1, layer '3' (Failing), micro-batch 0, action F1.0 (forward)"]
+
+
+def replicas_alone(case: Case) -> EngineState:
+    """What two replicas come to that add their gradients up, each of them one process: plain code."""
+    pipes = [PlainPipe(make(case.task, 1).model, chunks=case.chunks) for _ in range(2)]
+    parameters, loss = list(pipes[0].parameters()), make(case.task, 1).loss
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
+    update = Update(
+        optimizer, parameters, clip_grad_norm=case.clip, scale_loss=False, device=torch.device("cpu")
+    )
+    for step in range(len(case.rows)):
+        for replica, pipe in enumerate(pipes):
+            pipe.train().zero_grad()
+            input, target = case.batch(step, replica, 2)
+            # Halves are exact, so it does not matter where a loss is halved.
+            pipe.step(input, target, lambda *given: loss(*given) / 2, key=replica_key(step, replica))
+        for first, second in zip(parameters, pipes[1].parameters(), strict=True):
+            assert first.grad is not None and second.grad is not None
+            first.grad += second.grad
+        update.apply(0.0, 0.01)
+        for first, second in zip(pipes[0].buffers(), pipes[1].buffers(), strict=True):
+            if first.is_floating_point():
+                first.copy_((first + second) / 2)
+        pipes[1].load_state_dict(pipes[0].state_dict())
+    return EngineState(pipes[0].state_dict())
+
+
+def test_replicas_are_bitwise_the_sum_of_those_that_work_alone(crew: Crew) -> None:
+    expected, ours = replicas_alone(HALVES), found(crew(4), HALVES, 0)
+    assert "error" not in note(crew(4), HALVES, 0), note(crew(4), HALVES, 0)
+    assert differing(expected, ours.state) == []
+
+
+@pytest.mark.parametrize("case", MESHES, ids=lambda case: case.name)
+def test_replicas_are_one_with_all_their_samples_but_for_rounding(crew: Crew, case: Case) -> None:
+    """In a batch of three samples they have two and one; of a single one the second replica has none."""
+    expected, ours = alone(case), found(crew(4), case, 0)
+    assert "error" not in note(crew(4), case, 0), note(crew(4), case, 0)
+    for mine, theirs in zip(ours.facts, expected.facts, strict=True):
+        assert mine["samples"] == theirs["samples"]
+        assert mine["sums"] == pytest.approx(theirs["sums"], rel=1e-6)
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+        assert (mine["grad_norm"] or 0) == pytest.approx(theirs["grad_norm"] or 0, rel=1e-6)
+    for name, tensor in expected.state.model.items():
+        apart = torch.linalg.vector_norm((ours.state.model[name] - tensor).double())
+        assert apart <= 1e-6 * torch.linalg.vector_norm(tensor.double()), name
+
+
+@pytest.mark.parametrize("case", [HALVES, *MESHES], ids=lambda case: case.name)
+def test_replicas_stay_equal_to_the_bit(crew: Crew, case: Case) -> None:
+    own = [note(crew(4), case, rank)["own"] for rank in range(4)]
+    assert own[:2] == own[2:] and own[0] != own[1]

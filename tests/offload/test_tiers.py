@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpipe_cli.errors import ResourceError
+from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["cpu", "disk"])
+def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
+    return CpuTier(CPU) if request.param == "cpu" else DiskTier(tmp_path)
+
+
+def numbers(count: int, seed: int) -> torch.Tensor:
+    return torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_what_was_written_is_read(tier: Tier) -> None:
+    regions = [tier.region(size) for size in (100, 0, 3000)]
+    contents = [numbers(100, 0), numbers(0, 1), numbers(3000, 2)]
+    for region, content in zip(regions, contents, strict=True):
+        region.write(0, content)
+    regions[2].write(64, numbers(10, 3))
+    contents[2][64:74] = numbers(10, 3)
+    for region, content in zip(regions, contents, strict=True):
+        found = torch.empty_like(content)
+        region.read(0, found)
+        assert torch.equal(found, content)
+    part = torch.empty(50, dtype=torch.uint8)
+    regions[2].read(60, part)
+    assert torch.equal(part, contents[2][60:110])
+    tier.close()
+    tier.close()
+
+
+def test_the_file_has_no_name(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "not" / "there" / "yet")
+    tier.reserve(10_000)
+    assert list(tmp_path.iterdir()) == []
+    tier.close()
+
+
+def test_neither_has_it_where_the_file_system_knows_no_such_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = os.open
+
+    def without(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "not supported")
+        return opened(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", without)
+    tier = DiskTier(tmp_path)
+    region = tier.region(100)
+    region.write(0, numbers(100, 1))
+    assert list(tmp_path.iterdir()) == []
+    tier.close()
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int, begin: int, count: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    tier = DiskTier(tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        ResourceError, match=r"No space left on device; 5,000 bytes are needed, [\d,]+ are free"
+    ):
+        tier.reserve(5000)
+    tier.close()
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(ResourceError, match="cannot be kept there: Permission denied"):
+        DiskTier(tmp_path)
+
+
+def test_reads_and_writes_that_do_less_than_asked_are_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, write = os.preadv, os.pwritev
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: read(file, [views[0][:7]], at))
+    monkeypatch.setattr(os, "pwritev", lambda file, views, at: write(file, [views[0][:5]], at))
+    region = DiskTier(tmp_path).region(100)
+    region.write(0, numbers(100, 4))
+    found = torch.empty(100, dtype=torch.uint8)
+    region.read(0, found)
+    assert torch.equal(found, numbers(100, 4))

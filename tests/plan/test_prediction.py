@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gpipe_cli.plan.advice import advice
+from gpipe_cli.plan.balances import Found
+from gpipe_cli.plan.costs import Costs
+from gpipe_cli.plan.prediction import Prediction, predict
+from gpipe_cli.plan.search import Answer
+from gpipe_cli.plan.shape import Shape
+from gpipe_cli.plan.steps import step_ms
+from gpipe_cli.profiling.memory import PartitionMemory
+
+MEMORY = [PartitionMemory(1, 2, 3, 4)] * 4
+
+
+def _predicted(shape: Shape, balance: tuple[int, ...], costs: Costs, **more: float) -> Prediction:
+    step = step_ms(shape.course(), costs, balance)
+    answer = Answer(shape, Found(balance, step, step))
+    return predict(answer, costs, MEMORY[: len(balance)], cores=None, rows=32, **more)
+
+
+@pytest.mark.parametrize(
+    ("balance", "chunks", "transfer", "limit"),
+    [
+        ((1, 3), 64, 0.0, "slowest partition"),
+        ((2, 2), 2, 0.0, "bubble"),
+        ((2, 2), 2, 9.0, "transfers"),
+        ((2, 2), 512, 0.0, "work"),
+    ],
+)
+def test_what_would_shorten_the_step_most_limits_it(
+    balance: tuple[int, ...], chunks: int, transfer: float, limit: str
+) -> None:
+    costs = Costs([1.0] * 4, [2.0] * 4, transfer=[transfer] * 4)
+    found = _predicted(Shape(2, 2, chunks, "1f1b", "never"), balance, costs)
+    assert found.limit.name == limit
+    assert (found.limit.share > 0.02) == (limit != "work")
+
+
+def test_memory_limits_a_plan_that_would_be_quicker_without_a_limit() -> None:
+    costs = Costs([1.0] * 4, [2.0] * 4)
+    found = _predicted(Shape(2, 2, 64, "1f1b", "always"), (2, 2), costs, without_limit_ms=100.0)
+    assert found.limit.name == "memory"
+    assert "larger device_memory" in advice([found])
+
+
+def test_devices_that_hold_several_partitions_need_the_memory_of_all() -> None:
+    costs = Costs([1.0] * 4, [2.0] * 4)
+    found = _predicted(Shape(4, 2, 8, "interleaved", "never"), (1, 1, 1, 1), costs)
+    assert [one.total_bytes for one in found.memory] == [20, 20] and found.peak_bytes == 20
+    assert found.overrides.endswith("schedule=interleaved checkpoint=never devices=2")
+
+
+def test_the_plain_run_is_recommended_where_it_is_quickest() -> None:
+    costs = Costs([1.0] * 4, [2.0] * 4)
+    plain = _predicted(Shape(1, 1, 1, "1f1b", "never"), (4,), costs)
+    pipe = _predicted(Shape(2, 2, 4, "1f1b", "never"), (2, 2), costs)
+    assert "without a pipeline" in advice([plain, pipe]) and "times as long" in advice([plain, pipe])
+    assert advice([replace(pipe, step_ms=6.0), plain]).startswith("2.00 times as fast as without a pipeline")
+    assert plain.overrides == "engine=single chunks=1"
+
+
+def test_an_error_is_a_share_of_what_was_measured() -> None:
+    costs = Costs([1.0], [2.0])
+    found = _predicted(Shape(1, 1, 1, "1f1b", "never"), (1,), costs)
+    assert found.error is None and "measured_ms" not in found.facts()
+    measured = replace(found, measured_ms=4.0)
+    assert measured.error == pytest.approx(-0.25) and measured.facts()["measured_ms"] == 4.0

@@ -1,0 +1,100 @@
+"""What is counted on paper beside what a real pipe keeps alive."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from functools import partial
+from typing import Any, final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+
+from gpipe_cli import GPipe
+from gpipe_cli.profiling.facts import model_facts
+from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.memory import activation_bytes
+from gpipe_cli.schedule.course import Course
+
+BALANCE = [3, 2, 3]
+
+
+@final
+class Held:
+    """Stands in for a saved tensor, and is gone when the graph is."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@final
+class Meter:
+    """The bytes one partition keeps at once, each storage counted as long as somebody holds it."""
+
+    def __init__(self, parameters: set[int]) -> None:
+        self._parameters, self._lock = parameters, threading.Lock()
+        self._holders: Counter[int] = Counter()
+        self._bytes: dict[int, int] = {}
+        self.peak = 0
+        self._hooks: list[saved_tensors_hooks] = []
+
+    def enter(self, *_: Any) -> None:
+        self._hooks.append(saved_tensors_hooks(self._pack, lambda held: held.tensor))
+        self._hooks[-1].__enter__()
+
+    def leave(self, *_: Any) -> None:
+        self._hooks.pop().__exit__(None, None, None)
+
+    def _pack(self, tensor: Tensor) -> Held:
+        # Not its storage: the micro-batches of the first partition are views of the caller's one mini-batch.
+        held, place = Held(tensor), tensor.data_ptr()
+        if place not in self._parameters:
+            with self._lock:
+                self._holders[place] += 1
+                self._bytes[place] = tensor.nbytes
+                self.peak = max(self.peak, sum(self._bytes.values()))
+            weakref.finalize(held, self._release, place)
+        return held
+
+    def _release(self, place: int) -> None:
+        with self._lock:
+            self._holders[place] -= 1
+            if self._holders[place] == 0:
+                del self._bytes[place]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_the_activations_counted_are_those_a_pipe_keeps(schedule: str, chunks: int) -> None:
+    layers = [(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
+    model = nn.Sequential(*(module for pair in layers for module in pair))
+    input, target = torch.randn(8, 8), torch.randn(8, 8)
+    sample = Sample(input[: 8 // chunks], target[: 8 // chunks], functional.mse_loss)
+    course = Course(schedule, 3, chunks, "never")
+    counted = activation_bytes(model_facts(model, sample, count_flops=False), BALANCE, course)
+    meters = _watched(model)
+
+    with GPipe(
+        model, BALANCE, devices=["cpu"] * 3, chunks=chunks, checkpoint="never", schedule=schedule
+    ) as pipe:
+        pipe.step(input, target, functional.mse_loss)
+
+    # The loss is no layer, so the meter does not see what it keeps: the difference of output and target.
+    loss = sample.target.nbytes if sample.target is not None else 0
+    kept_losses = course.kept[-1].bytes(loss, 0)
+    assert [meter.peak for meter in meters[:-1]] == counted[:-1]
+    assert counted[-1] - kept_losses <= meters[-1].peak <= counted[-1]
+
+
+def _watched(model: nn.Sequential) -> list[Meter]:
+    parameters = {one.data_ptr() for one in model.parameters()}
+    meters = [Meter(parameters) for _ in BALANCE]
+    by_layer = [meter for meter, layers in zip(meters, BALANCE, strict=True) for _ in range(layers)]
+    for meter, layer in zip(by_layer, model, strict=True):
+        layer.register_forward_pre_hook(partial(Meter.enter, meter))
+        layer.register_forward_hook(partial(Meter.leave, meter))
+    return meters
