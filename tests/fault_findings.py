@@ -48,5 +48,6 @@ def only_what_a_run_leaves(scene: Scene) -> None:
         "metrics.jsonl",
         "snapshots",
         "run.lock",
+        "launch.json",
     }
     assert {path.name for path in scene.run.iterdir()} <= known

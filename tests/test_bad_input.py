@@ -12,7 +12,7 @@ BROKEN = "allow=[tests] model._target_=tests.broken_models"
 # (words, exit code, what the line must say)
 CASES: list[tuple[str, int, str]] = [
     ("trian", 2, "unknown command 'trian'; did you mean 'train'?"),
-    ("frobnicate", 2, "one of: balance, env, eval, export, ls, plan, profile, train"),
+    ("frobnicate", 2, "one of: balance, cp, env, eval, export, ls, plan, profile, report, train"),
     ("train --jsn", 2, "unknown flag --jsn; did you mean '--json'?"),
     ("train --by", 2, "--by needs a value"),
     ("train --by tmie", 2, "balance=tmie: no such option"),

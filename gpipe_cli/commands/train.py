@@ -6,9 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from gpipe_cli.commands.assemble import Split, make_engine
+from gpipe_cli.commands.assemble import Split, make_engine, runs_in_ranks
 from gpipe_cli.commands.feed import Feed
 from gpipe_cli.commands.follower import Follower
 from gpipe_cli.commands.jobs import Job, Summary
@@ -60,9 +61,9 @@ def run(settings: Train, job: Job) -> Summary:
             return outlook(settings, job, parts, plan.steps)
         summary = None if again is None else finished_before(again, plan, parts.feed, job)
         place = planned_run_directory(settings.run_dir, job.number) if again is None else again.run
-        warning = (
-            check_room(place, settings, parts.model, plan, _retention(settings)) if summary is None else None
-        )
+        room = partial(check_room, place, settings, parts.model, plan, _retention(settings))
+        # An engine may take room of its own on that disk; one of several processes keeps a part of the model only.
+        warning = room() if summary is None and runs_in_ranks(settings) else None
         if summary is None and starts_ranks(settings):
             again = None
             held.close()  # of the two, rank 0 is the writer
@@ -73,6 +74,7 @@ def run(settings: Train, job: Job) -> Summary:
             launch = launch_of(settings, job, parts)
             engine = watched(make_engine(settings, parts, gauged=on_terminal()), job, team)
             held.callback(engine.close)
+            warning = warning if runs_in_ranks(settings) else room()
             _restore(engine, again)
             begun = begin_together(settings, job, again, held, team)
             if team.leads:

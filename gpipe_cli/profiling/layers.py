@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -99,7 +98,7 @@ def _measure(pipe: GPipe, sample: Sample, seconds: float, repeats: int) -> dict[
     """Seconds of every run, by layer and phase."""
     for _ in range(WARM_UP):
         _step(pipe, sample)
-    with recording(pipe, _clock()) as record:
+    with recording(pipe) as record:
         deadline = time.perf_counter() + seconds
         for run in range(MOST_REPEATS):
             if run >= repeats and time.perf_counter() > deadline:
@@ -109,11 +108,6 @@ def _measure(pipe: GPipe, sample: Sample, seconds: float, repeats: int) -> dict[
     for piece in record.pieces():
         times[piece.action.partition, piece.phase].append(piece.end - piece.begin)
     return times
-
-
-def _clock() -> Callable[[], float]:
-    """With one intra-op thread the worker's own time: whatever else runs on the machine does not count."""
-    return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def _look(pipe: GPipe, sample: Sample) -> list[Seen]:

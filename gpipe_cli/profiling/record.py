@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
@@ -49,9 +49,9 @@ class Piece(NamedTuple):
 
 
 @contextmanager
-def recording(pipe: GPipe, clock: Callable[[], float] = time.perf_counter) -> Iterator[Record]:
-    """Inside, the pipe's work is recorded. Moments on the CPU are the clock's."""
-    record = Record(pipe.devices, clock)
+def recording(pipe: GPipe) -> Iterator[Record]:
+    """Inside, the pipe's work is recorded."""
+    record = Record(pipe.devices)
     pipe.recorder = record
     try:
         yield record
@@ -63,20 +63,17 @@ def recording(pipe: GPipe, clock: Callable[[], float] = time.perf_counter) -> It
 class Record:
     """The recorder of a pipe. Appending to a list is all that a worker does, and needs no lock."""
 
-    def __init__(
-        self, devices: Sequence[torch.device], clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, devices: Sequence[torch.device]) -> None:
         self._pieces: list[tuple[Action, str, Any, Any, int]] = []
         cuda = {device for device in devices if device.type == "cuda"}
         for device in cuda:
             torch.cuda.synchronize(device)
-        self._clock = clock
-        self._origin = clock()
+        self._origin = time.perf_counter()
         # Events are told relative to each other: these are the ones that happen at the origin.
         self._origins = {device: _event(device) for device in cuda}
 
     def now(self, device: torch.device) -> Any:
-        return self._clock() if device.type != "cuda" else (device, _event(device))
+        return time.perf_counter() if device.type != "cuda" else (device, _event(device))
 
     def __call__(self, action: Action, phase: str, begin: Any, end: Any) -> None:
         self._pieces.append((action, phase, begin, end, threading.get_native_id()))
