@@ -1,6 +1,6 @@
 """How busy the partitions of a pipe were in a step, from the record of its work; for who watches a run live.
 
-Costs what recording costs, under 2 % of a step, and is therefore only done where somebody looks.
+Costs what recording costs, a few percent of a step of small layers, and is therefore only done where somebody looks.
 """
 
 from __future__ import annotations
