@@ -19,7 +19,7 @@ options, each a small YAML file with keys of its own: `optimizer=sgd` takes the 
 it. `gpipe <command> --help` shows the same, `gpipe ls` the options, `gpipe <command> --cfg job` the whole
 configuration.
 
-A key that does not exist is an error, and so is one that the chosen engine or schedule does not use."""
+A key that does not exist is an error, and so is one that is given though the chosen engine does not use it."""
 
 
 def page() -> str:
@@ -51,33 +51,23 @@ def _commands_table() -> str:
                 known[name] = field
                 users.setdefault(name, []).append(command)
     rows = [
-        [code(field.key), field.type or "any", code(field.default), ", ".join(users[name]), field.meaning]
+        [code(field.key), field.type or "any", code(field.default), _users(users[name]), field.meaning]
         for name, field in known.items()
     ]
     return table(["key", "type", "default", "commands", "meaning"], rows)
 
 
 def _groups_table() -> str:
-    meanings: dict[str, str] = {}
-    users: dict[str, list[str]] = {}
-    for command in SCHEMAS:
-        chosen = default_options(command)
-        for field in fields(command):
-            group = field.key.partition(".")[0]
-            if group in GROUPS and group not in users:
-                meanings[group] = field.meaning
-            if group in chosen and command not in users.setdefault(group, []):
-                users[group].append(command)
-    rows = [
-        [
-            f"[`{group}`](#{_anchor(group)})",
-            _defaults(group, users[group]),
-            ", ".join(users[group]),
-            meanings[group],
-        ]
-        for group in GROUPS
-    ]
+    rows = []
+    for group in GROUPS:
+        users = [command for command in SCHEMAS if group in default_options(command)]
+        meaning = next(field.meaning for field in fields(users[0]) if field.key.partition(".")[0] == group)
+        rows.append([f"[`{group}`](#{group})", _defaults(group, users), _users(users), meaning])
     return table(["group", "default", "commands", "meaning"], rows)
+
+
+def _users(commands: list[str]) -> str:
+    return "all" if commands == list(SCHEMAS) else ", ".join(commands)
 
 
 def _defaults(group: str, commands: list[str]) -> str:
@@ -143,7 +133,3 @@ def _recipes() -> list[str]:
         f"Whole proven runs, for `gpipe {takers}`: `recipe=<name>`. `gpipe cp recipe/<name> <file>` copies one.",
         table(["recipe", "what it is"], [[code(one.name), one.description] for one in options("recipes")]),
     ]
-
-
-def _anchor(heading: str) -> str:
-    return heading.lower()

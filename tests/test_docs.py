@@ -157,20 +157,28 @@ def test_a_command_of_the_docs_works(gpipe: Callable[..., Any], tmp_path: Path, 
     assert answer.out
 
 
+OPTIONS = {group: {option.name for option in options(group)} for group in GROUPS}
+KEYS = {group: {key for option in options(group) for key in option.keys} for group in GROUPS}
+
+
 def unknown(line: str) -> list[str]:
     """What a command names that there is not, without composing it: a key, an option of a group."""
     command, *words = shlex.split(line)[1:]
     if not COMMANDS[command].configured:
         return []
     pairs = dict(word.split("=", 1) for word in words if "=" in word)
-    keys = {field.key for field in fields(command)} | {"recipe"}
-    keys |= {f"{group}.{key}" for group in GROUPS for option in options(group) for key in option.keys}
+    keys = (
+        {field.key for field in fields(command)}
+        | {"recipe"}
+        | {f"{group}.{key}" for group in GROUPS for key in KEYS[group]}
+    )
     own = tuple(key.removesuffix("_target_") for key in pairs if key.endswith("._target_"))
     wrong = [
         key for key in pairs if key not in keys and key not in GROUPS and not (own and key.startswith(own))
     ]
-    known = {group: {option.name for option in options(group)} for group in GROUPS}
-    return wrong + [f"{key}={value}" for key, value in pairs.items() if value not in known.get(key, {value})]
+    return wrong + [
+        f"{key}={value}" for key, value in pairs.items() if value not in OPTIONS.get(key, {value})
+    ]
 
 
 def test_the_keys_and_options_of_every_command_exist() -> None:
