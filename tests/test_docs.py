@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import re
 import shlex
@@ -92,6 +94,15 @@ def test_every_link_leads_to_a_file_and_a_heading_that_are_there(page: Path) -> 
         assert not anchor or anchor in anchors(target), link
         # The site holds docs/ alone: a page that leads out of it would lead nowhere there.
         assert page.parent == TOP or target.is_relative_to(DOCS), link
+
+
+@each_page
+def test_python_on_a_page_can_be_read_and_what_it_imports_is_there(page: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", text_of(page), flags=re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                module = importlib.import_module(node.module)
+                assert [name.name for name in node.names if not hasattr(module, name.name)] == []
 
 
 def test_the_navigation_names_every_page_once_and_nothing_else() -> None:
