@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from gpipe_cli.schedule import order
-from make_docs.pages import PAGES
+from make_docs.pages import DOCS, PAGES
 from make_docs.schedules import PICTURES, Shown, picture
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -30,3 +30,10 @@ def test_every_piece_of_work_has_its_bar(shown: Shown) -> None:
     recomputed = shown.chunks * shown.partitions_each if shown.recomputes else 0
     # And one behind them all, for the time in which nothing is done.
     assert sorted(bars.values()) == sorted(len(own) + recomputed + 1 for own in actions)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+def test_the_page_of_schedules_tells_the_idle_time_of_its_pictures(name: str) -> None:
+    shown = PICTURES[name]
+    page = (DOCS / "concepts" / "schedules.md").read_text(encoding="utf-8")
+    assert f"| {shown.schedule} | {100 * shown.simulation().bubble:.0f} % |" in page
