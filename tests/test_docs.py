@@ -52,8 +52,11 @@ def test_the_error_that_the_docs_show_is_the_one_that_is_given(
 
 
 @pytest.mark.parametrize("line", dict.fromkeys(line for page in PAGES for line in commands(page)))
-def test_a_command_of_the_docs_works(gpipe: Callable[..., Any], tmp_path: Path, line: str) -> None:
-    """Training is cut to one step, planning to a second, which changes nothing about whether the words are right."""
+def test_a_command_of_the_docs_works(
+    gpipe: Callable[..., Any], tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step, few samples to evaluate, a second to plan: that changes nothing about whether the words are right."""
+    monkeypatch.setattr("gpipe_cli.data.digits._HELD_OUT", 100)  # every hundredth of each class
     shutil.copy(EXAMPLE, tmp_path)
     if "<the run's directory>" in line:
         trained = gpipe("train", "steps=1", "batch_size=16", "--json").json
