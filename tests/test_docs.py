@@ -64,7 +64,7 @@ def test_a_command_of_the_docs_works(
     words = shlex.split(line)[1:]
     shorter = {"train": ["steps=1", "batch_size=16"], "plan": ["batch_size=16"]}.get(words[0], [])
     if any("plan" in word for word in words):
-        shorter += ["plan.budget=1"]
+        shorter += ["plan.budget=1", *(["plan.verify_budget=1"] if "verify=true" in words else [])]
     answer = gpipe(*words, *shorter)
     assert answer.code == 0, answer.err
     assert answer.out
