@@ -50,7 +50,7 @@ TABLE = [
         75,
         (
             "rank 1 (partition 1) was killed by SIGKILL, perhaps because memory ran out; starting all ranks again",
-            f"{STOPPED}; starting all ranks again (0 restarts left)",
+            f"{STOPPED}; starting all ranks again, restarts left: 0",
             "stopped by SIGTERM; saved in run/snapshots/step-0000000",
         ),
         ("engine.max_restarts=2", "step_timeout=2"),
