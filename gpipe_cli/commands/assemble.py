@@ -100,7 +100,7 @@ def assemble(settings: Shared, overrides: Sequence[str], *, storage: bool = True
     def make() -> nn.Sequential:
         return make_model(settings, feed)
 
-    if storage and isinstance(settings, Train) and keeps_on_disk(settings):
+    if storage and isinstance(settings, Running) and keeps_on_disk(settings):
         built = built_on(DiskTier(scratch_folder(settings)), make)
         return Assembly(feed, built.model, split_model(settings, built.model, feed), built)
     model = make() if storage else sketched(make)
