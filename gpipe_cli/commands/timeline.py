@@ -81,7 +81,7 @@ def _kept_away(settings: Profile, parts: Assembly, loss: LossFunction) -> Iterat
     split, task = parts.split, Objective(loss, lambda output, target: {})
     scratch = Path(settings.run_dir or "runs")
     with closing(
-        take_away(parts.model, task, split.balance, split.devices, settings.offload, scratch)
+        take_away(parts.model, task, split.balance, split.devices, settings.offload, scratch, lambda: 0)
     ) as away:
         yield away.rotations
 

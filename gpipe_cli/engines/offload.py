@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -21,7 +22,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.cut import parameters_of
 from gpipe_cli.offload.pipe import SlicedPipe
 from gpipe_cli.offload.rotation import Rotation
-from gpipe_cli.offload.sizing import Demand, layer_bytes
+from gpipe_cli.offload.sizing import Demand, border_bytes, layer_bytes
 from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
@@ -55,10 +56,11 @@ def build(
     """scratch: the folder for a file of parameters; value_of: gives the numbers of a parameter built without any."""
     check_offload(to=to, by=by, slices=slices, memory=memory)
     rooms = 2 if prefetch else 1
-    kept = chunks - checkpoint_stop(checkpoint, chunks)
-    cutting = _Cutting(module, by, make_sample, objective, rooms, kept)
+    recomputed = checkpoint_stop(checkpoint, chunks)
+    cutting = _Cutting(module, by, make_sample, objective, rooms, chunks - recomputed)
     balance = cutting.into(slices) if memory is None else cutting.within(byte_count(memory))
-    tier = make_tier(to, device, scratch, module, objective)
+    borders = partial(border_bytes, module, balance, recomputed, make_sample)
+    tier = make_tier(to, device, scratch, module, objective, borders)
     parameters = parameters_of(module, balance)
     parameters.keep_shared([device], value_of)
     rotation = Rotation(parameters.on(tier, value_of), tier, device, rooms=rooms, beside=prefetch)

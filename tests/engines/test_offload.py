@@ -18,6 +18,8 @@ from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, NumericError, RunError
 from gpipe_cli.losses.measures import accuracy
 from gpipe_cli.models import gpt, resnet, unet
+from gpipe_cli.offload import tiers
+from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.training.snapshot.contents import copied
 
 CPU = torch.device("cpu")
@@ -61,8 +63,20 @@ def plain(module: nn.Sequential, task: Objective, *, deferred: bool = True) -> E
     return single.build(module, task, device=CPU, chunks=3, eval_chunks=2, deferred_batch_norm=deferred)
 
 
+def sample_of(batches: Batches, loss: Any) -> Callable[[], Sample]:
+    """One of three micro-batches."""
+    input, target = (one.tensor_split(3)[0] for one in batches(0))
+    return lambda: Sample(input, target, loss)
+
+
 def offloaded(
-    module: nn.Sequential, task: Objective, folder: Path, *, deferred: bool = True, **changes: Any
+    module: nn.Sequential,
+    task: Objective,
+    folder: Path,
+    *,
+    deferred: bool = True,
+    batches: Batches = rows,
+    **changes: Any,
 ) -> Engine:
     settings = {"checkpoint": "always", "slices": 3, "to": "disk", **changes}
     return offload.build(
@@ -75,7 +89,7 @@ def offloaded(
         step_timeout=None,
         log_layers=False,
         scratch=folder,
-        make_sample=lambda: pytest.fail("no sample is needed"),
+        make_sample=sample_of(batches, task.loss),
         **settings,
     )
 
@@ -205,7 +219,9 @@ def compare_model(
         gradients.append(Gradients(modules[-1]))
         noted = gradients[-1].noted_by(optimizer)
         tasks.append(objective(loss=loss, measure=no_measure, optimizer=noted))
-    away = offloaded(modules[0], tasks[0], folder, slices=slices, to=to, checkpoint=checkpoint)
+    away = offloaded(
+        modules[0], tasks[0], folder, batches=batches, slices=slices, to=to, checkpoint=checkpoint
+    )
     with closing(away) as engine:
         reference = plain(modules[1], tasks[1])
         for step in range(steps):
@@ -264,6 +280,7 @@ def test_partitions_of_a_pipeline_can_be_offloaded(
         step_timeout=60,
         log_layers=False,
         scratch=tmp_path,
+        make_sample=sample_of(rows, task.loss),
         offload=to,
     )
     with closing(engine):
@@ -422,3 +439,16 @@ def test_the_model_of_a_file_takes_no_memory_between_steps(tmp_path: Path) -> No
             assert parameter.untyped_storage().nbytes() == parameter.element_size()
             assert parameter.isnan().all()
         assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_all_that_a_step_keeps_on_the_disk_is_reserved_before_the_first(
+    clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What slices are recomputed from included, of a smaller mini-batch too."""
+    task = objective(optimizer=ADAMW, clip_grad_norm=clip)
+    with closing(offloaded(small(), task, tmp_path)) as engine:
+        monkeypatch.setattr(tiers.os, "posix_fallocate", lambda *_: pytest.fail("in the middle of a step"))
+        for count in (8, 6, 7):
+            input, target = rows(count)
+            engine.train_step((input[:count], target[:count]), key=count, lr=0.1)
