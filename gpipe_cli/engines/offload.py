@@ -54,7 +54,6 @@ def build(
     prefetch: bool = True,
 ) -> Engine:
     """scratch: the folder for a file of parameters; value_of: gives the numbers of a parameter built without any."""
-    check_offload(to=to, by=by, slices=slices, memory=memory)
     slicing = Slicing(module, objective, chunks, checkpoint, make_sample, to, slices, by, memory, prefetch)
     balance = slicing.balance()
     pipe, away = slicing.apart(
@@ -68,7 +67,7 @@ def build(
     )
 
 
-def check_offload(*, to: str, by: str, slices: int | None, memory: Any) -> None:
+def _check(*, to: str, by: str, slices: int | None, memory: Any) -> None:
     for key, value in {"to": to, "by": by}.items():
         if value not in CHOICES[key]:
             raise ConfigError(f"engine.{key}={value}: must be one of: {', '.join(CHOICES[key])}")
@@ -100,6 +99,9 @@ class Slicing:
     by: str = "bytes"
     memory: Any = None
     prefetch: bool = True
+
+    def __post_init__(self) -> None:
+        _check(to=self.to, by=self.by, slices=self.slices, memory=self.memory)
 
     @property
     def _rooms(self) -> int:
