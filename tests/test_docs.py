@@ -213,7 +213,9 @@ def shortened(words: list[str]) -> list[str]:
     # What a run was begun with may not change when it goes on.
     shorter = {"train": ["steps=2"] if resumes else ["steps=1", "batch_size=16"], "plan": ["batch_size=16"]}
     found = shorter.get(words[0], [])
-    return [*found, "plan.budget=1"] if any("plan" in word for word in words) else found
+    if any("plan" in word for word in words):
+        found = [*found, "plan.budget=1", *(["plan.verify_budget=1"] if "verify=true" in words else [])]
+    return found
 
 
 @pytest.mark.slow
