@@ -34,8 +34,12 @@ EXAMPLES = [
 RUN = "<the run's directory>"
 ALWAYS_RUN = ["README.md", "docs/quick-start.md", "docs/how-to/your-own-model.md"]
 """The keys of the other pages' commands are looked up each time, and they are run by `-m slow`."""
-LONG = ("gpipe train model=resnet101 chunks=8", "gpipe train -m chunks=2,4,8")
-"""What these prove beyond the others is proved by the tests of models and of sweeps."""
+LONG = (
+    "gpipe train model=resnet101 chunks=8",
+    "gpipe train -m chunks=2,4,8",
+    "gpipe train run_dir=first",
+)
+"""What these prove beyond the others is proved by the tests of models, of sweeps, and of going on with a run."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 
