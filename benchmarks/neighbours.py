@@ -36,6 +36,7 @@ LAYERS_APART_AT_MOST = 1
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.neighbours")
     parser.add_argument("--case", action="append", choices=ALL_CASES, help="may be given again")
+    parser.add_argument("--partitions", type=int, action="append", help="may be given again")
     parser.add_argument("--rounds", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=3.0, help="how long each balance measures")
     options = parser.parse_args()
@@ -45,7 +46,7 @@ def main() -> int:
     missed = 0
     for name in options.case or CASES:
         case = build(name)
-        for partitions in PARTITIONS:
+        for partitions in options.partitions or PARTITIONS:
             chosen, again = (_balance(case, partitions, options.seconds) for _ in range(2))
             best, ratio = _beside_neighbours(case, chosen, options.rounds)
             apart = max(abs(a - b) for a, b in zip(accumulate(chosen), accumulate(again), strict=True))
