@@ -21,13 +21,13 @@ LONG = ("overrides", "result", "description")  # columns that are folded where t
 
 
 def print_facts(title: str, facts: Mapping[str, Any]) -> None:
-    """Two columns: name and value."""
-    table = Table(title=title or None, title_justify="left", show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in facts.items():
-        table.add_row(name, Text(plain(readable(name, value))))
-    show(table)
+    """Two columns: name and value. A line is left to the terminal to break, so that a command in it can be copied."""
+    width = max(map(cell_len, facts), default=0) + GAP
+    rows = (
+        Text.assemble((f"{name:<{width}}", "bold"), plain(readable(name, value)))
+        for name, value in facts.items()
+    )
+    show(*([Text(title, style="italic")] if title else []), *rows, soft_wrap=True)
 
 
 def print_rows(
@@ -58,14 +58,14 @@ def _fitting(columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Se
     return shown
 
 
-def show(*parts: RenderableType) -> None:
+def show(*parts: RenderableType, soft_wrap: bool = False) -> None:
     """On a terminal as wide as that; in a pipe there is no edge to fold at, and no one to see padding."""
     if sys.stdout.isatty():
-        Console().print(*parts, sep="\n")
+        Console().print(*parts, sep="\n", soft_wrap=soft_wrap)
         return
     console = Console(width=WIDE)
     with console.capture() as captured:
-        console.print(*parts, sep="\n")
+        console.print(*parts, sep="\n", soft_wrap=soft_wrap)
     try:
         sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
         sys.stdout.flush()

@@ -18,6 +18,16 @@ def test_facts_are_two_columns_without_padding_at_the_end(capsys: Captured) -> N
     assert capsys.readouterr().out == f"loss     0.25\ntop1     50.00 %\nrun_dir  {'x' * 300}\n"
 
 
+def test_a_command_is_not_broken_by_us_on_a_narrow_terminal(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = "gpipe train resume=runs/train/mlp/20261116-124455 epochs=12"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "30")
+    print_facts("", {"longer": command})
+    assert command in capsys.readouterr().out
+
+
 def test_rows_stand_under_their_columns(capsys: Captured) -> None:
     print_rows("2 jobs, 1 failed", ("job", "loss", "result"), [(0, 0.5, "runs/x"), (1, None, "FAILED (2)")])
     assert capsys.readouterr().out.splitlines() == [
