@@ -145,6 +145,7 @@ def _disk(case: dict[str, Any]) -> dict[str, Any]:
     from gpipe_cli.engines.protocol import Objective
     from gpipe_cli.offload.building import built_on
     from gpipe_cli.offload.tiers import DiskTier
+    from gpipe_cli.profiling.layers import Sample
 
     folder = Path(case["folder"])
     built = built_on(DiskTier(folder), lambda: _model(case))
@@ -159,7 +160,7 @@ def _disk(case: dict[str, Any]) -> dict[str, Any]:
         step_timeout=None,
         log_layers=False,
         scratch=folder,
-        make_sample=lambda: None,  # type: ignore[arg-type,return-value]
+        make_sample=lambda: Sample(*_batch(case), nn.functional.mse_loss),
         value_of=built.value_of,
         to="disk",
         slices=case["slices"],

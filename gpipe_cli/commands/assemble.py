@@ -25,7 +25,7 @@ from gpipe_cli.commands.feed import Feed, make_feed
 from gpipe_cli.commands.layers import CUTTING_KEYS, as_sequence, check_layers
 from gpipe_cli.commands.sketch import sketched
 from gpipe_cli.config.locate import default_options
-from gpipe_cli.config.schema import OPEN_GROUPS, Costed, Running, Shared, Train
+from gpipe_cli.config.schema import OPEN_GROUPS, Costed, Driven, Running, Shared, Train
 from gpipe_cli.config.targets import accepted, bind, instantiate
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_threads
@@ -100,7 +100,7 @@ def assemble(settings: Shared, overrides: Sequence[str], *, storage: bool = True
     def make() -> nn.Sequential:
         return make_model(settings, feed)
 
-    if storage and isinstance(settings, Train) and keeps_on_disk(settings):
+    if storage and isinstance(settings, Running) and keeps_on_disk(settings):
         built = built_on(DiskTier(scratch_folder(settings)), make)
         return Assembly(feed, built.model, split_model(settings, built.model, feed), built)
     model = make() if storage else sketched(make)
@@ -132,7 +132,7 @@ def make_model(settings: Shared, feed: Feed) -> nn.Sequential:
 
 def split_model(settings: Shared, model: nn.Sequential, feed: Feed) -> Split:
     """The balance the settings ask for, and one device per partition."""
-    if isinstance(settings, Running) and not uses_partitions(settings):
+    if isinstance(settings, Driven) and not uses_partitions(settings):
         return _undivided(settings, model)
     layers = settings.balance.get("layers")
     replicas = settings.data_parallel if isinstance(settings, Running) else 1
@@ -190,7 +190,7 @@ def _balance(
     return Split(balanced, devices, course, memory, profiles.origin)
 
 
-def _undivided(settings: Running, model: nn.Sequential) -> Split:
+def _undivided(settings: Driven, model: nn.Sequential) -> Split:
     """All layers on one device, for an engine without partitions."""
     devices = resolve_devices(settings.devices, 1)
     if len(devices) > 1:
@@ -263,7 +263,7 @@ def check_components(settings: Shared, overrides: Sequence[str]) -> None:
         "model": dict.fromkeys(("num_classes", "input_shape")),
         "transform": {"data": None},
         "balance": dict.fromkeys(BALANCE_OFFERS),
-        "engine": dict.fromkeys(_takes(settings)) if isinstance(settings, Running) else {},
+        "engine": dict.fromkeys(_takes(settings)) if isinstance(settings, Driven) else {},
         "optimizer": {"params": None},
     }
     for group in OPEN_GROUPS:
@@ -272,11 +272,11 @@ def check_components(settings: Shared, overrides: Sequence[str]) -> None:
             offered = {name: one for name, one in offers.get(group, {}).items() if name not in node}
             bind(node, group, settings.allow, offered)
     check_layers(_cutting(settings))
-    if isinstance(settings, Running):
+    if isinstance(settings, Driven):
         _refuse_unused(settings, overrides)
 
 
-def _refuse_unused(settings: Running, overrides: Sequence[str]) -> None:
+def _refuse_unused(settings: Driven, overrides: Sequence[str]) -> None:
     """A key the engine does not look at, if given, is a mistake."""
     takes = _takes(settings)
     for key, argument in ENGINE_KEYS.items():
@@ -304,21 +304,21 @@ def _cutting(settings: Shared) -> dict[str, Any]:
     return {key: node[key] for key in CUTTING_KEYS if key in node and key not in own}
 
 
-def uses_partitions(settings: Running) -> bool:
+def uses_partitions(settings: Driven) -> bool:
     """Whether the engine divides the model at all."""
     return "balance" in _takes(settings)
 
 
-def runs_in_ranks(settings: Running) -> bool:
+def runs_in_ranks(settings: Driven) -> bool:
     """Whether the engine runs in several processes, which somebody has to start."""
     return "max_restarts" in _takes(settings)
 
 
-def _takes(settings: Running) -> frozenset[str]:
+def _takes(settings: Driven) -> frozenset[str]:
     return accepted(settings.engine, "engine", settings.allow)
 
 
-def engine_name(settings: Running) -> str:
+def engine_name(settings: Driven) -> str:
     return f"engine={settings.engine['_target_'].split('.')[-2]}"
 
 
@@ -327,7 +327,7 @@ def balance_name(settings: Shared) -> str:
     return str(settings.balance["_target_"].split(".")[-2])
 
 
-def _is_given(settings: Running, key: str, overrides: Sequence[str]) -> bool:
+def _is_given(settings: Driven, key: str, overrides: Sequence[str]) -> bool:
     """On the command line, or by a recipe that moved it from its default.
 
     An evaluation, or a resumed run, has the settings of its run, which nobody gave it.

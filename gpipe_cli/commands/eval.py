@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-
-from torch import nn
+from pathlib import Path
 
 from gpipe_cli.commands.assemble import make_engine
+from gpipe_cli.commands.away import keeps_on_disk
 from gpipe_cli.commands.chosen import Chosen, choose
+from gpipe_cli.commands.filling import fill, fill_slice_by_slice
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.launching import launched
 from gpipe_cli.commands.membership import as_rank, assemble_together, joined, leads, starts_ranks, watched
@@ -15,14 +16,11 @@ from gpipe_cli.commands.saved import saved_config, with_overrides
 from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import Eval
 from gpipe_cli.distributed.team import Team
-from gpipe_cli.engines.state import EngineState, load_module
-from gpipe_cli.errors import RunError
-from gpipe_cli.models.weights import load_weights, read_weights
 from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.training.loop import evaluate
 from gpipe_cli.training.signals import INTERRUPT, StopRequested, stop_requests
-from gpipe_cli.training.snapshot.contents import tensors_of
+from gpipe_cli.training.snapshot.finding import is_snapshot, run_of, snapshot_paths
 from gpipe_cli.training.snapshot.manifest import BUFFERS, MODEL
 
 OWN_KEYS = ("run", "snapshot", "weights", "split")
@@ -30,9 +28,9 @@ OWN_KEYS = ("run", "snapshot", "weights", "split")
 
 
 def run(settings: Eval, job: Job) -> Summary:
-    chosen = _chosen(settings)
-    if chosen is not None:
-        settings = _as_trained(chosen, job)
+    trained = _as_trained(settings, job)
+    chosen = _chosen(settings, large=trained is not None and keeps_on_disk(trained))
+    settings = settings if trained is None else trained
     settings = as_rank(settings, job)
     with joined(settings, job) as team:
         return _evaluated(settings, job, chosen, team)
@@ -40,7 +38,10 @@ def run(settings: Eval, job: Job) -> Summary:
 
 def _evaluated(settings: Eval, job: Job, chosen: Chosen | None, team: Team) -> Summary:
     parts = assemble_together(settings, job, team)
-    weights = _load(parts.model, settings, chosen)
+    weights = str(settings.weights if chosen is None else chosen.snapshot.path / MODEL)
+    in_memory = not keeps_on_disk(settings)
+    if in_memory:
+        fill(parts.model, settings.weights, chosen)
     if job.dry_run:
         if not job.json:
             print_partitions(parts.partitions)
@@ -50,6 +51,8 @@ def _evaluated(settings: Eval, job: Job, chosen: Chosen | None, team: Team) -> S
         return _shown(launched(settings, job, parts, time.monotonic()), job)
     engine = watched(make_engine(settings, parts), job, team)
     try:
+        if not in_memory:
+            fill_slice_by_slice(engine, parts.model, settings.weights, chosen)
         with stop_requests(INTERRUPT, agree=team.largest, patient=team.size > 1) as stops:
             found, seconds = evaluate(engine, stops.heeded(parts.feed.ordered(settings.split)))
     except StopRequested as request:
@@ -75,33 +78,21 @@ def _shown(summary: Summary, job: Job) -> Summary:
     return summary
 
 
-def _chosen(settings: Eval) -> Chosen | None:
-    """The snapshot to evaluate; None where a file of weights is given."""
+def _chosen(settings: Eval, *, large: bool) -> Chosen | None:
+    """The snapshot to evaluate, in memory unless it is large; None where a file of weights is given."""
     for key, value in (("run", settings.run), ("snapshot", settings.snapshot)):
         if value is not None:
-            return choose(key, value, (MODEL, BUFFERS))
+            return choose(key, value, () if large else (MODEL, BUFFERS))
     return None
 
 
-def _load(model: nn.Module, settings: Eval, chosen: Chosen | None) -> str:
-    """Fill the model; where from."""
-    if chosen is None:
-        assert settings.weights is not None, "the configuration was checked"
-        load_weights(model, read_weights(settings.weights, "weights"), settings.weights, "weights")
-        return settings.weights
-    path = chosen.snapshot.path / MODEL
-    try:
-        load_module(
-            model, EngineState(tensors_of(chosen.snapshot, MODEL), tensors_of(chosen.snapshot, BUFFERS))
-        )
-    except RunError as error:
-        raise RunError(f"{path}: {error}") from error
-    return str(path)
-
-
-def _as_trained(chosen: Chosen, job: Job) -> Eval:
-    """The run's own settings, with what was given for the evaluation in their place."""
-    tree = with_overrides(saved_config(chosen.run), job.tree, job.overrides, OWN_KEYS)
-    settings = settings_of(tree, job.command, job.overrides)
-    assert isinstance(settings, Eval)
-    return settings
+def _as_trained(settings: Eval, job: Job) -> Eval | None:
+    """The run's own settings, with what was given for the evaluation in their place; None where there is no run."""
+    path = settings.run or settings.snapshot
+    run = None if path is None else run_of(Path(path)) if is_snapshot(Path(path)) else Path(path)
+    if run is None or not snapshot_paths(run):  # whoever chooses a snapshot will say what is wrong
+        return None
+    tree = with_overrides(saved_config(run), job.tree, job.overrides, OWN_KEYS)
+    found = settings_of(tree, job.command, job.overrides)
+    assert isinstance(found, Eval)
+    return found

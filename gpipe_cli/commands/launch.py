@@ -70,7 +70,7 @@ def _rows(settings: Costed, parts: Assembly, activations: Sequence[int] | None) 
 
 def _profile_line(commands: Sequence[str]) -> str | None:
     """What records a step of the same pipeline; None where a recipe has a say, which a profile does not take."""
-    taken = {field.name for field in fields(Costed)}
+    taken = {"engine", *(field.name for field in fields(Costed))}
     words: dict[str, str] = {}
     for line in commands:
         given = shlex.split(line)[2:]
@@ -80,4 +80,6 @@ def _profile_line(commands: Sequence[str]) -> str | None:
             path = word.lstrip("+~").partition("=")[0]
             if path.partition(".")[0] in taken:
                 words[path] = word
+    if words.get("engine", "") in ("engine=single", "engine=processes"):
+        words = {path: word for path, word in words.items() if path.partition(".")[0] != "engine"}
     return shlex.join(["gpipe", "profile", "timeline=true", *words.values()])

@@ -15,6 +15,7 @@ from gpipe_cli.commands.assemble import Assembly, assemble, make_sample
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.launch import launch_of, write_launch
 from gpipe_cli.commands.origin import write_origin
+from gpipe_cli.commands.recorded import with_slices
 from gpipe_cli.commands.report import PAGE, leave_page
 from gpipe_cli.commands.timeline import Seen, show_timeline, watch
 from gpipe_cli.config.schema import Profile
@@ -38,6 +39,7 @@ TABLES = ("layers", "timeline")  # parts of the summary that are printed in a fo
 def run(settings: Profile, job: Job) -> Summary:
     check_run_dir(settings.run_dir, job.number)
     parts = assemble(settings, job.overrides, storage=settings.measure and not job.dry_run)
+    parts = with_slices(settings, parts)
     if job.dry_run:
         if not job.json:
             print_partitions(parts.partitions)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, final
 
-from gpipe_cli.commands.assemble import Assembly
+from gpipe_cli.commands.assemble import Assembly, uses_partitions
+from gpipe_cli.commands.recorded import recorded_pipe
 from gpipe_cli.config.schema import Profile
-from gpipe_cli.engines.protocol import Objective
-from gpipe_cli.engines.threads import take_away
-from gpipe_cli.pipeline.gpipe import GPipe
-from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import moved
-from gpipe_cli.pipeline.residence import Residence
 from gpipe_cli.profiling.bottleneck import verdict
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.record import Piece
@@ -43,20 +37,9 @@ def watch(
 ) -> Seen:
     """Run some steps as training would, and judge the median one; `activations` are the partitions', if known."""
     assert sample.loss is not None, "a configured command has a loss"
+    word = "partition" if uses_partitions(settings) else "slice"
     input, target = next(parts.feed.ordered("train"))
-    split = parts.split
-    with (
-        _kept_away(settings, parts, sample.loss) as residences,
-        GPipe(
-            parts.model,
-            split.balance,
-            devices=split.devices,
-            chunks=settings.chunks,
-            checkpoint=settings.checkpoint,
-            schedule=settings.schedule.name,
-            residences=residences,
-        ) as pipe,
-    ):
+    with recorded_pipe(settings, parts, sample) as pipe:
         steps = record_steps(
             pipe,
             moved(input, pipe.devices[0]),
@@ -67,23 +50,9 @@ def watch(
     return Seen(
         steps,
         as_step(ideal),
-        [f"partition {index} ({row['device']})" for index, row in enumerate(parts.partitions)],
+        [f"{word} {index} ({row['device']})" for index, row in enumerate(parts.partitions)],
         _summary(median_step(steps), ideal, parts, activations),
     )
-
-
-@contextmanager
-def _kept_away(settings: Profile, parts: Assembly, loss: LossFunction) -> Iterator[Sequence[Residence]]:
-    """Where partitions live that do not stay on their devices: one for each worker."""
-    if settings.offload is None:
-        yield ()
-        return
-    split, task = parts.split, Objective(loss, lambda output, target: {})
-    scratch = Path(settings.run_dir or "runs")
-    with closing(
-        take_away(parts.model, task, split.balance, split.devices, settings.offload, scratch)
-    ) as away:
-        yield away.rotations
 
 
 def show_timeline(seen: Seen) -> None:

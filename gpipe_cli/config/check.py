@@ -26,6 +26,8 @@ CHOICES = {
     "split": ("test", "train"),
     "sort": ("order", "time", "memory"),
 }
+RECORDED = ("threads", "offload")
+"""Engines whose steps have a timeline."""
 AT_LEAST = {
     "chunks": 1,
     "eval_chunks": 1,
@@ -72,11 +74,8 @@ def _problems(settings: Shared) -> Iterator[str]:
         yield "optimizer.lr: must be given; lr_schedule multiplies it"
     if isinstance(settings, Profile) and settings.timeline and not settings.measure:
         yield "timeline=true: runs the model, and measure=false runs nothing; leave one of them out"
-    if isinstance(settings, Profile) and settings.offload is not None:
-        if settings.offload not in ("cpu", "disk"):
-            yield f"offload={settings.offload}: must be cpu or disk, or null"
-        elif not settings.timeline:
-            yield f"offload={settings.offload}: is for the steps that timeline=true runs; add it, or leave this out"
+    if isinstance(settings, Profile):
+        yield from _timeline(settings)
     if isinstance(settings, Train):
         yield from _survival(settings)
     if isinstance(settings, Plan) and settings.device is not None:
@@ -178,6 +177,14 @@ def _elsewhere(settings: Plan, device: str) -> Iterator[str]:
         yield f"devices={settings.devices}: device={device} is not here; say how many there are, such as devices=8"
     if settings.verify:
         yield f"verify=true: device={device} is not here, so nothing can be run on it; leave one of them out"
+
+
+def _timeline(settings: Profile) -> Iterator[str]:
+    name = settings.engine.get("_target_", "").removeprefix("gpipe_cli.engines.").removesuffix(".build")
+    if not settings.timeline and (name != "threads" or settings.engine.get("offload") is not None):
+        yield f"engine={name}: is for the steps that timeline=true runs; add it, or leave this out"
+    elif name not in RECORDED:
+        yield f"engine={name}: has no timeline; one of: {', '.join(RECORDED)}"
 
 
 def _survival(settings: Train) -> Iterator[str]:

@@ -78,11 +78,17 @@ class Shared:
 
 
 @dataclass
-class Running(Shared):
-    """The keys that training and evaluation have in common."""
+class Driven(Shared):
+    """The keys of whatever runs steps."""
 
     engine: dict[str, Any] = field(default_factory=dict)
     """What runs a step: one thread, one worker or process per partition, or one device given slice after slice."""
+
+
+@dataclass
+class Running(Driven):
+    """The keys that training and evaluation have in common."""
+
     data_parallel: int = 1
     """Replicas of the pipeline, each with its share of every mini-batch; engine=processes has them."""
     eval_chunks: int | None = None
@@ -157,7 +163,7 @@ class Balance(Costed):
 
 
 @dataclass
-class Profile(Costed):
+class Profile(Driven, Costed):
     """gpipe profile"""
 
     measure: bool = True
@@ -166,8 +172,6 @@ class Profile(Costed):
     """Run some pipelined steps too and record every action: trace.json, a picture, where time is lost."""
     steps: int = 3
     """How many steps timeline=true records, after two that warm up."""
-    offload: str | None = None
-    """With timeline=true, keep partitions there while they are not worked on, as engine.offload does: cpu or disk."""
     seconds: float = 3.0
     """How long to measure; five runs at least."""
     sort: str = "order"

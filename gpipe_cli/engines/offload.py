@@ -5,8 +5,9 @@ Parameters and what the optimizer keeps live in host memory or in a file, and co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -21,7 +22,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.cut import parameters_of
 from gpipe_cli.offload.pipe import SlicedPipe
 from gpipe_cli.offload.rotation import Rotation
-from gpipe_cli.offload.sizing import Demand, layer_bytes
+from gpipe_cli.offload.sizing import Demand, border_bytes, layer_bytes
 from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
@@ -53,40 +54,20 @@ def build(
     prefetch: bool = True,
 ) -> Engine:
     """scratch: the folder for a file of parameters; value_of: gives the numbers of a parameter built without any."""
-    check_offload(to=to, by=by, slices=slices, memory=memory)
-    rooms = 2 if prefetch else 1
-    kept = chunks - checkpoint_stop(checkpoint, chunks)
-    cutting = _Cutting(module, by, make_sample, objective, rooms, kept)
-    balance = cutting.into(slices) if memory is None else cutting.within(byte_count(memory))
-    tier = make_tier(to, device, scratch, module, objective)
-    parameters = parameters_of(module, balance)
-    parameters.keep_shared([device], value_of)
-    rotation = Rotation(parameters.on(tier, value_of), tier, device, rooms=rooms, beside=prefetch)
-    pipe = SlicedPipe(
-        module,
-        balance,
-        device=device,
-        residence=rotation,
-        chunks=chunks,
-        checkpoint=checkpoint,
-        deferred_batch_norm=deferred_batch_norm,
+    slicing = Slicing(module, objective, chunks, checkpoint, make_sample, to, slices, by, memory, prefetch)
+    balance = slicing.balance()
+    pipe, away = slicing.apart(
+        balance, device, scratch, deferred_batch_norm=deferred_batch_norm, value_of=value_of
     )
     pipe.step_timeout = step_timeout
     if log_layers:
         register_layer_logging_hooks(pipe.partitions)
     return SlicedEngine(
-        pipe,
-        module,
-        objective,
-        Away(tier, [rotation], list(parameters.shared)),
-        balance=balance,
-        first=device,
-        last=device,
-        eval_chunks=eval_chunks,
+        pipe, module, objective, away, balance=balance, first=device, last=device, eval_chunks=eval_chunks
     )
 
 
-def check_offload(*, to: str, by: str, slices: int | None, memory: Any) -> None:
+def _check(*, to: str, by: str, slices: int | None, memory: Any) -> None:
     for key, value in {"to": to, "by": by}.items():
         if value not in CHOICES[key]:
             raise ConfigError(f"engine.{key}={value}: must be one of: {', '.join(CHOICES[key])}")
@@ -105,31 +86,77 @@ def check_offload(*, to: str, by: str, slices: int | None, memory: Any) -> None:
 
 @final
 @dataclass(frozen=True)
-class _Cutting:
-    """All that decides where slices end."""
+class Slicing:
+    """A model and all that decides into which slices it is cut, and where they are kept."""
 
     module: nn.Sequential
-    by: str
-    make_sample: Callable[[], Sample]
     objective: Objective
-    rooms: int
-    kept_micro_batches: int
+    chunks: int
+    checkpoint: str
+    make_sample: Callable[[], Sample]
+    to: str = "cpu"
+    slices: int | None = None
+    by: str = "bytes"
+    memory: Any = None
+    prefetch: bool = True
 
-    def into(self, slices: int | None) -> list[int]:
+    def __post_init__(self) -> None:
+        _check(to=self.to, by=self.by, slices=self.slices, memory=self.memory)
+
+    @property
+    def _rooms(self) -> int:
+        return 2 if self.prefetch else 1
+
+    @property
+    def _recomputed(self) -> int:
+        return checkpoint_stop(self.checkpoint, self.chunks)
+
+    def balance(self) -> list[int]:
+        """Layers per slice."""
+        if self.memory is not None:
+            return self._within(byte_count(self.memory))
         layers = len(self.module)
-        if slices is not None and slices > layers:
+        if self.slices is not None and self.slices > layers:
             raise ConfigError(
-                f"engine.slices={slices}: the model has only {layers} layers; give at most that many"
+                f"engine.slices={self.slices}: the model has only {layers} layers; give at most that many"
             )
-        return solve(self._costs(), min(USUAL_SLICES, layers) if slices is None else slices).balance
+        return solve(self._costs(), self.slices or min(USUAL_SLICES, layers)).balance
 
-    def within(self, memory: int) -> list[int]:
+    def apart(
+        self,
+        balance: Sequence[int],
+        device: torch.device,
+        scratch: Path,
+        *,
+        deferred_batch_norm: bool = False,
+        value_of: Callable[[Tensor], Tensor] | None = None,
+    ) -> tuple[SlicedPipe, Away]:
+        """Take the model away, and give what runs it from there."""
+        module = self.module
+        borders = partial(border_bytes, module, balance, self._recomputed, self.make_sample)
+        tier = make_tier(self.to, device, scratch, module, self.objective, borders)
+        parameters = parameters_of(module, balance)
+        parameters.keep_shared([device], value_of)
+        slices = parameters.on(tier, value_of)
+        rotation = Rotation(slices, tier, device, rooms=self._rooms, beside=self.prefetch)
+        pipe = SlicedPipe(
+            module,
+            balance,
+            device=device,
+            residence=rotation,
+            chunks=self.chunks,
+            checkpoint=self.checkpoint,
+            deferred_batch_norm=deferred_batch_norm,
+        )
+        return pipe, Away(tier, [rotation], list(parameters.shared))
+
+    def _within(self, memory: int) -> list[int]:
         demand = Demand(
             layer_bytes(self.module),
             kept_bytes(self.module, self.objective),
             self._facts(),
-            self.rooms,
-            self.kept_micro_batches,
+            self._rooms,
+            self.chunks - self._recomputed,
         )
         return demand.slices(self._costs(), memory)
 

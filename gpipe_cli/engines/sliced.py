@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -44,11 +44,21 @@ class Away:
 
 
 def make_tier(
-    to: str, device: torch.device, scratch: Path, module: nn.Sequential, objective: Objective
+    to: str,
+    device: torch.device,
+    scratch: Path,
+    module: nn.Sequential,
+    objective: Objective,
+    borders: Callable[[], int],
 ) -> Tier:
-    """With room for all that will be kept: a full disk is to be noticed now, not in the middle of a step."""
-    tier: Tier = DiskTier(scratch) if to == "disk" else CpuTier(device)
-    tier.reserve(sum(layer_bytes(module)) + sum(kept_bytes(module, objective)))
+    """With room for all that will be kept: a full disk is to be noticed now, not in the middle of a step.
+
+    borders: bytes of what slices are recomputed from.
+    """
+    if to != "disk":
+        return CpuTier(device)
+    tier = DiskTier(scratch)
+    tier.reserve(sum(layer_bytes(module)) + sum(kept_bytes(module, objective)) + borders())
     return tier
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,9 +16,12 @@ from gpipe_cli.engines.utilisation import Gauge
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.cut import parameters_of
 from gpipe_cli.offload.rotation import Rotation
+from gpipe_cli.offload.sizing import border_bytes
 from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
+from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.schedule.course import checkpoint_stop
 from gpipe_cli.schedule.placement import partitions_of
 
 
@@ -34,11 +39,17 @@ def build(
     step_timeout: float | None,
     log_layers: bool,
     scratch: Path = Path(),
+    make_sample: Callable[[], Sample] | None = None,
     offload: str | None = None,
     gauged: bool = False,
 ) -> Engine:
     """offload: where partitions are kept while they are not worked on; scratch: a folder for files of them."""
-    away = None if offload is None else take_away(module, objective, balance, devices, offload, scratch)
+    away = None
+    if offload is not None:
+        assert make_sample is not None, "asked of whoever wants partitions kept away"
+        recomputed = checkpoint_stop(checkpoint, chunks)
+        borders = partial(border_bytes, module, balance, recomputed, make_sample)
+        away = take_away(module, objective, balance, devices, offload, scratch, borders)
     pipe = GPipe(
         module,
         balance,
@@ -76,11 +87,12 @@ def take_away(
     devices: list[torch.device],
     offload: str,
     scratch: Path,
+    borders: Callable[[], int],
 ) -> Away:
-    """Keep the partitions of a pipeline elsewhere."""
+    """Keep the partitions of a pipeline elsewhere, and so many bytes of what they are recomputed from."""
     if offload not in TIERS:
         raise ConfigError(f"engine.offload={offload}: must be one of: {', '.join(TIERS)}, or null")
-    tier = make_tier(offload, devices[0], scratch, module, objective)
+    tier = make_tier(offload, devices[0], scratch, module, objective, borders)
     parameters = parameters_of(module, balance)
     parameters.keep_shared(devices)
     slices = parameters.on(tier)

@@ -37,17 +37,26 @@ def load_weights(
     model: nn.Module, tensors: Mapping[str, Tensor], path: str | Path, key: str = "model.weights"
 ) -> None:
     """Load all of the model's tensors; the path is for the message when they are not exactly its own."""
+    check_weights(model, tensors, path, key)
+    model.load_state_dict(tensors)
+
+
+def check_weights(
+    model: nn.Module, tensors: Mapping[str, Tensor], path: str | Path, key: str = "model.weights"
+) -> None:
+    """Whether they are the model's, by name and shape."""
     expected = model.state_dict()
     misshapen = [
         f"{name} {_shape(tensors[name])} instead of {_shape(tensor)}"
         for name, tensor in expected.items()
         if name in tensors and tensors[name].shape != tensor.shape
     ]
+    problems = {"of another shape": misshapen}
     if not misshapen:
-        report = model.load_state_dict(tensors, strict=False)
-        problems = {"missing": report.missing_keys, "unexpected": report.unexpected_keys}
-    else:
-        problems = {"of another shape": misshapen}
+        problems = {
+            "missing": [name for name in expected if name not in tensors],
+            "unexpected": [name for name in tensors if name not in expected],
+        }
     told = "; ".join(f"{len(names)} {what}: {_some(names)}" for what, names in problems.items() if names)
     if told:
         raise ConfigError(f"{key}={path}: made for another model ({told})")

@@ -25,6 +25,7 @@ class Borders:
     def __init__(self, tier: Tier, device: torch.device, mover: Mover) -> None:
         self._tier, self._device, self._mover = tier, device, mover
         self._free: dict[int, list[Region]] = {}
+        """By their bytes."""
 
     def put_away(self, parcel: Parcel) -> _Deposit | None:
         """None for a parcel that stays: one that is not laid out densely might come back with other strides."""
@@ -32,8 +33,9 @@ class Borders:
         layout = Layout(tensors)
         if any(place.stride != one.stride() for place, one in zip(layout.places, tensors, strict=True)):
             return None
-        free = self._free.setdefault(layout.nbytes, [])
-        region = free.pop() if free else self._tier.region(layout.nbytes)
+        size = min((one for one in self._free if one >= layout.nbytes and self._free[one]), default=None)
+        free = self._free.setdefault(layout.nbytes if size is None else size, [])
+        region = self._tier.region(layout.nbytes) if size is None else free.pop()
         jobs = [
             self._mover.put(region, place.begin, as_bytes(one))
             for place, one in zip(layout.places, tensors, strict=True)

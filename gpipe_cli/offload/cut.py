@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.offload.slice import Slice
 from gpipe_cli.offload.tiers import Tier
+from gpipe_cli.pipeline.tied import TiedParameters
 
 __all__ = ["Parameters", "parameters_of"]
 
@@ -23,9 +24,10 @@ class Parameters:
     """Whose parameters are whose."""
 
     slices: list[list[nn.Parameter]]
-    """Those only one slice has."""
+    """Those only one layer has."""
     shared: dict[nn.Parameter, int]
-    """Those several slices have, each with the first of them: they cannot come and go with one, so they stay."""
+    """Those several layers have, each with the first slice that has it: they cannot come and go with one, so they
+    stay."""
 
     def keep_shared(
         self, devices: Sequence[torch.device], value_of: Callable[[Tensor], Tensor] | None = None
@@ -43,16 +45,18 @@ class Parameters:
 
 def parameters_of(module: nn.Sequential, balance: Sequence[int]) -> Parameters:
     layers = list(module)
-    parts = [
-        list(dict.fromkeys(one for layer in layers[begin:end] for one in layer.parameters()))
-        for begin, end in pairwise([0, *accumulate(balance)])
-    ]
-    holders = Counter(one for part in parts for one in part)
+    ends = list(accumulate(balance))
+    # Of each mini-batch every layer has an alias of its own, made before any slice is there and added up after the
+    # last has gone: so they stay even where all these layers are in one slice.
+    shared = {one: bisect_right(ends, users[0]) for one, users in TiedParameters(layers).users}
     return Parameters(
-        [[one for one in part if holders[one] == 1] for part in parts],
-        {
-            one: next(index for index, part in enumerate(parts) if one in set(part))
-            for one, count in holders.items()
-            if count > 1
-        },
+        [
+            list(
+                dict.fromkeys(
+                    one for layer in layers[begin:end] for one in layer.parameters() if one not in shared
+                )
+            )
+            for begin, end in pairwise([0, *ends])
+        ],
+        shared,
     )

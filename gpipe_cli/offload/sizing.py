@@ -6,7 +6,7 @@ its layers keep for backward, and what is there all the time. Nothing is run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import final
@@ -16,11 +16,12 @@ from torch import nn
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.byte_size import byte_text
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.offload.layout import padded
-from gpipe_cli.profiling.facts import ModelFacts
+from gpipe_cli.offload.layout import ALIGNMENT, padded
+from gpipe_cli.profiling.facts import ModelFacts, model_facts
+from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes
 
-__all__ = ["Demand", "layer_bytes", "optimizer_bytes"]
+__all__ = ["Demand", "border_bytes", "layer_bytes", "optimizer_bytes"]
 
 
 def layer_bytes(module: nn.Sequential) -> list[int]:
@@ -74,3 +75,19 @@ def optimizer_bytes(module: nn.Sequential, make: MakeOptimizer | None) -> list[i
     if make is None:
         return [0] * len(module)
     return [sum(state_bytes(make, layer.parameters())) for layer in module]
+
+
+def border_bytes(
+    module: nn.Sequential, balance: Sequence[int], recomputed: int, make_sample: Callable[[], Sample]
+) -> int:
+    """At most of what slices are recomputed from, for so many micro-batches; 0 where a layer looks at values, as
+    nothing is known of such a model before it is run.
+    """
+    if recomputed == 0:
+        return 0
+    try:
+        facts = model_facts(module, make_sample(), count_flops=False)
+    except ConfigError:
+        return 0
+    arriving = [facts.arriving(*part) for part in pairwise(accumulate(balance))]
+    return recomputed * sum(one.bytes + ALIGNMENT * len(one.shapes) for one in arriving)

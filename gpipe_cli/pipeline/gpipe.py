@@ -5,7 +5,7 @@ Decides what may be asked of a pipe and checks it. How a mini-batch is run is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn, Self, final
 
@@ -15,15 +15,12 @@ from torch import nn
 from gpipe_cli.pipeline.cutting import cut, make_partitions, place_buffers
 from gpipe_cli.pipeline.devices import Device, choose_devices, denies_move
 from gpipe_cli.pipeline.executor import Executor
-from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import Value, tensors_of, value_like
-from gpipe_cli.pipeline.minibatch import MiniBatch
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.residence import Residence
 from gpipe_cli.pipeline.runner import Runner
 from gpipe_cli.pipeline.tied import TiedParameters
-from gpipe_cli.pipeline.walk import Recorder
-from gpipe_cli.pipeline.wrapped import WrappedSequence
+from gpipe_cli.pipeline.worked import WorkedSequence
 from gpipe_cli.schedule import names as schedule_names
 from gpipe_cli.schedule import order
 
@@ -35,7 +32,7 @@ _RECIPE = "Find one with gpipe_cli.balance, for example balance_by_time(module, 
 
 
 @final
-class GPipe(WrappedSequence):
+class GPipe(WorkedSequence):
     """A sequence cut into partitions that work on micro-batches at the same time.
 
         pipe = GPipe(module, balance=[2, 3], chunks=8)
@@ -45,8 +42,6 @@ class GPipe(WrappedSequence):
     `balance` is the number of layers per partition. The input belongs on `devices[0]`, the output is on
     `devices[-1]`. Names of parameters are those of `module`.
     """
-
-    partitions: nn.ModuleList
 
     def __init__(
         self,
@@ -74,51 +69,17 @@ class GPipe(WrappedSequence):
         count = len(self.balance)
         self.devices = choose_devices(devices, count, repeats=self.schedule == _REPEATS_DEVICES)
         views = cut(self.module, self._layers, self.balance)
-        # Not a registered child: the layers already are children of `module`, under their own names.
-        self.__dict__["partitions"] = views
+        self._keep_views(views)
         self._place(views, only_buffers=bool(residences))
         self._runner = self._make_runner(views, residences)
 
     def _forward(self, input: Value) -> Value:
-        batch = MiniBatch.of(input, self.chunks, key=None)
-        output = self._runner.forward(batch, input, batch.checkpoint_stop(self.checkpoint, self.training))
+        output = super()._forward(input)
         # Interleaved partitions may end on another device than the last one.
         device = self.devices[-1] if self.devices else None
         if all(tensor.device == device for tensor in tensors_of(output)):
             return output
         return value_like(output, tuple(tensor.to(device) for tensor in tensors_of(output)))
-
-    def _step(self, batch: MiniBatch, input: Value, make_loss: Callable[[], StepLoss]) -> StepLoss:
-        return self._runner.step(
-            batch, input, make_loss, batch.checkpoint_stop(self.checkpoint, self.training)
-        )
-
-    @property
-    def step_timeout(self) -> float | None:
-        """Seconds after which a call whose workers have not ended raises StepTimeout; None waits for ever."""
-        return self._runner.executor.timeout
-
-    @step_timeout.setter
-    def step_timeout(self, seconds: float | None) -> None:
-        self._runner.executor.timeout = seconds
-
-    @property
-    def recorder(self) -> Recorder | None:
-        """Told of every action when it has ended; None costs nothing."""
-        return self._runner.executor.recorder
-
-    @recorder.setter
-    def recorder(self, recorder: Recorder | None) -> None:
-        self._runner.executor.recorder = recorder
-
-    def close(self) -> None:
-        """End the workers. Closing twice is fine, and using the pipe again starts new ones."""
-        self._runner.executor.close()
-
-    def train(self, mode: bool = True) -> Self:
-        super().train(mode)
-        self.partitions.train(mode)
-        return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         if denies_move(args, kwargs):

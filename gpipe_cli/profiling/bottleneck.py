@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 from gpipe_cli.profiling.timeline import PartitionTime
+from gpipe_cli.schedule import by_slice
 from gpipe_cli.schedule.course import Course
 
 __all__ = ["Verdict", "verdict"]
@@ -38,6 +39,9 @@ def verdict(
 def _advice(
     partitions: Sequence[PartitionTime], course: Course, bubble: float, ideal_bubble: float, rows: int
 ) -> Iterator[str]:
+    if course.schedule == by_slice.NAME:
+        yield from _of_slices(partitions, bubble)
+        return
     busy = [one.busy for one in partitions]
     if max(busy) > UNEVEN * sum(busy) / len(busy):
         yield "balance=time divides the layers by their time"
@@ -48,6 +52,14 @@ def _advice(
     if bubble > ideal_bubble + ABOVE_IDEAL:
         yield _above_ideal(course)
     if max(one.recompute for one in partitions) > MUCH_RECOMPUTATION:
+        yield "checkpoint=never saves the recomputation, if memory allows"
+
+
+def _of_slices(slices: Sequence[PartitionTime], bubble: float) -> Iterator[str]:
+    """One worker: what is no work is bringing in and putting away."""
+    if bubble > LARGE_BUBBLE:
+        yield f"a larger batch_size computes more for each load: {100 * bubble:.0f} % of the step is moving slices"
+    if max(one.recompute for one in slices) * len(slices) > MUCH_RECOMPUTATION:
         yield "checkpoint=never saves the recomputation, if memory allows"
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from gpipe_cli.pipeline.gpipe import GPipe
+from gpipe_cli.pipeline.worked import WorkedSequence
 from gpipe_cli.schedule.action import Action
 
 __all__ = ["TRANSFERS", "Piece", "Record", "recording"]
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 
 
 @contextmanager
-def recording(pipe: GPipe) -> Iterator[Record]:
+def recording(pipe: WorkedSequence) -> Iterator[Record]:
     """Inside, the pipe's work is recorded."""
     record = Record(pipe.devices)
     pipe.recorder = record

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
-from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value
+from gpipe_cli.pipeline.worked import WorkedSequence
 from gpipe_cli.profiling.left_as_found import left_as_found
 from gpipe_cli.profiling.record import TRANSFERS, Piece, recording
 
@@ -67,7 +67,9 @@ class Step:
         )
 
 
-def record_steps(pipe: GPipe, input: Value, target: Value, loss: LossFunction, steps: int) -> list[Step]:
+def record_steps(
+    pipe: WorkedSequence, input: Value, target: Value, loss: LossFunction, steps: int
+) -> list[Step]:
     """Run some steps of a whole mini-batch each; the model is left as it was found."""
     recorded = []
     with left_as_found(pipe):

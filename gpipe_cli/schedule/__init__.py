@@ -22,6 +22,7 @@ class Schedule(Protocol):
     """What a schedule's file offers."""
 
     NAME: str
+    """A file that has OF_AN_ENGINE as well is not to be chosen: an engine goes by it."""
 
     def order(self, partitions: int, chunks: int, devices: int) -> Order: ...
 
@@ -37,8 +38,8 @@ def order(name: str, partitions: int, chunks: int, devices: int) -> Order:
 
 
 def names() -> tuple[str, ...]:
-    """The names `order` understands, sorted."""
-    return tuple(sorted(_schedules()))
+    """Those to choose from, sorted."""
+    return tuple(sorted(name for name, one in _schedules().items() if not hasattr(one, "OF_AN_ENGINE")))
 
 
 @functools.cache

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from gpipe_cli.commands import eval as evaluation
+from gpipe_cli.commands import filling
+
 Gpipe = Callable[..., Any]
 ALLOW = "allow=[tiny_for_tests]"
 
@@ -34,6 +37,22 @@ def test_a_run_can_be_evaluated_otherwise_than_it_was_trained(
     found = tiny("eval", f"run={trained['run_dir']}", ALLOW, *words, "--json").json
     assert found["top1"] == trained["top1"]
     assert found["loss"] == pytest.approx(trained["loss"], rel=1e-6)
+
+
+def test_a_model_on_the_disk_is_never_whole_in_memory(
+    tiny: Gpipe, trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "fill", lambda *_: pytest.fail("the whole model was filled"))
+    monkeypatch.setattr(filling, "read_weights", lambda *_: pytest.fail("a whole file was read"))
+    words = [ALLOW, "engine=offload", "engine.to=disk", "engine.slices=3", "--json"]
+    found = tiny("eval", f"run={trained['run_dir']}", *words).json
+    assert found["top1"] == trained["top1"] and found["loss"] == pytest.approx(trained["loss"], rel=1e-6)
+    assert tiny("export", f"run={trained['run_dir']}", "out=all.safetensors").code == 0
+    words += ["data=synthetic", "data.shape=[3,8,8]", "data.length=64", "batch_size=20", "chunks=3"]
+    words += ["weights=all.safetensors", "model._target_=tiny_for_tests.build"]
+    assert tiny("eval", *words).json["loss"] == found["loss"]
+    wrong = tiny("eval", *words, "+model.width=5")
+    assert wrong.code == 2 and "weights=all.safetensors: made for another model (9 of another" in wrong.err
 
 
 def test_the_training_samples_can_be_evaluated_too(tiny: Gpipe, trained: dict[str, Any]) -> None:

@@ -96,21 +96,25 @@ def test_a_timeline_is_recorded_drawn_and_judged(tiny: Gpipe) -> None:
     assert {"F0", "R0", "B2"} <= {event["name"] for event in trace}
 
 
-def test_a_timeline_shows_the_loads_and_drops_of_partitions_that_are_kept_elsewhere(
-    tiny: Callable[..., Any],
+@pytest.mark.parametrize(
+    ("words", "stays"),
+    [
+        (("engine.offload=disk", "partitions=2"), [1, 1]),
+        # There and back, except for the last slice.
+        (("engine=offload", "engine.to=disk", "engine.slices=3"), [2, 2, 1]),
+    ],
+)
+def test_a_timeline_shows_the_loads_and_drops_of_what_is_kept_elsewhere(
+    words: tuple[str, ...], stays: list[int], tiny: Callable[..., Any]
 ) -> None:
-    answer = tiny(
-        "profile", "seconds=0", "timeline=true", "offload=disk", "steps=2", "partitions=2", "--json"
-    ).json
+    answer = tiny("profile", "seconds=0", "timeline=true", "steps=2", *words, "--json").json
+    assert len(answer["timeline"]["partitions"]) == len(stays)
     events = json.loads((Path(answer["run_dir"]) / "trace.json").read_text())["traceEvents"]
     for phase in ("load", "drop"):
         found = [event for event in events if event.get("cat") == phase]
         assert {event["name"] for event in found} == {phase}
         assert sorted((event["tid"], event["args"]["step"]) for event in found) == [
-            (0, 0),
-            (0, 1),
-            (1, 0),
-            (1, 1),
+            (index, step) for index, count in enumerate(stays) for step in (0, 1) for _ in range(count)
         ]
 
 

@@ -23,6 +23,7 @@ from gpipe_cli.engines import offload, single, threads
 from gpipe_cli.engines.protocol import Batch, Engine, Objective
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.losses.measures import accuracy
+from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.training.loop import Evaluated, Fact, Plan, Position, train
 from gpipe_cli.training.lr_schedules import Cosine
 from gpipe_cli.training.metrics import MetricsFile
@@ -132,7 +133,7 @@ def make_engine(case: Case) -> Engine:
             step_timeout=None,
             log_layers=False,
             scratch=Path(),
-            make_sample=lambda: None,  # type: ignore[arg-type,return-value]
+            make_sample=lambda: Sample(torch.zeros(BATCH, 6), torch.zeros(BATCH, dtype=torch.int64), loss),
             to="disk",
             slices=case.slices,
         )

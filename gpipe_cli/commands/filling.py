@@ -1,0 +1,70 @@
+"""Trained weights into a model: of a snapshot or a file, all at once or never more than a slice of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from gpipe_cli.commands.chosen import Chosen
+from gpipe_cli.engines.protocol import Engine
+from gpipe_cli.engines.state import EngineState, load_module, module_state
+from gpipe_cli.errors import RunError
+from gpipe_cli.models.weights import check_weights, load_weights, read_weights
+from gpipe_cli.training.snapshot.contents import open_large_snapshot, tensors_of
+from gpipe_cli.training.snapshot.manifest import BUFFERS, MODEL
+from gpipe_cli.training.snapshot.tensors import BadTensors, TensorFile
+
+__all__ = ["fill", "fill_slice_by_slice"]
+
+
+def fill(model: nn.Module, weights: str | None, chosen: Chosen | None) -> None:
+    """From the snapshot, where one is chosen, else from the file."""
+    if chosen is None:
+        assert weights is not None, "the configuration was checked"
+        load_weights(model, read_weights(weights, "weights"), weights, "weights")
+        return
+    with _named(str(chosen.snapshot.path / MODEL)):
+        load_module(
+            model, EngineState(tensors_of(chosen.snapshot, MODEL), tensors_of(chosen.snapshot, BUFFERS))
+        )
+
+
+def fill_slice_by_slice(engine: Engine, model: nn.Module, weights: str | None, chosen: Chosen | None) -> None:
+    """The same for a model that may be larger than memory."""
+    if chosen is not None:
+        with _named(str(chosen.snapshot.path / MODEL)):
+            engine.load_state(open_large_snapshot(chosen.snapshot).state)
+        return
+    assert weights is not None, "the configuration was checked"
+    state = _state_of(weights, model)
+    check_weights(model, state.model, weights, "weights")
+    engine.load_state(state)
+
+
+def _state_of(weights: str, model: nn.Module) -> EngineState:
+    """A file has no buffers but those of a state_dict; the others stay as they are."""
+    buffers = module_state(model).buffers
+    if Path(weights).suffix != ".safetensors" or not Path(weights).is_file():
+        return EngineState(read_weights(weights, "weights"), buffers)
+    try:
+        file = TensorFile(Path(weights))
+    except (BadTensors, OSError) as error:
+        raise RunError(f"weights={weights}: damaged, or not a safetensors file ({error})") from error
+
+    def fetch(tensor: Tensor) -> Tensor:
+        found = file.fetch(tensor)
+        return tensor if found is None else found
+
+    return EngineState(file.outlines, buffers, fetch=fetch)
+
+
+@contextmanager
+def _named(source: str) -> Iterator[None]:
+    """Whatever does not fit is told with where it is from."""
+    try:
+        yield
+    except RunError as error:
+        raise RunError(f"{source}: {error}") from error
