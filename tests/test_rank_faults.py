@@ -100,12 +100,22 @@ def torchrun(folder: Path, *options: str, fault: str = "") -> subprocess.Popen[s
     )
 
 
+def printed_by(*started: subprocess.Popen[str]) -> list[tuple[str, str]]:
+    """Results and words of each; none of them is left behind."""
+    try:
+        return [one.communicate() for one in started]
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def template(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A run without a fault, its ranks started by torchrun."""
     folder = tmp_path_factory.mktemp("template")
     started = torchrun(folder, "--standalone", "--nproc-per-node=2")
-    found, said = started.communicate()
+    ((found, said),) = printed_by(started)
     assert started.returncode == 0, said
     assert json.loads(found)["steps"] == 8
     TEMPLATE[:] = [folder / "run"]
@@ -161,7 +171,7 @@ def test_two_nodes_of_one_rank_each_come_to_the_same(tmp_path: Path) -> None:
         port = one.getsockname()[1]
     nodes = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
     started = [torchrun(tmp_path, *nodes, "--rdzv-id=x") for _ in range(2)]
-    found = [one.communicate() for one in started]
+    found = printed_by(*started)
     assert [one.returncode for one in started] == [0, 0], found
     assert sorted(bool(results) for results, _ in found) == [False, True], "rank 0 alone speaks"
     assert (tmp_path / "run" / LAST).read_bytes() == (TEMPLATE[0] / LAST).read_bytes()
@@ -170,7 +180,7 @@ def test_two_nodes_of_one_rank_each_come_to_the_same(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_torchrun_names_the_rank_that_raised_and_its_reason(tmp_path: Path) -> None:
     started = torchrun(tmp_path, "--standalone", "--nproc-per-node=2", fault="raises")
-    found, said = started.communicate()
+    ((found, said),) = printed_by(started)
     root = said.partition("Root Cause")[2]
     assert started.returncode == 1 and not found, said
     assert "rank      : 1 (local_rank: 1)" in root and "ValueError: broken (in partition 1, layer " in root, (

@@ -19,7 +19,8 @@ from gpipe_cli.engines.state import EngineState
 from tests.distributed.cases import Case, Course, run
 from tests.distributed.started import run_ranks
 
-PATIENCE = timedelta(seconds=60)
+PATIENCE = timedelta(hours=1)
+"""Whoever waits for the ranks knows how long they may take."""
 
 
 def run_crew(folder: Path, ranks: int, cases: Sequence[Case], seconds: float) -> None:
