@@ -9,7 +9,7 @@ setup(
         "gpipe_cli": ["py.typed"],
         "gpipe_cli.report.page": ["*.css", "*.js"],
         "gpipe_cli.conf": ["**/*.yaml"],
-        "gpipe_cli.recipes": ["*.yaml"],
+        "gpipe_cli.recipes": ["*.yaml", "small/*.yaml"],
         "gpipe_cli.data": ["files/*"],
     },
 )

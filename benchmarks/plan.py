@@ -27,7 +27,7 @@ from benchmarks.turns import Way, milliseconds, prepare, undisturbed
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.engines.devices import available_cores
 from gpipe_cli.plan.costs import Costs
-from gpipe_cli.plan.measured import MeasuredCosts
+from gpipe_cli.plan.measured import SECONDS_OF_PHASES, MeasuredCosts
 from gpipe_cli.plan.shape import Shape
 from gpipe_cli.plan.steps import step_ms
 from gpipe_cli.profiling.layers import LayerProfile, Sample, profile_layers
@@ -88,13 +88,20 @@ class Bench:
     def measure(self) -> None:
         """Another round."""
         found: dict[tuple[int, int], Phases] = {}
-        for chunks, workers in sorted({(shape.chunks, _workers(shape)) for shape in SHAPES}):
+        for chunks, workers in sorted({(shape.chunks, shape.partitions) for shape in SHAPES}):
             balance = solve([one.ms for one in self._layers[chunks]], workers).balance
 
             def turn(chunks: int = chunks, workers: int = workers, balance: Sequence[int] = balance) -> float:
                 devices = [torch.device("cpu")] * workers
                 found[chunks, workers] = measure_phases(
-                    self._clean(), self._sample(chunks), balance, devices, chunks, split=False
+                    self._clean(),
+                    self._sample(chunks),
+                    balance,
+                    devices,
+                    chunks,
+                    SECONDS_OF_PHASES,
+                    cores=available_cores(),
+                    split=False,
                 )
                 return 0.0
 
@@ -107,7 +114,7 @@ class Bench:
         return [step_ms(course, self._costs(shape, phases), balance) for phases in self.rounds]
 
     def _costs(self, shape: Shape, phases: Mapping[tuple[int, int], Phases]) -> Costs:
-        taken = phases[shape.chunks, _workers(shape)]
+        taken = phases[shape.chunks, shape.partitions]
         return MeasuredCosts(self._layers[shape.chunks], taken).costs(shape.checkpoint != "never", None)
 
     def _profile(self, chunks: int) -> list[LayerProfile]:
@@ -190,11 +197,6 @@ def _tau(rows: Sequence[Row]) -> float:
 def _regret(rows: Sequence[Row]) -> float:
     chosen = min(rows, key=lambda row: row.predicted_ms)
     return chosen.ms / min(row.ms for row in rows) - 1
-
-
-def _workers(shape: Shape) -> int:
-    """How many of its workers can run at once."""
-    return min(shape.partitions, available_cores())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ For questions that compare gpipe with itself; systems are compared by `harness`,
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,6 +25,8 @@ from gpipe_cli import GPipe
 OTHERS_AT_MOST = 0.06
 """Seconds of others for each second of a turn."""
 TRIES = 4
+TURN = 400.0
+"""Milliseconds that a turn takes at least."""
 STATISTICS = Path("/proc/stat")
 
 
@@ -44,7 +47,7 @@ class Way:
 def milliseconds(
     case: Case, ways: Sequence[Way], rounds: int, before_each: Callable[[], None] = lambda: None
 ) -> Mapping[Way, list[float]]:
-    """One step of each way in each round, after two that warm up; `before_each` round that counts."""
+    """A step of each way in each round, after two that warm up; `before_each` round that counts."""
     times: dict[Way, list[float]] = {way: [] for way in ways}
     with ExitStack() as stack:
         pipes = {way: stack.enter_context(_pipe(case, way)) for way in ways}
@@ -52,7 +55,7 @@ def milliseconds(
             if number >= 0:
                 before_each()
             for way, pipe in pipes.items():
-                taken = undisturbed(partial(_step, pipe, case))
+                taken = undisturbed(partial(_turn, pipe, case))
                 if number >= 0:
                     times[way].append(taken)
     for parameter in case.model.parameters():
@@ -86,13 +89,16 @@ def prepare(console: Console) -> None:
         console.print(f"The machine is busy (load {load:.1f}): these figures are not to be quoted.")
 
 
-def _step(pipe: GPipe, case: Case) -> float:
-    """Milliseconds."""
-    for parameter in case.model.parameters():
-        parameter.grad = None
-    begin = time.perf_counter()
-    pipe.step(case.input, case.target, case.loss)
-    return 1000 * (time.perf_counter() - begin)
+def _turn(pipe: GPipe, case: Case) -> float:
+    """Milliseconds of a step; of short ones the median of several."""
+    steps: list[float] = []
+    while sum(steps) < TURN:
+        for parameter in case.model.parameters():
+            parameter.grad = None
+        begin = time.perf_counter()
+        pipe.step(case.input, case.target, case.loss)
+        steps.append(1000 * (time.perf_counter() - begin))
+    return statistics.median(steps)
 
 
 def _pipe(case: Case, way: Way) -> GPipe:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from gpipe_cli.config.recipes import to_group
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError
 
@@ -96,8 +97,8 @@ def _sorted(arguments: list[str], known: Sequence[str]) -> Invocation:
         elif word == "--by":
             words.append(f"balance={_value(word, rest)}")
         else:
-            words.append(_recipe(word))
-    return Invocation(words=tuple(words), hydra=tuple(hydra), **switches)
+            words.append(word)
+    return Invocation(words=tuple(to_group(words)), hydra=tuple(hydra), **switches)
 
 
 def _check(invocation: Invocation) -> None:
@@ -132,8 +133,3 @@ def _value(flag: str, rest: Iterator[str]) -> str:
     if value is None or value.startswith("--"):
         raise ConfigError(f"{flag} needs a value")
     return value
-
-
-def _recipe(word: str) -> str:
-    """The folder is called recipes, so is Hydra's group; the key people write is recipe."""
-    return f"recipes={word.removeprefix('recipe=')}" if word.startswith("recipe=") else word

@@ -17,10 +17,11 @@ from typing import Any, NoReturn, TextIO
 from gpipe_cli.arguments import FLAGS, PLAIN_FLAGS, Invocation, parse
 from gpipe_cli.completion import complete
 from gpipe_cli.config.suggest import or_list
-from gpipe_cli.errors import ConfigError, GpipeError, Stopped
+from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped
 from gpipe_cli.help import COMMANDS, command_help, overview
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.output import leave_stdout
+from gpipe_cli.torch_internals import torchrun
 from gpipe_cli.version import VERSION
 
 COMPLETION = ("-sc", "--shell-completion")
@@ -29,6 +30,8 @@ COMPLETION = ("-sc", "--shell-completion")
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; the exit code is returned."""
     arguments = sys.argv[1:] if argv is None else argv
+    if torchrun.follows():
+        leave_stdout()
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()
@@ -149,8 +152,10 @@ def _fail(error: BaseException, *, debug: bool) -> int:
     else:
         hint = "" if debug or isinstance(error, GpipeError) else "; --debug shows the traceback"
         line = f"error: {describe(error)}{hint}"
-    with suppress(BrokenPipeError):  # nobody reads it; the exit code still tells
-        _print(f"gpipe: {line}", sys.stderr)
+    torchrun.leave_reason(f"gpipe: {line}", of_another=isinstance(error, PeerError))
+    if not torchrun.follows():
+        with suppress(BrokenPipeError):  # nobody reads it; the exit code still tells
+            _print(f"gpipe: {line}", sys.stderr)
     return exit_code(error)
 
 

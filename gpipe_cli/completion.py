@@ -7,6 +7,7 @@ answer is then put into gpipe's words: no folder that merely lies beside recipes
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
@@ -15,7 +16,8 @@ from io import StringIO
 
 from gpipe_cli.arguments import FLAGS, PLAIN_FLAGS
 from gpipe_cli.commands.ls import PLURALS, TOPICS
-from gpipe_cli.config.locate import options
+from gpipe_cli.config.locate import options, takes_recipes
+from gpipe_cli.config.recipes import SCALE_KEY, SCALES
 from gpipe_cli.config.schema import SCHEMAS
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.help import COMMANDS
@@ -53,6 +55,8 @@ def _candidates(line: str, words: list[str], hydra: Hydra) -> list[str]:
         return _beginning(last, FLAGS if COMMANDS[command].configured else PLAIN_FLAGS)
     if command == "ls":
         return _beginning(last, sorted({*TOPICS, *PLURALS}))
+    if last.startswith("recipe.") and COMMANDS[command].configured and takes_recipes(command):
+        return _beginning(last, (f"{SCALE_KEY}={scale}" for scale in SCALES))
     if command == "cp" and " " not in rest.lstrip():
         return _beginning(last, (f"{topic}/{one.name}" for topic in TOPICS for one in options(topic)))
     return _of_hydra(command, rest.lstrip(), words, hydra) if COMMANDS[command].configured else []
@@ -66,7 +70,8 @@ def _of_hydra(command: str, rest: str, words: list[str], hydra: Hydra) -> list[s
     with redirect_stdout(StringIO()) as answer:
         hydra(command, words)
     known = {field.name for field in fields(SCHEMAS[command])} | {"recipe"}
-    candidates = (word.replace("recipes=", "recipe=", 1) for word in answer.getvalue().split())
+    # To a group that holds options and folders, as recipes does, Hydra adds no equals sign.
+    candidates = (re.sub(r"^recipes(=|$)", "recipe=", word) for word in answer.getvalue().split())
     return [word for word in candidates if word.lstrip("+~").split("=")[0].split(".")[0] in known]
 
 

@@ -7,6 +7,7 @@
     ├── NumericError              5  a loss or gradient that is not finite
     ├── ResourceError             6  memory, disk or permissions
     ├── PeerError                 7  another process failed or did not answer
+    │   ├── PeerRaised            7  it raised, as it would again
     │   └── StepTimeout           7  a step took longer than step_timeout
     └── Stopped                  75  stopped on request; can be resumed
         └── Interrupted         130  the same, by Ctrl-C
@@ -47,6 +48,10 @@ class ResourceError(GpipeError):
 
 class PeerError(GpipeError):
     exit_code = 7
+
+
+class PeerRaised(PeerError):
+    pass
 
 
 class StepTimeout(PeerError):

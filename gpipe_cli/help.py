@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from gpipe_cli.config.fields import fields
 from gpipe_cli.config.locate import default_options, options, takes_recipes
+from gpipe_cli.config.recipes import SCALE_KEY, SMALL
 from gpipe_cli.config.schema import GROUPS
 
 WIDTH = 110
@@ -194,6 +195,8 @@ def _groups(command: str) -> list[str]:
     if takes_recipes(command):
         names = [one.name for one in options("recipes")]
         rows["recipe"] = f"A whole proven run. Options: {', '.join(names) or 'none yet'}."
+        small = [one.name for one in options(f"recipes/{SMALL}")]
+        rows[SCALE_KEY] = f"full, or small to try it on two CPU cores: {', '.join(small)}."
     return _table(rows)
 
 

@@ -1,6 +1,7 @@
 """A model that breaks inside a rank when its environment says so: ranks are processes that no test can reach into.
 
-The layer that breaks is in the last of two partitions, so it is rank 1 that does; in the third step, as elsewhere.
+The layer that breaks is in the last of two partitions, so it is rank 1 that does, once, in the third step of each
+attempt; if several faults are named, a new attempt has the next of them.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from gpipe_cli.engines import rank_peers
 from gpipe_cli.training import signals
 from gpipe_cli.training.snapshot import contents
 from tests import faulty
 
 FAULT = "GPIPE_TEST_FAULT"
-FIRST_ATTEMPT = Path("first-attempt")
+HAPPENED = Path("happened")
+"""A byte for each fault that has."""
 SOCKETS = Path("sockets.json")
 HEARD = threading.Event()
 LISTENING = "0A"  # the state in /proc/net/tcp
+IN_THE_THIRD_STEP = 6
+"""So many calls with a graph: three in the first step, which is also looked at, and two in each further one."""
 
 
 class RaisesInBackward(Function):
@@ -43,13 +48,6 @@ def killed(input: Tensor) -> NoReturn:
     raise AssertionError("dead")
 
 
-def killed_once(input: Tensor) -> Tensor:
-    if FIRST_ATTEMPT.exists():
-        return input
-    FIRST_ATTEMPT.touch()
-    killed(input)
-
-
 def stopped(input: Tensor) -> Tensor:
     os.kill(os.getpid(), signal.SIGSTOP)
     return input
@@ -61,11 +59,10 @@ def raises(input: Tensor) -> NoReturn:
 
 def launcher_gets(number: int) -> Callable[[Tensor], Tensor]:
     def send(input: Tensor) -> Tensor:
-        if not SOCKETS.exists():
-            SOCKETS.write_text(json.dumps(listening_addresses()))
-            os.kill(os.getppid(), number)
-            HEARD.wait()  # it comes back to this rank, which must not be through before it does
-            os.kill(os.getpid(), number)  # and again, from a scheduler that signals every process
+        SOCKETS.write_text(json.dumps(listening_addresses()))
+        os.kill(os.getppid(), number)
+        HEARD.wait()  # it comes back to this rank, which must not be through before it does
+        os.kill(os.getpid(), number)  # and again, from a scheduler that signals every process
         return input
 
     return send
@@ -83,9 +80,7 @@ def hear() -> None:
 
 def terminated(input: Tensor) -> Tensor:
     """Not in a rank: on threads, where the process is the run."""
-    if not FIRST_ATTEMPT.exists():
-        FIRST_ATTEMPT.touch()
-        os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
     return input
 
 
@@ -115,7 +110,6 @@ def listening_addresses() -> list[str]:
 
 IN_LAYER: Mapping[str, Callable[[Tensor], Any]] = {
     "killed": killed,
-    "killed once": killed_once,
     "stopped": stopped,
     "raises": raises,
     "raises in backward": RaisesInBackward.apply,
@@ -126,23 +120,41 @@ IN_LAYER: Mapping[str, Callable[[Tensor], Any]] = {
 }
 
 
+def raises_while_saving(*_: Any) -> NoReturn:
+    raise ValueError("broken while saving")
+
+
 def full_disk(*_: Any) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def due() -> str:
+    """The fault that this attempt is to have."""
+    left = os.environ.get(FAULT, "").split(", ")[HAPPENED.stat().st_size if HAPPENED.exists() else 0 :]
+    return left[0] if left else ""
+
+
 def model(num_classes: int, width: int = 4) -> nn.Module:
-    fault = os.environ.get(FAULT)
+    fault = due()
     calls = 0
 
     def layer(input: Tensor) -> Tensor:
         nonlocal calls
-        calls += input.requires_grad or input.grad_fn is not None
-        found: Tensor = IN_LAYER[fault](input) if fault in IN_LAYER and calls > 8 else input
+        # Of tensors that hold numbers: what crosses to other ranks is found with such as do not.
+        calls += type(input) is Tensor and (input.requires_grad or input.grad_fn is not None)
+        if fault not in IN_LAYER or calls != IN_THE_THIRD_STEP:
+            return input
+        calls += 1
+        with HAPPENED.open("ab") as file:
+            file.write(b".")
+        found: Tensor = IN_LAYER[fault](input)
         return found
 
     faulty.in_layer = layer
-    if fault is not None:
+    if fault:
         hear()
+    if fault == "raises while saving":
+        rank_peers.send_tensors = raises_while_saving
     if fault == "full disk":
         contents.write_directory = full_disk
     return faulty.model(num_classes, width)

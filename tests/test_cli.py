@@ -132,6 +132,24 @@ def test_a_reader_that_goes_early_is_no_error(tmp_path: Path) -> None:
         assert done.returncode in (0, -signal.SIGPIPE)
 
 
+def test_of_the_ranks_of_torchrun_only_the_first_speaks(tmp_path: Path) -> None:
+    """Before they have met, every rank finds the same mistake; torchrun gets the reason from each."""
+    ranks = [
+        gpipe(
+            "trian",
+            TORCHELASTIC_RUN_ID="x",
+            RANK=str(rank),
+            TORCHELASTIC_ERROR_FILE=str(tmp_path / str(rank)),
+        )
+        for rank in (0, 1)
+    ]
+    assert [one.returncode for one in ranks] == [2, 2]
+    assert "unknown command" in ranks[0].stderr and ranks[1].stderr == ""
+    assert all("unknown command" in (tmp_path / str(rank)).read_text() for rank in (0, 1))
+    shown = gpipe("--version", TORCHELASTIC_RUN_ID="x", RANK="1")
+    assert (shown.returncode, shown.stdout) == (0, "")
+
+
 def test_debug_shows_the_traceback_and_nothing_else_does(tmp_path: Path) -> None:
     plain, debug = gpipe("train", "chunk=8", cwd=tmp_path), gpipe("train", "chunk=8", "--debug", cwd=tmp_path)
     assert plain.returncode == debug.returncode == 2

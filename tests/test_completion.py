@@ -43,6 +43,7 @@ def completed(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("gpipe train chunks=8 --dr", ["--dry-run"]),
         ("gpipe env --d", ["--debug"]),
         ("gpipe env ", []),
+        ("gpipe train recipe=unet_speed recipe.sc", ["recipe.scale=full", "recipe.scale=small"]),
     ],
 )
 def test_commands_flags_and_topics_are_completed_without_hydra(

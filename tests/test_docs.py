@@ -1,42 +1,134 @@
-"""The commands of README and docs, in a folder with the example they speak of, so that they cannot rot."""
+"""The pages hold: commands work, links lead somewhere, what is made is what the code makes, named tests exist."""
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
 import re
 import shlex
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+
+from gpipe_cli.config.fields import fields
+from gpipe_cli.config.locate import options
+from gpipe_cli.config.schema import GROUPS
+from gpipe_cli.help import COMMANDS
+from make_docs.pages import DOCS
+from make_docs.pages import PAGES as MADE
 
 TOP = Path(__file__).parent.parent
-PAGES = [TOP / "README.md", *sorted((TOP / "docs").glob("*.md"))]
-EXAMPLE = TOP / "examples" / "your_own_model" / "mynet.py"
+PAGES = [TOP / "README.md", *sorted(DOCS.rglob("*.md"))]
+NAMES = [str(page.relative_to(TOP)) for page in PAGES]
+EXAMPLES = [
+    TOP / "examples" / "your_own_model" / "mynet.py",
+    TOP / "examples" / "your_own_data" / "mydata.py",
+]
+RUN = "<the run's directory>"
+ALWAYS_RUN = ["README.md", "docs/quick-start.md", "docs/how-to/your-own-model.md"]
+"""The keys of the other pages' commands are looked up each time, and they are run by `-m slow`."""
+LONG = ("gpipe train model=resnet101 chunks=8", "gpipe train -m chunks=2,4,8")
+"""What these prove beyond the others is proved by the tests of models and of sweeps."""
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def without_blocks(page: Path) -> str:
+    """Blocks of code have no links and no headings."""
+    return re.sub(r"^```.*?^```", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
 
 
 def commands(page: Path) -> list[str]:
-    """Every line of a console block from `gpipe` on; the install step before it is left out."""
-    blocks = re.findall(r"```console\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    """Every line of a console block from `gpipe` on; the install step before it is left out, a run has a name."""
+    blocks = re.findall(r"```console\n(.*?)```", text_of(page), flags=re.DOTALL)
     lines = [line.split(" #")[0] for block in blocks for line in block.splitlines()]
-    return [line[line.index("gpipe ") :].strip() for line in lines]
+    return [line[line.index("gpipe ") :].strip().replace(RUN, "first") for line in lines]
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub and mkdocs name the headings of a page."""
+    headings = re.findall(r"^#+ +(.+)$", without_blocks(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def links(page: Path) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", without_blocks(page)))
+
+
+def listed(nav: Any) -> Iterator[str]:
+    """The files that a navigation of mkdocs names, however deep."""
+    match nav:
+        case str():
+            yield nav
+        case dict():
+            yield from (name for value in nav.values() for name in listed(value))
+        case list():
+            yield from (name for value in nav for name in listed(value))
 
 
 def test_the_pages_show_their_commands() -> None:
-    readme, own_model = (commands(TOP / page) for page in ("README.md", "docs/your-own-model.md"))
+    readme, own_model = (commands(TOP / page) for page in ("README.md", "docs/how-to/your-own-model.md"))
     assert len(readme) >= 10 and "gpipe train" in readme
     assert len(own_model) >= 5
 
 
-def test_the_pages_name_files_that_are_there() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), (page, target)
+@each_page
+def test_every_link_leads_to_a_file_and_a_heading_that_are_there(page: Path) -> None:
+    for link in links(page):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target), link
+        # The site holds docs/ alone: a page that leads out of it would lead nowhere there.
+        assert page.parent == TOP or target.is_relative_to(DOCS), link
+
+
+@each_page
+def test_python_on_a_page_can_be_read_and_what_it_imports_is_there(page: Path) -> None:
+    for block in re.findall(r"```python\n(.*?)```", text_of(page), flags=re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                module = importlib.import_module(node.module)
+                assert [name.name for name in node.names if not hasattr(module, name.name)] == []
+
+
+def test_the_navigation_names_every_page_once_and_nothing_else() -> None:
+    configuration = yaml.safe_load((TOP / "mkdocs.yml").read_text(encoding="utf-8"))
+    named = list(listed(configuration["nav"]))
+    assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in PAGES[1:])
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_is_made_is_what_the_code_makes_now(name: str) -> None:
+    assert text_of(DOCS / name) == MADE[name](), "run `python -m make_docs`"
+
+
+def test_every_test_that_the_promises_rest_on_exists() -> None:
+    page = text_of(DOCS / "reliability.md")
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page)
+    assert len(named) > 30
+    for file, function in named:
+        assert f"\ndef {function}(" in f"\n{(TOP / file).read_text(encoding='utf-8')}" or not function, (
+            file,
+            function,
+        )
 
 
 def test_every_model_of_the_example_is_trained_by_the_docs() -> None:
-    models = re.findall(r"^def (\w+)\(num_classes", EXAMPLE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    models = re.findall(r"^def (\w+)\(num_classes", text_of(EXAMPLES[0]), flags=re.MULTILINE)
     shown = " ".join(line for page in PAGES for line in commands(page))
     assert models and all(f"mynet.{model} " in f"{shown} " for model in models)
 
@@ -44,27 +136,102 @@ def test_every_model_of_the_example_is_trained_by_the_docs() -> None:
 def test_the_error_that_the_docs_show_is_the_one_that_is_given(
     gpipe: Callable[..., Any], tmp_path: Path
 ) -> None:
-    shutil.copy(EXAMPLE, tmp_path)
-    page = " ".join((TOP / "docs" / "your-own-model.md").read_text(encoding="utf-8").split())
+    shutil.copy(EXAMPLES[0], tmp_path)
+    page = " ".join(text_of(DOCS / "how-to" / "your-own-model.md").split())
     answer = gpipe("train", "model._target_=mynet.choosy", "allow=[mynet]")
     shown = re.sub(r"traced: \S*mynet\.py", "traced: mynet.py", " ".join(answer.err.split()))
     assert answer.code == 2 and shown in page
 
 
-@pytest.mark.parametrize("line", dict.fromkeys(line for page in PAGES for line in commands(page)))
-def test_a_command_of_the_docs_works(gpipe: Callable[..., Any], tmp_path: Path, line: str) -> None:
-    """Training is cut to one step, planning to a second, which changes nothing about whether the words are right."""
-    shutil.copy(EXAMPLE, tmp_path)
-    if "<the run's directory>" in line:
-        trained = gpipe("train", "steps=1", "batch_size=16", "--json").json
-        line = line.replace("<the run's directory>", trained["run_dir"])
+ALWAYS = [line for page in PAGES if str(page.relative_to(TOP)) in ALWAYS_RUN for line in commands(page)]
+each_command = pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=[pytest.mark.slow] if line not in ALWAYS or line in LONG else [])
+        for line in dict.fromkeys(line for page in PAGES for line in commands(page))
+    ],
+)
+
+
+@each_command
+def test_a_command_of_the_docs_works(
+    gpipe: Callable[..., Any], tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step, few samples to evaluate, a second to plan: that changes nothing about whether the words are right."""
+    monkeypatch.setattr("gpipe_cli.data.digits._HELD_OUT", 100)  # every hundredth of each class
+    for example in EXAMPLES:
+        shutil.copy(example, tmp_path)
+    begun = re.search(r"\b(?:run|resume)=(first|mine)\b", line)
+    if begun or line == "gpipe report first":
+        directory = begun[1] if begun else "first"
+        gpipe("train", "steps=1", "batch_size=16", f"run_dir={directory}", "--json")
     words = shlex.split(line)[1:]
-    shorter = {"train": ["steps=1", "batch_size=16"], "plan": ["batch_size=16"]}.get(words[0], [])
-    if any("plan" in word for word in words):
-        shorter += ["plan.budget=1"]
-    answer = gpipe(*words, *shorter)
+    answer = gpipe(*words, *shortened(words))
     assert answer.code == 0, answer.err
     assert answer.out
+
+
+OPTIONS = {group: {option.name for option in options(group)} for group in GROUPS}
+KEYS = {group: {key for option in options(group) for key in option.keys} for group in GROUPS}
+
+
+def unknown(line: str) -> list[str]:
+    """What a command names that there is not, without composing it: a key, an option of a group."""
+    command, *words = shlex.split(line)[1:]
+    if not COMMANDS[command].configured:
+        return []
+    pairs = dict(word.split("=", 1) for word in words if "=" in word)
+    keys = (
+        {field.key for field in fields(command)}
+        | {"recipe"}
+        | {f"{group}.{key}" for group in GROUPS for key in KEYS[group]}
+    )
+    own = tuple(key.removesuffix("_target_") for key in pairs if key.endswith("._target_"))
+    wrong = [
+        key for key in pairs if key not in keys and key not in GROUPS and not (own and key.startswith(own))
+    ]
+    return wrong + [
+        f"{key}={value}" for key, value in pairs.items() if value not in OPTIONS.get(key, {value})
+    ]
+
+
+def test_the_keys_and_options_of_every_command_exist() -> None:
+    lines = [line for page in PAGES for line in commands(page)]
+    assert {line: unknown(line) for line in lines if unknown(line)} == {}
+
+
+def test_the_search_finds_a_key_and_an_option_that_there_is_not() -> None:
+    assert unknown("gpipe train chunk=8 schedule=1f2b model.name=a optimizer.lr=1") == [
+        "chunk",
+        "schedule=1f2b",
+    ]
+
+
+def shortened(words: list[str]) -> list[str]:
+    """Words that make a command quick."""
+    resumes = any(word.startswith("resume=") and word != "resume=auto" for word in words)
+    # What a run was begun with may not change when it goes on.
+    shorter = {"train": ["steps=2"] if resumes else ["steps=1", "batch_size=16"], "plan": ["batch_size=16"]}
+    found = shorter.get(words[0], [])
+    if any("plan" in word for word in words):
+        found = [*found, "plan.budget=1", *(["plan.verify_budget=1"] if "verify=true" in words else [])]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("material") is None,
+    reason="mkdocs-material is not installed: pip install -e '.[docs]'",
+)
+def test_the_site_is_built_without_a_warning_and_names_no_other_place(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(build, cwd=TOP, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for page in tmp_path.rglob("*.html"):
+        fetched = re.findall(
+            r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?(https?://[^\"> ]+)", text_of(page)
+        )
+        assert not fetched, (page.name, fetched)
 
 
 @pytest.mark.slow

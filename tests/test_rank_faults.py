@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,15 +25,18 @@ from tests.faulty_ranks import FAULT, SOCKETS
 from tests.scene import Scene, play
 from tests.without_hydra import composed
 
+LAST = Path("snapshots", "step-00000008", "model.safetensors")
 LAUNCH = ("train", ALLOW, "run_dir=run")
+STOPPED = "rank 1 (partition 1): stopped (SIGSTOP, or a debugger); no answer within step_timeout=2 seconds"
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
 
 
 @dataclass(frozen=True)
 class Row:
     fault: str
+    """Or several, one for each attempt."""
     code: int
-    says: str
+    says: tuple[str, ...]
     words: tuple[str, ...] = ()
     begins_on_threads: bool = False
     resumes: bool = True
@@ -42,55 +46,68 @@ class Row:
 
 TABLE = [
     Row(
-        "killed once",
-        0,
-        "rank 1 (partition 1) was killed by SIGKILL, perhaps because memory ran out; starting all ranks again",
-        ("engine.max_restarts=1",),
-        resumes=False,
+        "killed, stopped, launcher terminated",
+        75,
+        (
+            "rank 1 (partition 1) was killed by SIGKILL, perhaps because memory ran out; starting all ranks again",
+            f"{STOPPED}; starting all ranks again, restarts left: 0",
+            "stopped by SIGTERM; saved in run/snapshots/step-0000000",
+        ),
+        ("engine.max_restarts=2", "step_timeout=2"),
     ),
-    Row("killed", 7, "error: rank 1 (partition 1) was killed by SIGKILL", slow=True),
     Row(
-        "stopped",
+        "raises",
         7,
-        "rank 1 (partition 1): stopped (SIGSTOP, or a debugger); no answer within step_timeout=2 seconds",
-        ("step_timeout=2",),
+        ("error: rank 1 (partition 1): ValueError: broken (in partition 1, layer ",),
+        ("engine.max_restarts=1",),
     ),
-    Row("raises", 7, "rank 1 (partition 1): ValueError: broken (in partition 1, layer "),
-    Row("raises in backward", 7, "rank 1 (partition 1): ValueError: broken backward", slow=True),
+    Row(
+        "terminated, launcher killed",
+        -signal.SIGKILL,
+        (),
+        ("resume=auto", "engine=processes"),
+        begins_on_threads=True,
+    ),
+    Row("killed", 7, ("error: rank 1 (partition 1) was killed by SIGKILL",), slow=True),
+    Row("stopped", 7, (f"error: {STOPPED}",), ("step_timeout=2",), slow=True),
+    Row("raises in backward", 7, ("rank 1 (partition 1): ValueError: broken backward",), slow=True),
+    Row("raises while saving", 7, ("rank 1 (partition 1): ValueError: broken while saving",), slow=True),
     Row(
         "full disk",
         6,
-        "rank 0 (partition 0): run/snapshots/step-00000002: the snapshot cannot be written: [Errno 28] No space",
+        (
+            "rank 0 (partition 0): run/snapshots/step-00000002: the snapshot cannot be written: [Errno 28] No space",
+        ),
         resumes=False,
         slow=True,
     ),
     Row(
-        "launcher terminated",
-        75,
-        "stopped by SIGTERM; saved in run/snapshots/step-0000000",
-        ("resume=auto", "engine=processes"),
-        begins_on_threads=True,
+        "launcher interrupted twice", 130, ("stopped by Ctrl-C at once; go on with: gpipe train",), slow=True
     ),
-    Row("launcher interrupted twice", 130, "stopped by Ctrl-C at once; go on with: gpipe train", slow=True),
-    Row("launcher killed", -signal.SIGKILL, ""),
 ]
+
+
+def torchrun(folder: Path, *options: str, fault: str = "") -> subprocess.Popen[str]:
+    words = [word.replace("tests.faulty.model", "tests.faulty_ranks.model") for word in TRAIN]
+    command = ["-m", "torch.distributed.run", *options, "-m", "gpipe_cli", *words, "engine=processes"]
+    return subprocess.Popen(
+        [sys.executable, *command, "run_dir=run", "--json"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(gpipe_cli.__file__).parents[1]), FAULT: fault},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def template(tmp_path_factory: pytest.TempPathFactory) -> None:
     """A run without a fault, its ranks started by torchrun."""
     folder = tmp_path_factory.mktemp("template")
-    words = [word.replace("tests.faulty.model", "tests.faulty_ranks.model") for word in TRAIN]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "gpipe_cli"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, *words, "engine=processes", "run_dir=run", "--json"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(gpipe_cli.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["steps"] == 8
+    started = torchrun(folder, "--standalone", "--nproc-per-node=2")
+    found, said = started.communicate()
+    assert started.returncode == 0, said
+    assert json.loads(found)["steps"] == 8
     TEMPLATE[:] = [folder / "run"]
 
 
@@ -111,10 +128,10 @@ def with_fault(fault: str) -> Callable[[], None]:
 
 def check(row: Row, scene: Scene) -> None:
     if row.begins_on_threads:
-        assert scene.launch(*LAUNCH, "engine=threads", inject=with_fault("terminated")) == 75, scene.said
+        assert scene.launch(*LAUNCH, "engine=threads", inject=with_fault(row.fault)) == 75, scene.said
     code = scene.launch(*LAUNCH, *row.words, inject=with_fault(row.fault))
     assert code == row.code, scene.said
-    assert row.says in scene.said, scene.said
+    assert all(line in scene.said for line in row.says), scene.said
     assert "Traceback" not in scene.said and scene.said.count("gpipe: ") == (code > 0), scene.said
     assert scene.nobody_left(), "processes are left"
     if SOCKETS.name in {one.name for one in scene.folder.iterdir()}:
@@ -124,8 +141,7 @@ def check(row: Row, scene: Scene) -> None:
         assert scene.launch(*LAUNCH, "resume=auto", "engine=single") == 0, scene.said
     if row.resumes or code == 0:
         assert scene.rows() == ROWS
-        last = Path("snapshots", "step-00000008", "model.safetensors")
-        assert (scene.run / last).read_bytes() == (TEMPLATE[0] / last).read_bytes()
+        assert (scene.run / LAST).read_bytes() == (TEMPLATE[0] / LAST).read_bytes()
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="ranks are watched as Linux lets us")
@@ -135,6 +151,31 @@ def check(row: Row, scene: Scene) -> None:
 )
 def test_a_fault_of_one_process_ends_as_the_table_says(tmp_path: Path, row: Row) -> None:
     play(tmp_path, 120, composed, lambda scene: check(row, scene))
+
+
+@pytest.mark.slow
+def test_two_nodes_of_one_rank_each_come_to_the_same(tmp_path: Path) -> None:
+    """Two machines but for the network between them: each torchrun knows of the other by their meeting point only."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    nodes = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
+    started = [torchrun(tmp_path, *nodes, "--rdzv-id=x") for _ in range(2)]
+    found = [one.communicate() for one in started]
+    assert [one.returncode for one in started] == [0, 0], found
+    assert sorted(bool(results) for results, _ in found) == [False, True], "rank 0 alone speaks"
+    assert (tmp_path / "run" / LAST).read_bytes() == (TEMPLATE[0] / LAST).read_bytes()
+
+
+@pytest.mark.slow
+def test_torchrun_names_the_rank_that_raised_and_its_reason(tmp_path: Path) -> None:
+    started = torchrun(tmp_path, "--standalone", "--nproc-per-node=2", fault="raises")
+    found, said = started.communicate()
+    root = said.partition("Root Cause")[2]
+    assert started.returncode == 1 and not found, said
+    assert "rank      : 1 (local_rank: 1)" in root and "ValueError: broken (in partition 1, layer " in root, (
+        said
+    )
 
 
 @pytest.mark.slow

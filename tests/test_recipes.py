@@ -8,13 +8,36 @@ from typing import Any
 
 import pytest
 
+from benchmarks.published_lines import Line, published_lines
+from gpipe_cli.config.load import Request, compose_all, register
 from gpipe_cli.config.locate import Option, options
+from gpipe_cli.config.recipes import to_group
 
-each_recipe = pytest.mark.parametrize("recipe", options("recipes"), ids=lambda recipe: recipe.name)
+FULL = options("recipes")
+SMALL = options("recipes/small")
+BY_NAME = {recipe.name: recipe for recipe in FULL}
+LINES = [
+    pytest.param(recipe.name, line, id=f"{recipe.name} {line.name}")
+    for recipe in SMALL
+    for line in published_lines(recipe.name)
+]
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": lambda found, bound: found >= bound,
     "<=": lambda found, bound: found <= bound,
 }
+
+
+def words(recipe: Option) -> list[str]:
+    """What runs it on two cores."""
+    return [f"recipe={recipe.name}", *(["recipe.scale=small"] if recipe in SMALL else [])]
+
+
+# Those that are for larger machines are run here in their small scale.
+each_that_runs_here = pytest.mark.parametrize(
+    "recipe",
+    [*(one for one in FULL if "minutes" in one.facts), *SMALL],
+    ids=lambda recipe: "-".join(words(recipe)),
+)
 
 
 def expectation(recipe: Option) -> tuple[str, str, float]:
@@ -24,25 +47,52 @@ def expectation(recipe: Option) -> tuple[str, str, float]:
     return found[1], found[2], float(found[3])
 
 
-@each_recipe
+@each_that_runs_here
 def test_the_first_lines_tell_command_result_and_time(recipe: Option) -> None:
-    assert recipe.description.startswith(f"gpipe train recipe={recipe.name}: ")
+    assert recipe.description.startswith(f"gpipe train {' '.join(words(recipe))}: ")
     expectation(recipe)
     assert float(recipe.facts["minutes"]) > 0
-    assert "\n# Expected: " in recipe.path.read_text(encoding="utf-8")
+    assert re.search(r"\n# Expected: .*(minute|second)s? .*core", recipe.path.read_text(encoding="utf-8"))
 
 
-@each_recipe
-def test_a_recipe_passes_every_check(recipe: Option, gpipe: Callable[..., Any]) -> None:
-    answer = gpipe("train", f"recipe={recipe.name}", "balance=uniform", "--cfg", "job")
+@pytest.mark.parametrize("small", SMALL, ids=lambda recipe: recipe.name)
+def test_a_recipe_for_a_larger_machine_tells_its_result_its_devices_and_its_small_scale(
+    small: Option,
+) -> None:
+    full = BY_NAME[small.name]
+    assert full.description.startswith(f"gpipe train recipe={full.name}: ")
+    assert full.facts["expected"] and int(full.facts["devices"]) == 8
+    text = full.path.read_text(encoding="utf-8")
+    assert "\n# Expected: " in text and f"\n# gpipe train {' '.join(words(small))}: " in text
+
+
+@each_that_runs_here
+def test_a_recipe_passes_every_check(recipe: Option) -> None:
+    register()
+    compose_all(Request("train", tuple(to_group(words(recipe)))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "line"), LINES)
+def test_a_published_line_is_reached_by_its_words(recipe: str, line: Line, gpipe: Callable[..., Any]) -> None:
+    answer = gpipe("train", f"recipe={recipe}", *line.words, "--cfg", "job")
     assert answer.code == 0, answer.err
+    for word in line.words:
+        path, _, value = word.partition("=")
+        key = path.rpartition(".")[2]
+        assert re.search(rf"^ *{key}: {re.escape(value)}$", answer.out, flags=re.MULTILINE), word
+
+
+def test_a_line_without_words_is_the_recipe_itself() -> None:
+    for recipe in SMALL:
+        assert [line.name for line in published_lines(recipe.name) if not line.words], recipe.name
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@each_recipe
+@each_that_runs_here
 def test_a_recipe_keeps_its_promise(recipe: Option, gpipe: Callable[..., Any]) -> None:
-    answer = gpipe("train", f"recipe={recipe.name}", "--json")
+    answer = gpipe("train", *words(recipe), "--json")
     assert answer.code == 0, answer.err
     measure, comparison, bound = expectation(recipe)
     assert COMPARISONS[comparison](answer.json[measure], bound), answer.json

@@ -1,4 +1,4 @@
-"""Models of your own for gpipe, one function each: docs/your-own-model.md trains them all.
+"""Models of your own for gpipe, one function each: docs/how-to/your-own-model.md trains them all.
 
 gpipe train model._target_=mynet.residual allow=[mynet]
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from gpipe_cli.balance.result import Balanced
@@ -62,6 +63,7 @@ def _figure(value: float, unit: str) -> str:
 
 
 def _summary(balanced: Balanced, memory: list[float] | None, settings: Balance, job: Job) -> dict[str, Any]:
+    found = shlex.join(["balance=manual", f"balance.layers={str(balanced.layers).replace(' ', '')}"])
     return {
         "balance": balanced.layers,
         "by": balance_name(settings),
@@ -71,6 +73,6 @@ def _summary(balanced: Balanced, memory: list[float] | None, settings: Balance, 
         "lower_bound": balanced.lower_bound,
         "imbalance": balanced.imbalance,
         "memory_bytes": memory,
-        "paste": f"balance=manual balance.layers={str(balanced.layers).replace(' ', '')}",
+        "paste": f"{job.training_without(['balance'])} {found}",
         "command": job.line,
     }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import shlex
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -16,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.load import CUSTOM, settings_of
+from gpipe_cli.config.recipes import as_written
 from gpipe_cli.engines.meeting import Meeting
 from gpipe_cli.errors import GpipeError, Stopped
 from gpipe_cli.report.failure import describe, exit_code
@@ -59,6 +61,12 @@ class Job:
     def shows_result(self) -> bool:
         """Whether its result is printed as soon as it is known; a sweep prints all of them at its end."""
         return not self.json and self.number is None
+
+    def training_without(self, keys: Collection[str]) -> str:
+        """The command that trains with what was said here, but for some keys and what is below them."""
+        words = shlex.split(self.line)[2:]
+        kept = [word for word in words if re.split(r"[.=]", word.lstrip("+~"))[0] not in keys]
+        return shlex.join(["gpipe", "train", *kept])
 
 
 @dataclass(frozen=True)
@@ -137,7 +145,7 @@ class Jobs:
     def _line(self, overrides: Sequence[str]) -> str:
         """As it was typed; a job of a sweep with its own values."""
         words = overrides if self._invocation.multirun else self._invocation.words
-        own = [word.replace("recipes=", "recipe=", 1) for word in words if not word.endswith(f"={CUSTOM}")]
+        own = as_written(word for word in words if not word.endswith(f"={CUSTOM}"))
         elsewhere = [
             part
             for flag, short in (("--config-dir", "-cd"), ("--config-name", "-cn"))

@@ -53,7 +53,7 @@ def launched(settings: Running, job: Job, parts: Assembly, began: float) -> Summ
                 if not left or not failed.may_pass:
                     raise failed.cause from failed
                 left -= 1
-                say(f"{failed}; starting all ranks again ({left} restarts left)")
+                say(f"{failed}; starting all ranks again, restarts left: {left}")
 
 
 def _entry(job: Job, balance: Sequence[int], began: float, run: Path | None, meeting: Meeting) -> list[str]:

@@ -27,9 +27,12 @@ from gpipe_cli.engines.beating import BeatingEngine
 from gpipe_cli.engines.devices import available
 from gpipe_cli.engines.meeting import Beats
 from gpipe_cli.engines.protocol import Engine
-from gpipe_cli.errors import ConfigError, Stopped
+from gpipe_cli.errors import ConfigError, PeerError, Stopped
+from gpipe_cli.report.failure import describe
 from gpipe_cli.schedule.placement import partitions_of
 
+OF_A_LOST_PEER = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket Timeout")
+"""What torch says of a peer that has gone; it has no type of its own for most of it."""
 LONGER_THAN_THE_WATCH = 60.0
 """Seconds; where a launcher watches the ranks, it is the one to say that a step takes too long."""
 AS_GOOD_AS_EVER = timedelta(days=7)
@@ -81,6 +84,17 @@ def joined(settings: Running, job: Job) -> Iterator[Team]:
     if not is_rank():
         yield Team()
         return
+    with _peers_missed(), _connected(settings, job) as team:
+        try:
+            yield team
+        except Stopped:
+            team.largest(0)
+            raise
+        team.largest(0)  # they leave together: torch ends all others as soon as it misses one
+
+
+@contextmanager
+def _connected(settings: Running, job: Job) -> Iterator[Team]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size % settings.data_parallel:
         raise ConfigError(
@@ -101,15 +115,26 @@ def joined(settings: Running, job: Job) -> Iterator[Team]:
         setup_process_groups(
             [("data", settings.data_parallel), ("pipe", size // settings.data_parallel)], timeout=timeout
         )
-        team = Team.present()
-        try:
-            yield team
-        except Stopped:
-            team.largest(0)
-            raise
-        team.largest(0)  # they leave together: torch ends all others as soon as it misses one
+        yield Team.present()
     finally:
         distributed.destroy_process_group()
+
+
+@contextmanager
+def _peers_missed() -> Iterator[None]:
+    """Inside, what torch raises when a peer has gone becomes an error of ours."""
+    try:
+        yield
+    except Exception as error:
+        if not _lost_a_peer(error):
+            raise
+        raise PeerError(f"another rank is gone: {describe(error)}") from error
+
+
+def _lost_a_peer(error: Exception) -> bool:
+    if isinstance(error, distributed.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in OF_A_LOST_PEER)
 
 
 def assemble_together(settings: Running, job: Job, team: Team) -> Assembly:

@@ -5,8 +5,6 @@ Measures here, or estimates for devices that are elsewhere. Writes nothing but t
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,16 +93,9 @@ def _summary(plans: Sequence[Prediction], planned: Planned, job: Job) -> dict[st
         "left_out": searched.left_out,
         "chunks_left_out": planned.left_out,
         **({"largest_error": max(errors)} if errors else {}),
-        "paste": f"gpipe train {_own_words(job)}{plans[0].overrides}",
+        "paste": f"{job.training_without(OF_PLANNING)} {plans[0].overrides}",
         "command": job.line,
     }
-
-
-def _own_words(job: Job) -> str:
-    """What was said about the model and its samples, for the command that trains."""
-    words = shlex.split(job.line)[2:]
-    kept = [word for word in words if re.split(r"[.=]", word.lstrip("+~"))[0] not in OF_PLANNING]
-    return "".join(f"{shlex.quote(word)} " for word in kept)
 
 
 def _show(plans: Sequence[Prediction], planned: Planned, summary: dict[str, Any]) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
-from torch import distributed
 
 from gpipe_cli.commands.jobs import Job, Rank
 from gpipe_cli.config.load import settings_of
@@ -29,9 +28,6 @@ from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.output import write_streams_to
 
 __all__ = ["main"]
-
-OF_A_LOST_PEER = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket Timeout")
-"""What torch says of a peer that has gone; it has no type of its own for most of it."""
 
 
 def main(folder: str) -> NoReturn:
@@ -59,7 +55,7 @@ def _word(meeting: Meeting, task: dict[str, Any]) -> LastWord:
         when = time.monotonic()
         if os.environ["RANK"] != "0":  # its streams are a log
             traceback.print_exception(error)
-        return LastWord(exit_code(error), describe(error), _lost_its_peer(error), when)
+        return LastWord(exit_code(error), describe(error), isinstance(error, PeerError), when)
 
 
 def _run(meeting: Meeting, task: dict[str, Any]) -> dict[str, Any]:
@@ -82,9 +78,3 @@ def _run(meeting: Meeting, task: dict[str, Any]) -> dict[str, Any]:
         assert isinstance(settings, Train)
         settings = replace(settings, resume="auto", run_dir=run)
     return dict(importlib.import_module(f"gpipe_cli.commands.{command}").run(settings, job))
-
-
-def _lost_its_peer(error: BaseException) -> bool:
-    if isinstance(error, PeerError | distributed.DistError):
-        return True
-    return isinstance(error, RuntimeError) and any(part in str(error) for part in OF_A_LOST_PEER)

@@ -28,6 +28,7 @@ from yaml import MarkedYAMLError, YAMLError
 from gpipe_cli.config.check import check
 from gpipe_cli.config.fields import fields
 from gpipe_cli.config.locate import conf_dir, home, options, takes_recipes
+from gpipe_cli.config.recipes import SCALE_KEY, SMALL
 from gpipe_cli.config.schema import GROUPS, OPEN_GROUPS, SCHEMAS, Shared
 from gpipe_cli.config.suggest import did_you_mean, or_list
 from gpipe_cli.config.targets import check_targets
@@ -259,6 +260,9 @@ def _missing_option(error: MissingConfigException) -> str:
     missing = str(error.missing_cfg_file)
     group, _, option = missing.rpartition("/")
     available = [name for name in (error.options or []) if name != CUSTOM]
+    if group == f"recipes/{SMALL}":
+        small = or_list(option, [one.name for one in options(group)])
+        return f"recipe={option} {SCALE_KEY}={SMALL}: no recipe of that name has that scale, leave it out; {small}"
     label = "recipe" if group == "recipes" else group
     wanted = f"{label}={option}: no such option" if group else f"--config-name {missing}: no such config"
     return f"{wanted}; {or_list(option, available)}" if available else wanted
@@ -299,7 +303,8 @@ def _reason(error: Exception, key: str) -> str:
 def _known_keys(command: str) -> list[str]:
     """Every key that exists: those of the schema and those of the shipped options of each group."""
     inside = [f"{group}.{key}" for group in GROUPS for option in options(group) for key in option.keys]
-    return [*(one.key for one in fields(command)), *dict.fromkeys(inside)]
+    of_recipes = [SCALE_KEY] if takes_recipes(command) else []
+    return [*(one.key for one in fields(command)), *dict.fromkeys(inside), *of_recipes]
 
 
 def _first_line(error: BaseException) -> str:

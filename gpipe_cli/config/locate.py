@@ -52,8 +52,8 @@ class Option:
 
 
 def options(group: str) -> list[Option]:
-    """The shipped options of a group, by name; `recipes` is one too."""
-    folder = home() / "recipes" if group == "recipes" else conf_dir() / group
+    """The shipped options of a group, by name; `recipes` is one too, and `recipes/small` those of that scale."""
+    folder = home() / group if group.partition("/")[0] == "recipes" else conf_dir() / group
     return [Option(path.stem, path) for path in sorted(folder.glob("*.yaml"))]
 
 

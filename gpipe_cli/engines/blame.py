@@ -19,13 +19,17 @@ from gpipe_cli.errors import (
     GpipeError,
     NumericError,
     PeerError,
+    PeerRaised,
     ResourceError,
     RunError,
     StepTimeout,
 )
 
-OWN_CODES = {kind.exit_code: kind for kind in (ConfigError, DataError, RunError, NumericError, ResourceError)}
-"""What a rank may say of itself and keep its exit code; any other failure of a rank is that of a peer."""
+OWN_CODES = {
+    kind.exit_code: kind
+    for kind in (ConfigError, DataError, RunError, NumericError, ResourceError, PeerError)
+}
+"""What a rank may say of itself and keep its exit code; anything else was raised by its layers."""
 
 
 @final
@@ -67,7 +71,7 @@ def failure(ends: Sequence[End]) -> GpipeError | None:
     first = min(failed, key=lambda end: (not end.by_itself, end.went_wrong))
     word = first.word
     if word is not None:
-        return OWN_CODES.get(word.exit_code, PeerError)(f"{first.name}: {word.text}")
+        return OWN_CODES.get(word.exit_code, PeerRaised)(f"{first.name}: {word.text}")
     if first.signal is None:
         return PeerError(f"{first.name} ended without a word")
     likely = ", perhaps because memory ran out" if first.signal == signal.SIGKILL else ""

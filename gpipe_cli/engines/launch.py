@@ -1,8 +1,8 @@
 """The ranks of a run on this machine: started by torch's elastic agent as children of this process, and watched.
 
-One agent per attempt. The agent could start ranks again by itself, but it would do so after any failure; a loss that
-is not finite or a disk that is full would only fail again, so the attempts are counted here. The agent meets over a
-file, so that nothing listens. Knows nothing of what the ranks do: it is given their command line.
+One agent per attempt. The agent could start ranks again by itself, but it would do so after any failure; a layer that
+raises, a loss that is not finite or a disk that is full would only fail again, so the attempts are counted here. The
+agent meets over a file, so that nothing listens. Knows nothing of what the ranks do: it is given their command line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from gpipe_cli.engines.blame import End, failure, frozen
 from gpipe_cli.engines.meeting import LastWord, Meeting
 from gpipe_cli.engines.watch import Watch
-from gpipe_cli.errors import GpipeError, Interrupted, PeerError
+from gpipe_cli.errors import GpipeError, Interrupted, PeerError, PeerRaised
 
 __all__ = ["Crew", "Failed", "launch"]
 
@@ -68,8 +68,8 @@ class Failed(Exception):
 
     @property
     def may_pass(self) -> bool:
-        """Whether another attempt may do better: a peer was lost, nothing was wrong with what it did."""
-        return isinstance(self.cause, PeerError)
+        """Whether another attempt may do better: a run repeats to the bit, so what was raised would be again."""
+        return isinstance(self.cause, PeerError) and not isinstance(self.cause, PeerRaised)
 
 
 def launch(crew: Crew, entry: Entry) -> LastWord:

@@ -78,7 +78,7 @@ class Meeting:
 
     def tell_run(self, run: Path) -> None:
         """Which directory the run has got, so that another attempt goes on in it."""
-        (self.folder / "run").write_text(str(run.absolute()), encoding="utf-8")
+        (self.folder / "run").write_text(str(run), encoding="utf-8")
 
     def run(self) -> Path | None:
         try:

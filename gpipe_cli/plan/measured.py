@@ -24,7 +24,10 @@ from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.pace import Phases, measure_phases
 
-__all__ = ["MeasuredCosts", "Workbench", "intra_op_threads"]
+__all__ = ["SECONDS_OF_PHASES", "MeasuredCosts", "Workbench", "intra_op_threads"]
+
+SECONDS_OF_PHASES = 0.6
+"""For steps that are over sooner than the least number of them takes long."""
 
 
 @final
@@ -44,7 +47,10 @@ class MeasuredCosts:
         )
         return Costs(
             forward,
-            _divided(phases.backward, [one.backward_ms for one in self.layers]),
+            _divided(
+                phases.checkpointed_backward if checkpointed else phases.backward,
+                [one.backward_ms for one in self.layers],
+            ),
             recompute=_divided(phases.recompute, [one.forward_ms for one in self.layers]),
             transfer=transfer,
             split=Split(phases.input_grad, phases.weight_grad),
@@ -70,8 +76,9 @@ class Workbench:
         self._module, self._sample_of, self._devices = module, sample_of, list(devices)
         self._profiles, self._cores, self._apart = profiles, cores, apart
         self._transfer_of = transfer_of
-        self._alone: dict[int, MeasuredCosts] = {}
-        self._together: dict[int, MeasuredCosts] = {}
+        self._workers = _counts(1 if apart else min(len(devices), len(module)), cores)
+        self._measured: dict[tuple[int, int], MeasuredCosts] = {}
+        """By the number of micro-batches and of workers."""
         self._last, self._last_chunks = 0.0, 1
 
     def measure(self, chunks: Sequence[int], deadline: float) -> list[int]:
@@ -97,29 +104,26 @@ class Workbench:
 
     def costs(self, shape: Shape) -> Costs:
         """Of the micro-batches of a shape whose size was measured."""
-        kept = self._alone if shape.devices == 1 else self._together
+        workers = next((one for one in self._workers if one >= shape.devices), self._workers[-1])
         transfer = self._transfer_of(shape.chunks) if self._transfer_of else None
-        return kept[shape.chunks].costs(shape.checkpoint != "never", transfer)
+        return self._measured[shape.chunks, workers].costs(shape.checkpoint != "never", transfer)
 
     def _measure(self, chunks: int) -> None:
         sample = self._sample_of(chunks).to(self._devices[0])
-        with intra_op_threads(self._cores):
-            self._alone[chunks] = self._beside(chunks, sample, 1)
-        workers = len(self._devices)
-        if self._devices[0].type == "cpu":
-            workers = min(
-                self._cores, workers
-            )  # more than there are cores take turns, and the simulator knows
-        if self._apart or len(self._devices) == 1:
-            self._together[chunks] = self._alone[chunks]
-        elif chunks > 1:
-            with intra_op_threads(1):
-                self._together[chunks] = self._beside(chunks, sample, min(workers, len(self._module)))
+        for workers in self._workers:
+            # One device has all cores to itself; workers have one each.
+            with intra_op_threads(self._cores if workers == 1 else 1):
+                if workers == 1 or chunks > 1:
+                    self._measured[chunks, workers] = self._beside(chunks, sample, workers)
 
     def _beside(self, chunks: int, sample: Sample, workers: int) -> MeasuredCosts:
         layers = self._profiles.times(self._module, sample, seconds=0.0)
         balance = solve([one.forward_ms + one.backward_ms for one in layers], workers).balance
-        phases = measure_phases(self._module, sample, balance, self._devices[:workers], chunks)
+        devices = self._devices[:workers]
+        cores = self._cores if devices[0].type == "cpu" else None
+        phases = measure_phases(
+            self._module, sample, balance, devices, chunks, SECONDS_OF_PHASES, cores=cores
+        )
         return MeasuredCosts(layers, phases)
 
 
@@ -131,6 +135,11 @@ def intra_op_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _counts(most: int, cores: int) -> list[int]:
+    """How many workers are measured beside each other: one, as many as run at once, and all."""
+    return sorted({1, min(cores, most), most})
 
 
 def _worth(most: int) -> Callable[[int], tuple[int, int]]:

@@ -15,6 +15,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.torch_internals.without_compiler import without_compiler
+
 __all__ = ["MakeOptimizer", "state_bytes"]
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -53,8 +55,9 @@ def state_bytes(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> list
 def _try_out(make: MakeOptimizer, dimensions: int, dtype: torch.dtype) -> list[_Kept]:
     tiny = nn.Parameter(torch.ones(_SIDES[:dimensions], dtype=dtype))
     tiny.grad = torch.ones_like(tiny)
-    optimizer = make([tiny])
-    optimizer.step()
+    with without_compiler():
+        optimizer = make([tiny])
+        optimizer.step()
     return [_describe(one, dimensions) for one in optimizer.state[tiny].values() if isinstance(one, Tensor)]
 
 

@@ -5,7 +5,9 @@
 
 Layers are measured alone, each as a partition of its own. In a pipeline they share caches, memory and the interpreter
 with the layers of other workers, and are not cut from one another. So a few short steps are run as a pipeline, in which
-every kind of action occurs. Decides which steps; knows nothing of layers' times. The model is left as it was found.
+every kind of action occurs. Between actions time passes too: graphs are freed, workers wake each other. Therefore the
+same steps are simulated, and what they really took beyond that is shared out among the phases: simulated again, they
+take what was measured. Decides which steps; knows nothing of layers' times. The model is left as it was found.
 """
 
 from __future__ import annotations
@@ -24,14 +26,17 @@ from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.microbatch import Value, tensors_of, value_like
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.left_as_found import left_as_found, staying_at_home
-from gpipe_cli.profiling.record import Piece, recording
+from gpipe_cli.profiling.record import recording
 from gpipe_cli.schedule.action import Kind
+from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.simulate import PartitionCost
 
-__all__ = ["Phases", "measure_phases"]
+__all__ = ["Phases", "Ran", "measure_phases"]
 
 PER_PARTITION = 2
 """Micro-batches of a step for each partition: enough for all workers to be busy most of the time."""
-LEAST_STEPS = 2
+WARM_UP = 2
+LEAST_STEPS = 3
 MOST_STEPS = 50
 
 
@@ -45,6 +50,8 @@ class Phases:
     checkpointed_forward: float
     """Without a graph."""
     recompute: float
+    checkpointed_backward: float
+    """After its recomputation."""
     input_grad: float
     weight_grad: float
     """The parts of a split backward, as multiples of the whole. The first partition's is never split."""
@@ -58,18 +65,19 @@ def measure_phases(
     chunks: int,
     seconds: float = 0.0,
     *,
+    cores: int | None = None,
     split: bool = True,
 ) -> Phases:
-    """Medians of at least two steps of each kind, and of more while `seconds` last; `sample` is a micro-batch.
+    """Medians of at least three steps of each kind, and of more while `seconds` last; `sample` is a micro-batch.
 
-    Without `split` a split backward is not tried, and taken as two halves.
+    `cores` is how many workers can run at once. Without `split` a split backward is not tried, and taken as two halves.
     """
     micro_batches = min(chunks, PER_PARTITION * len(balance))
     whole = Sample(
         _repeated(sample.input, micro_batches), _repeated_target(sample, micro_batches), sample.loss
     )
 
-    def times(schedule: str, checkpoint: str) -> _Times:
+    def ran(schedule: str, checkpoint: str) -> Ran:
         pipe = GPipe(
             module,
             balance,
@@ -78,53 +86,77 @@ def measure_phases(
             checkpoint=checkpoint,
             schedule=schedule,
         )
-        return _pieces(pipe, whole, seconds / 3)
+        course = Course(schedule, len(balance), micro_batches, checkpoint, cores=cores)
+        return _run(pipe, course, whole, seconds / 3)
 
     with staying_at_home(module), left_as_found(module):
-        plain, checkpointed = times("1f1b", "never"), times("1f1b", "always")
-        halves = times("zero_bubble", "never") if split and len(balance) > 1 else {}
-    later = _sum(plain, "backward", first=1) if halves else 0.0
+        plain, checkpointed = ran("1f1b", "never"), ran("1f1b", "always")
+        halves = ran("zero_bubble", "never") if split and len(balance) > 1 else None
+    later = plain.sum("backward", first=1) if halves else 0.0
+    beyond, checkpointed_beyond = plain.beyond_simulated(), checkpointed.beyond_simulated()
     return Phases(
-        forward=_sum(plain, "forward"),
-        backward=_sum(plain, "backward"),
-        checkpointed_forward=_sum(checkpointed, "forward"),
-        recompute=_sum(checkpointed, "recompute"),
-        input_grad=_sum(halves, "backward", Kind.INPUT_GRAD, first=1) / later if later else 0.5,
-        weight_grad=_sum(halves, "backward", Kind.WEIGHT_GRAD, first=1) / later if later else 0.5,
+        forward=plain.sum("forward") * beyond,
+        backward=plain.sum("backward") * beyond,
+        checkpointed_forward=checkpointed.sum("forward") * checkpointed_beyond,
+        recompute=checkpointed.sum("recompute") * checkpointed_beyond,
+        checkpointed_backward=checkpointed.sum("backward") * checkpointed_beyond,
+        input_grad=halves.sum("backward", Kind.INPUT_GRAD, first=1) / later if halves and later else 0.5,
+        weight_grad=halves.sum("backward", Kind.WEIGHT_GRAD, first=1) / later if halves and later else 0.5,
     )
 
 
-_Times = Mapping[tuple[int, str, Kind], Sequence[float]]
+@final
+@dataclass(frozen=True)
+class Ran:
+    """What some steps of a course took, in milliseconds."""
+
+    course: Course
+    step: float
+    pieces: Mapping[tuple[int, str, Kind], float]
+    """Of every partition, phase and kind of action."""
+
+    def sum(self, phase: str, kind: Kind | None = None, first: int = 0) -> float:
+        """Over the partitions from `first` on."""
+        return sum(
+            duration
+            for (partition, found, its_kind), duration in self.pieces.items()
+            if found == phase and kind in (None, its_kind) and partition >= first
+        )
+
+    def beyond_simulated(self) -> float:
+        """The steps as multiples of what the simulator makes of their pieces."""
+        parts = [
+            PartitionCost(
+                self._of(partition, "forward", Kind.FORWARD),
+                self._of(partition, "backward", Kind.BACKWARD),
+                recompute=self._of(partition, "recompute", Kind.BACKWARD),
+            )
+            for partition in range(self.course.partitions)
+        ]
+        return self.step / self.course.simulate(parts).step
+
+    def _of(self, partition: int, phase: str, kind: Kind) -> float:
+        return self.pieces.get((partition, phase, kind), 0.0)
 
 
-def _pieces(pipe: GPipe, sample: Sample, seconds: float) -> _Times:
-    """Of every partition, phase and kind of action all durations, the first step's left out."""
+def _run(pipe: GPipe, course: Course, sample: Sample, seconds: float) -> Ran:
+    """Medians, without those of the first steps: new threads have new memory."""
     assert sample.loss is not None and sample.target is not None, "a step ends with a loss"
-    times: dict[tuple[int, str, Kind], list[float]] = defaultdict(list)
+    pieces: dict[tuple[int, str, Kind], list[float]] = defaultdict(list)
+    steps: list[float] = []
     with pipe:
-        pipe.step(sample.input, sample.target, sample.loss, key=0)
+        for _ in range(WARM_UP):
+            pipe.step(sample.input, sample.target, sample.loss, key=0)
         with recording(pipe) as record:
-            deadline = time.perf_counter() + seconds
-            for step in range(MOST_STEPS):
-                if step >= LEAST_STEPS and time.perf_counter() > deadline:
-                    break
+            while len(steps) < LEAST_STEPS or (sum(steps) < seconds and len(steps) < MOST_STEPS):
+                pipe.zero_grad(set_to_none=True)
+                began = time.perf_counter()
                 pipe.step(sample.input, sample.target, sample.loss, key=0)
+                steps.append(time.perf_counter() - began)
         for piece in record.pieces():
-            times[_what(piece)].append(piece.end - piece.begin)
-    return times
-
-
-def _what(piece: Piece) -> tuple[int, str, Kind]:
-    return piece.action.partition, piece.phase, piece.action.kind
-
-
-def _sum(times: _Times, phase: str, kind: Kind | None = None, first: int = 0) -> float:
-    """Over the partitions from `first` on."""
-    return 1000 * sum(
-        statistics.median(durations)
-        for (partition, found, its_kind), durations in times.items()
-        if found == phase and kind in (None, its_kind) and partition >= first
-    )
+            pieces[piece.action.partition, piece.phase, piece.action.kind].append(piece.end - piece.begin)
+    medians = {what: 1000 * statistics.median(durations) for what, durations in pieces.items()}
+    return Ran(course, 1000 * statistics.median(steps), medians)
 
 
 def _repeated(value: Value, times: int) -> Value:

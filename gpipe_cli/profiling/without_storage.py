@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["without_storage"]
@@ -40,6 +40,24 @@ _MAKERS = frozenset(
 )
 """What makes a tensor of nothing but numbers."""
 
+_FILLERS = frozenset(
+    {
+        Tensor.bernoulli_,
+        Tensor.exponential_,
+        Tensor.fill_,
+        Tensor.normal_,
+        Tensor.random_,
+        Tensor.uniform_,
+        Tensor.zero_,
+        nn.init.constant_,
+        nn.init.kaiming_normal_,
+        nn.init.kaiming_uniform_,
+        nn.init.normal_,
+        nn.init.uniform_,
+    }
+)
+"""What gives a tensor new values: nothing to do where there are none, and torch would import its compiler for it."""
+
 
 def without_storage() -> TorchFunctionMode:
     """Inside, large tensors are made on the meta device, whatever device is asked for."""
@@ -63,4 +81,7 @@ class _WithoutStorage(TorchFunctionMode):
             tensor: Tensor = func(*args, **{**drawn, "device": "meta"})
             if tensor.numel() > _SMALL:
                 return tensor
+        filled = args[0] if args else named.get("tensor")
+        if func in _FILLERS and isinstance(filled, Tensor) and filled.is_meta:
+            return filled
         return func(*args, **named)

@@ -1,12 +1,13 @@
 """Training as one live panel on a terminal: progress, the loss as a line, speed, and how busy each partition is.
 
-Redrawn in place and fitted to the terminal as it is at that moment: on a narrow one texts give way to what matters,
-on a low one the last partitions are counted instead of shown.
+Redrawn in place after a step, if it is time, and fitted to the terminal as it is at that moment: on a narrow one texts
+give way to what matters, on a low one the last partitions are counted instead of shown.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from types import TracebackType
 from typing import Any, Self, final
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.control import Control
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.segment import ControlType, Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -29,8 +32,8 @@ __all__ = ["Panel", "sparkline"]
 BLOCKS = "▁▂▃▄▅▆▇█"
 LOSSES = 400
 """How many of the last ones the line is drawn from."""
-REDRAWS = 5
-"""A second."""
+PAUSE = 0.2
+"""Seconds between two frames, at least."""
 OTHER_LINES = 6
 """Of the terminal's height: the panel's own besides the partitions, and some for what is said above it."""
 STEADY = 0.8
@@ -42,7 +45,7 @@ NARROW, WIDE = 40, 70
 @final
 @dataclass(frozen=True)
 class _At:
-    """Where training is, in words; all at once, since it is drawn by another thread."""
+    """Where training is, in words."""
 
     step: int = 0
     epoch: int = 0
@@ -55,7 +58,13 @@ class _At:
 
 @final
 class Panel:
-    def __init__(self, steps: int, epochs: int, partitions: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        steps: int,
+        epochs: int,
+        partitions: Sequence[Mapping[str, Any]],
+        console: Console | None = None,
+    ) -> None:
         """`partitions`: a row for each, with `device` and sizes in bytes, as far as they are known."""
         self._steps, self._epochs = steps, epochs
         self._partitions = partitions
@@ -65,8 +74,10 @@ class Panel:
         self._busy: list[float] = []
         self._bubble: float | None = None
         self._memory: Sequence[int | None] = ()
-        self._console = Console(stderr=True)
-        self._live = Live(self, console=self._console, refresh_per_second=REDRAWS, redirect_stdout=False)
+        self._console = console or Console(stderr=True)
+        self._live = Live(self, console=self._console, auto_refresh=False, redirect_stdout=False)
+        self._due = 0.0
+        self._drawn: list[int] = []  # how wide each line of the last frame is
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -75,6 +86,7 @@ class Panel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._clear_broken()
         self._live.stop()
 
     def step(
@@ -83,14 +95,17 @@ class Panel:
         self._losses.append(loss)
         speed = f"{samples_per_second:.0f}"
         self._at = _At(step, epoch, self._eta.after(step), f"{loss:.4f}", f"{lr:.2e}", speed, more)
+        self._redraw()
 
     def load(self, busy: Sequence[float], bubble: float, memory: Sequence[int | None]) -> None:
         before = self._busy or busy
         self._busy = [STEADY * old + (1 - STEADY) * new for old, new in zip(before, busy, strict=True)]
         self._bubble = _steadied(self._bubble, bubble)
         self._memory = memory
+        self._redraw()
 
     def say(self, line: str) -> None:
+        self._clear_broken()
         self._console.print(plain(line), markup=False, highlight=False, soft_wrap=True)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -100,9 +115,28 @@ class Panel:
         left = len(rows) - shown
         if left > 0:
             rows = [*rows[: shown - 1], (Text(f"... and {left + 1} more", style="dim"),)]
-        yield Group(
+        frame = Group(
             self._progress(width), self._loss(width, options.ascii_only), self._numbers(), *_grid(rows)
         )
+        lines = console.render_lines(frame, options, pad=False)
+        self._drawn = [Segment.get_line_length(line) for line in lines]
+        for line in lines:
+            yield from line
+            yield Segment.line()
+
+    def _redraw(self) -> None:
+        if time.monotonic() >= self._due:
+            self._clear_broken()
+            self._live.refresh()
+            self._due = time.monotonic() + PAUSE
+
+    def _clear_broken(self) -> None:
+        """Where the terminal has become narrower it has broken the lines of the last frame in two or more, of which
+        rich, that goes back and clears as many lines as it wrote, would leave the first ones standing."""
+        width = max(1, self._console.width)
+        for _ in range(sum((drawn - 1) // width for drawn in self._drawn if drawn)):
+            self._console.control(Control((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)))
+        self._drawn = []
 
     def _progress(self, width: int) -> Table:
         at = self._at

@@ -6,7 +6,8 @@ choose for real ones: what attention saves for backward depends on that. torch k
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +18,19 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from gpipe_cli.torch_internals.without_compiler import without_compiler
+
 __all__ = ["NEEDS_VALUES", "fake_tensors", "fake_twin"]
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Raised where an operation cannot do without values, or was never told how to."""
 
 
-def fake_tensors() -> AbstractContextManager[object]:
+@contextmanager
+def fake_tensors() -> Iterator[None]:
     """Inside, every operation of this thread gives a fake tensor; real ones may be among its inputs."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    with without_compiler(), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
 
 
 def fake_twin(tensor: Tensor, device: torch.device | str = "cpu") -> Tensor:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,14 @@ def test_a_balance_covers_the_model_and_can_be_pasted(gpipe: Gpipe, tmp_path: Pa
     assert found["by"] == by
     assert len(found["balance"]) == 3 and sum(found["balance"]) == len(found["costs"]) == 10
     assert found["max"] >= found["lower_bound"] > 0 and found["imbalance"] >= 1
-    pasted = gpipe("train", *found["paste"].split(), "--dry-run", "--json").json
+    pasted = gpipe(*shlex.split(found["paste"])[1:], "--dry-run", "--json").json
     assert [row["layers"] for row in pasted["partitions"]] == found["balance"]
     assert not (tmp_path / "runs").exists()
 
 
 def test_the_table_shows_every_partition_and_the_line_to_paste(gpipe: Gpipe) -> None:
     out = gpipe("balance", "--by", "params", "partitions=3").out
-    assert "balance=manual balance.layers=[7,1,2]" in out
+    assert "gpipe train partitions=3 balance=manual 'balance.layers=[7,1,2]'" in out
     assert all(word in out for word in ("imbalance", "lower_bound", "share", "memory", "MiB"))
 
 

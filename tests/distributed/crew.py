@@ -1,21 +1,15 @@
-"""Ranks for tests: real processes that work through a list of cases once, each leaving what it found in a folder.
-
-python -m tests.distributed.crew <rank> <ranks> <folder>      one of them, started by `run_crew`
-"""
+"""Ranks for tests: real processes that work through a list of cases once, each leaving what it found in a folder."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import distributed
 
@@ -29,9 +23,8 @@ PATIENCE = timedelta(seconds=60)
 
 
 def run_crew(folder: Path, ranks: int, cases: Sequence[Case], seconds: float) -> None:
-    """Let so many ranks do all the cases; raise with what they said if one fails or they take longer."""
-    (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
-    run_ranks(["-m", "tests.distributed.crew"], ranks, folder, seconds)
+    """Let so many ranks do all the cases; raise if one fails or they take longer."""
+    run_ranks(partial(_work, cases), ranks, folder, seconds)
 
 
 def found(folder: Path, case: Case, rank: int) -> Course:
@@ -62,20 +55,14 @@ def _keep(path: Path, course: Course, notes: dict[str, Any]) -> None:
             save_file(tensors, path / f"{name}.safetensors")
 
 
-def _work(rank: int, ranks: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=ranks, timeout=PATIENCE
-    )
+def _work(cases: Sequence[Case], rank: int, ranks: int, folder: Path) -> None:
     axes: list[tuple[str, int]] = []
-    for fields in json.loads((folder / "cases.json").read_text()):
-        case = Case(**{**fields, "rows": tuple(fields["rows"])})
+    for case in cases:
         wanted = [("data", case.replicas), ("pipe", ranks // case.replicas)]
         if axes != wanted:
             axes = wanted
             setup_process_groups(axes, timeout=PATIENCE)
         _keep(folder / f"{case.name}-{rank}", *_do(case, ranks // case.replicas))
-    distributed.destroy_process_group()
 
 
 def _do(case: Case, ranks: int) -> tuple[Course, dict[str, Any]]:
@@ -107,7 +94,3 @@ def _do(case: Case, ranks: int) -> tuple[Course, dict[str, Any]]:
     digest = hashlib.sha256(b"".join(one.numpy().tobytes() for one in own.values())).hexdigest()
     order = list(course.state.model)
     return course, {**notes, "recomputed": recomputed, "own": digest, "order": order}
-
-
-if __name__ == "__main__":
-    _work(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

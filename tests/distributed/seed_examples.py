@@ -1,11 +1,10 @@
-"""The seed's examples under gpipe's names, as one process of a pipe: `python -m tests.distributed.seed_examples ...`.
+"""The seed's examples under gpipe's names, as what one process of a pipe does.
 
 What each process finds goes to a file of tensors of its own; the test compares it with one process that has all.
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +134,7 @@ def crossing_in(dtype: torch.dtype, position: int, last: bool) -> dict[str, Tens
     return {"crossed": seen[0].float()} if last else {}
 
 
-def main(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=size
-    )
+def both_examples(rank: int, size: int, folder: Path) -> None:
     setup_process_groups([("data", 1), ("pipe", size)])
     samples, targets = batch()
     model = nn.Sequential(*partition_uniform(whole_model()))
@@ -151,8 +146,3 @@ def main(rank: int, size: int, folder: Path) -> None:
         **crossing_in(torch.bfloat16, rank, last),
     }
     save_file({name: one.contiguous() for name, one in found.items()}, folder / f"rank-{rank}.safetensors")
-    distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

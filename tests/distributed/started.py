@@ -1,34 +1,51 @@
-"""Processes for tests that meet over a file: started together, waited for, and none left behind."""
+"""Processes for tests that meet over a file: forked together, waited for, and none left behind.
+
+Forked, because each would else import torch anew, which takes longer than its work; that ranks start from nothing is
+tested where they are launched (`tests/test_rank_faults.py`).
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import torch
+from torch import distributed
+
+Work = Callable[[int, int, Path], None]
+"""Takes its rank, the number of ranks, and a folder for what it finds."""
 
 
-def run_ranks(entry: Sequence[str], ranks: int, folder: Path, seconds: float = 200) -> None:
-    """`python <entry> <rank> <ranks> <folder>` for each; raise with what they said if one fails or they take longer."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def run_ranks(work: Work, ranks: int, folder: Path, seconds: float = 200) -> None:
+    """Let so many processes do their work, connected with each other; raise if one fails or they take longer."""
+    context = multiprocessing.get_context("fork")
     started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error::UserWarning", *entry, str(rank), str(ranks), str(folder)],
-            env=environment,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        context.Process(target=_connected, args=(work, rank, ranks, folder), daemon=True)
         for rank in range(ranks)
     ]
+    until = time.monotonic() + seconds
     try:
-        said = [one.communicate(timeout=seconds)[0] for one in started]
+        for one in started:
+            one.start()
+        for one in started:
+            one.join(max(0.0, until - time.monotonic()))
+        codes = [one.exitcode for one in started]
     finally:
         for one in started:
-            one.kill()
-            one.communicate()
-    assert [one.returncode for one in started] == [0] * ranks, "\n".join(said)
+            if one.is_alive():
+                one.kill()
+                one.join()
+    assert codes == [0] * ranks, f"exit codes {codes}; what they said is among what was captured"
+
+
+def _connected(work: Work, rank: int, ranks: int, folder: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=ranks
+    )
+    work(rank, ranks, folder)
+    distributed.destroy_process_group()

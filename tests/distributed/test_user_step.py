@@ -19,7 +19,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from gpipe_cli.distributed import forward_backward, partition_uniform, setup_process_groups
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.sequential import by_list
-from tests.distributed.seed_examples import MAX_NORM, MICRO_BATCHES, batch, criterion, whole_model
+from tests.distributed.seed_examples import (
+    MAX_NORM,
+    MICRO_BATCHES,
+    batch,
+    both_examples,
+    criterion,
+    whole_model,
+)
 from tests.distributed.started import run_ranks
 
 Found = list[dict[str, Tensor]]
@@ -29,7 +36,7 @@ Found = list[dict[str, Tensor]]
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each process of a pipe found; one launch for all cases."""
     folder, size = tmp_path_factory.mktemp("ranks"), request.param
-    run_ranks(["-m", "tests.distributed.seed_examples"], size, folder)
+    run_ranks(both_examples, size, folder)
     return [load_file(folder / f"rank-{rank}.safetensors") for rank in range(size)]
 
 

@@ -14,6 +14,9 @@ from typing import NoReturn
 
 from gpipe_cli.engines.meeting import Beats, LastWord, Meeting
 
+ERRORS = {"finds nan": (5, "the loss is nan"), "raises": (1, "ValueError: broken")}
+"""What rank 1 says; rank 0 only loses its peer."""
+
 
 def main(folder: str, part: str) -> None:
     meeting, rank = Meeting(Path(folder)), int(os.environ["RANK"])
@@ -37,9 +40,9 @@ def main(folder: str, part: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL if part == "is killed" else signal.SIGSTOP)
     if rank == 1 and part == "ends without a word":
         os._exit(0)
-    if part == "loses its peer":
+    if part in ERRORS:
         if rank == 1:
-            end(5, "the loss is nan")
+            end(*ERRORS[part])
         while meeting.last_word(1) is None:  # else torch's agent may end rank 1 before it has spoken
             os.sched_yield()
         end(7, "connection closed", blames_a_peer=True)

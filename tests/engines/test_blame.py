@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gpipe_cli.engines.blame import End, failure
 from gpipe_cli.engines.meeting import LastWord
-from gpipe_cli.errors import DataError, GpipeError, PeerError
+from gpipe_cli.errors import DataError, GpipeError, PeerError, PeerRaised
 
 
 def end(rank: int, died: float, code: int | None = None, *, peer: bool = False, **more: Any) -> End:
@@ -25,7 +25,7 @@ def test_without_a_failure_nobody_is_blamed() -> None:
     ("ends", "kind", "says"),
     [
         ([end(0, 2, 7, peer=True), end(1, 3, 3)], DataError, "rank 1 (partition 1): error 3"),
-        ([end(0, 2, 1), end(1, 3, 3)], PeerError, "rank 0 (partition 0): error 1"),
+        ([end(0, 2, 1), end(1, 3, 3)], PeerRaised, "rank 0 (partition 0): error 1"),
         ([end(0, 2, 7, peer=True), end(1, 3, 7, peer=True)], PeerError, "rank 0 (partition 0): error 7"),
         (
             [end(0, 1, 7, peer=True), end(1, 2, signal=signal.SIGSEGV)],

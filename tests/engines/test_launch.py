@@ -13,7 +13,7 @@ import pytest
 import gpipe_cli
 from gpipe_cli.engines.launch import Crew, Failed, launch
 from gpipe_cli.engines.meeting import LastWord, Meeting
-from gpipe_cli.errors import GpipeError, NumericError, PeerError, StepTimeout
+from gpipe_cli.errors import GpipeError, NumericError, PeerError, PeerRaised, StepTimeout
 
 RANK = Path(__file__).with_name("acting_rank.py")
 PLACES = ("partition 0", "partition 1")
@@ -53,7 +53,8 @@ def test_what_rank_0_found_comes_back() -> None:
     [
         ("is killed", PeerError, r"rank 1 \(partition 1\) was killed by SIGKILL, perhaps because memory"),
         ("ends without a word", PeerError, r"rank 1 \(partition 1\) ended without a word"),
-        ("loses its peer", NumericError, r"rank 1 \(partition 1\): the loss is nan"),
+        ("finds nan", NumericError, r"rank 1 \(partition 1\): the loss is nan"),
+        ("raises", PeerRaised, r"rank 1 \(partition 1\): ValueError: broken"),
         ("is stopped", StepTimeout, r"rank 1 \(partition 1\): stopped .* within step_timeout=0.5 seconds"),
         ("waits for ever", StepTimeout, r"rank 0 .* and rank 1 .*: in a step that does not end"),
     ],
@@ -62,7 +63,7 @@ def test_one_rank_brings_all_down_and_is_named(part: str, kind: type[GpipeError]
     with pytest.raises(Failed, match=says) as failed:
         started(part, step_timeout=0.5 if "step" in says else None)
     assert type(failed.value.cause) is kind
-    assert failed.value.may_pass == (kind is not NumericError)
+    assert failed.value.may_pass == (kind in (PeerError, StepTimeout))
 
 
 def test_a_signal_to_the_launcher_reaches_every_rank() -> None:

@@ -1,8 +1,10 @@
-"""The ResNets are torchvision's, cut into layers: same names, same bits."""
+"""The ResNets are those of torchvision, cut into layers: same names, same bits."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,11 @@ def test_unknown_names_and_numbers_are_refused() -> None:
         build("resnet19")
     with pytest.raises(ConfigError, match=r"model\.num_classes=0: must be a whole number of at least 1"):
         build(num_classes=0)
+
+
+def test_building_one_does_not_import_torchvision_or_the_compiler() -> None:
+    program = (
+        "import sys; from gpipe_cli.models.resnet import build; build('resnet18');"
+        "sys.exit(bool({'torchvision', 'torch._dynamo'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -6,7 +6,9 @@ from torch import nn
 from torch.nn import functional
 
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.pace import measure_phases
+from gpipe_cli.profiling.pace import Ran, measure_phases
+from gpipe_cli.schedule.action import Kind
+from gpipe_cli.schedule.course import Course
 
 CPU = torch.device("cpu")
 
@@ -21,8 +23,27 @@ def test_every_phase_of_a_pipeline_is_measured_and_the_model_left_as_it_was(part
 
     found = measure_phases(model, sample, [4 // partitions] * partitions, [CPU] * partitions, chunks=4)
 
-    assert min(found.forward, found.backward, found.checkpointed_forward, found.recompute) > 0
+    checkpointed = (found.checkpointed_forward, found.recompute, found.checkpointed_backward)
+    assert min(found.forward, found.backward, *checkpointed) > 0
     assert found.input_grad + found.weight_grad > 0
     assert not model.training and all(one.grad is None for one in model.parameters())
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_time_between_the_actions_is_told_as_a_multiple_of_what_the_simulator_knows() -> None:
+    pieces = {
+        (partition, *what): duration
+        for partition in range(2)
+        for what, duration in {
+            ("forward", Kind.FORWARD): 10.0,
+            ("recompute", Kind.BACKWARD): 10.0,
+            ("backward", Kind.BACKWARD): 20.0,
+        }.items()
+    }
+
+    # One worker after the other, for want of a second core: 2 micro-batches x 2 partitions x 40.
+    alone = Ran(Course("1f1b", 2, 2, "always", cores=1), step=200.0, pieces=pieces)
+
+    assert alone.beyond_simulated() == pytest.approx(200 / 160)
+    assert alone.sum("backward") == 40 and alone.sum("backward", first=1) == 20

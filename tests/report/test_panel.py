@@ -58,6 +58,28 @@ def test_single_steps_do_not_flicker() -> None:
     assert "80 % busy" in drawn(panel, 80)[-1] and "bubble 20 %" in drawn(panel, 80)[2]
 
 
+def reflowed_rows(lines: list[str], width: int) -> int:
+    """How many rows a terminal of that width shows of lines that were wider."""
+    return sum(max(1, -(-len(line) // width)) for line in lines)
+
+
+@pytest.mark.parametrize("narrower", [20, 33, 60])
+def test_a_frame_that_a_narrower_terminal_has_broken_is_cleared_as_a_whole(narrower: int) -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=100, height=24, legacy_windows=False)
+    panel = Panel(8, 2, ROWS, console)
+    with panel:
+        panel.load([0.25, 0.75], 0.5, [None, 3 * 2**20])
+        panel.say("as wide as before")
+        before = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", file.getvalue()).splitlines()[-5:]
+        file.truncate(0)
+        console.width = narrower
+        panel.say("narrower")
+        cleared = file.getvalue().split("narrower")[0].count("\x1b[2K")
+    # The row that the cursor is in counts as well: it is cleared before it is left.
+    assert cleared == reflowed_rows(before, narrower)
+
+
 @given(st.lists(st.floats(-1e6, 1e6), max_size=300), st.integers(0, 80))
 def test_a_sparkline_has_its_width_and_goes_from_low_to_high(values: list[float], width: int) -> None:
     line = sparkline(values, width)

@@ -92,11 +92,21 @@ def _sections(run: Run) -> list[Child]:
         _section(
             "Timeline of a step", timelines(run) or _made_by(run, "No step was recorded here.", PROFILE)
         ),
-        _section("Partitions", partition_table(run) or _made_by(run, "Nothing is known of them.", PROFILE)),
+        _section("Partitions", _partitions(run)),
         _section(
             "Layers", layer_table(run) or _made_by(run, "They were not measured here.", "gpipe profile")
         ),
     ]
+
+
+def _partitions(run: Run) -> Html:
+    """Training does not measure activations, the larger part of memory as often as not: that must be said."""
+    table = partition_table(run)
+    if table is None:
+        return _made_by(run, "Nothing is known of them.", PROFILE)
+    if any("activation" in one.memory for one in run.partitions):
+        return table
+    return join([table, _made_by(run, "Activations are not counted here.", PROFILE)])
 
 
 def _section(title: str, content: Html) -> Html:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -42,3 +43,12 @@ def test_hostile_text_is_nowhere_an_element(tmp_path: Path) -> None:
         (run / file).write_text(HOSTILE, encoding="utf-8")
     text = page([read_run(run)])
     assert text.count("<script>") == 1 and "<img" not in text and "\u202e" not in text and "\x1b" not in text
+
+
+def test_a_run_whose_activations_are_unknown_says_what_counts_them(tmp_path: Path) -> None:
+    run = write_training(tmp_path)
+    sizes = {"device": "cpu", "layers": 3, "parameter_bytes": 40}
+    for known, told in (({}, True), ({"activation_bytes": 80}, False)):
+        launch = {"command": "train", "commands": [], "partitions": [{**sizes, **known}]}
+        (run / "launch.json").write_text(json.dumps(launch), encoding="utf-8")
+        assert ("Activations are not counted here." in page([read_run(run)])) == told

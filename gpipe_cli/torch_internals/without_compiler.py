@@ -1,0 +1,65 @@
+"""torch's compiler left unloaded where it has nothing to do: importing it takes as long as importing torch.
+
+Fake tensors and optimizers import torch._dynamo only to say that they are not to be compiled, and to read its settings.
+Inside `without_compiler` they find a package in its place that has those two things. Afterwards all is as it was, so
+torch.compile works before and after. Nothing is done where the compiler is loaded already. For one thread at a time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, final
+
+import torch
+
+__all__ = ["without_compiler"]
+
+_COMPILER = "torch._dynamo"
+_WRAPPED = "__dynamo_disable"
+"""Where a function that is not to be compiled keeps what the compiler made of it."""
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    found = None if _COMPILER in sys.modules else find_spec(_COMPILER)
+    if found is None:
+        yield
+        return
+    stand_in = _StandIn(found)
+    sys.modules[_COMPILER] = stand_in
+    try:
+        stand_in.config = import_module(f"{_COMPILER}.config")
+        yield
+    finally:
+        del sys.modules[_COMPILER]
+        vars(torch).pop("_dynamo", None)
+        stand_in.forget()
+
+
+@final
+class _StandIn(ModuleType):
+    """The package as it looks to those who do not compile; its settings are the real ones."""
+
+    def __init__(self, spec: ModuleSpec) -> None:
+        super().__init__(_COMPILER)
+        self.__spec__, self.__path__ = spec, list(spec.submodule_search_locations or ())
+        self.config: ModuleType | None = None
+        self._functions: list[Callable[..., Any]] = []
+
+    def disable(self, function: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:
+        """Nobody compiles, so there is nothing to keep the function from."""
+        self._functions.append(function)
+        return function
+
+    def graph_break(self, *_: object) -> None: ...
+
+    def forget(self) -> None:
+        """Let the compiler do its own when it is there."""
+        for function in self._functions:
+            vars(function).pop(_WRAPPED, None)

@@ -1,0 +1,39 @@
+"""The pictures of the docs: well-formed, one bar per piece of work, nothing that a page would have to fetch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from xml.etree import ElementTree
+
+import pytest
+
+from gpipe_cli.schedule import order
+from make_docs.pages import DOCS, PAGES
+from make_docs.schedules import PICTURES, Shown, picture
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name.endswith(".svg")])
+def test_a_picture_is_well_formed_tells_what_it_shows_and_fetches_nothing(name: str) -> None:
+    drawn = PAGES[name]()
+    root = ElementTree.fromstring(drawn)
+    assert root.tag == f"{SVG}svg" and root.attrib["aria-label"]
+    assert "http" not in drawn.replace("http://www.w3.org/2000/svg", "")
+
+
+@pytest.mark.parametrize("shown", PICTURES.values(), ids=PICTURES)
+def test_every_piece_of_work_has_its_bar(shown: Shown) -> None:
+    rows = ElementTree.fromstring(picture(shown)).iter(f"{SVG}rect")
+    bars = Counter(bar.attrib["y"] for bar in rows if bar.attrib["height"] == "24")
+    actions = order(shown.schedule, shown.partitions, shown.chunks, shown.workers)
+    recomputed = shown.chunks * shown.partitions_each if shown.recomputes else 0
+    # And one behind them all, for the time in which nothing is done.
+    assert sorted(bars.values()) == sorted(len(own) + recomputed + 1 for own in actions)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+def test_the_page_of_schedules_tells_the_idle_time_of_its_pictures(name: str) -> None:
+    shown = PICTURES[name]
+    page = (DOCS / "concepts" / "schedules.md").read_text(encoding="utf-8")
+    assert f"| {shown.schedule} | {100 * shown.simulation().bubble:.0f} % |" in page
