@@ -10,29 +10,31 @@ Parameters, gradients and what an optimizer keeps are in host memory; one slice 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Self, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.offload.cut import parameters_of
-from gpipe_cli.offload.pipe import SlicedPipe
+from gpipe_cli.offload.pipe import SlicedSequence
 from gpipe_cli.offload.rotation import Rotation
 from gpipe_cli.offload.sizing import layer_bytes
 from gpipe_cli.offload.tiers import CpuTier
 from gpipe_cli.pipeline.boundary import Parcel
+from gpipe_cli.pipeline.loss import StepLoss
+from gpipe_cli.pipeline.microbatch import Value, moved
+from gpipe_cli.pipeline.minibatch import MiniBatch
 from gpipe_cli.pipeline.residence import Stay
+from gpipe_cli.pipeline.wrapped import Output
 
 __all__ = ["OffloadModel"]
 
 
 @final
-class OffloadModel(nn.Module):
-    _pipe: SlicedPipe
-
+class OffloadModel(SlicedSequence):
     def __init__(
         self,
         model: nn.Sequential | Sequence[nn.Module] | None,
@@ -43,69 +45,42 @@ class OffloadModel(nn.Module):
         num_microbatches: int = 1,
     ) -> None:
         """model: a sequence, cut into slices of about equal bytes, or a list of modules that are the slices."""
-        super().__init__()
         _check(model, device, offload_device, num_slices, checkpoint_activation, num_microbatches)
         assert model is not None and device is not None, "checked above"
+        sequence = model if isinstance(model, nn.Sequential) else nn.Sequential(*model)
+        super().__init__(sequence.to(offload_device), num_microbatches, deferred_batch_norm=False)
         self.device, self.offload_device = torch.device(device), torch.device(offload_device)
-        if isinstance(model, nn.Sequential):
-            self.module, balance = model, solve(layer_bytes(model), min(num_slices, len(model))).balance
-        else:
-            self.module, balance = nn.Sequential(*model), [1] * len(model)
-        self.module.to(self.offload_device)
-        parameters = parameters_of(self.module, balance)
+        self.checkpoint = "always" if checkpoint_activation else "never"
+        balance = [1] * len(sequence)
+        if sequence is model:
+            balance = solve(layer_bytes(sequence), min(num_slices, len(sequence))).balance
+        parameters = parameters_of(sequence, balance)
         parameters.keep_shared([self.device])
         tier = CpuTier(self.device)
         self._rotation = Rotation(parameters.on(tier), tier, self.device)
-        pipe = SlicedPipe(
-            self.module,
-            balance,
-            device=self.device,
-            residence=_WithGradients(self._rotation, self.device),
-            chunks=num_microbatches,
-            checkpoint="always" if checkpoint_activation else "never",
-        )
-        # Not a registered child: its layers are children of `module` already.
-        self.__dict__["_pipe"] = pipe
+        self._run_by_slices(balance, self.device, _WithGradients(self._rotation, self.device))
 
-    def forward(self, *inputs: Tensor, **kwargs: Any) -> Any:
+    def forward(self, *inputs: Any, **kwargs: Any) -> Output:
         if kwargs:
             raise TypeError(
                 f"the layers of a sequence take no keyword arguments (given: {', '.join(kwargs)}); "
                 "give tensors by position"
             )
-        # Whoever trains has updated the parameters where they live.
-        self._rotation.forget()
-        moved = tuple(input.to(self.device) for input in inputs)
-        return self._pipe(moved[0] if len(moved) == 1 else moved)
+        return super().forward(moved(inputs[0] if len(inputs) == 1 else inputs, self.device))
 
-    def train(self, mode: bool = True) -> Self:
-        super().train(mode)
-        self._pipe.train(mode)
-        return self
+    # Whoever trains has updated the parameters where they live since they were brought in.
+    def _forward(self, input: Value) -> Value:
+        self._rotation.forget()
+        return super()._forward(input)
+
+    def _step(self, batch: MiniBatch, input: Value, make_loss: Callable[[], StepLoss]) -> StepLoss:
+        self._rotation.forget()
+        return super()._step(batch, input, make_loss)
 
     def close(self) -> None:
         """End the threads that run and move slices."""
-        self._pipe.close()
+        super().close()
         self._rotation.close()
-
-    # Names are those of the sequence, as for every pipe.
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self._pipe.state_dict(*args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        return self._pipe.load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> NoReturn:
         raise TypeError("OffloadModel decides where its parameters are; move or convert the model before")

@@ -1,7 +1,7 @@
 """A sequence on one device, slice by slice: each is brought in, run for all micro-batches, and put away again.
 
-The pipe of engine=offload and of OffloadModel. It is run by the pipeline's own walk, in the order of `by_slice`, so
-keys, recomputation, skips and errors are the same as there.
+The pipe of engine=offload, and what OffloadModel shares with it. It is run by the pipeline's own walk, in the
+order of `by_slice`, so keys, recomputation, skips and errors are the same as there.
 """
 
 from __future__ import annotations
@@ -20,11 +20,28 @@ from gpipe_cli.pipeline.tied import TiedParameters
 from gpipe_cli.pipeline.worked import WorkedSequence
 from gpipe_cli.schedule.by_slice import order
 
-__all__ = ["SlicedPipe"]
+__all__ = ["SlicedPipe", "SlicedSequence"]
+
+
+class SlicedSequence(WorkedSequence):
+    """Base of those that one worker runs by slices."""
+
+    def _run_by_slices(self, balance: Sequence[int], device: torch.device, residence: Residence) -> None:
+        self.devices = [device]
+        views = cut(self.module, self._layers, balance)
+        self._keep_views(views)
+        place_buffers(self.module, device)
+        partitions = make_partitions(views, self._layers, balance, self.devices)
+        self._runner = Runner(
+            partitions,
+            Executor(partitions, order, workers=1, residences=[residence]),
+            TiedParameters([layer.module for layer in self._layers]),
+            self._batch_norms,
+        )
 
 
 @final
-class SlicedPipe(WorkedSequence):
+class SlicedPipe(SlicedSequence):
     def __init__(
         self,
         module: nn.Sequential,
@@ -38,14 +55,4 @@ class SlicedPipe(WorkedSequence):
     ) -> None:
         super().__init__(module, chunks, deferred_batch_norm)
         self.checkpoint = checkpoint
-        self.devices = [device]
-        views = cut(self.module, self._layers, balance)
-        self._keep_views(views)
-        place_buffers(self.module, device)
-        partitions = make_partitions(views, self._layers, balance, self.devices)
-        self._runner = Runner(
-            partitions,
-            Executor(partitions, order, workers=1, residences=[residence]),
-            TiedParameters([layer.module for layer in self._layers]),
-            self._batch_norms,
-        )
+        self._run_by_slices(balance, device, residence)

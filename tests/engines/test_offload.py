@@ -116,13 +116,17 @@ def assert_equal(one: Engine, other: Engine) -> None:
 
 def assert_same_steps(one: Engine, other: Engine, batches: Batches, steps: Iterable[int]) -> None:
     for step in steps:
-        mine, theirs = (
-            engine.train_step(batches(step), key=step, lr=0.1 / (step + 1)) for engine in (one, other)
-        )
-        assert (mine.loss, mine.grad_norm, mine.skipped) == (theirs.loss, theirs.grad_norm, theirs.skipped)
-        assert mine.sums == theirs.sums
+        assert_same_step(one, other, batches, step)
     assert one.eval_step(batches(99)) == other.eval_step(batches(99))
     assert_equal(one, other)
+
+
+def assert_same_step(one: Engine, other: Engine, batches: Batches, step: int) -> None:
+    mine, theirs = (
+        engine.train_step(batches(step), key=step, lr=0.1 / (step + 1)) for engine in (one, other)
+    )
+    assert (mine.loss, mine.grad_norm, mine.skipped) == (theirs.loss, theirs.grad_norm, theirs.skipped)
+    assert mine.sums == theirs.sums
 
 
 @pytest.mark.parametrize("to", ["cpu", "disk"])
@@ -225,11 +229,12 @@ def compare_model(
     with closing(away) as engine:
         reference = plain(modules[1], tasks[1])
         for step in range(steps):
-            assert_same_steps(engine, reference, batches, [step])
+            assert_same_step(engine, reference, batches, step)
             mine, theirs = gradients[0].taken(), gradients[1].taken()
             assert mine.keys() == theirs.keys() == dict(modules[1].named_parameters()).keys()
             for parameter, gradient in theirs.items():
                 assert torch.equal(mine[parameter], gradient), parameter
+        assert_same_steps(engine, reference, batches, [steps])
 
 
 class Gradients:
