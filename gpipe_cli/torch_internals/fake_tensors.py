@@ -6,8 +6,8 @@ choose for real ones: what attention saves for backward depends on that. torch k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,28 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsup
 """Raised where an operation cannot do without values, or was never told how to."""
 
 
-@contextmanager
-def fake_tensors() -> Iterator[None]:
-    """Inside, every operation of this thread gives a fake tensor; real ones may be among its inputs."""
-    with without_compiler(), FakeTensorMode(allow_non_fake_inputs=True):
-        yield
+def fake_tensors() -> AbstractContextManager[None]:
+    """Inside, every operation of this thread gives a fake tensor; real ones may be among its inputs.
+
+    It may be entered again, for tensors made the time before.
+    """
+    return _FakeTensors()
+
+
+@final
+class _FakeTensors(AbstractContextManager[None]):
+    def __init__(self) -> None:
+        # One for all times: torch does not let tensors of two modes meet.
+        with without_compiler():
+            self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(without_compiler())
+        self._entered.enter_context(self._mode)
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.close()
 
 
 def fake_twin(tensor: Tensor, device: torch.device | str = "cpu") -> Tensor:
