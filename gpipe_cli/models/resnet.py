@@ -37,6 +37,10 @@ class _Basic(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.downsample = around
 
+    @property
+    def last_norm(self) -> nn.BatchNorm2d:
+        return self.bn2
+
     def forward(self, input: Tensor) -> Tensor:
         output: Tensor = self.relu(self.bn1(self.conv1(input)))
         output = self.bn2(self.conv2(output))
@@ -64,6 +68,10 @@ class _Bottleneck(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.downsample = around
 
+    @property
+    def last_norm(self) -> nn.BatchNorm2d:
+        return self.bn3
+
     def forward(self, input: Tensor) -> Tensor:
         output = self.relu(self.bn1(self.conv1(input)))
         output = self.relu(self.bn2(self.conv2(output)))
@@ -84,12 +92,25 @@ BLOCKS: dict[str, tuple[type[_Basic] | type[_Bottleneck], tuple[int, ...]]] = {
 NAMES = tuple(BLOCKS)
 
 
-def build(name: str = "resnet18", num_classes: int = 10, weights: str | Path | None = None) -> Sequence:
-    """A ResNet with fresh parameters from torch's default generator, or with those of the file `weights`."""
+def build(
+    name: str = "resnet18",
+    num_classes: int = 10,
+    weights: str | Path | None = None,
+    zero_init_residual: bool = False,
+) -> Sequence:
+    """A ResNet with fresh parameters from torch's default generator, or with those of the file `weights`.
+
+    With `zero_init_residual` every block begins as its way around: the scale of its last batch norm is 0. Deep ones
+    learn sooner so.
+    """
     if name not in NAMES:
         raise ConfigError(f"model.name={name}: unknown ResNet; choose one of {', '.join(NAMES)}")
     check_num_classes(num_classes)
     sequence = _sequence(name, num_classes)
+    if zero_init_residual:
+        for layer in sequence:
+            if isinstance(layer, _Basic | _Bottleneck):
+                nn.init.zeros_(layer.last_norm.weight)
     if weights is not None:
         _load(sequence, weights, num_classes)
     return sequence

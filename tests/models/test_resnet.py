@@ -70,6 +70,16 @@ def test_keys_layers_and_the_facts_of_its_yaml_are_true(name: str) -> None:
     assert lines[1] == f"# facts: parameters={parameters} layers={len(sequence)} input=3x32x32"
 
 
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_blocks_can_begin_as_their_way_around(name: str) -> None:
+    torch.manual_seed(1)
+    original = getattr(torchvision.models, name)(weights=None, num_classes=10, zero_init_residual=True)
+    torch.manual_seed(1)
+    sequence = build(name, zero_init_residual=True)
+    state = original.state_dict()
+    assert all(torch.equal(state[key], value) for key, value in sequence.state_dict().items())
+
+
 def test_weights_of_torchvision_load(tmp_path: Path) -> None:
     original = original_of("resnet18", num_classes=7).eval()
     path = tmp_path / "resnet18.safetensors"
