@@ -115,7 +115,7 @@ class Bench:
 
     def _costs(self, shape: Shape, phases: Mapping[tuple[int, int], Phases]) -> Costs:
         taken = phases[shape.chunks, shape.partitions]
-        return MeasuredCosts(self._layers[shape.chunks], taken).costs(shape.checkpoint != "never", None)
+        return MeasuredCosts(self._layers[shape.chunks], taken).costs(None)
 
     def _profile(self, chunks: int) -> list[LayerProfile]:
         return profile_layers(self._clean(), self._sample(chunks), seconds=0.0, repeats=3)

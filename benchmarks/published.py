@@ -25,6 +25,7 @@ from benchmarks.published_lines import Line, model_settings, published_lines
 from gpipe_cli.models import amoebanetd, resnet, unet
 from gpipe_cli.plan.balances import best_balance, lowest
 from gpipe_cli.plan.devices import DEVICES
+from gpipe_cli.plan.fit import Fit
 from gpipe_cli.plan.roofline import estimate
 from gpipe_cli.plan.shape import Shape
 from gpipe_cli.profiling.facts import model_facts
@@ -110,10 +111,10 @@ def _estimates(model: Model, lines: Sequence[Line]) -> list[float]:
     for line in lines:
         costs = estimate(list(layers), facts, DEVICES["p40"], line.batch / line.chunks / ROWS)
         shape = Shape(line.devices, line.devices, line.chunks, "gpipe", line.checkpoint)
-        course = shape.course()
-        start = lowest(costs, course, None)
+        course, fit = shape.course(), Fit({line.checkpoint: None})
+        start = lowest(costs, course, fit)
         assert start is not None, "without a limit every model fits"
-        found.append(1000 * line.batch / best_balance(costs, course, None, start, ACTIONS).step_ms)
+        found.append(1000 * line.batch / best_balance(costs, course, fit, start, ACTIONS).step_ms)
     return found
 
 

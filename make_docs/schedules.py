@@ -53,7 +53,9 @@ class Shown:
         cost = PartitionCost(FORWARD * share, BACKWARD * share, recompute=FORWARD * share)
         actions = order(self.schedule, self.partitions, self.chunks, self.workers)
         return simulate(
-            actions, [cost] * self.partitions, checkpoint_stop=self.chunks if self.recomputes else 0
+            actions,
+            [cost] * self.partitions,
+            checkpoint_stops=[self.chunks if self.recomputes else 0] * self.partitions,
         )
 
     @property

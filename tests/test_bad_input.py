@@ -124,6 +124,12 @@ CASES: list[tuple[str, int, str]] = [
     ("train engine=processes engine.max_restarts=-1", 2, "engine.max_restarts=-1: must be at least 0"),
     ("train engine=processes engine.max_restarts=x", 2, "engine.max_restarts=x: expected a whole number"),
     ("train engine=single partitions=2", 2, "partitions: has no effect with engine=single"),
+    (
+        "train checkpoint=[always,never,never]",
+        2,
+        "checkpoint=['always', 'never', 'never']: checkpoint has 3 modes for 2 partitions; give one for each",
+    ),
+    ("plan checkpoint=[always,never]", 2, "gpipe plan finds a mode for each partition; leave it out"),
     ("train checkpoint=sometimes", 2, "checkpoint=sometimes: one of: always, except_last, never"),
     ("train precision=fp8", 2, "precision=fp8: one of: bf16, fp16, fp32"),
     ("train seed=-1", 2, "seed=-1: must be at least 0"),

@@ -8,7 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from gpipe_cli import GPipe
 from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.schedule.checkpoint import MODES, Checkpoint
 from gpipe_cli.skip import pop, skippable, stash
 
 LAYERS = 6
@@ -61,7 +62,7 @@ def model_with_everything(dtype: torch.dtype) -> nn.Sequential:
 class Case:
     balance: tuple[int, ...]
     chunks: int
-    checkpoint: str
+    checkpoint: Checkpoint
     schedule: str
     dtype: torch.dtype
 
@@ -130,6 +131,13 @@ def test_there_are_32_balances_of_6_layers() -> None:
 @pytest.mark.parametrize("seed", range(150))
 def test_a_pipe_gives_the_bits_of_the_plain_sequence(seed: int) -> None:
     check_equal(random.Random(seed).choice(all_cases()))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_partitions_may_differ_in_what_they_recompute(seed: int) -> None:
+    draw = random.Random(seed)
+    case = draw.choice([case for case in all_cases() if len(case.balance) > 1])
+    check_equal(replace(case, checkpoint=tuple(draw.choices(MODES, k=len(case.balance)))))
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ runs is not counted. Knows nothing of torch: the numbers are given.
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -100,6 +101,16 @@ class Memory:
     @property
     def limit_per_partition(self) -> float | None:
         return None if self.limit is None else self.limit / self._course.partitions_per_device
+
+    def allows(self, partition: int, begin: int, end: int) -> bool:
+        limit = self.limit_per_partition
+        return limit is None or self.cost(partition, begin, end) <= limit
+
+    def under(self, course: Course) -> Memory:
+        """The same layers and limit, on another course; what has been added up is shared."""
+        other = copy.copy(self)
+        other._course = course
+        return other
 
     def fits(self, balance: Sequence[int]) -> bool:
         return self.limit_per_partition is None or max(sums(self, balance)) <= self.limit_per_partition

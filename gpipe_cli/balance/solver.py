@@ -65,6 +65,23 @@ class Additive:
 
 
 @final
+class ByPlace:
+    """Sums of costs that depend on which partition a layer is in."""
+
+    grows_backwards = True
+
+    def __init__(self, places: Sequence[Additive]) -> None:
+        self.layers = places[0].layers
+        self._places = places
+
+    def cost(self, partition: int, begin: int, end: int) -> float:
+        return self._places[partition].cost(partition, begin, end)
+
+    def furthest(self, partition: int, begin: int, limit: float) -> int:
+        return self._places[partition].furthest(partition, begin, limit)
+
+
+@final
 @dataclass(frozen=True)
 class _Probe:
     """An attempt to stay below a limit."""

@@ -5,6 +5,7 @@ Among balances that are as good to within 1 %, the one whose step is shortest un
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Protocol
@@ -15,7 +16,7 @@ from torch import nn
 from gpipe_cli.balance.memory import Memory
 from gpipe_cli.balance.nearby import best_nearby
 from gpipe_cli.balance.result import Balanced, best
-from gpipe_cli.balance.solver import Additive, require_layers, sums
+from gpipe_cli.balance.solver import Additive, ByPlace, Objective, require_layers, sums
 from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
 from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import Sample
@@ -51,8 +52,7 @@ def balance(
     known = profiles if profiles is not None and cache else ProfileCache(None)
     layers = known.times(module, sample, seconds)
     course = course or Course("gpipe", partitions, micro_batches=1)
-    costs = layer_costs(layers, course)
-    objective = Additive(costs)
+    objective = _objective(layers, course)
     found = best(objective, partitions, within)
 
     def as_good(balance: Sequence[int]) -> bool:
@@ -66,12 +66,23 @@ def balance(
         lambda balance: course.simulate(partition_costs(layers, balance)).step,
         budget=max(1, SIMULATED_ACTIONS // sum(map(len, course.order))),
     )
-    return Balanced.of(chosen, costs, "ms", found.largest)
+    costs = layer_costs(layers, statistics.fmean(course.checkpoint_stops) / course.micro_batches)
+    return Balanced.of(chosen, costs, "ms", found.largest, objective)
 
 
-def layer_costs(layers: Sequence[Timed], course: Course) -> list[float]:
-    """Milliseconds of each layer for one micro-batch, on the average of those that are recomputed or not."""
-    recomputed = course.checkpoint_stop / course.micro_batches
+def _objective(layers: Sequence[Timed], course: Course) -> Objective:
+    """What a layer costs depends on its partition where not all of them recompute as much."""
+    by_stop = {
+        stop: Additive(layer_costs(layers, stop / course.micro_batches))
+        for stop in set(course.checkpoint_stops)
+    }
+    if len(by_stop) == 1:
+        return by_stop[course.checkpoint_stops[0]]
+    return ByPlace([by_stop[stop] for stop in course.checkpoint_stops])
+
+
+def layer_costs(layers: Sequence[Timed], recomputed: float) -> list[float]:
+    """Milliseconds of each layer for one micro-batch, if such a share of them is recomputed."""
     return [one.forward_ms * (1 + recomputed) + one.backward_ms for one in layers]
 
 

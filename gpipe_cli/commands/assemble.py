@@ -20,7 +20,13 @@ from torch import nn
 from gpipe_cli.balance.memory import Memory
 from gpipe_cli.balance.result import Balanced
 from gpipe_cli.commands.away import keeps_on_disk, scratch_folder
-from gpipe_cli.commands.course import make_course, make_memory, optimizer_factory, sample_must_fit
+from gpipe_cli.commands.course import (
+    checkpoint_of,
+    make_course,
+    make_memory,
+    optimizer_factory,
+    sample_must_fit,
+)
 from gpipe_cli.commands.feed import Feed, make_feed
 from gpipe_cli.commands.layers import CUTTING_KEYS, as_sequence, check_layers
 from gpipe_cli.commands.sketch import sketched
@@ -228,7 +234,7 @@ def make_engine(settings: Running, parts: Assembly, *, gauged: bool = False) -> 
         schedule=settings.schedule.name,
         chunks=settings.chunks,
         eval_chunks=settings.eval_chunks or settings.chunks,
-        checkpoint=settings.checkpoint if isinstance(settings, Train) else "never",
+        checkpoint=checkpoint_of(settings, len(split.balance)),
         deferred_batch_norm=isinstance(settings, Train) and settings.deferred_batch_norm,
         step_timeout=settings.step_timeout,
         data_parallel=settings.data_parallel,

@@ -21,6 +21,7 @@ from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.optimizer_state import state_bytes
 from gpipe_cli.report.failure import describe
+from gpipe_cli.schedule.checkpoint import Checkpoint, settled
 from gpipe_cli.schedule.course import Course
 
 
@@ -29,10 +30,20 @@ def make_course(settings: Shared, partitions: int, devices: Sequence[torch.devic
         schedule=settings.schedule.name,
         partitions=partitions,
         micro_batches=min(settings.chunks, settings.batch_size),
-        checkpoint=settings.checkpoint if isinstance(settings, Costed) else "never",
+        checkpoint=checkpoint_of(settings, partitions),
         devices=len(devices),
         cores=available_cores() if all(device.type == "cpu" for device in devices) else None,
     )
+
+
+def checkpoint_of(settings: Shared, partitions: int) -> Checkpoint:
+    """One mode, or one for each partition; what does not train recomputes nothing."""
+    if not isinstance(settings, Costed):
+        return "never"
+    try:
+        return settled(settings.checkpoint, partitions)
+    except ValueError as error:
+        raise ConfigError(f"checkpoint={settings.checkpoint}: {error}") from error
 
 
 def make_memory(settings: Shared, model: nn.Sequential, sample: Sample, course: Course) -> Memory:

@@ -104,10 +104,13 @@ def _show(plans: Sequence[Prediction], planned: Planned, summary: dict[str, Any]
     best = plans[0]
     course = best.shape.course(planned.cores)
     if best.shape.actions <= MOST_ACTIONS and best.shape.partitions <= MOST_LINES:
-        step = as_step(course.simulate(planned.costs(best.shape).partitions(best.balance)))
+        step = as_step(course.simulate(planned.costs(best.shape).partitions(best.balance, course)))
         print_picture(f"predicted: {best.step_ms:.1f} ms", step, best.shape.partitions, step.seconds)
     if planned.left_out:
-        say(f"no time to measure chunks={planned.left_out}; plan.budget=<seconds> gives more")
+        say(
+            f"left out: chunks={planned.left_out}, for want of time (plan.budget=<seconds> gives more) or because "
+            "the model takes no micro-batch so small"
+        )
     facts = {
         "lower bound": f"{summary['lower_bound']:.4g} ms, {100 * summary['gap']:.2f} % below the best plan",
         "advice": summary["advice"],

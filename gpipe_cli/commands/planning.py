@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import final
 
@@ -32,16 +32,18 @@ from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.costs import Costs
 from gpipe_cli.plan.devices import DEVICES, Device
+from gpipe_cli.plan.fit import Fit
 from gpipe_cli.plan.measured import Workbench, intra_op_threads
 from gpipe_cli.plan.prediction import Prediction, predict
 from gpipe_cli.plan.roofline import estimate
 from gpipe_cli.plan.search import Answer, Searched, search
-from gpipe_cli.plan.shape import CHECKPOINTS, SCHEDULES, Shape, Space, powers_of_two
+from gpipe_cli.plan.shape import CHECKPOINTS, FITTED, SCHEDULES, Shape, Space, powers_of_two
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.memory import partition_memory
 from gpipe_cli.report.output import say
+from gpipe_cli.schedule.course import Course
 
 __all__ = ["Planned", "Planner"]
 
@@ -83,6 +85,7 @@ class Planner:
         shares = not self.apart and self.devices[0].type == "cpu"
         self._cores = available_cores() if shares and self._elsewhere is None else None
         self._facts = cache(self._facts_of)
+        self._memory_of = cache(self._memory_with)
 
     @property
     def can_be_run(self) -> bool:
@@ -96,7 +99,7 @@ class Planner:
         shapes = [shape for shape in space.shapes() if shape.chunks in measured]
         if not shapes:
             raise ConfigError(f"nothing to choose from: {self._pinned_text()}; leave some of it out")
-        found = search(shapes, costs, self._memory, keep=keep, cores=self._cores, deadline=deadline)
+        found = search(shapes, costs, self._fit, keep=keep, cores=self._cores, deadline=deadline)
         if not found.answers:
             raise self._refusal(shapes)
         best, *others = found.answers
@@ -137,8 +140,9 @@ class Planner:
             sorted(one for one in numbers if one <= len(self._model)),
             [min(settings.chunks, settings.batch_size)] if self._given("chunks") else chunks,
             [settings.schedule.name] if self._given("schedule") else SCHEDULES,
-            [settings.checkpoint] if self._given("checkpoint") else CHECKPOINTS,
+            [self._checkpoint] if self._given("checkpoint") else CHECKPOINTS,
             settings.partitions,
+            fitted=self._limit() is not None,
         )
 
     def _costs(
@@ -202,15 +206,29 @@ class Planner:
         limit = memory_limit(self._settings)
         return self._elsewhere.memory if limit is None and self._elsewhere is not None else limit
 
+    @property
+    def _checkpoint(self) -> str:
+        given = self._settings.checkpoint
+        if not isinstance(given, str):
+            raise ConfigError(f"checkpoint={given}: gpipe plan finds a mode for each partition; leave it out")
+        return given
+
+    def _fit(self, shape: Shape) -> Fit:
+        modes = CHECKPOINTS if shape.checkpoint == FITTED else (str(shape.checkpoint),)
+        return Fit({mode: self._memory(replace(shape, checkpoint=mode)) for mode in modes})
+
     def _memory(self, shape: Shape) -> Memory | None:
         """None where even the whole model fits, which is quicker to see than that each partition does."""
-        limit = self._limit()
-        if limit is None:
+        if self._limit() is None:
             return None
-        memory = memory_from(self._model, self._facts(shape.chunks), shape.course(), self._trained, limit)
-        most = limit / shape.course().partitions_per_device
-        whole = (memory.cost(partition, 0, len(self._model)) for partition in range(shape.partitions))
-        return memory if max(whole) > most else None
+        memory = self._memory_of(shape.chunks).under(shape.course())
+        whole = (memory.allows(partition, 0, len(self._model)) for partition in range(shape.partitions))
+        return None if all(whole) else memory
+
+    def _memory_with(self, chunks: int) -> Memory:
+        return memory_from(
+            self._model, self._facts(chunks), Course("gpipe", 1, chunks), self._trained, self._limit()
+        )
 
     @cached_property
     def _trained(self) -> Callable[[nn.Parameter], int]:
@@ -222,7 +240,15 @@ class Planner:
         """The best step if memory did not matter, where it does."""
         if self._limit() is None:
             return None
-        found = search(shapes, costs, lambda shape: None, keep=1, cores=self._cores, deadline=deadline)
+        shapes = [shape for shape in shapes if shape.checkpoint != FITTED]
+        found = search(
+            shapes,
+            costs,
+            lambda shape: Fit({str(shape.checkpoint): None}),
+            keep=1,
+            cores=self._cores,
+            deadline=deadline,
+        )
         return found.answers[0].found.step_ms
 
     def _predicted(self, answer: Answer, costs: Costs, without_limit_ms: float | None) -> Prediction:

@@ -50,7 +50,7 @@ def recorded_pipe(settings: Profile, parts: Assembly, sample: Sample) -> Iterato
         residences: Any = ()
         offload = settings.engine.get("offload")
         if offload is not None:
-            recomputed = split.course.checkpoint_stop
+            recomputed = split.course.checkpoint_stops
             borders = partial(border_bytes, parts.model, split.balance, recomputed, lambda: sample)
             away = take_away(
                 parts.model, _task(settings, sample), split.balance, split.devices, offload, scratch, borders
@@ -62,7 +62,7 @@ def recorded_pipe(settings: Profile, parts: Assembly, sample: Sample) -> Iterato
                 split.balance,
                 devices=split.devices,
                 chunks=settings.chunks,
-                checkpoint=settings.checkpoint,
+                checkpoint=split.course.checkpoint,
                 schedule=settings.schedule.name,
                 residences=residences,
             )

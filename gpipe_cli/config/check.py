@@ -15,13 +15,24 @@ from typing import Any
 from gpipe_cli.byte_size import byte_count
 from gpipe_cli.config.durations import seconds
 from gpipe_cli.config.locate import options
-from gpipe_cli.config.schema import OPEN_GROUPS, SCHEMAS, Costed, Eval, Plan, Profile, Running, Shared, Train
+from gpipe_cli.config.schema import (
+    OPEN_GROUPS,
+    SCHEMAS,
+    Costed,
+    Driven,
+    Eval,
+    Plan,
+    Profile,
+    Running,
+    Shared,
+    Train,
+)
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.plan.devices import DEVICES
+from gpipe_cli.schedule.checkpoint import MODES
 
 CHOICES = {
-    "checkpoint": ("always", "except_last", "never"),
     "precision": ("fp32", "bf16", "fp16"),
     "split": ("test", "train"),
     "sort": ("order", "time", "memory"),
@@ -47,6 +58,7 @@ AT_LEAST = {
 }
 POSITIVE = ("clip_grad_norm", "step_timeout", "plan.budget", "plan.verify_budget")
 LARGEST_SEED = 2**63 - 1
+OFFLOAD = "gpipe_cli.engines.offload.build"
 
 
 def check(settings: Shared) -> None:
@@ -67,6 +79,7 @@ def _problems(settings: Shared) -> Iterator[str]:
     yield from _devices(settings)
     yield from _balance(settings)
     yield from _memory(settings)
+    yield from _checkpoint(settings)
     for group in OPEN_GROUPS:
         if hasattr(settings, group) and not getattr(settings, group).get("_target_"):
             yield f"{group}: nothing chosen; give {group}=<option>, see `gpipe {_command(settings)} --help`"
@@ -168,6 +181,19 @@ def _memory(settings: Shared) -> Iterator[str]:
             byte_count(settings.device_memory)
         except ValueError as error:
             yield f"device_memory={settings.device_memory}: {error}, or null for no limit"
+
+
+def _checkpoint(settings: Shared) -> Iterator[str]:
+    if not isinstance(settings, Costed):
+        return
+    given = settings.checkpoint
+    for mode in given if isinstance(given, list) else [given]:
+        if mode not in MODES:
+            yield f"checkpoint={given}: {or_list(str(mode), MODES)}"
+            return
+    slices = isinstance(settings, Driven) and settings.engine.get("_target_") == OFFLOAD
+    if isinstance(given, list) and slices:
+        yield f"checkpoint={given}: engine=offload has slices, not partitions; give one mode for all of them"
 
 
 def _elsewhere(settings: Plan, device: str) -> Iterator[str]:

@@ -105,8 +105,8 @@ class Costed(Shared):
 
     optimizer: dict[str, Any] = field(default_factory=dict)
     """What updates the parameters; its state needs memory."""
-    checkpoint: str = "except_last"
-    """Which micro-batches recompute their activations in backward: always, except_last or never."""
+    checkpoint: Any = "except_last"
+    """Which micro-batches recompute their activations in backward: always, except_last, never, or a list of them."""
     device_memory: Any = None
     """Most memory a device may need, such as 11GiB: layers are divided so that it is kept; null: no limit."""
 

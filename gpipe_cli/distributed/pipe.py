@@ -35,7 +35,7 @@ from gpipe_cli.pipeline.minibatch import MiniBatch, guarded
 from gpipe_cli.pipeline.partition import Head
 from gpipe_cli.pipeline.tied import Aliases, TiedParameters
 from gpipe_cli.pipeline.wrapped import WrappedSequence
-from gpipe_cli.schedule.course import checkpoint_stop
+from gpipe_cli.schedule.checkpoint import Checkpoint
 
 __all__ = ["RankPipe"]
 
@@ -52,7 +52,7 @@ class RankPipe(WrappedSequence):
         place: Place,
         *,
         chunks: int,
-        checkpoint: str,
+        checkpoint: Checkpoint,
         schedule: str,
         deferred_batch_norm: bool,
     ) -> None:
@@ -92,7 +92,7 @@ class RankPipe(WrappedSequence):
         # Without backward any schedule is gpipe, unless a process has several partitions.
         schedule = "interleaved" if self._schedule == "interleaved" else "gpipe"
         with guarded(self._own_layers, [self.place.device], self._own_batch_norms):
-            flight = self._fly(batch, schedule, None, stop=0)
+            flight = self._fly(batch, schedule, None)
         if not self.place.has_output:
             return ()
         return gather([flight.outputs[piece.index].value for piece in batch.micro_batches])
@@ -106,8 +106,7 @@ class RankPipe(WrappedSequence):
         aliases = self._tied.aliases()
         with guarded(self._own_layers, [self.place.device], self._own_batch_norms):
             if batch.rows:
-                stop = checkpoint_stop(self._checkpoint, len(batch.micro_batches)) if self.training else 0
-                self._fly(batch, self._schedule, loss.head(batch.key), stop, aliases)
+                self._fly(batch, self._schedule, loss.head(batch.key), aliases)
             self._replicas.merge_moments(self._own_batch_norms)
         self._settle(aliases)
         self._replicas.merge_buffers(before, batch.rows / total)
@@ -129,15 +128,15 @@ class RankPipe(WrappedSequence):
         batch: MiniBatch,
         schedule: str,
         head: Head | None,
-        stop: int,
         aliases: Sequence[Aliases] = (),
     ) -> Flight:
         rest = iter(aliases or self._tied.aliases())
+        recomputes = self.training and head is not None
         flight = Flight(
             batch,
             [Parcel.of(tensors_of(piece), isinstance(piece, Tensor)) for piece in batch.inputs],
             [tuple(islice(rest, length)) for length in self._lengths],
-            stop,
+            batch.checkpoint_stops(self._checkpoint, len(self._lengths), recomputes),
             head,
         )
         for partition in self._own:

@@ -27,7 +27,7 @@ from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.schedule.course import checkpoint_stop
+from gpipe_cli.schedule.checkpoint import checkpoint_stops
 
 USUAL_SLICES = 8
 CHOICES = {"to": TIERS, "by": ("bytes", "time")}
@@ -109,7 +109,8 @@ class Slicing:
 
     @property
     def _recomputed(self) -> int:
-        return checkpoint_stop(self.checkpoint, self.chunks)
+        """Micro-batches of every slice."""
+        return checkpoint_stops(self.checkpoint, 1, self.chunks)[0]
 
     def balance(self) -> list[int]:
         """Layers per slice."""
@@ -133,7 +134,7 @@ class Slicing:
     ) -> tuple[SlicedPipe, Away]:
         """Take the model away, and give what runs it from there."""
         module = self.module
-        borders = partial(border_bytes, module, balance, self._recomputed, self.make_sample)
+        borders = partial(border_bytes, module, balance, [self._recomputed] * len(balance), self.make_sample)
         tier = make_tier(self.to, device, scratch, module, self.objective, borders)
         parameters = parameters_of(module, balance)
         parameters.keep_shared([device], value_of)

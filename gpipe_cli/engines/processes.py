@@ -15,6 +15,7 @@ from gpipe_cli.engines.rank_peers import RankPeers
 from gpipe_cli.engines.stepping import PipeEngine
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
+from gpipe_cli.schedule.checkpoint import Checkpoint
 
 
 def build(
@@ -25,7 +26,7 @@ def build(
     devices: list[torch.device],
     chunks: int,
     eval_chunks: int,
-    checkpoint: str,
+    checkpoint: Checkpoint,
     schedule: str,
     deferred_batch_norm: bool,
     step_timeout: float | None,

@@ -21,7 +21,7 @@ from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.schedule.course import checkpoint_stop
+from gpipe_cli.schedule.checkpoint import Checkpoint, checkpoint_stops
 from gpipe_cli.schedule.placement import partitions_of
 
 
@@ -33,7 +33,7 @@ def build(
     devices: list[torch.device],
     chunks: int,
     eval_chunks: int,
-    checkpoint: str,
+    checkpoint: Checkpoint,
     schedule: str,
     deferred_batch_norm: bool,
     step_timeout: float | None,
@@ -47,7 +47,7 @@ def build(
     away = None
     if offload is not None:
         assert make_sample is not None, "asked of whoever wants partitions kept away"
-        recomputed = checkpoint_stop(checkpoint, chunks)
+        recomputed = checkpoint_stops(checkpoint, len(balance), chunks)
         borders = partial(border_bytes, module, balance, recomputed, make_sample)
         away = take_away(module, objective, balance, devices, offload, scratch, borders)
     pipe = GPipe(

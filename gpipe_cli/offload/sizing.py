@@ -78,16 +78,24 @@ def optimizer_bytes(module: nn.Sequential, make: MakeOptimizer | None) -> list[i
 
 
 def border_bytes(
-    module: nn.Sequential, balance: Sequence[int], recomputed: int, make_sample: Callable[[], Sample]
+    module: nn.Sequential,
+    balance: Sequence[int],
+    recomputed: Sequence[int],
+    make_sample: Callable[[], Sample],
 ) -> int:
-    """At most of what slices are recomputed from, for so many micro-batches; 0 where a layer looks at values, as
-    nothing is known of such a model before it is run.
+    """At most of what slices are recomputed from, for so many micro-batches of each.
+
+    0 where a layer looks at values, as nothing is known of such a model before it is run.
     """
-    if recomputed == 0:
+    if not any(recomputed):
         return 0
     try:
         facts = model_facts(module, make_sample(), count_flops=False)
     except ConfigError:
         return 0
     arriving = [facts.arriving(*part) for part in pairwise(accumulate(balance))]
-    return recomputed * sum(one.bytes + ALIGNMENT * len(one.shapes) for one in arriving)
+    # The first one's input is the caller's.
+    return sum(
+        count * (one.bytes + ALIGNMENT * len(one.shapes))
+        for count, one in zip(recomputed[1:], arriving, strict=True)
+    )

@@ -6,6 +6,7 @@ reads it waits for the writer's action first, so no lock is needed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -27,8 +28,8 @@ class Flight:
     inputs: list[Parcel]
     aliases: list[tuple[Aliases, ...]]
     """By partition, for each of its layers."""
-    checkpoint_stop: int
-    """Micro-batches before this one are checkpointed."""
+    checkpoint_stops: Sequence[int]
+    """By partition: micro-batches before this one are checkpointed."""
     head: Head | None = None
     attached: bool = False
     kept: dict[tuple[int, int], Kept] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class Flight:
         return Visit(
             batch=self.batch,
             micro_batch=self.micro_batches[micro_batch],
-            checkpointed=micro_batch < self.checkpoint_stop,
+            checkpointed=micro_batch < self.checkpoint_stops[partition],
             head=self.head if last else None,
             aliases=self.aliases[partition],
             attached=self.attached,

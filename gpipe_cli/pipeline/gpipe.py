@@ -23,10 +23,10 @@ from gpipe_cli.pipeline.tied import TiedParameters
 from gpipe_cli.pipeline.worked import WorkedSequence
 from gpipe_cli.schedule import names as schedule_names
 from gpipe_cli.schedule import order
+from gpipe_cli.schedule.checkpoint import settled
 
 __all__ = ["GPipe"]
 
-_CHECKPOINT_MODES = ("always", "except_last", "never")
 _REPEATS_DEVICES = "interleaved"
 _RECIPE = "Find one with gpipe_cli.balance, for example balance_by_time(module, sample, partitions=2)."
 
@@ -39,8 +39,8 @@ class GPipe(WorkedSequence):
         output = pipe(input)                        # then loss_fn(output, target).backward()
         loss = pipe.step(input, target, loss_fn)    # forward and backward by the whole schedule
 
-    `balance` is the number of layers per partition. The input belongs on `devices[0]`, the output is on
-    `devices[-1]`. Names of parameters are those of `module`.
+    `balance` is the number of layers per partition, `checkpoint` a mode for all of them or one for each. The input
+    belongs on `devices[0]`, the output is on `devices[-1]`. Names of parameters are those of `module`.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class GPipe(WorkedSequence):
         *,
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: str | Iterable[str] = "except_last",
         deferred_batch_norm: bool = False,
         schedule: str = "gpipe",
         residences: Sequence[Residence] = (),
@@ -59,9 +59,7 @@ class GPipe(WorkedSequence):
             raise ValueError(f"balance is required: how many layers go to each partition. {_RECIPE}")
         super().__init__(module, chunks, deferred_batch_norm)
         self.balance = list(balance)
-        self.checkpoint = str(checkpoint)
-        if self.checkpoint not in _CHECKPOINT_MODES:
-            raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never' ({checkpoint!r})")
+        self.checkpoint = settled(checkpoint, len(self.balance))
         self.schedule = str(schedule)
         if self.schedule not in schedule_names():
             raise ValueError(f"schedule is not one of {', '.join(schedule_names())} ({schedule!r})")

@@ -18,7 +18,7 @@ from gpipe_cli.pipeline.context import MicroBatch
 from gpipe_cli.pipeline.keys import DefaultGenerators, GeneratorMoved, draw_key
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.microbatch import Value, batch_size, check, micro_batches, scatter
-from gpipe_cli.schedule.course import checkpoint_stop
+from gpipe_cli.schedule.checkpoint import Checkpoint, checkpoint_stops
 
 __all__ = ["MiniBatch", "guarded"]
 
@@ -44,11 +44,11 @@ class MiniBatch:
             state=CallerState.capture(),
         )
 
-    def checkpoint_stop(self, mode: str, training: bool) -> int:
-        """The first micro-batch that is not checkpointed; in evaluation none is."""
+    def checkpoint_stops(self, checkpoint: Checkpoint, partitions: int, training: bool) -> tuple[int, ...]:
+        """By partition, the first micro-batch that is not checkpointed; in evaluation none is."""
         if not (training and self.state.grad):
-            return 0
-        return checkpoint_stop(mode, len(self.micro_batches))
+            return (0,) * partitions
+        return checkpoint_stops(checkpoint, partitions, len(self.micro_batches))
 
 
 @contextlib.contextmanager

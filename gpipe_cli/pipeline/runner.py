@@ -41,6 +41,7 @@ class Runner:
         batch_norms: Sequence[DeferredBatchNorm],
     ) -> None:
         self._partitions = partitions
+        self.partitions = len(partitions)
         self._layers: list[Layer] = [layer for partition in partitions for layer in partition.layers]
         self._devices: list[torch.device] = [partition.device for partition in partitions]
         self._batch_norms = batch_norms
@@ -48,27 +49,31 @@ class Runner:
         self._attached = False
         self.executor = executor
 
-    def forward(self, batch: MiniBatch, input: Value, checkpoint_stop: int) -> Value:
+    def forward(self, batch: MiniBatch, input: Value, checkpoint_stops: Sequence[int]) -> Value:
         """The joined output, attached to `input` and the parameters for `loss.backward()`."""
 
         def fly(attached: bool) -> Value:
-            flight = self._flight(batch, checkpoint_stop, None, attached)
+            flight = self._flight(batch, checkpoint_stops, None, attached)
             with guarded(self._layers, self._devices, self._batch_norms):
                 self.executor.forward(flight)
             if attached:
                 return gather([flight.outputs[piece.index].value for piece in batch.micro_batches])
             return bridge(flight, tensors_of(input), self._backward)
 
-        return self._attached_if_needed(fly, checkpoint_stop)
+        return self._attached_if_needed(fly, checkpoint_stops)
 
     def step(
-        self, batch: MiniBatch, input: Value, make_loss: Callable[[], StepLoss], checkpoint_stop: int
+        self,
+        batch: MiniBatch,
+        input: Value,
+        make_loss: Callable[[], StepLoss],
+        checkpoint_stops: Sequence[int],
     ) -> StepLoss:
         """Forward and backward; gives the loss that was used."""
 
         def fly(attached: bool) -> StepLoss:
             loss = make_loss()
-            flight = self._flight(batch, checkpoint_stop, loss.head(batch.key), attached)
+            flight = self._flight(batch, checkpoint_stops, loss.head(batch.key), attached)
             with guarded(self._layers, self._devices, self._batch_norms):
                 if attached:
                     self.executor.forward(flight)
@@ -80,27 +85,29 @@ class Runner:
                 _give_to_inputs(flight, tensors_of(input))
             return loss
 
-        return self._attached_if_needed(fly, checkpoint_stop)
+        return self._attached_if_needed(fly, checkpoint_stops)
 
-    def _attached_if_needed(self, fly: Callable[[bool], Result], checkpoint_stop: int) -> Result:
+    def _attached_if_needed(self, fly: Callable[[bool], Result], checkpoint_stops: Sequence[int]) -> Result:
         """Cut the graph at boundaries, unless layers were seen to pass tensors around them.
 
         That is seen with the first mini-batch, which is then run once more with the graph left whole.
         Recomputation would lose such gradients all the same: there it stays an error.
         """
-        if self._attached and checkpoint_stop == 0:
+        if self._attached and not any(checkpoint_stops):
             return fly(True)
         try:
             return fly(False)
         except Entangled:
             for partition in self._partitions:
                 partition.undo()
-            if checkpoint_stop > 0:
+            if any(checkpoint_stops):
                 raise
             self._attached = True
         return fly(True)
 
-    def _flight(self, batch: MiniBatch, checkpoint_stop: int, head: Head | None, attached: bool) -> Flight:
+    def _flight(
+        self, batch: MiniBatch, checkpoint_stops: Sequence[int], head: Head | None, attached: bool
+    ) -> Flight:
         pieces = [(tensors_of(piece), isinstance(piece, Tensor)) for piece in batch.inputs]
         if attached:
             inputs = [Parcel(tensors, (), single) for tensors, single in pieces]
@@ -110,7 +117,7 @@ class Runner:
             aliases = self._tied.aliases()
         rest = iter(aliases)
         by_partition = [tuple(islice(rest, len(partition.layers))) for partition in self._partitions]
-        return Flight(batch, inputs, by_partition, checkpoint_stop, head, attached)
+        return Flight(batch, inputs, by_partition, checkpoint_stops, head, attached)
 
     def _backward(
         self, flight: Flight, gradients: list[Gradients], keep_graph: bool, parameters: bool

@@ -163,7 +163,7 @@ class Walk:
                 "Micro-batch %d (partition %d): checkpoint_stop=%d, using_checkpointing=%s",
                 action.micro_batch,
                 action.partition,
-                self._flight.checkpoint_stop,
+                self._flight.checkpoint_stops[action.partition],
                 visit.checkpointed,
             )
         if self._failure is not None:

@@ -18,6 +18,7 @@ from gpipe_cli.pipeline.minibatch import MiniBatch
 from gpipe_cli.pipeline.runner import Runner
 from gpipe_cli.pipeline.walk import Recorder
 from gpipe_cli.pipeline.wrapped import WrappedSequence
+from gpipe_cli.schedule.checkpoint import Checkpoint
 
 __all__ = ["WorkedSequence"]
 
@@ -25,7 +26,7 @@ __all__ = ["WorkedSequence"]
 class WorkedSequence(WrappedSequence):
     """Whoever inherits sets these before it is used."""
 
-    checkpoint: str
+    checkpoint: Checkpoint
     devices: list[torch.device]
     partitions: nn.ModuleList
     _runner: Runner
@@ -36,11 +37,13 @@ class WorkedSequence(WrappedSequence):
 
     def _forward(self, input: Value) -> Value:
         batch = MiniBatch.of(input, self.chunks, key=None)
-        return self._runner.forward(batch, input, batch.checkpoint_stop(self.checkpoint, self.training))
+        return self._runner.forward(batch, input, self._stops(batch))
 
     def _step(self, batch: MiniBatch, input: Value, make_loss: Callable[[], StepLoss]) -> StepLoss:
-        stop = batch.checkpoint_stop(self.checkpoint, self.training)
-        return self._runner.step(batch, input, make_loss, stop)
+        return self._runner.step(batch, input, make_loss, self._stops(batch))
+
+    def _stops(self, batch: MiniBatch) -> tuple[int, ...]:
+        return batch.checkpoint_stops(self.checkpoint, self._runner.partitions, self.training)
 
     @property
     def step_timeout(self) -> float | None:

@@ -1,22 +1,24 @@
 """The balance with the shortest step for one shape: exact, as long as the budget lasts. Pure Python.
 
 Every balance is ruled out by a bound or simulated. A bound belongs to one partition, so most balances are ruled out
-together, by the partition they have in common. Knows nothing of why a partition is not allowed.
+together, by the partition they have in common. Knows nothing of why a partition does not fit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from math import inf
 from typing import final
 
-from gpipe_cli.balance.memory import Limited, Memory
 from gpipe_cli.balance.nearby import best_nearby
-from gpipe_cli.balance.solver import Objective, minimise
+from gpipe_cli.balance.solver import minimise
 from gpipe_cli.plan.bound import StepBound
 from gpipe_cli.plan.costs import Costs
+from gpipe_cli.plan.fit import Fit
 from gpipe_cli.plan.steps import step_ms
+from gpipe_cli.schedule.checkpoint import Checkpoint
 from gpipe_cli.schedule.course import Course
 
 __all__ = ["Found", "best_balance", "lowest"]
@@ -33,57 +35,60 @@ MOST_SEGMENTS = 2_000_000
 @dataclass(frozen=True)
 class Found:
     balance: Balance
+    checkpoint: Checkpoint
     step_ms: float
     lower_bound_ms: float
     """No balance of this shape that fits has a shorter step; the step itself where all of them were judged."""
 
 
-def lowest(costs: Costs, course: Course, memory: Memory | None) -> tuple[float, Balance] | None:
+def lowest(costs: Costs, course: Course, fit: Fit) -> tuple[float, Balance] | None:
     """A bound below all balances that fit, and the one that has it; None where none fits."""
-    bound: Objective = StepBound(costs, course)
-    if memory is not None and memory.limit is not None:
-        bound = Limited(bound, memory)
-    solution = minimise(bound, course.partitions)
+    solution = minimise(StepBound(costs, course, fit), course.partitions)
     return None if solution is None else (solution.largest, tuple(solution.balance))
 
 
-def best_balance(
-    costs: Costs, course: Course, memory: Memory | None, start: tuple[float, Balance], budget: int
-) -> Found:
+def best_balance(costs: Costs, course: Course, fit: Fit, start: tuple[float, Balance], budget: int) -> Found:
     """`start` is what `lowest` gave; `budget` is how many actions may be simulated."""
     bound, balance = start
     actions = 2 * course.partitions * course.micro_batches
 
+    checkpoint_of = cache(fit.checkpoint)
+
     @cache
     def price(balance: Balance) -> float:
-        return step_ms(course, costs, balance)
+        checkpoint = checkpoint_of(balance)
+        assert checkpoint is not None, "what does not fit is not judged"
+        return step_ms(replace(course, checkpoint=checkpoint), costs, balance)
 
     def fits(balance: Balance) -> bool:
-        return memory is None or memory.fits(balance)
+        return checkpoint_of(balance) is not None
+
+    def found(balance: Balance, bound: float) -> Found:
+        checkpoint = checkpoint_of(balance)
+        assert checkpoint is not None
+        return Found(balance, checkpoint, price(balance), min(bound, price(balance)))
 
     best = best_nearby(balance, fits, price, budget=max(1, min(NEARBY, budget // actions)))
-    step = price(best)
-    judged = _Judged(costs, course, memory, step)
+    judged = _Judged(costs, course, fit, price(best))
     if not judged.possible:
-        return Found(best, step, min(bound, step))
+        return found(best, bound)
     for number, other in enumerate(judged.balances()):
         if number * actions > budget:
-            return Found(best, step, min(bound, step))
-        if (taken := price(other)) < step:
-            best, step = other, taken
-            judged.limit = step * ROUNDING
-    return Found(best, step, step)
+            return found(best, bound)
+        if price(other) < price(best):
+            best = other
+            judged.limit = price(best) * ROUNDING
+    return found(best, inf)
 
 
 @final
 class _Judged:
     """The balances that no partition rules out."""
 
-    def __init__(self, costs: Costs, course: Course, memory: Memory | None, limit: float) -> None:
+    def __init__(self, costs: Costs, course: Course, fit: Fit, limit: float) -> None:
         self.limit = limit * ROUNDING
         self._layers, self._partitions = costs.layers, course.partitions
-        self._bound = StepBound(costs, course)
-        self._memory = memory if memory is not None and memory.limit is not None else None
+        self._bound = StepBound(costs, course, fit)
         self.possible = self._partitions * self._layers**2 <= MOST_SEGMENTS
         self._reachable = self._completions() if self.possible else []
 
@@ -102,17 +107,10 @@ class _Judged:
         """Where the partition may end so that the others have a way to the last layer."""
         following = self._reachable[partition + 1]
         for end in range(begin + 1, self._layers + 1):
-            if self._bound.cost(partition, begin, end) >= self.limit or not self._allowed(
-                partition, begin, end
-            ):
-                return  # both grow with every layer
+            if self._bound.cost(partition, begin, end) >= self.limit:
+                return  # it grows with every layer
             if end in following:
                 yield end
-
-    def _allowed(self, partition: int, begin: int, end: int) -> bool:
-        if self._memory is None or self._memory.limit_per_partition is None:
-            return True
-        return self._memory.cost(partition, begin, end) <= self._memory.limit_per_partition
 
     def _completions(self) -> list[set[int]]:
         """For each partition where it may begin so that it and the ones after it can hold the rest."""

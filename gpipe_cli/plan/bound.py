@@ -2,20 +2,27 @@
 
 A partition begins when the micro-batch has come through all layers before its own, works through all micro-batches,
 and then the last gradient has the way back through those layers; and no gradient comes to it before the first
-micro-batch has been through all layers and back to it. All devices together do all the work.
+micro-batch has been through all layers and back to it. All devices together do all the work. What a partition
+recomputes is what it must to keep within its memory; of the others it is not known, so they are taken at their best.
 """
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
+from math import inf
 from typing import final
 
-from gpipe_cli.plan.costs import Costs
+from gpipe_cli.plan.costs import Costs, Sums
+from gpipe_cli.plan.fit import Fit
+from gpipe_cli.schedule.checkpoint import checkpoint_stops
 from gpipe_cli.schedule.course import Course
 
-__all__ = ["StepBound"]
+__all__ = ["SPLITS_BACKWARD", "StepBound"]
 
 SPLITS_BACKWARD = ("zero_bubble",)
+LARGEST = sys.float_info.max
+"""Short of what does not fit, which takes for ever."""
 
 
 @final
@@ -24,39 +31,40 @@ class StepBound:
 
     grows_backwards = False  # a layer in front shortens the way to the partition
 
-    def __init__(self, costs: Costs, course: Course) -> None:
+    def __init__(self, costs: Costs, course: Course, fit: Fit) -> None:
         self.layers = costs.layers
-        self._costs = costs
-        self._micro_batches, self._recomputed = course.micro_batches, course.checkpoint_stop
+        self._costs, self._sums, self._fit = costs, _sums(costs, fit), fit
+        self._micro_batches = course.micro_batches
+        self._recomputed = {mode: checkpoint_stops(mode, 1, course.micro_batches)[0] for mode in fit.modes}
         self._splits = course.schedule in SPLITS_BACKWARD
         workers = min(course.devices or course.partitions, course.cores or course.partitions)
-        backward = costs.backward[-1] * self._least_split
-        self.work = (
-            course.micro_batches * (costs.forward[-1] + backward)
-            + course.checkpoint_stop * costs.recompute[-1]
-        ) / workers
+        once = self._sums.forward[-1] + self._sums.backward[-1] * self._least_split
+        least = min(self._recomputed.values())
+        self._work = (course.micro_batches * once + least * costs.recompute[-1]) / workers
         """All work, evenly shared."""
 
     def cost(self, partition: int, begin: int, end: int) -> float:
-        costs, many = self._costs, self._micro_batches
-        forward = costs.forward[end] - costs.forward[begin]
-        backward = costs.backward[end] - costs.backward[begin]
-        recompute = costs.recompute[end] - costs.recompute[begin]
+        mode = self._fit.mode(partition, begin, end)
+        if mode is None:
+            return inf
+        forward, backward = self._sums
+        many, way = self._micro_batches, forward[begin]
+        recompute = self._recomputed[mode] * (self._costs.recompute[end] - self._costs.recompute[begin])
+        own_forward, own_backward = forward[end] - forward[begin], backward[end] - backward[begin]
         if self._splits:
             # Only the gradients of inputs go back; those of weights may come after the last one.
-            return max(
-                costs.forward[begin]
-                + many * (forward + backward * self._least_split)
-                + self._recomputed * recompute,
-                self.work,
-            )
-        busy = many * (forward + backward) + self._recomputed * recompute
-        there_and_back = costs.forward[begin] + busy + costs.backward[begin]
-        turned_round = costs.forward[-1] + costs.backward[-1] + (many - 1) * backward
-        return max(there_and_back, turned_round, self.work)
+            busy = many * (own_forward + own_backward * self._least_split) + recompute
+            return max(way + busy, self._work)
+        there_and_back = way + many * (own_forward + own_backward) + recompute + backward[begin]
+        turned_round = forward[-1] + backward[-1] + (many - 1) * own_backward
+        return max(there_and_back, turned_round, self._work)
 
     def furthest(self, partition: int, begin: int, limit: float) -> int:
-        ends = range(begin + 1, self.layers + 1)
+        limit = min(limit, LARGEST)
+        reach = 1  # doubled, since memory far beyond the limit is long to add up
+        while begin + reach < self.layers and self.cost(partition, begin, begin + reach) <= limit:
+            reach *= 2
+        ends = range(begin + 1, min(begin + reach, self.layers) + 1)
         return begin + bisect_right(ends, limit, key=lambda end: self.cost(partition, begin, end))
 
     @property
@@ -64,3 +72,10 @@ class StepBound:
         """What a backward takes at least, as a multiple of the whole: the first partition's is not split."""
         split = self._costs.split
         return min(1.0, split.input_grad + split.weight_grad) if self._splits else 1.0
+
+
+def _sums(costs: Costs, fit: Fit) -> Sums:
+    """Of any partition, as far as it is known whether it recomputes."""
+    if "never" not in fit.modes:
+        return costs.checkpointed
+    return costs.kept if len(fit.modes) == 1 else costs.least

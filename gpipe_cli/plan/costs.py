@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import final
+from typing import NamedTuple, final
 
+from gpipe_cli.schedule.course import Course
 from gpipe_cli.schedule.simulate import PartitionCost
 
-__all__ = ["Costs", "Split"]
+__all__ = ["Costs", "Split", "Sums"]
 
 
 @final
@@ -22,6 +23,13 @@ class Split:
 
     input_grad: float = 0.5
     weight_grad: float = 0.5
+
+
+class Sums(NamedTuple):
+    """Of one micro-batch, up to each layer."""
+
+    forward: list[float]
+    backward: list[float]
 
 
 @final
@@ -35,22 +43,33 @@ class Costs:
         recompute: Sequence[float] | None = None,
         transfer: Sequence[float] | None = None,
         split: Split | None = None,
+        checkpointed: tuple[Sequence[float], Sequence[float]] | None = None,
     ) -> None:
-        """`recompute` is another forward if nothing is said; `transfer` is that of each layer's output."""
+        """`recompute` is another forward if nothing is said; `transfer` is that of each layer's output.
+
+        `checkpointed` is the forward and backward where there is recomputation between them: it keeps less and finds
+        other things in the caches. The same if nothing is said.
+        """
         self.layers = len(forward)
-        self.forward = [0.0, *accumulate(forward)]
-        """Sums up to each layer, and so are the others."""
-        self.backward = [0.0, *accumulate(backward)]
-        self.recompute = [0.0, *accumulate(forward if recompute is None else recompute)]
+        self.kept = Sums(_up_to(forward), _up_to(backward))
+        """Of partitions that keep everything for backward."""
+        self.checkpointed = self.kept if checkpointed is None else Sums(*map(_up_to, checkpointed))
+        """Of partitions that recompute some micro-batches, without the recomputation."""
+        self.least = self.kept
+        if checkpointed is not None:
+            pairs = zip((forward, backward), checkpointed, strict=True)
+            self.least = Sums(*(_up_to(list(map(min, *pair))) for pair in pairs))
+        self.recompute = _up_to(forward if recompute is None else recompute)
         self._transfer = [0.0] * self.layers if transfer is None else list(transfer)
         self.split = split or Split()
 
-    def partition(self, begin: int, end: int) -> PartitionCost:
-        backward = self.backward[end] - self.backward[begin]
+    def partition(self, begin: int, end: int, checkpoint_stop: int = 0) -> PartitionCost:
+        sums = self.checkpointed if checkpoint_stop else self.kept
+        backward = sums.backward[end] - sums.backward[begin]
         # Nobody waits for the gradient of the pipeline's input: the first partition leaves it out.
         split = self.split if begin else Split(0.0, 1.0)
         return PartitionCost(
-            self.forward[end] - self.forward[begin],
+            sums.forward[end] - sums.forward[begin],
             backward,
             recompute=self.recompute[end] - self.recompute[begin],
             transfer=self._transfer[end - 1],
@@ -58,5 +77,13 @@ class Costs:
             weight_grad=split.weight_grad * backward,
         )
 
-    def partitions(self, balance: Sequence[int]) -> list[PartitionCost]:
-        return [self.partition(begin, end) for begin, end in pairwise([0, *accumulate(balance)])]
+    def partitions(self, balance: Sequence[int], course: Course) -> list[PartitionCost]:
+        borders = pairwise([0, *accumulate(balance)])
+        return [
+            self.partition(begin, end, stop)
+            for (begin, end), stop in zip(borders, course.checkpoint_stops, strict=True)
+        ]
+
+
+def _up_to(numbers: Sequence[float]) -> list[float]:
+    return [0.0, *accumulate(numbers)]

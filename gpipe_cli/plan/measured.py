@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
@@ -38,22 +39,18 @@ class MeasuredCosts:
     layers: Sequence[Timed]
     phases: Phases
 
-    def costs(self, checkpointed: bool, transfer: Sequence[float] | None) -> Costs:
+    def costs(self, transfer: Sequence[float] | None) -> Costs:
         """The phases of the pipeline, divided among the layers by what they take alone."""
         phases = self.phases
-        forward = _divided(
-            phases.checkpointed_forward if checkpointed else phases.forward,
-            [one.forward_ms for one in self.layers],
-        )
+        there = partial(_divided, shares=[one.forward_ms for one in self.layers])
+        back = partial(_divided, shares=[one.backward_ms for one in self.layers])
         return Costs(
-            forward,
-            _divided(
-                phases.checkpointed_backward if checkpointed else phases.backward,
-                [one.backward_ms for one in self.layers],
-            ),
-            recompute=_divided(phases.recompute, [one.forward_ms for one in self.layers]),
+            there(phases.forward),
+            back(phases.backward),
+            recompute=there(phases.recompute),
             transfer=transfer,
             split=Split(phases.input_grad, phases.weight_grad),
+            checkpointed=(there(phases.checkpointed_forward), back(phases.checkpointed_backward)),
         )
 
 
@@ -106,7 +103,7 @@ class Workbench:
         """Of the micro-batches of a shape whose size was measured."""
         workers = next((one for one in self._workers if one >= shape.devices), self._workers[-1])
         transfer = self._transfer_of(shape.chunks) if self._transfer_of else None
-        return self._measured[shape.chunks, workers].costs(shape.checkpoint != "never", transfer)
+        return self._measured[shape.chunks, workers].costs(transfer)
 
     def _measure(self, chunks: int) -> None:
         sample = self._sample_of(chunks).to(self._devices[0])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
-from gpipe_cli.plan.bound import StepBound
+from gpipe_cli.plan.bound import SPLITS_BACKWARD
 from gpipe_cli.plan.costs import Costs
 from gpipe_cli.plan.search import Answer
 from gpipe_cli.plan.shape import Shape
@@ -64,15 +64,22 @@ class Prediction:
         return None if self.measured_ms is None else self.step_ms / self.measured_ms - 1
 
     @property
+    def checkpoint(self) -> str | list[str]:
+        """As the key of the configuration."""
+        given = self.shape.checkpoint
+        return given if isinstance(given, str) else list(given)
+
+    @property
     def overrides(self) -> str:
         """What to give to gpipe train."""
         if self.is_plain:
             return f"engine=single chunks={self.shape.chunks}"
         layers = ",".join(map(str, self.balance))
+        checkpoint = self.checkpoint if isinstance(self.checkpoint, str) else f"[{','.join(self.checkpoint)}]"
         devices = "" if self.shape.partitions == self.shape.devices else f" devices={self.shape.devices}"
         return (
             f"balance=manual balance.layers=[{layers}] chunks={self.shape.chunks} "
-            f"schedule={self.shape.schedule} checkpoint={self.shape.checkpoint}{devices}"
+            f"schedule={self.shape.schedule} checkpoint={checkpoint}{devices}"
         )
 
     def facts(self) -> dict[str, Any]:
@@ -81,7 +88,7 @@ class Prediction:
             "balance": list(self.balance),
             "chunks": self.shape.chunks,
             "schedule": self.shape.schedule,
-            "checkpoint": self.shape.checkpoint,
+            "checkpoint": self.checkpoint,
             "devices": self.shape.devices,
             "engine": "single" if self.is_plain else "threads",
             "predicted_ms": self.step_ms,
@@ -109,9 +116,10 @@ def predict(
     """`memory` is each partition's; `without_limit_ms` is the best step if memory did not matter."""
     shape, found = answer.shape, answer.found
     course = shape.course(cores)
-    work = StepBound(costs, course).work
-    workers = shape.devices
-    busy = work * min(workers, cores or workers) / (workers * found.step_ms) if found.step_ms else 1.0
+    parts = costs.partitions(found.balance, course)
+    work = _work(course, parts)
+    busy = work / (shape.devices * found.step_ms) if found.step_ms else 1.0
+    at_once = min(shape.devices, cores or shape.devices)
     return Prediction(
         shape,
         found.balance,
@@ -120,7 +128,7 @@ def predict(
         bubble=max(0.0, 1 - busy),
         samples_per_second=1000 * rows / found.step_ms if found.step_ms else 0.0,
         memory=_by_device(memory, shape.devices),
-        limit=limit_of(course, costs.partitions(found.balance), found.step_ms, work, without_limit_ms),
+        limit=limit_of(course, parts, found.step_ms, work / at_once, without_limit_ms),
     )
 
 
@@ -133,9 +141,9 @@ def limit_of(
 ) -> Limit:
     """`work_ms` is the step in which every device, or core, is always busy."""
     still = [replace(one, transfer=0.0) for one in parts]
-    alike = [_mean(still)] * len(still)
+    alike = [_mean(still, course)] * len(still)
     without_transfers = simulated(course, still)
-    even = min(without_transfers, simulated(course, alike))
+    even = min(without_transfers, simulated(replace(course, checkpoint="always"), alike))
     shares = {
         "transfers": step_ms - without_transfers,
         "slowest partition": without_transfers - even,
@@ -147,12 +155,24 @@ def limit_of(
     return Limit(name, share) if share > SMALL else Limit("work", 0.0)
 
 
-def _mean(parts: Sequence[PartitionCost]) -> PartitionCost:
+def _work(course: Course, parts: Sequence[PartitionCost]) -> float:
+    """Of all devices together."""
+    splits = course.schedule in SPLITS_BACKWARD
+    return sum(
+        course.micro_batches * (one.forward + (sum(one.split) if splits else one.backward))
+        + stop * one.recompute
+        for one, stop in zip(parts, course.checkpoint_stops, strict=True)
+    )
+
+
+def _mean(parts: Sequence[PartitionCost], course: Course) -> PartitionCost:
+    """A partition that always recomputes, but no more than all of them do together."""
     count = len(parts)
+    recomputed = sum(stop * one.recompute for stop, one in zip(course.checkpoint_stops, parts, strict=True))
     return PartitionCost(
         sum(one.forward for one in parts) / count,
         sum(one.backward for one in parts) / count,
-        recompute=sum(one.recompute for one in parts) / count,
+        recompute=recomputed / course.micro_batches / count,
         input_grad=sum(one.split[0] for one in parts) / count,
         weight_grad=sum(one.split[1] for one in parts) / count,
     )

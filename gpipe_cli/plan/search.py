@@ -1,20 +1,20 @@
 """The joint search: of all shapes and balances that fit, those with the shortest steps. Exact while time lasts.
 
 Shapes are taken by their lower bounds, so that most are never looked into: once enough plans are better than a shape
-can be, it is done with. Knows nothing of torch, and of costs only that somebody has them for a shape.
+can be, it is done with. Knows nothing of torch, and of costs and memory only that somebody has them for a shape.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import final
 
-from gpipe_cli.balance.memory import Memory
 from gpipe_cli.plan.balances import Balance, Found, best_balance, lowest
 from gpipe_cli.plan.costs import Costs
+from gpipe_cli.plan.fit import Fit
 from gpipe_cli.plan.shape import Shape
 from gpipe_cli.plan.steps import can_be_simulated
 
@@ -27,7 +27,7 @@ ACTIONS = 200_000
 @final
 @dataclass(frozen=True)
 class Answer:
-    """The best balance of one shape."""
+    """The best balance of one shape, which says what each partition recomputes."""
 
     shape: Shape
     found: Found
@@ -56,14 +56,14 @@ class Searched:
 class _Waiting:
     shape: Shape
     costs: Costs
-    memory: Memory | None
+    fit: Fit
     start: tuple[float, Balance]
 
 
 def search(
     shapes: Iterable[Shape],
     costs_of: Callable[[Shape], Costs],
-    memory_of: Callable[[Shape], Memory | None],
+    fit_of: Callable[[Shape], Fit],
     *,
     keep: int,
     cores: int | None = None,
@@ -77,12 +77,12 @@ def search(
         if not can_be_simulated(course):
             left_out += 1
             continue
-        costs, memory = costs_of(shape), memory_of(shape)
-        start = lowest(costs, course, memory)
+        costs, fit = costs_of(shape), fit_of(shape)
+        start = lowest(costs, course, fit)
         if start is None:
             too_large += 1
         else:
-            waiting.append(_Waiting(shape, costs, memory, start))
+            waiting.append(_Waiting(shape, costs, fit, start))
     waiting.sort(key=lambda one: one.start[0])
     answers, unseen = _judge(waiting, keep, cores, deadline)
     bounds = [one.found.lower_bound_ms for one in answers] + [one.start[0] for one in unseen]
@@ -99,7 +99,10 @@ def _judge(
             break  # and so are all that follow
         if answers and time.monotonic() > deadline:
             return answers, waiting[number:]
-        found = best_balance(one.costs, one.shape.course(cores), one.memory, one.start, ACTIONS)
-        answers.append(Answer(one.shape, found))
+        found = best_balance(one.costs, one.shape.course(cores), one.fit, one.start, ACTIONS)
+        answer = Answer(replace(one.shape, checkpoint=found.checkpoint), found)
+        # Where what fits is the same everywhere, it is a shape of its own.
+        if all(answer.shape != other.shape for other in answers):
+            answers.append(answer)
         answers.sort(key=lambda answer: answer.found.step_ms)
     return answers, []

@@ -9,12 +9,15 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
+from gpipe_cli.schedule.checkpoint import Checkpoint
 from gpipe_cli.schedule.course import Course
 
-__all__ = ["CHECKPOINTS", "Shape", "Space", "powers_of_two"]
+__all__ = ["CHECKPOINTS", "FITTED", "Shape", "Space", "powers_of_two"]
 
 CHECKPOINTS = ("never", "except_last", "always")
 SCHEDULES = ("1f1b", "gpipe", "zero_bubble", "interleaved")
+FITTED = "fitted"
+"""Not a mode: every partition has one of its own, that which recomputes least among those that fit its memory."""
 TURNS = (2, 4)
 """Partitions of one device under `interleaved`; with one it is 1f1b."""
 
@@ -26,7 +29,8 @@ class Shape:
     devices: int
     chunks: int
     schedule: str
-    checkpoint: str
+    checkpoint: Checkpoint
+    """FITTED: to be found for each balance."""
 
     def course(self, cores: int | None = None) -> Course:
         return Course(self.schedule, self.partitions, self.chunks, self.checkpoint, self.devices, cores)
@@ -49,6 +53,8 @@ class Space:
     checkpoints: Collection[str] = CHECKPOINTS
     partitions: int | None = None
     """Fixed, where given."""
+    fitted: bool = False
+    """Whether partitions may differ in what they recompute: worth a look where memory is limited."""
     _turns: Sequence[int] = field(default=TURNS)
 
     def shapes(self) -> Iterator[Shape]:
@@ -74,7 +80,8 @@ class Space:
                 partitions = devices * turns
                 if partitions > self.layers or self.partitions not in (None, partitions):
                     continue
-                for checkpoint in self._modes(chunks):
+                modes = self._modes(chunks)
+                for checkpoint in [*modes, FITTED] if self.fitted and len(modes) > 1 else modes:
                     yield Shape(partitions, devices, chunks, schedule, checkpoint)
 
     def _modes(self, chunks: int) -> list[str]:

@@ -16,7 +16,7 @@ MOST_ACTIONS = 200_000
 
 
 def step_ms(course: Course, costs: Costs, balance: Sequence[int]) -> float:
-    return simulated(course, costs.partitions(balance))
+    return simulated(course, costs.partitions(balance, course))
 
 
 def simulated(course: Course, parts: Sequence[PartitionCost]) -> float:

@@ -103,7 +103,7 @@ class _Clock:
     def __init__(self, course: Course, costs: Sequence[PartitionCost]) -> None:
         self._devices = course.devices or course.partitions
         self._turns = course.partitions // self._devices
-        self._micro_batches, self._stop = course.micro_batches, course.checkpoint_stop
+        self._micro_batches = course.micro_batches
         # gpipe: every device acts at every tick; the others: there and back in turn.
         self._stride = 1 if course.schedule == "gpipe" else 2
 
@@ -121,6 +121,8 @@ class _Clock:
             self._micro_batches,
         )
         self._recompute = by_turn(one.recompute for one in back)
+        self._recomputes = any(course.checkpoint_stops)
+        self._stops = by_turn(reversed(course.checkpoint_stops))
         self._free = np.zeros(self._devices)
         self._free_from_behind = self._free[::-1]  # the same numbers
 
@@ -174,11 +176,7 @@ class _Clock:
         )
 
     def _recomputing(self, wave: _Wave) -> Any:
-        if self._stop == 0:
+        if not self._recomputes:
             return 0.0
-        recompute = self._recompute[wave.turns, wave.places]
-        return (
-            recompute
-            if self._stop == self._micro_batches
-            else np.where(wave.micro_batches < self._stop, recompute, 0.0)
-        )
+        place = wave.turns, wave.places
+        return np.where(wave.micro_batches < self._stops[place], self._recompute[place], 0.0)

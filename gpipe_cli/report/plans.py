@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from gpipe_cli.report.numbers import readable
@@ -60,6 +61,8 @@ def _cell(key: str, plan: Mapping[str, Any]) -> str:
     if key == "balance":
         more = ",..." if len(value) > LONGEST else ""
         return f"[{','.join(map(str, value[:LONGEST]))}{more}]"
+    if key == "checkpoint" and isinstance(value, list):
+        return ", ".join(f"{len(list(alike))}x{mode}" for mode, alike in groupby(value))
     if key == "error":
         return f"{100 * value:+.1f} %"
     if key.endswith("_ms"):

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import final
 
 from gpipe_cli.schedule import in_flight, order
 from gpipe_cli.schedule.action import Order
+from gpipe_cli.schedule.checkpoint import Checkpoint, checkpoint_stops
 from gpipe_cli.schedule.memory import Kept, kept_at_once
 from gpipe_cli.schedule.simulate import PartitionCost, Simulation, simulate
 
 LISTED = 1_000_000
 """Actions: a second, and some hundred megabytes."""
 
-
-def checkpoint_stop(mode: str, micro_batches: int) -> int:
-    """The first micro-batch that is not checkpointed; `except_last` means the last one that exists."""
-    return {"always": micro_batches, "except_last": micro_batches - 1, "never": 0}[mode]
+_order = lru_cache(maxsize=2)(order)
+"""Courses that differ in nothing but what is recomputed have the same one."""
 
 
 @final
@@ -30,7 +29,7 @@ class Course:
     schedule: str
     partitions: int
     micro_batches: int
-    checkpoint: str = "never"
+    checkpoint: Checkpoint = "never"
     devices: int | None = None
     """None: one for each partition."""
     cores: int | None = None
@@ -43,11 +42,12 @@ class Course:
 
     @cached_property
     def order(self) -> Order:
-        return order(self.schedule, self.partitions, self.micro_batches, self.devices or self.partitions)
+        return _order(self.schedule, self.partitions, self.micro_batches, self.devices or self.partitions)
 
-    @property
-    def checkpoint_stop(self) -> int:
-        return checkpoint_stop(self.checkpoint, self.micro_batches)
+    @cached_property
+    def checkpoint_stops(self) -> tuple[int, ...]:
+        """By partition, the first micro-batch that is not recomputed."""
+        return checkpoint_stops(self.checkpoint, self.partitions, self.micro_batches)
 
     @cached_property
     def kept(self) -> list[Kept]:
@@ -58,9 +58,9 @@ class Course:
                 self.partitions,
                 self.micro_batches,
                 self.devices or self.partitions,
-                self.checkpoint_stop,
+                self.checkpoint_stops,
             )
-        return kept_at_once(self.order, self.checkpoint_stop)
+        return kept_at_once(self.order, self.checkpoint_stops)
 
     def simulate(self, costs: Sequence[PartitionCost]) -> Simulation:
-        return simulate(self.order, costs, checkpoint_stop=self.checkpoint_stop, cores=self.cores)
+        return simulate(self.order, costs, checkpoint_stops=self.checkpoint_stops, cores=self.cores)

@@ -7,6 +7,7 @@ one. A clock repeats itself with every round of one micro-batch per device, so a
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 from gpipe_cli.schedule import gpipe as all_then_all
 from gpipe_cli.schedule import interleaved, one_f_one_b
@@ -19,7 +20,7 @@ def knows(schedule: str) -> bool:
 
 
 def kept(
-    schedule: str, partitions: int, micro_batches: int, devices: int, checkpoint_stop: int
+    schedule: str, partitions: int, micro_batches: int, devices: int, checkpoint_stops: Sequence[int]
 ) -> list[Kept]:
     """What `kept_at_once` says of the listed order; with `except_last` up to one graph more."""
     found = []
@@ -30,7 +31,7 @@ def kept(
             alive = min(micro_batches, partitions - partition)
         else:
             alive = _by_clock(partition, partitions, micro_batches, devices)
-        found.append(Kept(_moments(alive, micro_batches, checkpoint_stop)))
+        found.append(Kept(_moments(alive, micro_batches, checkpoint_stops[partition])))
     return found
 
 

@@ -35,13 +35,14 @@ class Kept:
         return max(moment.graphs * graph + moment.inputs * input for moment in self.moments)
 
 
-def kept_at_once(order: Order, checkpoint_stop: int = 0) -> list[Kept]:
-    """For each partition; micro-batches below `checkpoint_stop` keep their input and are recomputed."""
+def kept_at_once(order: Order, checkpoint_stops: Sequence[int] = ()) -> list[Kept]:
+    """For each partition; micro-batches below its stop keep their input and are recomputed, without stops none."""
     by_partition: dict[int, list[Action]] = {}
     for actions in order:
         for action in actions:
             by_partition.setdefault(action.partition, []).append(action)
-    return [_kept(by_partition[partition], checkpoint_stop) for partition in sorted(by_partition)]
+    stops = checkpoint_stops or [0] * len(by_partition)
+    return [_kept(actions, stops[partition]) for partition, actions in sorted(by_partition.items())]
 
 
 def _kept(actions: Iterable[Action], checkpoint_stop: int) -> Kept:

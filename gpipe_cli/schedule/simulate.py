@@ -68,13 +68,13 @@ class Simulation:
     """The share of all workers' time in which they do nothing."""
     _order: Order
     _costs: Sequence[PartitionCost]
-    _checkpoint_stop: int
+    _checkpoint_stops: Sequence[int]
     _begins: list[list[float]]
 
     @cached_property
     def spans(self) -> list[Span]:
         """Every piece of work, worker by worker."""
-        roles_of = _roles(self._costs, self._checkpoint_stop)
+        roles_of = _roles(self._costs, self._checkpoint_stops)
         pieces = [[(role, one) for one in actions for role in roles_of(one)] for actions in self._order]
         return [
             Span(action, worker, begin, begin + role.duration, role.phase)
@@ -85,7 +85,7 @@ class Simulation:
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """The most each partition keeps at once."""
-        kept = kept_at_once(self._order, self._checkpoint_stop)
+        kept = kept_at_once(self._order, self._checkpoint_stops)
         return tuple(
             cost.resident_bytes + one.bytes(cost.saved_bytes, cost.input_bytes)
             for cost, one in zip(self._costs, kept, strict=True)
@@ -93,14 +93,19 @@ class Simulation:
 
 
 def simulate(
-    order: Order, costs: Sequence[PartitionCost], *, checkpoint_stop: int = 0, cores: int | None = None
+    order: Order,
+    costs: Sequence[PartitionCost],
+    *,
+    checkpoint_stops: Sequence[int] = (),
+    cores: int | None = None,
 ) -> Simulation:
     """Run the order on paper. `cores` is how many workers can run at once; None: all of them.
 
-    Micro-batches below `checkpoint_stop` recompute before their backward. That needs no gradient to begin, so it
-    may go on while the gradient is on its way.
+    Micro-batches below their partition's stop recompute before their backward; no stops: none. That needs no
+    gradient to begin, so it may go on while the gradient is on its way.
     """
-    roles_of = _roles(costs, checkpoint_stop)
+    stops = checkpoint_stops or [0] * len(costs)
+    roles_of = _roles(costs, stops)
     work = [list(chain.from_iterable(map(roles_of, actions))) for actions in order]
     begins = _run(work, min(cores or len(order), len(order)))
     if any(len(begun) < len(roles) for begun, roles in zip(begins, work, strict=True)):
@@ -111,7 +116,7 @@ def simulate(
     )
     busy = sum(role.duration for role in chain.from_iterable(work))
     bubble = 1 - busy / (len(order) * step) if step else 0.0
-    return Simulation(step, bubble, order, costs, checkpoint_stop, begins)
+    return Simulation(step, bubble, order, costs, stops, begins)
 
 
 @final
@@ -143,7 +148,7 @@ class _Role:
 _RolesOf: TypeAlias = Callable[[Action], tuple[_Role, ...]]
 
 
-def _roles(costs: Sequence[PartitionCost], checkpoint_stop: int) -> _RolesOf:
+def _roles(costs: Sequence[PartitionCost], stops: Sequence[int]) -> _RolesOf:
     """What an action consists of: a checkpointed backward has a recomputation before it."""
     outputs = [_Way(cost.transfer) for cost in costs]
     # A gradient goes back over the border its input came by, which belongs to the partition before.
@@ -168,7 +173,7 @@ def _roles(costs: Sequence[PartitionCost], checkpoint_stop: int) -> _RolesOf:
         if kind is Kind.WEIGHT_GRAD:
             return weight_grad
         gradient = backward if kind is Kind.BACKWARD else input_grad
-        return recompute + gradient if action.micro_batch < checkpoint_stop else gradient
+        return recompute + gradient if action.micro_batch < stops[action.partition] else gradient
 
     return roles_of
 

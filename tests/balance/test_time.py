@@ -54,8 +54,18 @@ def test_among_equally_good_balances_the_simulated_step_decides(monkeypatch: pyt
 
 def test_recomputation_counts_where_the_checkpoint_mode_asks_for_it() -> None:
     layers = [profiled(4, 8)]
-    costs = [layer_costs(layers, Course("gpipe", 1, 4, mode)) for mode in ("never", "except_last", "always")]
+    costs = [layer_costs(layers, recomputed) for recomputed in (0, 0.75, 1)]
     assert costs == [[12], [15], [16]]
+
+
+def test_a_partition_that_recomputes_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [profiled(1, 1) for _ in range(5)]
+    monkeypatch.setattr(ProfileCache, "times", lambda *_: layers)
+    module, sample = nn.Sequential(*(nn.Identity() for _ in layers)), Sample(torch.zeros(1))
+    found = by_time(module, sample, 2, Course("gpipe", 2, 8, ("always", "never")))
+    assert found.layers == [2, 3]
+    assert found.sums == [6, 6] and found.lower_bound == 6
+    assert by_time(module, sample, 2, Course("gpipe", 2, 8, ("never", "always"))).layers == [3, 2]
 
 
 def test_more_partitions_than_layers_and_gradients_already_there_are_refused() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from gpipe_cli.engines import processes, single
 from gpipe_cli.engines.protocol import Engine, Objective, StepFacts
 from gpipe_cli.engines.state import EngineState
+from gpipe_cli.schedule.checkpoint import Checkpoint
 from gpipe_cli.sequential import partition_uniform
 from tests.distributed.tasks import make
 
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 class Case:
     task: str
     schedule: str = "gpipe"
-    checkpoint: str = "never"
+    checkpoint: Checkpoint = "never"
     rows: tuple[int, ...] = (10, 3)
     """Of the mini-batches, one step each: uneven ones, and fewer micro-batches than partitions."""
     chunks: int = 4

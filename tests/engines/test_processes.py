@@ -52,7 +52,7 @@ EQUAL = {
     3: [
         Case("long_skips", "zero_bubble", rows=(4,)),
         Case("odd_borders", "1f1b", "except_last"),
-        Case("frozen_start", "zero_bubble", "except_last"),
+        Case("frozen_start", "zero_bubble", ("except_last", "never", "always")),
         Case("tied", "gpipe", "always", rows=(4,)),
     ],
     4: [

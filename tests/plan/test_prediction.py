@@ -18,7 +18,7 @@ MEMORY = [PartitionMemory(1, 2, 3, 4)] * 4
 
 def _predicted(shape: Shape, balance: tuple[int, ...], costs: Costs, **more: float) -> Prediction:
     step = step_ms(shape.course(), costs, balance)
-    answer = Answer(shape, Found(balance, step, step))
+    answer = Answer(shape, Found(balance, shape.checkpoint, step, step))
     return predict(answer, costs, MEMORY[: len(balance)], cores=None, rows=32, **more)
 
 
@@ -52,6 +52,13 @@ def test_devices_that_hold_several_partitions_need_the_memory_of_all() -> None:
     found = _predicted(Shape(4, 2, 8, "interleaved", "never"), (1, 1, 1, 1), costs)
     assert [one.total_bytes for one in found.memory] == [20, 20] and found.peak_bytes == 20
     assert found.overrides.endswith("schedule=interleaved checkpoint=never devices=2")
+
+
+def test_modes_that_differ_are_given_as_a_list() -> None:
+    costs = Costs([1.0] * 4, [2.0] * 4)
+    found = _predicted(Shape(2, 2, 4, "1f1b", ("always", "never")), (2, 2), costs)
+    assert found.overrides.endswith("schedule=1f1b checkpoint=[always,never]")
+    assert found.facts()["checkpoint"] == ["always", "never"]
 
 
 def test_the_plain_run_is_recommended_where_it_is_quickest() -> None:

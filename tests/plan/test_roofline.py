@@ -17,7 +17,7 @@ def _estimated(device: Device, scale: float = 1.0) -> tuple[list[float], list[fl
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
     sample = Sample(torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH), functional.mse_loss)
     costs = estimate(list(model), model_facts(model, sample), device, scale)
-    return costs.forward, [costs.partition(0, 1).transfer, costs.partition(1, 2).transfer]
+    return costs.kept.forward, [costs.partition(0, 1).transfer, costs.partition(1, 2).transfer]
 
 
 def test_a_layer_takes_its_arithmetic_where_that_is_slower() -> None:

@@ -3,14 +3,19 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from gpipe_cli.balance.memory import LayerBytes, Memory
+from gpipe_cli.balance.solver import sums
 from gpipe_cli.plan.costs import Costs, Split
+from gpipe_cli.plan.fit import Fit
 from gpipe_cli.plan.search import Searched, search
-from gpipe_cli.plan.shape import CHECKPOINTS, Shape, Space
+from gpipe_cli.plan.shape import CHECKPOINTS, FITTED, Shape, Space
 from gpipe_cli.plan.steps import step_ms
+from gpipe_cli.schedule.checkpoint import Checkpoint
+from gpipe_cli.schedule.course import Course
 
 
 def _balances(layers: int, partitions: int) -> Iterator[tuple[int, ...]]:
@@ -45,7 +50,10 @@ def test_brute_force_finds_nothing_better(seed: int, cores: int | None) -> None:
     def memory_of(shape: Shape) -> Memory:
         return Memory(sizes, shape.course(), limit)
 
-    found = search(space.shapes(), lambda shape: by_chunks[shape.chunks], memory_of, keep=3, cores=cores)
+    def fit_of(shape: Shape) -> Fit:
+        return Fit({str(shape.checkpoint): memory_of(shape)})
+
+    found = search(space.shapes(), lambda shape: by_chunks[shape.chunks], fit_of, keep=3, cores=cores)
 
     best = sorted(
         min(steps)
@@ -69,10 +77,55 @@ def test_brute_force_finds_nothing_better(seed: int, cores: int | None) -> None:
         ) == pytest.approx(one.found.step_ms)
 
 
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_no_modes_of_the_partitions_are_better_than_those_found(seed: int, schedule: str) -> None:
+    draw = random.Random(seed)
+    layers, partitions, chunks = draw.randint(4, 8), draw.randint(2, 3), draw.choice([2, 3, 8])
+    costs, sizes = _costs(draw, layers), _bytes(draw, layers)
+    roomy = Memory(sizes, Course(schedule, partitions, chunks), 0)
+    limit = round(draw.uniform(0.4, 0.9) * max(sums(roomy, _even(layers, partitions))))
+    space = Space(layers, [partitions], [chunks], [schedule], partitions=partitions, fitted=True)
+
+    def memory_of(checkpoint: Checkpoint) -> Memory:
+        return Memory(sizes, Course(schedule, partitions, chunks, checkpoint), limit)
+
+    def fit_of(shape: Shape) -> Fit:
+        modes = CHECKPOINTS if shape.checkpoint == FITTED else (str(shape.checkpoint),)
+        return Fit({mode: memory_of(mode) for mode in modes})
+
+    found = search(space.shapes(), lambda shape: costs, fit_of, keep=1)
+
+    steps = [
+        step_ms(Course(schedule, partitions, chunks, modes), costs, balance)
+        for modes in itertools.product(CHECKPOINTS, repeat=partitions)
+        for balance in _balances(layers, partitions)
+        if memory_of(modes).fits(balance)
+    ]
+    assert [one.found.step_ms for one in found.answers] == pytest.approx([min(steps)] if steps else [])
+    for one in found.answers:
+        assert memory_of(one.shape.checkpoint).fits(one.found.balance)
+
+
+def test_only_the_partition_that_needs_it_recomputes() -> None:
+    # The first partition of 1f1b keeps four micro-batches, the last one a single one.
+    costs = Costs([1.0] * 8, [2.0] * 8)
+    sizes = [LayerBytes({layer: 1}, 1, {layer: 10}) for layer in range(8)]
+    shape = Shape(4, 4, 8, "1f1b", FITTED)
+    memories = {mode: Memory(sizes, replace(shape.course(), checkpoint=mode), 45) for mode in CHECKPOINTS}
+    (answer,) = search([shape], lambda shape: costs, lambda shape: Fit(memories), keep=1).answers
+    assert answer.shape.checkpoint == ("except_last", "except_last", "never", "never")
+    assert answer.found.balance == (2, 2, 2, 2)
+
+
+def _even(layers: int, partitions: int) -> list[int]:
+    return [layers // partitions + (place < layers % partitions) for place in range(partitions)]
+
+
 def _uniform(layers: int, devices: list[int], chunks: list[int]) -> Searched:
     costs = Costs([1.0] * layers, [2.0] * layers)
     shapes = Space(layers, devices, chunks).shapes()
-    return search(shapes, lambda shape: costs, lambda shape: None, keep=2)
+    return search(shapes, lambda shape: costs, lambda shape: Fit({str(shape.checkpoint): None}), keep=2)
 
 
 def test_without_anything_to_lose_more_micro_batches_are_not_free() -> None:

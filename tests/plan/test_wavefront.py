@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from gpipe_cli.plan import wavefront
 from gpipe_cli.plan.wavefront import long_step, takes
+from gpipe_cli.schedule.checkpoint import MODES, Checkpoint
 from gpipe_cli.schedule.course import Course
 from gpipe_cli.schedule.simulate import PartitionCost
 
@@ -15,17 +16,19 @@ numbers = st.integers(1, 50).map(float)
 shapes = st.tuples(st.sampled_from(["gpipe", "1f1b", "interleaved"]), st.integers(1, 6), st.integers(1, 3))
 
 
-def _course(schedule: str, devices: int, turns: int, chunks: int, checkpoint: str) -> Course:
+def _course(schedule: str, devices: int, turns: int, chunks: int, checkpoint: Checkpoint) -> Course:
     partitions = devices * (turns if schedule == "interleaved" else 1)
     return Course(schedule, partitions, chunks, checkpoint, devices)
 
 
 @settings(max_examples=100)
-@given(shapes, st.integers(1, 14), st.sampled_from(["never", "except_last", "always"]), st.data())
+@given(shapes, st.integers(1, 14), st.data())
 def test_all_devices_at_once_take_what_action_by_action_takes(
-    shape: tuple[str, int, int], chunks: int, checkpoint: str, data: st.DataObject
+    shape: tuple[str, int, int], chunks: int, data: st.DataObject
 ) -> None:
-    course = _course(*shape, chunks, checkpoint)
+    partitions = _course(*shape, chunks, "never").partitions
+    modes = st.lists(st.sampled_from(MODES), min_size=partitions, max_size=partitions).map(tuple)
+    course = _course(*shape, chunks, data.draw(st.sampled_from(MODES) | modes))
     costs = [
         PartitionCost(data.draw(numbers), data.draw(numbers), data.draw(numbers), data.draw(numbers))
         for _ in range(course.partitions)

@@ -24,12 +24,12 @@ from gpipe_cli.schedule.memory import Alive, kept_at_once
 def test_schedules_keep_as_many_micro_batches_as_they_promise(
     name: str, checkpoint_stop: int, expected: list[tuple[int, int]]
 ) -> None:
-    found = kept_at_once(order(name, 4, 8, 4), checkpoint_stop)
+    found = kept_at_once(order(name, 4, 8, 4), [checkpoint_stop] * 4)
     assert [one.moments for one in found] == [(Alive(*pair),) for pair in expected]
 
 
 def test_several_moments_are_kept_where_the_bytes_decide_which_is_worst() -> None:
-    first = kept_at_once(order("1f1b", 2, 4, 2), 3)[0]
+    first = kept_at_once(order("1f1b", 2, 4, 2), [3, 3])[0]
     assert first.moments == (Alive(2, 1), Alive(1, 2))
     assert first.bytes(graph=100, input=10) == 210
     assert first.bytes(graph=100, input=100) == 300
@@ -39,7 +39,7 @@ def test_several_moments_are_kept_where_the_bytes_decide_which_is_worst() -> Non
 def test_no_moment_needs_more(name: str, partitions: int, chunks: int, stop: int, input: int) -> None:
     """Against a count of the bytes themselves, action by action."""
     actions = order(name, partitions, chunks, partitions)
-    found = [one.bytes(graph=20, input=input) for one in kept_at_once(actions, stop)]
+    found = [one.bytes(graph=20, input=input) for one in kept_at_once(actions, [stop] * partitions)]
     for partition, own in enumerate(actions):
         kept, most = 0, 0
         for action in own:
@@ -67,7 +67,7 @@ def test_what_the_clock_says_holds_for_the_listed_order(
 ) -> None:
     partitions = devices * (turns if schedule == "interleaved" else 1)
     course = Course(schedule, partitions, chunks, checkpoint, devices)
-    told = in_flight.kept(schedule, partitions, chunks, devices, course.checkpoint_stop)
+    told = in_flight.kept(schedule, partitions, chunks, devices, course.checkpoint_stops)
     for graph, input in ((100, 1), (1, 100), (1, 0), (7, 5)):
         counted = [one.bytes(graph, input) for one in course.kept]
         clocked = [one.bytes(graph, input) for one in told]

@@ -65,7 +65,7 @@ def test_recomputation_hides_where_the_gradient_is_still_on_its_way() -> None:
     actions = order("gpipe", 2, 1, 2)
     # Both recompute, but the first does so while the second works.
     assert simulate(actions, costs).step == 6
-    found = simulate(actions, costs, checkpoint_stop=1)
+    found = simulate(actions, costs, checkpoint_stops=[1, 1])
     assert found.step == 7
     of_the_first = [(one.phase, one.begin, one.end) for one in found.spans if one.worker == 0]
     assert of_the_first == [("forward", 0, 1), ("recompute", 1, 2), ("backward", 5, 7)]
@@ -73,7 +73,7 @@ def test_recomputation_hides_where_the_gradient_is_still_on_its_way() -> None:
 
 def test_recomputation_keeps_a_core_from_others_only_while_it_runs() -> None:
     costs = [PartitionCost(1, 2, recompute=1), PartitionCost(1, 2, recompute=1)]
-    assert simulate(order("gpipe", 2, 3, 2), costs, checkpoint_stop=3, cores=1).step == 2 * 3 * 4
+    assert simulate(order("gpipe", 2, 3, 2), costs, checkpoint_stops=[3, 3], cores=1).step == 2 * 3 * 4
 
 
 @given(costs_of_partitions, st.integers(1, 6), st.sampled_from(["gpipe", "1f1b", "zero_bubble"]), st.data())
@@ -83,7 +83,7 @@ def test_no_piece_begins_before_what_it_needs_has_arrived(
     stop, cores = data.draw(st.integers(0, chunks)), data.draw(st.integers(1, 6))
     actions = order(name, len(costs), chunks, len(costs))
     costs = [replace(one, recompute=3.0, transfer=2.0) for one in costs]
-    found = simulate(actions, costs, checkpoint_stop=stop, cores=cores)
+    found = simulate(actions, costs, checkpoint_stops=[stop] * len(costs), cores=cores)
     ends = {(one.action, one.phase): one.end for one in found.spans}
     for span in found.spans:
         for needed in dependencies(span.action, frozenset(action for action, _ in ends)):
@@ -101,8 +101,8 @@ def test_the_most_a_partition_keeps_counts_graphs_inputs_and_what_is_always_ther
     actions = order("1f1b", 2, 4, 2)
     assert simulate(actions, costs).peak_bytes == (1200, 1100)
     # Two inputs and the graph of one of them; at the end the last micro-batch's own graph as well.
-    assert simulate(actions, costs, checkpoint_stop=3).peak_bytes == (1210, 1110)
-    assert simulate(actions, costs, checkpoint_stop=4).peak_bytes == (1120, 1110)
+    assert simulate(actions, costs, checkpoint_stops=[3, 3]).peak_bytes == (1210, 1110)
+    assert simulate(actions, costs, checkpoint_stops=[4, 4]).peak_bytes == (1120, 1110)
 
 
 def test_actions_of_a_worker_keep_their_order_and_do_not_overlap() -> None:

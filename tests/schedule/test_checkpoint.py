@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+from gpipe_cli.schedule import order
+from gpipe_cli.schedule.checkpoint import checkpoint_stops, settled
+from gpipe_cli.schedule.memory import kept_at_once
+from gpipe_cli.schedule.simulate import PartitionCost, simulate
+
+
+def test_every_partition_may_have_a_mode_of_its_own() -> None:
+    assert checkpoint_stops(("always", "except_last", "never"), 3, 8) == (8, 7, 0)
+    assert checkpoint_stops("except_last", 3, 8) == (7, 7, 7)
+
+
+def test_modes_that_are_all_the_same_are_one() -> None:
+    assert settled(["never", "never"], 2) == "never"
+    assert settled(["always", "never"], 2) == ("always", "never")
+    assert settled("always", 3) == "always"
+
+
+def test_a_list_of_another_length_and_a_mode_that_there_is_not_are_refused() -> None:
+    with pytest.raises(ValueError, match="checkpoint has 2 modes for 3 partitions; give one for each"):
+        settled(["always", "never"], 3)
+    with pytest.raises(ValueError, match=r"not one of 'always', 'except_last', or 'never' \('sometimes'\)"):
+        settled(["always", "sometimes"], 2)
+
+
+def test_only_the_partition_that_recomputes_takes_longer_and_keeps_less() -> None:
+    actions, costs = order("gpipe", 2, 2, 2), [PartitionCost(1, 1, recompute=1)] * 2
+    found = simulate(actions, costs, checkpoint_stops=[0, 2])
+    # F0 F1 and back again on the second worker: 1 + 2 forwards, 2 recomputations and 2 backwards, and one more back.
+    assert found.step == 1 + 2 + 2 * 2 + 1
+    assert [one.phase for one in found.spans if one.worker == 0] == ["forward"] * 2 + ["backward"] * 2
+    kept = kept_at_once(actions, [0, 2])
+    assert [one.bytes(graph=10, input=1) for one in kept] == [20, 12]
