@@ -62,6 +62,20 @@ def test_a_limit_is_kept_or_refused_with_the_smallest_that_would_do(tiny: Gpipe)
     assert refused.code == 2 and "the smallest limit that would do is" in refused.err
 
 
+def test_only_partitions_that_must_recompute_in_the_plan_and_in_training(gpipe: Gpipe) -> None:
+    words = ("devices=3", "partitions=3", "batch_size=16", "chunks=4", "schedule=1f1b", "device_memory=4MiB")
+    found = gpipe("plan", "model=unet", "device=v100", *words, "--json").json
+    modes = found["best"]["checkpoint"]
+    assert modes == ["always", "always", "never"]
+    assert found["best"]["predicted_peak_bytes"] <= 4 * 2**20
+    paste = found["paste"].split()[2:]
+    assert f"checkpoint=[{','.join(modes)}]" in paste
+    trained = gpipe("train", *paste, "steps=1", "log.partitions=true", "--json").json
+    log = (Path(trained["run_dir"]) / "train.log").read_text()
+    assert "Micro-batch 0 (partition 0): checkpoint_stop=4, using_checkpointing=True" in log
+    assert "Micro-batch 0 (partition 2): checkpoint_stop=0, using_checkpointing=False" in log
+
+
 def test_training_takes_the_best_plan_and_remembers_it(tiny: Gpipe) -> None:
     summary = tiny("train", "plan=auto", "devices=[cpu,cpu]", "steps=1", "chunks=2", "--json")
     saved = yaml.safe_load((Path(summary.json["run_dir"]) / "config.yaml").read_text(encoding="utf-8"))
