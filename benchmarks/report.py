@@ -77,8 +77,9 @@ def _cells(measured: Measured, plain: Measured | None) -> list[str]:
 
 
 def _claims_table(case: str, judged: Sequence[Judged]) -> Table:
-    table = Table("claim", "measured", "of bests", "bound", "holds", title=f"{case}: claims")
+    table = Table("claim", "measured", "of bests", "bound", "possible here", "holds", title=f"{case}: claims")
     for one in judged:
         holds = "yes" if one.holds else "[red]no"
-        table.add_row(one.text, f"{one.figure:.3f}", f"{one.best:.3f}", one.bound, holds)
+        possible = "" if one.possible is None else f"{one.possible:.3f}"
+        table.add_row(one.text, f"{one.figure:.3f}", f"{one.best:.3f}", one.bound, possible, holds)
     return table

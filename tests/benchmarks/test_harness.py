@@ -27,7 +27,13 @@ def test_claims_are_judged_by_their_bounds_and_only_where_all_was_measured() -> 
     assert judged["time of gpipe / torchgpipe"].holds
     speed_up = judged["speed-up of gpipe over plain, same chunks, one thread"]
     assert speed_up.figure == pytest.approx(1.5)
-    assert not speed_up.holds
+    assert not speed_up.holds and speed_up.possible is None
+
+
+def test_a_speed_up_stands_beside_what_two_threads_could_gain_without_waiting() -> None:
+    taken = {"gpipe": 0.6, "plain": 0.9, "apart-2-threads": 0.5}
+    (speed_up,) = judge("mlp", {system: measured(system, seconds) for system, seconds in taken.items()})
+    assert speed_up.possible == pytest.approx(1.8 * 8 / 9)
 
 
 def test_a_system_that_failed_is_not_judged() -> None:
