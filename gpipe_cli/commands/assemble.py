@@ -25,6 +25,7 @@ from gpipe_cli.commands.course import (
     make_course,
     make_memory,
     optimizer_factory,
+    precision_of,
     sample_must_fit,
 )
 from gpipe_cli.commands.feed import Feed, make_feed
@@ -177,6 +178,7 @@ def _balance(
         if limits or takes & {"sample", "memory"}:
             offered["sample"] = make_sample(settings, feed).to(devices[0])
             judging.enter_context(sample_must_fit(offered["sample"]))
+            judging.enter_context(precision_of(settings, devices[0].type))
         if limits or "memory" in takes:
             memory = make_memory(settings, model, offered["sample"], course)
         balanced: Balanced = instantiate(

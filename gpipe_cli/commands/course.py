@@ -71,11 +71,13 @@ def trained_bytes(settings: Shared, model: nn.Module) -> TrainedBytes:
     return trained
 
 
-def precision_of(settings: Shared) -> AbstractContextManager[Any]:
-    """The autocast of a run, for what is said of it without running it."""
+def precision_of(settings: Shared, kind: str = "cpu") -> AbstractContextManager[Any]:
+    """The autocast of a run, for what is said of it before it begins.
+
+    Tensors without values say they are on the CPU, whatever kind of device the run will use.
+    """
     dtype = DTYPES.get(settings.precision) if isinstance(settings, Running) else None
-    # Tensors without values say they are on the CPU, whatever device the run will use.
-    return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+    return nullcontext() if dtype is None else torch.autocast(kind, dtype=dtype)
 
 
 @contextmanager

@@ -151,7 +151,7 @@ class Planner:
         """The numbers of micro-batches whose costs are known, the costs, and where they come from."""
         if self._elsewhere is not None:
             return self._estimates(chunks)
-        profiles = ProfileCache(default_folder(), say=say)
+        profiles = ProfileCache(default_folder(), reuse=self._settings.plan.cache, say=say)
         bench = Workbench(
             self._model,
             self.sample,
@@ -162,9 +162,14 @@ class Planner:
             transfer_of=self._transfers if self.apart or self.devices[0].type == "cuda" else None,
         )
         begin = time.monotonic()
-        with sample_must_fit(self.sample(max(chunks))), intra_op_threads(1):
+        precision = precision_of(self._settings, self.devices[0].type)
+        with precision, sample_must_fit(self.sample(max(chunks))), intra_op_threads(1):
             measured = bench.measure(chunks, begin + MEASURING * (deadline - begin))
-        return measured, bench.costs, f"measured here in {time.monotonic() - begin:.1f} s"
+        if profiles.oldest is None:
+            origin = f"measured here in {time.monotonic() - begin:.1f} s"
+        else:
+            origin = f"measured here, some of it on {profiles.oldest}; plan.cache=false measures anew"
+        return measured, bench.costs, origin
 
     def _estimates(self, chunks: Sequence[int]) -> tuple[Sequence[int], Callable[[Shape], Costs], str]:
         """Operations are counted once, for the smallest micro-batch that runs: they grow with its rows."""

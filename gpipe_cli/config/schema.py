@@ -25,6 +25,8 @@ class Planning:
     """Seconds that planning may take, measuring included."""
     verify_budget: float = 120.0
     """Seconds that running the best plans may take, where verify=true asks for it."""
+    cache: bool = True
+    """Whether what was measured before is used again; false measures anew."""
 
 
 @dataclass

@@ -23,7 +23,7 @@ from gpipe_cli.plan.costs import Costs, Split
 from gpipe_cli.plan.shape import Shape
 from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.pace import Phases, measure_phases
+from gpipe_cli.profiling.pace import Phases
 
 __all__ = ["SECONDS_OF_PHASES", "MeasuredCosts", "Workbench", "intra_op_threads"]
 
@@ -118,7 +118,7 @@ class Workbench:
         balance = solve([one.forward_ms + one.backward_ms for one in layers], workers).balance
         devices = self._devices[:workers]
         cores = self._cores if devices[0].type == "cpu" else None
-        phases = measure_phases(
+        phases = self._profiles.phases(
             self._module, sample, balance, devices, chunks, SECONDS_OF_PHASES, cores=cores
         )
         return MeasuredCosts(layers, phases)

@@ -1,37 +1,31 @@
-"""Times of layers that were measured before, kept in files so that a run need not measure them again.
+"""What was measured of a model before, so that a run need not measure it again.
 
     profiles = ProfileCache(default_folder())
     layers = profiles.times(module, sample, seconds=3.0)
     profiles.origin                     # where they come from, in words
 
-One JSON file per fingerprint, put in place whole. A file is data from outside: whatever does not fit to the letter is
-left alone and said, and the layers are measured. A folder that cannot be written costs the cache, not the run.
+Decides what may be reused: the same model, sample, device, threads and versions (`fingerprint`), for as long or longer.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import os
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
+import torch
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.profiling.fingerprint import fingerprint
 from gpipe_cli.profiling.layers import Sample, profile_layers
+from gpipe_cli.profiling.pace import Phases, measure_phases
+from gpipe_cli.profiling.shelf import Shelf
 
 __all__ = ["LayerTimes", "ProfileCache", "default_folder"]
-
-FORMAT = 1
-LARGEST = 2**24
-"""Bytes; ten thousand layers take one."""
 
 
 @final
@@ -52,19 +46,22 @@ class ProfileCache:
     def __init__(
         self, folder: Path | None, *, reuse: bool = True, say: Callable[[str], None] = lambda line: None
     ) -> None:
-        """Without a folder nothing is kept; without `reuse` every time is measured anew, and kept."""
-        self._folder, self._reuse, self._say = folder, reuse, say
+        """Without a folder nothing is kept; without `reuse` everything is measured anew, and kept."""
+        self._shelf, self._reuse = Shelf(folder, say), reuse
         self.origin = ""
+        """Where the times that were asked for last come from."""
+        self.oldest: str | None = None
+        """When the oldest measurement was made that was reused, of those asked for so far."""
 
     def times(self, module: nn.Sequential, sample: Sample, seconds: float) -> list[LayerTimes]:
         """Of each layer, measured for `seconds` now, or for as long or longer before."""
         key = fingerprint(module, sample)
-        path = None if self._folder is None else self._folder / f"{_digest(key)}.json"
         has_storage = not any(parameter.is_meta for parameter in module.parameters())
-        if path is not None and (self._reuse or not has_storage):
-            known = self._read(path, key, seconds)
+        if self._reuse or not has_storage:
+            known = self._shelf.find(key, len(module), 2, seconds)
             if known is not None:
-                return known
+                self._reused(known.measured)
+                return [LayerTimes(*row) for row in known.numbers]
         if not has_storage:
             raise ConfigError(
                 "balance=time: nothing is run here, and no measurement of this model with these settings is kept; "
@@ -76,66 +73,35 @@ class ProfileCache:
             for one in profile_layers(module, sample, seconds=seconds)
         ]
         self.origin = f"layers measured in {time.perf_counter() - began:.1f} s"
-        if path is not None:
-            self._write(path, key, seconds, layers)
+        self._shelf.keep(key, seconds, [astuple(one) for one in layers])
         return layers
 
-    def _read(self, path: Path, key: Mapping[str, Any], seconds: float) -> list[LayerTimes] | None:
-        try:
-            if path.stat().st_size > LARGEST:
-                raise ValueError(f"it is larger than {LARGEST} bytes")
-            document = json.loads(path.read_text(encoding="utf-8"))
-            layers, measured = _checked(document, key)
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, RecursionError) as error:
-            self._say(f"{path} is no measurement and is ignored: {error}")
-            return None
-        if document["seconds"] < seconds:
-            return None
-        self.origin = f"layer times of {measured} reused; balance.cache=false measures them anew"
-        return layers
-
-    def _write(
-        self, path: Path, key: Mapping[str, Any], seconds: float, layers: Sequence[LayerTimes]
-    ) -> None:
-        document = {
-            "format": FORMAT,
-            "measured": time.strftime("%Y-%m-%d %H:%M:%S"),
-            "seconds": seconds,
-            "key": key,
-            "layers": [[one.forward_ms, one.backward_ms] for one in layers],
+    def phases(
+        self,
+        module: nn.Sequential,
+        sample: Sample,
+        balance: Sequence[int],
+        devices: Sequence[torch.device],
+        chunks: int,
+        seconds: float,
+        *,
+        cores: int | None,
+    ) -> Phases:
+        """Of a pipeline: see `measure_phases`."""
+        key = fingerprint(module, sample) | {
+            "balance": list(balance),
+            "devices": [str(one) for one in devices],
+            "chunks": chunks,
+            "cores": cores,
         }
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Another run may read or write the same file now: it sees the old one or the new one, whole.
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as file:
-                json.dump(document, file)
-            Path(file.name).replace(path)
-        except OSError as error:
-            self._say(f"the layer times cannot be kept for the next run: {error}")
+        known = self._shelf.find(key, 1, len(fields(Phases)), seconds) if self._reuse else None
+        if known is not None:
+            self._reused(known.measured)
+            return Phases(*known.numbers[0])
+        phases = measure_phases(module, sample, balance, devices, chunks, seconds, cores=cores)
+        self._shelf.keep(key, seconds, [astuple(phases)])
+        return phases
 
-
-def _digest(key: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _checked(document: Any, key: Mapping[str, Any]) -> tuple[list[LayerTimes], str]:
-    """The times and when they were measured; ValueError for whatever this file would not have written."""
-    if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("key") != key:
-        raise ValueError("it is of another format or of another model")
-    seconds, measured, layers = (document.get(name) for name in ("seconds", "measured", "layers"))
-    if not _is_time(seconds) or not isinstance(measured, str) or len(measured) > 40:
-        raise ValueError("it does not say when and how long was measured")
-    if not isinstance(layers, list) or len(layers) != key["layers"]:
-        raise ValueError(f"it does not have {key['layers']} layers")
-    for pair in layers:
-        if not isinstance(pair, list) or len(pair) != 2 or not all(map(_is_time, pair)):
-            raise ValueError(f"{str(pair)[:40]} are no times")
-    return [LayerTimes(float(there), float(back)) for there, back in layers], measured
-
-
-def _is_time(value: Any) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
-    )
+    def _reused(self, measured: str) -> None:
+        self.origin = f"layer times of {measured} reused; balance.cache=false measures them anew"
+        self.oldest = min(measured, self.oldest or measured)

@@ -42,6 +42,9 @@ def fingerprint(module: nn.Sequential, sample: Sample) -> dict[str, Any]:
         "device": str(device),
         "processor": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
+        "autocast": str(torch.get_autocast_dtype(device.type))
+        if torch.is_autocast_enabled(device.type)
+        else None,
     }
 
 

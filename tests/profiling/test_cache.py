@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.profiling import cache
+from gpipe_cli.profiling import cache, shelf
 from gpipe_cli.profiling.cache import LayerTimes, ProfileCache, default_folder
 from gpipe_cli.profiling.fingerprint import fingerprint
 from gpipe_cli.profiling.layers import Sample, profile_layers
+from gpipe_cli.profiling.pace import Phases
 
 SAMPLE = Sample(torch.zeros(2, 4))
 
@@ -86,6 +87,38 @@ def test_threads_count_too(tmp_path: Path, measured: list[float]) -> None:
     assert measured == [1, 1]
 
 
+def test_so_does_autocast(tmp_path: Path, measured: list[float]) -> None:
+    ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    assert measured == [1, 1]
+
+
+def test_a_pipeline_is_measured_once_for_each_way_to_cut_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def watched(module: Any, sample: Any, balance: Any, *rest: Any, **more: Any) -> Phases:
+        calls.append(balance)
+        return Phases(1, 2, 3, 4, 5, 0.5, len(calls))
+
+    monkeypatch.setattr(cache, "measure_phases", watched)
+
+    def phases(balance: list[int], profiles: ProfileCache) -> Phases:
+        devices = [torch.device("cpu")] * len(balance)
+        return profiles.phases(make_module(), SAMPLE, balance, devices, 4, 1.0, cores=2)
+
+    first = ProfileCache(tmp_path)
+    assert phases([1, 1], first) == phases([1, 1], ProfileCache(tmp_path)) == Phases(1, 2, 3, 4, 5, 0.5, 1)
+    assert phases([2], first) == Phases(1, 2, 3, 4, 5, 0.5, 2)
+    assert phases([1, 1], ProfileCache(tmp_path, reuse=False)) == Phases(1, 2, 3, 4, 5, 0.5, 3)
+    assert calls == [[1, 1], [2], [1, 1]] and first.oldest is None
+    again = ProfileCache(tmp_path)
+    phases([2], again)
+    assert again.oldest is not None
+
+
 def test_so_does_the_source_of_a_class_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -133,15 +166,15 @@ DAMAGES: dict[str, Callable[[str], str]] = {
     "empty": lambda text: "",
     "a list": lambda text: "[]",
     "deep": lambda text: "[" * 100_000,
-    "another format": edited(lambda document: document.update(format=2)),
+    "another format": edited(lambda document: document.update(format=1)),
     "another model": edited(lambda document: document["key"].update(model="x")),
-    "too few layers": edited(lambda document: document["layers"].pop()),
-    "words": edited(lambda document: document["layers"].__setitem__(0, ["a", 1])),
-    "negative": edited(lambda document: document["layers"].__setitem__(0, [-1, 1])),
+    "too few layers": edited(lambda document: document["numbers"].pop()),
+    "words": edited(lambda document: document["numbers"].__setitem__(0, ["a", 1])),
+    "negative": edited(lambda document: document["numbers"].__setitem__(0, [-1, 1])),
     "infinite": lambda text: text.replace('"seconds": 1', '"seconds": Infinity'),
-    "not a number": edited(lambda document: document["layers"].__setitem__(0, [float("nan"), 1])),
+    "not a number": edited(lambda document: document["numbers"].__setitem__(0, [float("nan"), 1])),
     "no date": edited(lambda document: document.update(measured=5)),
-    "huge": lambda text: text + " " * (cache.LARGEST + 1),
+    "huge": lambda text: text + " " * (shelf.LARGEST + 1),
 }
 
 
@@ -169,7 +202,7 @@ def test_a_damaged_or_hostile_file_is_ignored_and_said(
 )
 def test_no_document_is_taken_for_times_that_is_none(document: Any) -> None:
     with pytest.raises(ValueError, match="it "):
-        cache._checked(document, {"layers": 2})
+        shelf._checked(document, {"layers": 2}, 2, 2)
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path: Path, measured: list[float]) -> None:
