@@ -42,6 +42,11 @@ class Layer:
             self._draws[training] = random.drew
         return output
 
+    @property
+    def draws_nothing(self) -> bool:
+        """Whether it was seen to, in the mode it is in."""
+        return self._draws.get(self.module.training) is False
+
     def always_keyed(self) -> None:
         """Some layer drew that had not drawn at first: trust none of them any more."""
         self._draws = {True: True, False: True}

@@ -33,7 +33,7 @@ from gpipe_cli.pipeline.microbatch import Value, check, tensors_of
 from gpipe_cli.pipeline.minibatch import MiniBatch
 from gpipe_cli.pipeline.skips import PartitionSkips
 from gpipe_cli.pipeline.split_backward import SplitBackward
-from gpipe_cli.pipeline.tied import Aliases
+from gpipe_cli.pipeline.tied import NO_ALIASES, Aliases
 from gpipe_cli.skip.layout import SkipRoute
 from gpipe_cli.skip.tracker import use_skip_tracker
 from gpipe_cli.torch_internals.engine import run_backward
@@ -123,10 +123,13 @@ class Partition:
     _mode: tuple[Any, ...] = ()
     _habits: dict[tuple[Any, ...], Habits] = field(default_factory=dict)
     _before: tuple[SavedBuffer, ...] = ()
+    _quiet: bool = False
+    """Whether no layer draws, as far as is known."""
 
     def begin(self) -> None:
         """Look once per mini-batch at what decides how the layers behave."""
         self._before = ()
+        self._quiet = all(layer.draws_nothing for layer in self.layers)
         self._mode = (
             tuple(layer.module.training for layer in self.layers),
             tuple(leaf.requires_grad for layer in self.layers for leaf in layer.module.parameters()),
@@ -268,13 +271,20 @@ class Partition:
             Running(micro_batch, checkpointing=checkpointing, recomputing=recomputing),
             use_skip_tracker(skips),
         ):
-            for layer, aliases in zip(self.layers, visit.aliases, strict=True):
-                self.running = layer
-                with aliases:
-                    value = layer.run(value, key, micro_batch.index, self._random)
-                marks.append(next_number())
-                if watch is not None:
-                    watch.look(layer, tensors_of(value) if isinstance(value, Tensor | tuple) else ())
+            if self._quiet and watch is None and visit.aliases.count(NO_ALIASES) == len(self.layers):
+                # Nothing but the layers themselves: for small ones every line here counts.
+                for layer in self.layers:
+                    self.running = layer
+                    value = layer.module(value)
+                    marks.append(next_number())
+            else:
+                for layer, aliases in zip(self.layers, visit.aliases, strict=True):
+                    self.running = layer
+                    with aliases:
+                        value = layer.run(value, key, micro_batch.index, self._random)
+                    marks.append(next_number())
+                    if watch is not None:
+                        watch.look(layer, tensors_of(value) if isinstance(value, Tensor | tuple) else ())
             check(value)
             if visit.head is not None:
                 self.running = "the loss function"

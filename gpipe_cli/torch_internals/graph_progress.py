@@ -6,6 +6,7 @@ as the node has run. Both can be seen through private names only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -16,9 +17,8 @@ Node: TypeAlias = Any
 """torch.autograd.graph.Node, whose stubs do not know the attributes of its kinds."""
 
 
-def next_number() -> int:
-    """The number that the next node made in this thread will have."""
-    return int(torch._C._autograd._get_sequence_nr())
+next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that the next node made in this thread will have."""
 
 
 def number_of(node: Node) -> int:
