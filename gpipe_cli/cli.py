@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
 from gpipe_cli.arguments import FLAGS, PLAIN_FLAGS, Invocation, parse
+from gpipe_cli.collector import hold_back
 from gpipe_cli.completion import complete
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped
@@ -166,4 +167,5 @@ def _print(text: str, stream: TextIO) -> None:
 
 def script() -> NoReturn:
     """The console script."""
+    hold_back()
     sys.exit(main())

@@ -16,6 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.arguments import Invocation
+from gpipe_cli.collector import release
 from gpipe_cli.config.load import CUSTOM, settings_of
 from gpipe_cli.config.recipes import as_written
 from gpipe_cli.engines.meeting import Meeting
@@ -94,6 +95,7 @@ class Jobs:
             settings = settings_of(tree, self._command, self._overrides)
             # Only now: composing, printing and refusing a configuration must not wait for torch.
             command = importlib.import_module(f"gpipe_cli.commands.{self._command}")
+            release()
             summary: Summary = command.run(settings, job)
         except KeyboardInterrupt:
             raise
