@@ -15,10 +15,10 @@ from typing import final
 
 from gpipe_cli.plan.costs import Costs, Sums
 from gpipe_cli.plan.fit import Fit
-from gpipe_cli.schedule.checkpoint import checkpoint_stops
+from gpipe_cli.schedule.checkpoint import MODES, checkpoint_stops
 from gpipe_cli.schedule.course import Course
 
-__all__ = ["SPLITS_BACKWARD", "StepBound"]
+__all__ = ["SPLITS_BACKWARD", "StepBound", "least_step"]
 
 SPLITS_BACKWARD = ("zero_bubble",)
 LARGEST = sys.float_info.max
@@ -37,11 +37,8 @@ class StepBound:
         self._micro_batches = course.micro_batches
         self._recomputed = {mode: checkpoint_stops(mode, 1, course.micro_batches)[0] for mode in fit.modes}
         self._splits = course.schedule in SPLITS_BACKWARD
-        workers = min(course.devices or course.partitions, course.cores or course.partitions)
-        once = self._sums.forward[-1] + self._sums.backward[-1] * self._least_split
-        least = min(self._recomputed.values())
-        self._work = (course.micro_batches * once + least * costs.recompute[-1]) / workers
-        """All work, evenly shared."""
+        self._least_split = _least_split(costs, course)
+        self._work = _work(costs, self._sums, course, min(self._recomputed.values()))
 
     def cost(self, partition: int, begin: int, end: int) -> float:
         mode = self._fit.mode(partition, begin, end)
@@ -67,11 +64,29 @@ class StepBound:
         ends = range(begin + 1, min(begin + reach, self.layers) + 1)
         return begin + bisect_right(ends, limit, key=lambda end: self.cost(partition, begin, end))
 
-    @property
-    def _least_split(self) -> float:
-        """What a backward takes at least, as a multiple of the whole: the first partition's is not split."""
-        split = self._costs.split
-        return min(1.0, split.input_grad + split.weight_grad) if self._splits else 1.0
+
+def least_step(costs: Costs, course: Course) -> float:
+    """Below which no step is, whatever is recomputed: known without a look at the layers."""
+    there, back = costs.least
+    stops = (
+        checkpoint_stops(course.checkpoint, 1, course.micro_batches) if course.checkpoint in MODES else (0,)
+    )
+    work = _work(costs, costs.least, course, stops[0])
+    return work if course.schedule in SPLITS_BACKWARD else max(work, there[-1] + back[-1])
+
+
+def _work(costs: Costs, sums: Sums, course: Course, recomputed: int) -> float:
+    """All work, evenly shared."""
+    workers = min(course.devices or course.partitions, course.cores or course.partitions)
+    once = sums.forward[-1] + sums.backward[-1] * _least_split(costs, course)
+    return (course.micro_batches * once + recomputed * costs.recompute[-1]) / workers
+
+
+def _least_split(costs: Costs, course: Course) -> float:
+    """What a backward takes at least, as a multiple of the whole: the first partition's is not split."""
+    if course.schedule not in SPLITS_BACKWARD:
+        return 1.0
+    return min(1.0, costs.split.input_grad + costs.split.weight_grad)
 
 
 def _sums(costs: Costs, fit: Fit) -> Sums:

@@ -1,7 +1,8 @@
 """The joint search: of all shapes and balances that fit, those with the shortest steps. Exact while time lasts.
 
 Shapes are taken by their lower bounds, so that most are never looked into: once enough plans are better than a shape
-can be, it is done with. Knows nothing of torch, and of costs and memory only that somebody has them for a shape.
+can be, it is done with. A bound that costs nothing comes first, then one that knows the layers and their memory. Knows
+nothing of torch, and of costs and memory only that somebody has them for a shape.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from math import inf
 from typing import final
 
 from gpipe_cli.plan.balances import Balance, Found, best_balance, lowest
+from gpipe_cli.plan.bound import least_step
 from gpipe_cli.plan.costs import Costs
 from gpipe_cli.plan.fit import Fit
 from gpipe_cli.plan.shape import Shape
@@ -41,7 +44,7 @@ class Searched:
     lower_bound_ms: float
     """No plan that fits has a shorter step."""
     too_large: int
-    """Shapes that no balance makes fit."""
+    """Shapes looked into that no balance makes fit."""
     left_out: int
     """Shapes that nobody can simulate, or for which there was no time."""
 
@@ -54,10 +57,12 @@ class Searched:
 @final
 @dataclass(frozen=True)
 class _Waiting:
+    """A shape whose bound is known, by itself or with the balance that has it."""
+
     shape: Shape
     costs: Costs
-    fit: Fit
-    start: tuple[float, Balance]
+    fit: Fit | None = None
+    start: tuple[float, Balance] | None = None
 
 
 def search(
@@ -70,39 +75,46 @@ def search(
     deadline: float = inf,
 ) -> Searched:
     """The best `keep` shapes, each with its best balance; `deadline` is a moment of `time.monotonic`."""
-    waiting: list[_Waiting] = []
-    too_large = left_out = 0
-    for shape in shapes:
-        course = shape.course(cores)
-        if not can_be_simulated(course):
-            left_out += 1
-            continue
-        costs, fit = costs_of(shape), fit_of(shape)
-        start = lowest(costs, course, fit)
-        if start is None:
-            too_large += 1
-        else:
-            waiting.append(_Waiting(shape, costs, fit, start))
-    waiting.sort(key=lambda one: one.start[0])
-    answers, unseen = _judge(waiting, keep, cores, deadline)
-    bounds = [one.found.lower_bound_ms for one in answers] + [one.start[0] for one in unseen]
-    return Searched(answers[:keep], min(bounds, default=inf), too_large, left_out + len(unseen))
-
-
-def _judge(
-    waiting: list[_Waiting], keep: int, cores: int | None, deadline: float
-) -> tuple[list[Answer], list[_Waiting]]:
-    """All answers by their steps, and what there was no time for."""
+    queue, cannot = _by_their_bounds(shapes, costs_of, cores)
     answers: list[Answer] = []
-    for number, one in enumerate(waiting):
-        if len(answers) >= keep and one.start[0] >= answers[keep - 1].found.step_ms:
-            break  # and so are all that follow
+    too_large, number = 0, len(queue)
+    while queue and not (len(answers) >= keep and queue[0][0] >= answers[keep - 1].found.step_ms):
         if answers and time.monotonic() > deadline:
-            return answers, waiting[number:]
-        found = best_balance(one.costs, one.shape.course(cores), one.fit, one.start, ACTIONS)
+            cannot += len(queue)
+            break
+        bound, _, one = heappop(queue)
+        course = one.shape.course(cores)
+        if one.fit is None or one.start is None:
+            fit = fit_of(one.shape)
+            start = lowest(one.costs, course, fit)
+            if start is None:
+                too_large += 1
+            else:
+                number += 1
+                heappush(queue, (max(bound, start[0]), number, replace(one, fit=fit, start=start)))
+            continue
+        found = best_balance(one.costs, course, one.fit, one.start, ACTIONS)
         answer = Answer(replace(one.shape, checkpoint=found.checkpoint), found)
         # Where what fits is the same everywhere, it is a shape of its own.
         if all(answer.shape != other.shape for other in answers):
             answers.append(answer)
-        answers.sort(key=lambda answer: answer.found.step_ms)
-    return answers, []
+            answers.sort(key=lambda answer: answer.found.step_ms)
+    bounds = [one.found.lower_bound_ms for one in answers] + [bound for bound, *_ in queue[:1]]
+    return Searched(answers[:keep], min(bounds, default=inf), too_large, cannot)
+
+
+def _by_their_bounds(
+    shapes: Iterable[Shape], costs_of: Callable[[Shape], Costs], cores: int | None
+) -> tuple[list[tuple[float, int, _Waiting]], int]:
+    """A heap of the shapes that can be simulated, and how many cannot."""
+    queue = []
+    cannot = 0
+    for number, shape in enumerate(shapes):
+        course = shape.course(cores)
+        if can_be_simulated(course):
+            costs = costs_of(shape)
+            queue.append((least_step(costs, course), number, _Waiting(shape, costs)))
+        else:
+            cannot += 1
+    heapify(queue)
+    return queue, cannot

@@ -147,3 +147,16 @@ def test_a_space_names_every_shape_once() -> None:
     assert {shape.checkpoint for shape in shapes} == set(CHECKPOINTS)
     assert all(shape.chunks > 1 for shape in shapes if shape.devices > 1)
     assert {shape.partitions for shape in shapes if shape.schedule == "interleaved"} == {4, 8}
+
+
+def test_shapes_that_cannot_win_are_not_looked_into() -> None:
+    costs, looked = Costs([1.0] * 64, [2.0] * 64), []
+    shapes = list(Space(64, [1, 2, 8, 64], [64]).shapes())
+
+    def fit_of(shape: Shape) -> Fit:
+        looked.append(shape)
+        return Fit({str(shape.checkpoint): None})
+
+    found = search(shapes, lambda shape: costs, fit_of, keep=1)
+    assert found.answers[0].shape.devices == 64 and found.gap == pytest.approx(0)
+    assert {shape.devices for shape in looked} == {64} and len(looked) < len(shapes) / 3
