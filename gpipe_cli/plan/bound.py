@@ -29,8 +29,6 @@ LARGEST = sys.float_info.max
 class StepBound:
     """For the solver: no step is shorter in which some partition has the layers from `begin` up to `end`."""
 
-    grows_backwards = False  # a layer in front shortens the way to the partition
-
     def __init__(self, costs: Costs, course: Course, fit: Fit) -> None:
         self.layers = costs.layers
         self._costs, self._sums, self._fit = costs, _sums(costs, fit), fit
@@ -39,6 +37,11 @@ class StepBound:
         self._splits = course.schedule in SPLITS_BACKWARD
         self._least_split = _least_split(costs, course)
         self._work = _work(costs, self._sums, course, min(self._recomputed.values()))
+        self._free = fit.only
+        # A layer in front shortens the way to the partition by less than it adds to it. But it may be one with a
+        # smaller input, so that less must be recomputed.
+        self.grows_backwards = self._free is not None
+        self._busy = [] if self._free is None else self._busy_up_to(self._recomputed[self._free])
 
     def cost(self, partition: int, begin: int, end: int) -> float:
         mode = self._fit.mode(partition, begin, end)
@@ -57,12 +60,39 @@ class StepBound:
         return max(there_and_back, turned_round, self._work)
 
     def furthest(self, partition: int, begin: int, limit: float) -> int:
+        if self._free is not None:
+            return self._furthest_of_all(partition, begin, limit)
         limit = min(limit, LARGEST)
         reach = 1  # doubled, since memory far beyond the limit is long to add up
         while begin + reach < self.layers and self.cost(partition, begin, begin + reach) <= limit:
             reach *= 2
         ends = range(begin + 1, min(begin + reach, self.layers) + 1)
         return begin + bisect_right(ends, limit, key=lambda end: self.cost(partition, begin, end))
+
+    def _furthest_of_all(self, partition: int, begin: int, limit: float) -> int:
+        """The same where all fits: by looking up sums instead of asking for costs."""
+        if self._work > limit:
+            return begin
+        forward, backward = self._sums
+        way = forward[begin] + (0.0 if self._splits else backward[begin])
+        end = bisect_right(self._busy, limit - way + self._busy[begin], begin) - 1
+        if not self._splits and self._micro_batches > 1:
+            rest = (limit - forward[-1] - backward[-1]) / (self._micro_batches - 1)
+            end = min(end, bisect_right(backward, rest + backward[begin], begin) - 1)
+        end = max(begin, end)
+        # Sums were added up in another order: what counts is the cost.
+        while end > begin and self.cost(partition, begin, end) > limit:
+            end -= 1
+        while end < self.layers and self.cost(partition, begin, end + 1) <= limit:
+            end += 1
+        return end
+
+    def _busy_up_to(self, recomputed: int) -> list[float]:
+        """What a partition does in a step, summed up to each layer."""
+        return [
+            self._micro_batches * (there + back * self._least_split) + recomputed * again
+            for there, back, again in zip(*self._sums, self._costs.recompute, strict=True)
+        ]
 
 
 def least_step(costs: Costs, course: Course) -> float:

@@ -25,6 +25,12 @@ class Fit:
     def modes(self) -> Sequence[str]:
         return tuple(self._memories)
 
+    @property
+    def only(self) -> str | None:
+        """The mode of all partitions, where any layers fit; None where that must be asked."""
+        (mode, memory), *others = self._memories.items()
+        return mode if memory is None or (not others and memory.limit is None) else None
+
     def mode(self, partition: int, begin: int, end: int) -> str | None:
         """Of the partition that has the layers from `begin` up to `end`; None where they do not fit.
 
