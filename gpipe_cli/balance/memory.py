@@ -102,6 +102,12 @@ class Memory:
     def limit_per_partition(self) -> float | None:
         return None if self.limit is None else self.limit / self._course.partitions_per_device
 
+    def most(self, graphs: int, inputs: int) -> int:
+        """What no partition exceeds, however many layers it has, if so many graphs and inputs are alive."""
+        saved = self._saved.sum(0, self.layers)
+        input = max(one.input for one in self._layers) + sum(one.bytes for one in self._skips)
+        return self._resident.sum(0, self.layers) + graphs * saved + inputs * input
+
     def allows(self, partition: int, begin: int, end: int) -> bool:
         limit = self.limit_per_partition
         return limit is None or self.cost(partition, begin, end) <= limit

@@ -86,6 +86,8 @@ class Planner:
         self._cores = available_cores() if shares and self._elsewhere is None else None
         self._facts = cache(self._facts_of)
         self._memory_of = cache(self._memory_with)
+        self._seen: tuple[int, Memory] | None = None
+        """The memory of micro-batches whose facts came with their operations, and how many of those there are."""
 
     @property
     def can_be_run(self) -> bool:
@@ -176,6 +178,7 @@ class Planner:
         assert self._elsewhere is not None
         rows = {one: -(-self._settings.batch_size // one) for one in chunks}
         number, counted = self._counted(sorted(chunks, reverse=True))
+        self._seen = number, self._memory_from(counted, number)
 
         @cache
         def costs(count: int) -> Costs:
@@ -224,16 +227,28 @@ class Planner:
 
     def _memory(self, shape: Shape) -> Memory | None:
         """None where even the whole model fits, which is quicker to see than that each partition does."""
-        if self._limit() is None:
+        if self._limit() is None or self._surely_fits(shape):
             return None
         memory = self._memory_of(shape.chunks).under(shape.course())
         whole = (memory.allows(partition, 0, len(self._model)) for partition in range(shape.partitions))
         return None if all(whole) else memory
 
+    def _surely_fits(self, shape: Shape) -> bool:
+        """Judged by a smaller micro-batch that has been looked at: twice the rows keep twice as much at most."""
+        if self._seen is None:
+            return False
+        seen, memory = self._seen
+        assert memory.limit is not None, "asked only where there is a limit"
+        rows, seen_rows = (-(-self._settings.batch_size // one) for one in (shape.chunks, seen))
+        times = -(-rows // seen_rows)
+        most = memory.most(graphs=times * (shape.chunks + 1), inputs=times * shape.chunks)
+        return most <= memory.limit / shape.course().partitions_per_device
+
     def _memory_with(self, chunks: int) -> Memory:
-        return memory_from(
-            self._model, self._facts(chunks), Course("gpipe", 1, chunks), self._trained, self._limit()
-        )
+        return self._memory_from(self._facts(chunks), chunks)
+
+    def _memory_from(self, facts: ModelFacts, chunks: int) -> Memory:
+        return memory_from(self._model, facts, Course("gpipe", 1, chunks), self._trained, self._limit())
 
     @cached_property
     def _trained(self) -> Callable[[nn.Parameter], int]:

@@ -36,6 +36,7 @@ class StepBound:
         self._recomputed = {mode: checkpoint_stops(mode, 1, course.micro_batches)[0] for mode in fit.modes}
         self._splits = course.schedule in SPLITS_BACKWARD
         self._least_split = _least_split(costs, course)
+        self._part_going_back = min(1.0, costs.split.input_grad)
         self._work = _work(costs, self._sums, course, min(self._recomputed.values()))
         self._free = fit.only
         # A layer in front shortens the way to the partition by less than it adds to it. But it may be one with a
@@ -54,7 +55,11 @@ class StepBound:
         if self._splits:
             # Only the gradients of inputs go back; those of weights may come after the last one.
             busy = many * (own_forward + own_backward * self._least_split) + recompute
-            return max(way + busy, self._work)
+            part = self._part_going_back
+            turned_round = forward[-1] + part * (backward[-1] + (many - 1) * own_backward)
+            turned = forward[-1] + part * (backward[-1] - backward[end])
+            to_its_weights = turned + many * self._least_split * own_backward
+            return max(way + busy, turned_round, to_its_weights, self._work)
         there_and_back = way + many * (own_forward + own_backward) + recompute + backward[begin]
         turned_round = forward[-1] + backward[-1] + (many - 1) * own_backward
         return max(there_and_back, turned_round, self._work)
@@ -76,8 +81,9 @@ class StepBound:
         forward, backward = self._sums
         way = forward[begin] + (0.0 if self._splits else backward[begin])
         end = bisect_right(self._busy, limit - way + self._busy[begin], begin) - 1
-        if not self._splits and self._micro_batches > 1:
-            rest = (limit - forward[-1] - backward[-1]) / (self._micro_batches - 1)
+        if self._micro_batches > 1:
+            part = self._part_going_back if self._splits else 1.0
+            rest = (limit - forward[-1] - part * backward[-1]) / (part * (self._micro_batches - 1))
             end = min(end, bisect_right(backward, rest + backward[begin], begin) - 1)
         end = max(begin, end)
         # Sums were added up in another order: what counts is the cost.
@@ -102,7 +108,8 @@ def least_step(costs: Costs, course: Course) -> float:
         checkpoint_stops(course.checkpoint, 1, course.micro_batches) if course.checkpoint in MODES else (0,)
     )
     work = _work(costs, costs.least, course, stops[0])
-    return work if course.schedule in SPLITS_BACKWARD else max(work, there[-1] + back[-1])
+    part = min(1.0, costs.split.input_grad) if course.schedule in SPLITS_BACKWARD else 1.0
+    return max(work, there[-1] + part * back[-1])
 
 
 def _work(costs: Costs, sums: Sums, course: Course, recomputed: int) -> float:
