@@ -81,10 +81,14 @@ class StepBound:
         forward, backward = self._sums
         way = forward[begin] + (0.0 if self._splits else backward[begin])
         end = bisect_right(self._busy, limit - way + self._busy[begin], begin) - 1
-        if self._micro_batches > 1:
-            part = self._part_going_back if self._splits else 1.0
-            rest = (limit - forward[-1] - part * backward[-1]) / (part * (self._micro_batches - 1))
-            end = min(end, bisect_right(backward, rest + backward[begin], begin) - 1)
+        part = self._part_going_back if self._splits else 1.0
+        rest = limit - forward[-1] - part * backward[-1]
+        if (turning := part * (self._micro_batches - 1)) > 0:
+            end = min(end, bisect_right(backward, rest / turning + backward[begin], begin) - 1)
+        weights = self._micro_batches * self._least_split
+        if self._splits and weights > part:
+            most = (rest + weights * backward[begin]) / (weights - part)
+            end = min(end, bisect_right(backward, most, begin) - 1)
         end = max(begin, end)
         # Sums were added up in another order: what counts is the cost.
         while end > begin and self.cost(partition, begin, end) > limit:
