@@ -34,7 +34,7 @@ LEVELS = """
     skip
     schedule torch_internals vision config.schema
     values
-    errors version byte_size orphans
+    errors version byte_size orphans collector
 """
 """Top to bottom. A room imports from itself and from lines below its own, so those of one line never meet."""
 
@@ -65,6 +65,7 @@ WITHOUT_TORCH = {
     "version",
     "byte_size",
     "orphans",
+    "collector",
 }
 
 LEVEL_OF = {room: level for level, line in enumerate(LEVELS.split("\n")) for room in line.split()}
