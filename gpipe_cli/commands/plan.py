@@ -111,6 +111,8 @@ def _show(plans: Sequence[Prediction], planned: Planned, summary: dict[str, Any]
             f"left out: chunks={planned.left_out}, for want of time (plan.budget=<seconds> gives more) or because "
             "the model takes no micro-batch so small"
         )
+    if 1 in planned.left_out:
+        say("so nothing is said here of one device with the whole mini-batch, which may be quicker")
     facts = {
         "lower bound": f"{summary['lower_bound']:.4g} ms, {100 * summary['gap']:.2f} % below the best plan",
         "advice": summary["advice"],

@@ -52,6 +52,13 @@ def test_a_machine_that_is_elsewhere_is_estimated_for_a_model_of_any_size(huge: 
     assert found["too_large"] > 0  # one device cannot hold it
 
 
+def test_a_plan_without_the_plain_run_says_so(tiny: Gpipe) -> None:
+    words = ("devices=[cpu,cpu]", "plan.cache=false")
+    silent = "nothing is said here of one device with the whole mini-batch"
+    assert silent in tiny("plan", *TINY, *words, "plan.budget=0.001").err
+    assert silent not in tiny("plan", *TINY, *words).err
+
+
 def test_a_limit_is_kept_or_refused_with_the_smallest_that_would_do(tiny: Gpipe) -> None:
     words = (*TINY, "devices=2", "--json")
     free = tiny("plan", *words).json
