@@ -13,7 +13,8 @@ from torch import nn
 from gpipe_cli.balance.memory import LayerBytes, Memory, SkipBytes
 from gpipe_cli.balance.result import Balanced, best
 from gpipe_cli.balance.solver import require_layers
-from gpipe_cli.pipeline.microbatch import Value, tensors_of, value_like
+from gpipe_cli.pipeline.microbatch import Value, tensors_of
+from gpipe_cli.pipeline.pytree import map_tensors
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.schedule.course import Course
@@ -66,10 +67,10 @@ def balance_by_size(
         raise ValueError("some parameter already has gradient")
     require_layers(len(module), partitions)
     place = tensors_of(sample)[0].device if device is None else torch.device(device)
-    pieces = tuple(tensor.to(place).tensor_split(chunks)[0] for tensor in tensors_of(sample))
+    piece = map_tensors(lambda tensor: tensor.to(place).tensor_split(chunks)[0], sample)
     memory = memory_of(
         module,
-        Sample(value_like(sample, pieces)),
+        Sample(piece),
         Course("gpipe", partitions, chunks, checkpoint="except_last"),
         lambda parameter: round(param_scale * parameter.nbytes),
     )

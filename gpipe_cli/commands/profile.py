@@ -20,7 +20,7 @@ from gpipe_cli.commands.report import PAGE, leave_page
 from gpipe_cli.commands.timeline import Seen, show_timeline, watch
 from gpipe_cli.config.schema import Profile
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.pipeline.microbatch import batch_size
+from gpipe_cli.pipeline.microbatch import Batch
 from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import LayerProfile, Sample, profile_layers
 from gpipe_cli.profiling.memory import activation_bytes
@@ -46,7 +46,7 @@ def run(settings: Profile, job: Job) -> Summary:
         return {"partitions": parts.partitions, "command": job.line}
 
     sample = make_sample(settings, parts.feed).to(parts.split.devices[0])
-    summary: dict[str, Any] = {"layers": [], "micro_batch": batch_size(sample.input)}
+    summary: dict[str, Any] = {"layers": [], "micro_batch": Batch(sample.input, "input").rows}
     seen = None
     if settings.measure:
         layers = profile_layers(parts.model, sample, seconds=settings.seconds)

@@ -19,18 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.pipeline.aliasing import find_aliases
 from gpipe_cli.pipeline.batchnorm import deferred_batch_norms
 from gpipe_cli.pipeline.caller_state import CallerState
 from gpipe_cli.pipeline.context import MicroBatch, Running
 from gpipe_cli.pipeline.cutting import cut, make_partitions
 from gpipe_cli.pipeline.layer import layers_of
-from gpipe_cli.pipeline.microbatch import Value, check, tensors_of, value_like
+from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pipeline.partition import Partition
+from gpipe_cli.pipeline.pytree import Template, flatten, unflatten
 from gpipe_cli.pipeline.skips import PartitionSkips
 from gpipe_cli.sequential.by_tracing.meta_clone import clone_with
 from gpipe_cli.skip.name import SkipName
 from gpipe_cli.skip.tracker import use_skip_tracker
 from gpipe_cli.torch_internals.fake_tensors import NEEDS_VALUES, fake_tensors, fake_twin
+from gpipe_cli.torch_internals.tensor_version import version_of
 
 __all__ = ["Border", "Sketch", "TensorKind"]
 
@@ -63,8 +66,8 @@ class Border:
     """What enters a partition."""
 
     value: tuple[TensorKind, ...]
-    single: bool
-    """Whether the value is a bare tensor or a tuple."""
+    template: Template
+    """Makes the value from its tensors."""
     skips: tuple[tuple[SkipName, TensorKind], ...]
     """Those stashed before it and popped in it or after it, by name."""
 
@@ -89,22 +92,27 @@ class Sketch:
         assert isinstance(clone, nn.Sequential), "a copy is what it was copied from"
         self._module = clone
         layers = layers_of(clone)
-        self._partitions = make_partitions(cut(clone, layers, balance), layers, balance, [device])
+        views = cut(clone, layers, balance)
+        self._partitions = make_partitions(views, layers, balance, [device], keep_aliases=False)
         self._known: dict[tuple[Any, ...], tuple[Border, ...]] = {}
 
-    def borders(self, piece: Value, state: CallerState, *, training: bool) -> tuple[Border, ...]:
-        """What enters each partition if `piece` is the micro-batch that enters the first."""
-        kinds = tuple(TensorKind.of(tensor) for tensor in tensors_of(piece))
-        mode = (kinds, isinstance(piece, Tensor), state, training)
+    def borders(
+        self, tensors: Sequence[Tensor], template: Template, state: CallerState, *, training: bool
+    ) -> tuple[Border, ...]:
+        """What enters each partition if a micro-batch of these tensors enters the first."""
+        kinds = tuple(TensorKind.of(tensor) for tensor in tensors)
+        mode = (kinds, template, state, training)
         if mode not in self._known:
-            self._known[mode] = self._find(piece, state, training)
+            self._known[mode] = self._find(tensors, template, state, training)
         return self._known[mode]
 
-    def _find(self, piece: Value, state: CallerState, training: bool) -> tuple[Border, ...]:
+    def _find(
+        self, tensors: Sequence[Tensor], template: Template, state: CallerState, training: bool
+    ) -> tuple[Border, ...]:
         self._module.train(training)
-        with self._mode, state.entered(), Running(MicroBatch(0, len(tensors_of(piece)[0]))):
-            twins = tuple(fake_twin(tensor, self._device) for tensor in tensors_of(piece))
-            found = _walk(self._partitions, value_like(piece, twins))
+        with self._mode, state.entered(), Running(MicroBatch(0, len(tensors[0]))):
+            twins = [fake_twin(tensor, self._device) for tensor in tensors]
+            found = _walk(self._partitions, unflatten(template, twins))
         for batch_norm in deferred_batch_norms(self._module):
             batch_norm.discard()
         return found
@@ -115,23 +123,31 @@ def _walk(partitions: Sequence[Partition], value: Value) -> tuple[Border, ...]:
     skips: dict[SkipName, Tensor | None] = {}
     for partition in partitions:
         carried = sorted((name, one) for name, one in skips.items() if one is not None)
+        tensors, template = flatten(value, "output")
         borders.append(
             Border(
-                tuple(TensorKind.of(tensor) for tensor in tensors_of(value)),
-                isinstance(value, Tensor),
+                tuple(TensorKind.of(tensor) for tensor in tensors),
+                template,
                 tuple((name, TensorKind.of(one)) for name, one in carried),
             )
         )
+        shared = [tensors[place] for place in find_aliases(tensors)[1]] if partition.index else []
+        versions = [version_of(tensor) for tensor in shared]
         received = [skips.pop(route.name) for route in partition.receives]
         tracker = PartitionSkips(partition.receives, received, partition.sends)
         with use_skip_tracker(tracker):
             for layer in partition.layers:
                 try:
-                    value = check(layer.module(value))
+                    value = layer.module(value)
                 except NEEDS_VALUES as error:
                     raise ConfigError(
                         f"layer {layer!r} looks at the values of its tensors ({error}), so other processes "
                         "cannot know what it will send them; use engine=threads"
                     ) from error
+        if versions != [version_of(tensor) for tensor in shared]:
+            raise ConfigError(
+                f"partition {partition.index} writes in place a tensor that shares its memory with another one it is "
+                "given: between processes they share none. Clone one of them, or use engine=threads"
+            )
         skips.update(zip((route.name for route in partition.sends), tracker.sent(), strict=True))
     return tuple(borders)

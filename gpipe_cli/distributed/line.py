@@ -6,6 +6,7 @@ the form of messages; knows nothing of the order in which they are sent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -54,12 +55,13 @@ class Line:
         """What the first process says; the number of the others is not looked at."""
         return int(share_numbers(torch.tensor([number]), 0, self._group, self.device))
 
-    def send_on(self, parcel: Parcel) -> None:
-        self._send(parcel.tensors, [parcel.needs_grad, parcel.single], self.rank + 1)
+    def send_on(self, tensors: Sequence[Tensor]) -> None:
+        needs_grad = [tensor.requires_grad for tensor in tensors]
+        self._send(tuple(tensor.detach() for tensor in tensors), needs_grad, self.rank + 1)
 
     def receive(self) -> Parcel:
-        tensors, (needs_grad, single) = self._received(self.rank - 1)
-        return Parcel(tensors, tuple(needs_grad), single)
+        tensors, needs_grad = self._received(self.rank - 1)
+        return Parcel(tensors, tuple(needs_grad))
 
     def send_back(self, gradients: Gradients) -> None:
         self._send(gradients, None, self.rank - 1)

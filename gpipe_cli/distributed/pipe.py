@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import final
 
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe_cli.distributed.borders import Border, Sketch
 from gpipe_cli.distributed.flushes import Flush, flushes
@@ -30,10 +30,11 @@ from gpipe_cli.pipeline.cutting import cut, make_partitions
 from gpipe_cli.pipeline.flight import Flight
 from gpipe_cli.pipeline.keys import replica_key
 from gpipe_cli.pipeline.loss import StepLoss
-from gpipe_cli.pipeline.microbatch import Value, gather, tensors_of
-from gpipe_cli.pipeline.minibatch import MiniBatch, guarded
-from gpipe_cli.pipeline.partition import Head
+from gpipe_cli.pipeline.microbatch import Value
+from gpipe_cli.pipeline.minibatch import MiniBatch, committed
+from gpipe_cli.pipeline.runner import joined
 from gpipe_cli.pipeline.tied import Aliases, TiedParameters
+from gpipe_cli.pipeline.visit import Head
 from gpipe_cli.pipeline.wrapped import WrappedSequence
 from gpipe_cli.schedule.checkpoint import Checkpoint
 
@@ -63,7 +64,9 @@ class RankPipe(WrappedSequence):
         self._sketch = Sketch(self.module, balance, place.device)
         # Not registered children: the layers already are children of `module`, under their own names.
         self.__dict__["partitions"] = cut(self.module, self._layers, balance)
-        partitions = make_partitions(self.partitions, self._layers, balance, [place.device])
+        partitions = make_partitions(
+            self.partitions, self._layers, balance, [place.device], keep_aliases=False
+        )
         self._lengths = list(balance)
         self._own = [partitions[index] for index in place.own]
         self._own_layers = [layer for partition in self._own for layer in partition.layers]
@@ -91,22 +94,22 @@ class RankPipe(WrappedSequence):
             return ()
         # Without backward any schedule is gpipe, unless a process has several partitions.
         schedule = "interleaved" if self._schedule == "interleaved" else "gpipe"
-        with guarded(self._own_layers, [self.place.device], self._own_batch_norms):
+        with committed(self._own_batch_norms):
             flight = self._fly(batch, schedule, None)
         if not self.place.has_output:
             return ()
-        return gather([flight.outputs[piece.index].value for piece in batch.micro_batches])
+        return joined(flight)
 
-    def _step(self, batch: MiniBatch, input: Value, make_loss: Callable[[], StepLoss]) -> StepLoss:
+    def _step(self, batch: MiniBatch, make_loss: Callable[[], StepLoss]) -> StepLoss:
         loss = make_loss()
         total = self._replicas.total(batch.rows)
         loss.count_in(total)
         batch = self._mini_batch(batch)
         before = save(self._plain_buffers()) if self._replicas.several else ()
         aliases = self._tied.aliases()
-        with guarded(self._own_layers, [self.place.device], self._own_batch_norms):
+        with committed(self._own_batch_norms):
             if batch.rows:
-                self._fly(batch, self._schedule, loss.head(batch.key), aliases)
+                self._fly(batch, self._schedule, loss.weighted, aliases)
             self._replicas.merge_moments(self._own_batch_norms)
         self._settle(aliases)
         self._replicas.merge_buffers(before, batch.rows / total)
@@ -134,7 +137,8 @@ class RankPipe(WrappedSequence):
         recomputes = self.training and head is not None
         flight = Flight(
             batch,
-            [Parcel.of(tensors_of(piece), isinstance(piece, Tensor)) for piece in batch.inputs],
+            [Parcel.of(tensors, batch.template) for tensors in batch.inputs],
+            self._tied,
             [tuple(islice(rest, length)) for length in self._lengths],
             batch.checkpoint_stops(self._checkpoint, len(self._lengths), recomputes),
             head,
@@ -143,7 +147,12 @@ class RankPipe(WrappedSequence):
             partition.begin()
         sizes = [piece.size for piece in batch.micro_batches]
         legs = [
-            (flush, self._sketch.borders(batch.inputs[flush.first], batch.state, training=self.training))
+            (
+                flush,
+                self._sketch.borders(
+                    batch.inputs[flush.first], batch.template, batch.state, training=self.training
+                ),
+            )
             for flush in flushes(sizes, schedule, self.place.ranks)
         ]
         for flush, borders in legs:

@@ -22,8 +22,10 @@ from torch.autograd import Function
 
 from gpipe_cli.distributed.borders import Border, TensorKind
 from gpipe_cli.pipeline.boundary import ANCHOR, Gradients, Parcel
+from gpipe_cli.pipeline.failure import add_note
 from gpipe_cli.pipeline.flight import Flight
-from gpipe_cli.pipeline.partition import Kept, Partition
+from gpipe_cli.pipeline.partition import Partition
+from gpipe_cli.pipeline.visit import Kept
 from gpipe_cli.pipeline.walk import failure_note
 from gpipe_cli.schedule.action import Action, Kind
 from gpipe_cli.skip.name import SkipName
@@ -68,7 +70,7 @@ class Stage(nn.Module):
         flight, index = self._flight_now, self._partition.index
         with self._noting(Kind.FORWARD, "forward", micro_batch), flight.batch.state.entered():
             given, passing = self._unpack(micro_batch, received)
-            output, kept = self._partition.forward(given, flight.visit(index, micro_batch))
+            output, kept = self._partition.forward((given,), flight.visit(index, micro_batch))
             if kept is not None and flight.batch.state.grad:
                 flight.kept[index, micro_batch] = kept
             return self._pack(micro_batch, output, passing)
@@ -77,7 +79,7 @@ class Stage(nn.Module):
         """The gradients of what was received, from those of what was sent."""
         flight, partition = self._flight_now, self._partition
         kept = flight.kept[partition.index, micro_batch]
-        if kept.parcel is not None:
+        if kept.parcels is not None:
             with self._noting(Kind.BACKWARD, "recompute", micro_batch), flight.batch.state.entered():
                 partition.recompute(kept)
         leaving, passing = self._gradients_of_output(gradients)
@@ -124,23 +126,28 @@ class Stage(nn.Module):
         ]
         grad = self._flight_now.batch.state.grad
         return Parcel(
-            (*tensors[:count], *popped), tuple(need and grad for need in needs), border.single
+            (*tensors[:count], *popped),
+            tuple(need and grad for need in needs),
+            border.template,
+            count,
+            len(popped),
         ), skips
 
-    def _pack(self, micro_batch: int, output: Parcel, passing: dict[SkipName, Tensor]) -> Parcel:
+    def _pack(self, micro_batch: int, outputs: tuple[Parcel, ...], passing: dict[SkipName, Tensor]) -> Parcel:
         border = self._leaving
         if border is None:
-            self._flight_now.outputs[micro_batch] = output
-            return output
-        count = len(output.tensors) - len(self._partition.sends)
+            (self._flight_now.outputs[micro_batch],) = outputs
+            return outputs[0]
+        count = outputs[0].values
+        sent = [tensor for parcel in outputs for tensor in parcel.tensors]
         skips: dict[SkipName, Tensor | None] = dict(passing)
         names = (route.name for route in self._partition.sends)
-        skips.update(zip(names, output.tensors[count:], strict=True))
-        tensors = (*output.tensors[:count], *(skips[name] for name in sorted(skips)))
+        skips.update(zip(names, sent[count:], strict=True))
+        tensors = (*sent[:count], *(skips[name] for name in sorted(skips)))
         present = tuple(tensor.contiguous() for tensor in tensors if tensor is not None)
         self._check(border, present)
         grad = self._flight_now.batch.state.grad
-        return Parcel(present, tuple(kind.needs_grad and grad for kind in border.kinds), border.single)
+        return Parcel(present, tuple(kind.needs_grad and grad for kind in border.kinds))
 
     def _check(self, border: Border, tensors: tuple[Tensor, ...]) -> None:
         kinds = border.kinds
@@ -177,14 +184,11 @@ class Stage(nn.Module):
             yield
         except BaseException as error:
             flight, partition = self._flight_now, self._partition
-            kept = flight.kept.get((partition.index, micro_batch))
-            where = (
-                partition.whereabouts_in_backward(kept, error)
-                if phase == "backward" and kept is not None
-                else partition.whereabouts()
-            )
-            error.add_note(failure_note(Action(kind, partition.index, micro_batch), phase, where))
             flight.failure = flight.failure or error
+            kept = flight.kept.get((partition.index, micro_batch))
+            action = Action(kind, partition.index, micro_batch)
+            raised = error
+            add_note(raised, lambda: failure_note(action, phase, partition.whereabouts(phase, kept, raised)))
             raise
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from gpipe_cli.distributed.place import Place
-from gpipe_cli.pipeline.tied import Aliases, TiedParameters
+from gpipe_cli.pipeline.tied import Aliases, TiedParameters, accumulate
 
 __all__ = ["TiedGradients"]
 
@@ -40,9 +40,12 @@ class TiedGradients:
         ]
         present = self._present(gradients)
         for (parameter, users), of_uses, is_there in zip(self._shared, gradients, present, strict=True):
+            total: Tensor | None = None
             for user, gradient, there in zip(users, of_uses, is_there, strict=True):
                 if there:
-                    self._bring_to_owner(parameter, users, user, gradient)
+                    total = self._added_at_owner(total, parameter, users, user, gradient)
+            if total is not None:
+                accumulate(parameter, total)
 
     def spread(self) -> None:
         """Hand each sum to the other processes that use the parameter."""
@@ -60,17 +63,24 @@ class TiedGradients:
                 elif self._place.rank == rank:
                     parameter.grad = self._received(parameter, owner)
 
-    def _bring_to_owner(
-        self, parameter: nn.Parameter, users: Sequence[int], user: int, gradient: Tensor | None
-    ) -> None:
+    def _added_at_owner(
+        self,
+        total: Tensor | None,
+        parameter: nn.Parameter,
+        users: Sequence[int],
+        user: int,
+        gradient: Tensor | None,
+    ) -> Tensor | None:
+        """At the owner, `total` with the gradient of one use, wherever that is; elsewhere None."""
         rank, owner = self._ranks[user], self._ranks[users[0]]
         if self._place.rank == owner:
             found = self._received(parameter, rank) if rank != owner else gradient
             assert found is not None, "it is said to be there"
-            parameter.grad = found if parameter.grad is None else parameter.grad + found
-        elif self._place.rank == rank:
+            return found if total is None else total + found
+        if self._place.rank == rank:
             assert gradient is not None, "it is said to be there"
             distributed.send(gradient.contiguous(), group=self._place.pipe, group_dst=owner)
+        return None
 
     def _received(self, parameter: nn.Parameter, source: int) -> Tensor:
         buffer = torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)

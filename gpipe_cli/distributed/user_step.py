@@ -19,7 +19,8 @@ from gpipe_cli.distributed.line import Line
 from gpipe_cli.errors import ConfigError, PeerError
 from gpipe_cli.pipeline.boundary import Mailbox, Parcel, enter
 from gpipe_cli.pipeline.context import MicroBatch
-from gpipe_cli.pipeline.microbatch import Value, batch_size, check, gather, micro_batches, scatter, tensors_of
+from gpipe_cli.pipeline.microbatch import Batch, Value, gather, micro_batches
+from gpipe_cli.pipeline.pytree import flatten, unflatten
 
 __all__ = ["forward_backward", "forward_eval"]
 
@@ -72,15 +73,16 @@ def forward_eval(fwd_fn: Forward, inputs: Inputs, dtype: torch.dtype | None = No
 def _begun(line: Line, forward: Forward, inputs: Inputs, count: int, dtype: torch.dtype | None) -> _Step:
     """The first process says how many rows there are: the others may have nothing to count."""
     own = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    rows = line.of_first(batch_size(check(own)) if own else NO_INPUTS)
+    batch = Batch(own, "inputs") if own else None
+    rows = line.of_first(NO_INPUTS if batch is None else batch.rows)
     if rows == NO_INPUTS:
         if line.is_first:
             raise ConfigError("inputs: the first process of a pipe needs the batch; it was given nothing")
         raise PeerError("the first process of the pipe was given no inputs")
-    if own and batch_size(check(own)) != rows:
-        raise ConfigError(f"inputs: have {batch_size(own)} rows, those of the first process {rows}")
+    if batch is not None and batch.rows != rows:
+        raise ConfigError(f"inputs: have {batch.rows} rows, those of the first process {rows}")
     parts = micro_batches(rows, count)
-    slices = [tensors_of(one) for one in scatter(own, len(parts))] if own else [()] * len(parts)
+    slices = [()] * len(parts) if batch is None else batch.scatter(len(parts))
     return _Step(line, forward, parts, slices, rows, dtype)
 
 
@@ -111,7 +113,8 @@ class _Step:
             return None
         if isinstance(outputs[0], Tensor) and outputs[0].dim() == 0:
             return self._mean([one for one in outputs if isinstance(one, Tensor)])
-        return gather(outputs)
+        tensors, template = gather([flatten(one, "output") for one in outputs])
+        return unflatten(template, tensors)
 
     def train(self, backward: Backward) -> Tensor | None:
         waiting: deque[_Flight] = deque()
@@ -129,14 +132,14 @@ class _Step:
         return self._mean(losses) if losses else None
 
     def _run(self, part: MicroBatch) -> _Flight:
-        parcel = Parcel((), (), single=False) if self.line.is_first else self.line.receive()
+        parcel = Parcel((), ()) if self.line.is_first else self.line.receive()
         mailbox = Mailbox(parcel.needs_grad)
-        given = [*(enter(parcel, mailbox) if parcel.tensors else ()), *self.inputs[part.index]]
+        given = [*enter((parcel,), mailbox)[0], *self.inputs[part.index]]
         output = self.forward(given[0] if len(given) == 1 else given)
-        value = check(tuple(output) if isinstance(output, list) else output)
+        value = _checked(tuple(output) if isinstance(output, list) else output)
         if not self.line.is_last:
             value = self._as_sent(value)
-            self.line.send_on(Parcel.of(tensors_of(value), isinstance(value, Tensor)))
+            self.line.send_on(_members(value))
         return _Flight(part, mailbox, value)
 
     def _run_back(self, flight: _Flight, backward: Backward) -> None:
@@ -161,6 +164,19 @@ class _Step:
         return torch.stack(weighted).sum()
 
 
+def _members(value: Tensor | tuple[Any, ...]) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _checked(output: Any) -> Tensor | tuple[Tensor, ...]:
+    """What a process may send on: a tensor or a tuple of nothing but tensors."""
+    for member in _members(output):
+        if not isinstance(member, Tensor):
+            raise TypeError(f"fwd_fn: expected Tensor, but got {type(member).__name__}")
+    checked: Tensor | tuple[Tensor, ...] = output
+    return checked
+
+
 def _loss(output: Value) -> Tensor:
     if not isinstance(output, Tensor) or output.dim():
         raise ConfigError("fwd_fn: the last process of a pipe must give its loss, a tensor of one number")
@@ -169,8 +185,8 @@ def _loss(output: Value) -> Tensor:
 
 def _backward(output: Any, gradient: Any) -> None:
     """What `bwd_fn` is without one of the caller's."""
-    outputs = tensors_of(output)
-    gradients = (None,) * len(outputs) if gradient is None else tensors_of(gradient)
+    outputs = _members(output)
+    gradients = (None,) * len(outputs) if gradient is None else _members(gradient)
     pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
     # A float that nobody further on has used has no gradient, and adds nothing.
     used = [pair for pair in pairs if pair[1] is not None or gradient is None]

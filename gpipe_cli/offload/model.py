@@ -73,9 +73,9 @@ class OffloadModel(SlicedSequence):
         self._rotation.forget()
         return super()._forward(input)
 
-    def _step(self, batch: MiniBatch, input: Value, make_loss: Callable[[], StepLoss]) -> StepLoss:
+    def _step(self, batch: MiniBatch, make_loss: Callable[[], StepLoss]) -> StepLoss:
         self._rotation.forget()
-        return super()._step(batch, input, make_loss)
+        return super()._step(batch, make_loss)
 
     def close(self) -> None:
         """End the threads that run and move slices."""

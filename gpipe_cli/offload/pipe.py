@@ -16,7 +16,6 @@ from gpipe_cli.pipeline.cutting import cut, make_partitions, place_buffers
 from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.residence import Residence
 from gpipe_cli.pipeline.runner import Runner
-from gpipe_cli.pipeline.tied import TiedParameters
 from gpipe_cli.pipeline.worked import WorkedSequence
 from gpipe_cli.schedule.by_slice import order
 
@@ -35,7 +34,6 @@ class SlicedSequence(WorkedSequence):
         self._runner = Runner(
             partitions,
             Executor(partitions, order, workers=1, residences=[residence]),
-            TiedParameters([layer.module for layer in self._layers]),
             self._batch_norms,
         )
 

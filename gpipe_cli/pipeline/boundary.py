@@ -7,7 +7,7 @@ Knows nothing of threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -15,47 +15,115 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gpipe_cli.pipeline.aliasing import Alias, find_aliases
 from gpipe_cli.pipeline.microbatch import Value
+from gpipe_cli.pipeline.pytree import Template, unflatten
 from gpipe_cli.torch_internals.function import apply
+from gpipe_cli.torch_internals.tensor_version import version_of
 
-__all__ = ["ANCHOR", "Gradients", "Mailbox", "Parcel", "enter", "roots_of"]
+__all__ = ["ANCHOR", "Gradients", "Mailbox", "Parcel", "enter", "pack", "roots_of"]
 
 Gradients = tuple[Tensor | None, ...]
 """One gradient per tensor of a parcel; None where there is none."""
+
+NO_VALUE: Template = -1
+"""The template of a parcel of nothing but skips."""
+NOTHING_SHARED: Mapping[int, Alias] = {}
 
 ANCHOR = torch.zeros(0, requires_grad=True)
 """Makes autograd track what enters a partition. It never gets a gradient, so all partitions share it."""
 
 
 class Parcel(NamedTuple):
-    """Detached tensors on their way to a partition: the value a layer returned, then skips."""
+    """Detached tensors on their way from one partition to another: of the value a layer returned, then skips."""
 
     tensors: tuple[Tensor | None, ...]
-    """None stands for a skip that was stashed as None."""
+    """Of the value, then one per skip, then bases. None stands for a skip stashed as None, and for an alias."""
     needs_grad: tuple[bool, ...]
-    single: bool
-    """Whether the value is a bare tensor or a tuple."""
+    template: Template = NO_VALUE
+    """Makes the value from its tensors."""
+    values: int = 0
+    """How many tensors belong to the value."""
+    skips: int = 0
+    aliases: Mapping[int, Alias] = NOTHING_SHARED
+    """By place, the tensors that are made from others."""
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor | None], single: bool) -> Parcel:
+    def of(cls, values: Sequence[Tensor], template: Template) -> Parcel:
+        """A value that is not packed with skips: what enters the pipe."""
         return cls(
-            tuple(tensor if tensor is None else tensor.detach() for tensor in tensors),
-            tuple(tensor is not None and tensor.requires_grad for tensor in tensors),
-            single,
+            tuple([tensor.detach() for tensor in values]),
+            tuple([tensor.requires_grad for tensor in values]),
+            template,
+            len(values),
         )
 
     @property
     def value(self) -> Value:
-        """For a parcel without skips."""
-        return self.tensors[0] if self.single else self.tensors  # type: ignore[return-value]
+        return self.unpack(self.tensors)[0]
 
     @property
     def present(self) -> tuple[Tensor, ...]:
         return tuple(tensor for tensor in self.tensors if tensor is not None)
 
+    def unpack(self, tensors: Sequence[Tensor | None]) -> tuple[Value, Sequence[Tensor | None]]:
+        """The value and the skips, from tensors in the place of those of the parcel."""
+        if self.aliases:
+            complete = list(tensors)
+            for place, alias in self.aliases.items():
+                other = tensors[alias.of]
+                assert other is not None, "an alias is made from a tensor that crosses"
+                complete[place] = alias.made_from(other)
+            tensors = complete
+        # Only skips may be None, and no template refers to a skip.
+        value = unflatten(self.template, tensors)  # type: ignore[arg-type]
+        return value, tensors[self.values : self.values + self.skips]
+
+    def linked_skips(self) -> set[int]:
+        """Which skips share memory with another tensor of the parcel, in a way that autograd knows."""
+        linked = {place for alias in self.aliases.items() for place in (alias[0], alias[1].of)}
+        return {place - self.values for place in linked if place >= self.values}
+
     def cloned(self) -> Parcel:
-        tensors = tuple(tensor if tensor is None else tensor.clone() for tensor in self.tensors)
-        return Parcel(tensors, self.needs_grad, self.single)
+        return self._replace(
+            tensors=tuple(tensor if tensor is None else tensor.clone() for tensor in self.tensors)
+        )
+
+    def with_own_versions(self) -> Parcel:
+        """The same memory, but a write to it is not counted with the writes to other micro-batches."""
+        return self._replace(
+            tensors=tuple(tensor if tensor is None else tensor.data for tensor in self.tensors)
+        )
+
+    def versions(self) -> list[int]:
+        return [version_of(tensor) for tensor in self.tensors if tensor is not None]
+
+
+def pack(
+    values: Sequence[Tensor],
+    template: Template,
+    skips: Sequence[Tensor | None] = (),
+    *,
+    keep_aliases: bool = True,
+) -> tuple[Parcel, Sequence[Tensor | None]]:
+    """What crosses to one partition, and the tensors it was detached from, where its gradients arrive."""
+    sources: Sequence[Tensor | None] = (*values, *skips) if skips else values
+    aliases: Mapping[int, Alias] = NOTHING_SHARED
+    if keep_aliases and len(sources) > 1:
+        bases, found = find_aliases(sources)
+        if found:
+            aliases = found
+            crossing = (None if place in found else tensor for place, tensor in enumerate(sources))
+            sources = [*crossing, *bases]
+    parcel = Parcel(
+        tuple([None if tensor is None else tensor.detach() for tensor in sources]),
+        tuple([tensor is not None and tensor.requires_grad for tensor in sources]),
+        template,
+        len(values),
+        len(skips),
+        aliases,
+    )
+    return parcel, sources
 
 
 @final
@@ -112,18 +180,26 @@ class _Entry(Function):
         return (None,) * (2 + len(gradients))
 
 
-def enter(parcel: Parcel, mailbox: Mailbox) -> tuple[Tensor | None, ...]:
-    """The parcel's tensors as a partition's layers get them; their gradients will be in `mailbox`."""
-    if all(parcel.needs_grad):
-        return tuple(apply(_Entry, mailbox, ANCHOR, *parcel.tensors))
-    needing = [tensor for tensor, needed in zip(parcel.tensors, parcel.needs_grad, strict=True) if needed]
-    if not needing:
-        return parcel.tensors
-    entered = iter(apply(_Entry, mailbox, ANCHOR, *needing))
-    return tuple(
-        next(entered) if needed else tensor
+def enter(parcels: Sequence[Parcel], mailbox: Mailbox) -> list[Sequence[Tensor | None]]:
+    """The tensors of each parcel as a partition's layers get them; their gradients will be in `mailbox`."""
+    if len(parcels) == 1 and all(parcels[0].needs_grad):
+        return [apply(_Entry, mailbox, ANCHOR, *parcels[0].tensors)] if parcels[0].tensors else [()]
+    needing = [
+        tensor
+        for parcel in parcels
         for tensor, needed in zip(parcel.tensors, parcel.needs_grad, strict=True)
-    )
+        if needed
+    ]
+    if not needing:
+        return [parcel.tensors for parcel in parcels]
+    entered = iter(apply(_Entry, mailbox, ANCHOR, *needing))
+    return [
+        [
+            next(entered) if needed else tensor
+            for tensor, needed in zip(parcel.tensors, parcel.needs_grad, strict=True)
+        ]
+        for parcel in parcels
+    ]
 
 
 def roots_of(tensors: Sequence[Tensor | None]) -> tuple[GradientEdge | None, ...]:

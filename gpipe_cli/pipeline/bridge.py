@@ -6,37 +6,45 @@ of backward are possible. Knows nothing of partitions.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
-from gpipe_cli.pipeline.boundary import ANCHOR, Gradients, Parcel
+from gpipe_cli.pipeline.boundary import ANCHOR, Gradients
 from gpipe_cli.pipeline.flight import Flight
-from gpipe_cli.pipeline.microbatch import Value, gather, tensors_of, value_like
-from gpipe_cli.torch_internals.graph_task import fills_leaf, keeps_graph
+from gpipe_cli.pipeline.leaves import Collected
+from gpipe_cli.pipeline.microbatch import Value, gather
+from gpipe_cli.pipeline.pytree import unflatten
+from gpipe_cli.pipeline.tied import Aliases
+from gpipe_cli.torch_internals.graph_task import fills_leaf, has_hooks, is_asked_for, keeps_graph
 
 __all__ = ["bridge", "joined_input_gradients"]
 
-RunBackward = Callable[[Flight, list[Gradients], bool, bool], None]
-"""Runs the backward of a flight: its output's gradients, whether to keep graphs, whether parameters count."""
+RunBackward = Callable[..., None]
+"""Runs the backward of a flight: see `Executor.backward`."""
 
 
-def bridge(flight: Flight, inputs: Sequence[Tensor], run_backward: RunBackward) -> Value:
-    """The flight's joined output, attached to `inputs` as one node of the caller's graph."""
-    parcels = [flight.outputs[index] for index in range(len(flight.micro_batches))]
-    output = gather([parcel.value for parcel in parcels])
-    needs_grad = [any(column) for column in zip(*(parcel.needs_grad for parcel in parcels), strict=True)]
+def bridge(flight: Flight, run_backward: RunBackward) -> Value:
+    """The flight's joined output, attached to the input and the parameters as one node of the caller's graph."""
+    parts = flight.output_parts()
+    tensors, template = gather(parts)
+    columns = zip(*(flight.outputs[piece.index].needs_grad for piece in flight.micro_batches), strict=True)
+    needs_grad = [any(column) for column in columns]
     if not any(needs_grad):
-        return output
+        return unflatten(template, tensors)
+    rows = [[tensor.size(0) if tensor.dim() else 0 for tensor in of_part] for of_part, _ in parts]
     # The flight lives as long as the output's graph; nothing else may keep the outputs of its micro-batches.
     flight.outputs.clear()
-    crossing = _Crossing(flight, run_backward, needs_grad, [_rows(parcel) for parcel in parcels])
-    tensors = _Bridge.apply(crossing, tensors_of(output), ANCHOR, *inputs)  # type: ignore[no-untyped-call]
-    return value_like(output, tensors)
+    crossing = _Crossing(flight, run_backward, needs_grad, rows, flight.parameters)
+    attached = _Bridge.apply(  # type: ignore[no-untyped-call]
+        crossing, tensors, ANCHOR, *flight.batch.tensors, *crossing.parameters
+    )
+    return unflatten(template, attached)
 
 
 @final
@@ -49,17 +57,54 @@ class _Crossing:
     needs_grad: list[bool]
     rows: list[list[int]]
     """By micro-batch and output tensor."""
+    parameters: list[nn.Parameter]
+
+    def run(self, gradients: tuple[Tensor | None, ...], *, keep_graph: bool) -> list[Tensor | None]:
+        """Run the backward; the gradients of the parameters that autograd is to hand on, None for the others.
+
+        The workers add gradients to parameters themselves. Not those that the caller asked for by name, in
+        `backward(inputs=...)` or `autograd.grad`; nor those with hooks, which would run once more, without a gradient.
+        """
+        flight = self.flight
+        everything = fills_leaf(ANCHOR)
+        wanted = [one for one in self.parameters if (has_hooks(one) if everything else is_asked_for(one))]
+        aliases = flight.all_aliases
+        tied = {parameter for parameter, _ in flight.tied.users}
+        leaves = [leaf for parameter in wanted for leaf in _leaves(parameter, aliases, parameter in tied)]
+        if wanted or not everything:
+            flight.collected = Collected({id(leaf): leaf for leaf in leaves}, accumulates_others=everything)
+        self.run_backward(flight, _cut(gradients, self.rows), keep_graph=keep_graph)
+        collected, flight.collected = flight.collected, None
+        if everything:
+            flight.tied.add_up(aliases, but=wanted)
+        if collected is None:
+            return [None] * len(self.parameters)
+        names = {id(parameter) for parameter in wanted}
+        return [
+            _sum([collected.take(leaf) for leaf in _leaves(one, aliases, one in tied)])
+            if id(one) in names
+            else None
+            for one in self.parameters
+        ]
 
 
-def _rows(parcel: Parcel) -> list[int]:
-    return [tensor.size(0) for tensor in parcel.tensors if tensor is not None and tensor.dim() > 0]
+def _leaves(parameter: nn.Parameter, aliases: Sequence[Aliases], is_tied: bool) -> list[Tensor]:
+    """What stands for a parameter in the graphs of the partitions, in the order of the layers."""
+    if not is_tied:
+        return [parameter]
+    return [alias for of_layer in aliases if (alias := of_layer.of(parameter)) is not None]
+
+
+def _sum(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    present = [gradient for gradient in gradients if gradient is not None]
+    return functools.reduce(torch.add, present) if present else None
 
 
 @final
 class _Bridge(Function):
     @staticmethod
     def forward(
-        ctx: Any, crossing: _Crossing, outputs: tuple[Tensor, ...], anchor: Tensor, *inputs: Tensor
+        ctx: Any, crossing: _Crossing, outputs: tuple[Tensor, ...], anchor: Tensor, *leaves: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.crossing = crossing
         ctx.set_materialize_grads(False)
@@ -76,9 +121,8 @@ class _Bridge(Function):
                 "create_graph=True cannot go through a pipe: its partitions' graphs are cut at their borders"
             )
         crossing: _Crossing = ctx.crossing
-        shares = _cut(gradients, crossing.rows)
-        crossing.run_backward(crossing.flight, shares, keeps_graph(), fills_leaf(ANCHOR))
-        return (None, None, None, *joined_input_gradients(crossing.flight))
+        of_parameters = crossing.run(gradients, keep_graph=keeps_graph())
+        return (None, None, None, *joined_input_gradients(crossing.flight), *of_parameters)
 
 
 def _cut(gradients: tuple[Tensor | None, ...], rows: list[list[int]]) -> list[Gradients]:
@@ -95,19 +139,19 @@ def _cut(gradients: tuple[Tensor | None, ...], rows: list[list[int]]) -> list[Gr
 def joined_input_gradients(flight: Flight) -> Gradients:
     """The gradients of the whole input; None for a tensor that no micro-batch gave any."""
     pieces = [flight.input_gradients.pop(index) for index in range(len(flight.micro_batches))]
-    inputs = [parcel.tensors for parcel in flight.inputs]
     return tuple(
-        _join(gradients, tensors)
-        for gradients, tensors in zip(zip(*pieces, strict=True), zip(*inputs, strict=True), strict=True)
+        _sum(gradients) if place in flight.batch.whole else _join(gradients, tensors)
+        for place, (gradients, tensors) in enumerate(
+            zip(zip(*pieces, strict=True), zip(*flight.batch.inputs, strict=True), strict=True)
+        )
     )
 
 
-def _join(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor | None]) -> Tensor | None:
+def _join(gradients: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> Tensor | None:
     if all(gradient is None for gradient in gradients):
         return None
     filled = [
-        torch.zeros_like(tensor) if gradient is None and tensor is not None else gradient
+        torch.zeros_like(tensor) if gradient is None else gradient
         for gradient, tensor in zip(gradients, tensors, strict=True)
     ]
-    present = [gradient for gradient in filled if gradient is not None]
-    return present[0] if len(present) == 1 else torch.cat(present)
+    return filled[0] if len(filled) == 1 else torch.cat(filled)

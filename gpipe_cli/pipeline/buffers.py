@@ -1,7 +1,8 @@
 """Buffers that change when a layer runs, such as the running statistics of batch norm.
 
-Decides how to find them, and that recomputation works on copies of their values before the forward, so that
-it repeats what the forward did and changes nothing. Knows nothing of partitions.
+Decides how to find them; that recomputation works on copies of their values before the forward, so that it repeats
+what the forward did and changes nothing; and that a graph which saved a buffer keeps it as it was while later
+micro-batches change it. Knows nothing of partitions.
 """
 
 from __future__ import annotations
@@ -14,7 +15,18 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Buffer", "SavedBuffer", "all_buffers", "changed", "restore", "save", "swapped_in"]
+from gpipe_cli.torch_internals.tensor_version import version_of
+
+__all__ = [
+    "Buffer",
+    "SavedBuffer",
+    "WrittenApart",
+    "all_buffers",
+    "changed",
+    "restore",
+    "save",
+    "swapped_in",
+]
 
 
 @final
@@ -77,3 +89,40 @@ def swapped_in(saved: Sequence[SavedBuffer]) -> Iterator[None]:
     finally:
         for item, tensor in zip(saved, now, strict=True):
             setattr(item.buffer.module, item.buffer.name, tensor)
+
+
+@final
+class WrittenApart:
+    """Context manager: inside, the modules see copies of their buffers; afterwards the buffers have the copies' values.
+
+    So a graph made inside holds tensors that nobody writes again. Compiled batch norm saves its buffers for backward,
+    and the next micro-batch writes them: autograd would refuse to run the graph.
+    """
+
+    __slots__ = ("_buffers", "_copies", "_originals")
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._buffers = buffers
+
+    def __enter__(self) -> WrittenApart:
+        self._originals = [buffer.get() for buffer in self._buffers]
+        self._copies = [original.clone() for original in self._originals]
+        for buffer, copy in zip(self._buffers, self._copies, strict=True):
+            setattr(buffer.module, buffer.name, copy)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for buffer, copy, original in zip(self._buffers, self._copies, self._originals, strict=True):
+            if buffer.get() is not copy:
+                continue  # the layer has put a tensor of its own there
+            setattr(buffer.module, buffer.name, original)
+            if not torch.equal(original, copy):
+                with torch.no_grad():
+                    original.copy_(copy)
+
+    @property
+    def written(self) -> tuple[Buffer, ...]:
+        """Those that autograd saw written inside."""
+        return tuple(
+            buffer for buffer, copy in zip(self._buffers, self._copies, strict=True) if version_of(copy)
+        )

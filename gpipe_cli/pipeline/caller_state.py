@@ -1,7 +1,8 @@
 """The thread-local state of the thread that calls a pipe, carried to the threads that run its layers.
 
-Decides which state counts: the number of intra-op threads, grad mode, inference mode, autocast per device
-type, the default device. Knows nothing of workers.
+Decides which state counts: the number of intra-op threads, grad mode, inference mode, autocast per device type, the
+default device, hooks on saved tensors. Context variables and the dispatch and function modes, which backward sees as
+well, are carried by `torch_internals.thread_modes`. Knows nothing of workers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
+
+from gpipe_cli.torch_internals.thread_modes import SavedTensorsHooks, current_saved_tensors_hooks
 
 __all__ = ["CallerState"]
 
@@ -24,6 +27,7 @@ class CallerState:
     inference: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
     device: torch.device
+    saved_tensors_hooks: SavedTensorsHooks | None
 
     @classmethod
     def capture(cls) -> CallerState:
@@ -36,6 +40,7 @@ class CallerState:
                 (kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
             ),
             device=torch.get_default_device(),
+            saved_tensors_hooks=current_saved_tensors_hooks(),
         )
 
     @contextlib.contextmanager
@@ -58,6 +63,8 @@ class CallerState:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
             if self.device != torch.get_default_device():
                 stack.enter_context(self.device)
+            if self.saved_tensors_hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks))
             yield
 
     def without_autocast(self) -> contextlib.AbstractContextManager[object]:

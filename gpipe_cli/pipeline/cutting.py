@@ -16,7 +16,7 @@ from torch import nn
 
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.partition import Partition
-from gpipe_cli.skip.layout import skip_layout
+from gpipe_cli.skip.layout import SkipRoute, skip_layout
 
 __all__ = ["PartitionView", "cut", "make_partitions", "place_buffers"]
 
@@ -41,7 +41,12 @@ def cut(module: nn.Sequential, layers: tuple[Layer, ...], balance: Sequence[int]
 
 
 def make_partitions(
-    views: nn.ModuleList, layers: tuple[Layer, ...], balance: Sequence[int], devices: Sequence[torch.device]
+    views: nn.ModuleList,
+    layers: tuple[Layer, ...],
+    balance: Sequence[int],
+    devices: Sequence[torch.device],
+    *,
+    keep_aliases: bool = True,
 ) -> list[Partition]:
     """Partitions are dealt to `devices` round robin."""
     layout = skip_layout(list(views))
@@ -51,12 +56,20 @@ def make_partitions(
             index=index,
             layers=layers[ends[index] - length : ends[index]],
             device=devices[index % len(devices)],
-            receives=layout.receives[index],
-            sends=layout.sends[index],
+            receives=_neighbour_first(layout.receives[index], index - 1),
+            sends=_neighbour_first(layout.sends[index], index + 1),
+            keeps_aliases=keep_aliases and index < len(balance) - 1,
             others=[view for view in views if view is not views[index]],
         )
         for index, length in enumerate(balance)
     ]
+
+
+def _neighbour_first(routes: Sequence[SkipRoute], neighbour: int) -> tuple[SkipRoute, ...]:
+    """Skips of the next partition travel with the value, the others by partition."""
+    return tuple(
+        sorted(routes, key=lambda route: (route.partition != neighbour, route.partition, route.name))
+    )
 
 
 def place_buffers(module: nn.Module, device: torch.device) -> None:

@@ -6,7 +6,7 @@ and the backward of one would walk into another's. Knows nothing of what is to b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -32,9 +32,9 @@ class Watch:
         self._foreign = {id(leaf) for module in others for leaf in module.parameters()} - owned
         self._seen: set[Any] = set()
 
-    def look(self, layer: Layer, tensors: Sequence[Tensor | None]) -> None:
-        """Raise if the graph behind `tensors`, which `layer` has just returned, leaves the partition."""
-        nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor is not None]
+    def look(self, layer: Layer, value: Any) -> None:
+        """Raise if the graph behind `value`, which `layer` has just returned, leaves the partition."""
+        nodes: list[Any] = [tensor.grad_fn for tensor in _tensors_in(value)]
         while nodes:
             node = nodes.pop()
             if node is None or node in self._seen:
@@ -51,3 +51,12 @@ class Watch:
     def _is_foreign(self, node: Any) -> bool:
         mailbox = getattr(node, "mailbox", self._mailbox)
         return mailbox is not self._mailbox or id(getattr(node, "variable", None)) in self._foreign
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those of a value that may hold anything: it need not leave the partition."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(member)

@@ -6,6 +6,7 @@ which thread runs them. Knows nothing of what an action does.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from gpipe_cli.pipeline.transfer import uses_cuda
 from gpipe_cli.pipeline.walk import Recorder, Walk
 from gpipe_cli.pipeline.worker import WorkerPool
 from gpipe_cli.schedule import Action, Kind, Order
+from gpipe_cli.torch_internals.thread_modes import CallerModes
 
 __all__ = ["Executor", "MakeOrder"]
 
@@ -45,7 +47,7 @@ def _orders(make_order: MakeOrder, partitions: int, chunks: int, workers: int) -
         forward=_only(whole, lambda action: action.kind is Kind.FORWARD),
         backward=backward,
         in_one_thread=backward
-        if workers == 1
+        if workers <= 1
         else (
             tuple(
                 Action(Kind.BACKWARD, partition, micro_batch)
@@ -69,7 +71,9 @@ class Executor:
         workers: int,
         residences: Sequence[Residence] = (),
     ) -> None:
-        """residences: one per worker; none where the partitions are always on their devices."""
+        """workers: 0 lets the calling thread run the actions.
+        residences: one per worker; none where the partitions are always on their devices.
+        """
         self._partitions = partitions
         self._make_order = make_order
         self._residences = residences
@@ -88,9 +92,7 @@ class Executor:
     def step(self, flight: Flight) -> None:
         self._fly(self._walk(flight, self._orders(flight).whole))
 
-    def backward(
-        self, flight: Flight, gradients: list[Gradients], *, keep_graph: bool, parameters: bool
-    ) -> None:
+    def backward(self, flight: Flight, gradients: list[Gradients], *, keep_graph: bool) -> None:
         if len(flight.kept) < len(self._partitions) * len(flight.micro_batches):
             raise RuntimeError(
                 "Trying to backward through the pipe a second time, but what it kept is gone. Specify "
@@ -99,7 +101,7 @@ class Executor:
         flight.output_gradients = gradients
         orders = self._orders(flight)
         order = orders.in_one_thread if self._backward_in_caller else orders.backward
-        walk = self._walk(flight, order, keep_graph=keep_graph, parameters=parameters)
+        walk = self._walk(flight, order, keep_graph=keep_graph)
         if self._backward_in_caller:
             walk.run(0)
             walk.raise_failure()
@@ -112,21 +114,26 @@ class Executor:
     def _orders(self, flight: Flight) -> _Orders:
         return _orders(self._make_order, len(self._partitions), len(flight.micro_batches), self._workers)
 
-    def _walk(
-        self, flight: Flight, order: Order, *, keep_graph: bool = False, parameters: bool = True
-    ) -> Walk:
+    def _walk(self, flight: Flight, order: Order, *, keep_graph: bool = False) -> Walk:
         return Walk(
             flight,
             self._partitions,
             order,
             keep_graph=keep_graph,
-            parameters=parameters,
             recorder=self.recorder,
             residences=self._residences,
+            modes=CallerModes.capture() if self._workers else None,
         )
 
     def _fly(self, walk: Walk) -> None:
-        jobs = [functools.partial(walk.run, worker) for worker in range(self._workers)]
+        # Each worker gets the caller's context variables, in a copy that it may change.
+        jobs = [
+            functools.partial(contextvars.copy_context().run, walk.run, worker)
+            for worker in range(self._workers)
+        ]
         with self._pool.turn:
-            self._pool.run(jobs, walk.fail, self.timeout)
+            if self._workers:
+                self._pool.run(jobs, walk.fail, self.timeout)
+            else:
+                walk.run(0)
         walk.raise_failure()

@@ -6,17 +6,22 @@ reads it waits for the writer's action first, so no lock is needed.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import final
 
 import torch
+from torch import Tensor, nn
 
 from gpipe_cli.pipeline.boundary import Gradients, Parcel
 from gpipe_cli.pipeline.context import MicroBatch
+from gpipe_cli.pipeline.leaves import Collected
 from gpipe_cli.pipeline.minibatch import MiniBatch
-from gpipe_cli.pipeline.partition import Head, Kept, Visit
-from gpipe_cli.pipeline.tied import Aliases
+from gpipe_cli.pipeline.pytree import Template
+from gpipe_cli.pipeline.tied import Aliases, TiedParameters
+from gpipe_cli.pipeline.visit import Head, Kept, Visit
 
 __all__ = ["Flight"]
 
@@ -26,6 +31,7 @@ __all__ = ["Flight"]
 class Flight:
     batch: MiniBatch
     inputs: list[Parcel]
+    tied: TiedParameters
     aliases: list[tuple[Aliases, ...]]
     """By partition, for each of its layers."""
     checkpoint_stops: Sequence[int]
@@ -37,6 +43,10 @@ class Flight:
     outputs: dict[int, Parcel] = field(default_factory=dict)
     output_gradients: list[Gradients] = field(default_factory=list)
     input_gradients: dict[int, Gradients] = field(default_factory=dict)
+    collected: Collected | None = None
+    """Leaves whose gradients a backward hands to its caller."""
+    written: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    """By micro-batch, the memory of which a partition wrote a copy."""
     failure: BaseException | None = None
     """The first, where whoever runs the actions would wrap it in an error of its own."""
 
@@ -59,4 +69,20 @@ class Flight:
             head=self.head if last else None,
             aliases=self.aliases[partition],
             attached=self.attached,
+            written=self.written[micro_batch],
         )
+
+    def output_parts(self) -> list[tuple[Sequence[Tensor], Template]]:
+        """What each micro-batch gave: its tensors and how the output is made of them."""
+        outputs = [self.outputs[index] for index in range(len(self.micro_batches))]
+        return [(output.present, output.template) for output in outputs]
+
+    @property
+    def all_aliases(self) -> list[Aliases]:
+        """Of every layer."""
+        return list(chain.from_iterable(self.aliases))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of all layers that require grad, once each."""
+        return self.tied.trained

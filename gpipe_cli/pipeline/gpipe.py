@@ -15,11 +15,10 @@ from torch import nn
 from gpipe_cli.pipeline.cutting import cut, make_partitions, place_buffers
 from gpipe_cli.pipeline.devices import Device, choose_devices, denies_move
 from gpipe_cli.pipeline.executor import Executor
-from gpipe_cli.pipeline.microbatch import Value, tensors_of, value_like
+from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.residence import Residence
 from gpipe_cli.pipeline.runner import Runner
-from gpipe_cli.pipeline.tied import TiedParameters
 from gpipe_cli.pipeline.worked import WorkedSequence
 from gpipe_cli.schedule import names as schedule_names
 from gpipe_cli.schedule import order
@@ -75,9 +74,9 @@ class GPipe(WorkedSequence):
         output = super()._forward(input)
         # Interleaved partitions may end on another device than the last one.
         device = self.devices[-1] if self.devices else None
-        if all(tensor.device == device for tensor in tensors_of(output)):
+        if device is None or all(tensor.device == device for tensor in tensors_of(output)):
             return output
-        return value_like(output, tuple(tensor.to(device) for tensor in tensors_of(output)))
+        return moved(output, device)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         if denies_move(args, kwargs):
@@ -116,8 +115,7 @@ class GPipe(WorkedSequence):
         # Without layers a pipe is the identity, and one partition without layers is just that.
         partitions = partitions or [Partition(index=0, layers=(), device=torch.device("cpu"))]
         executor = Executor(partitions, partial(order, self.schedule), max(1, len(self.devices)), residences)
-        tied = TiedParameters([layer.module for layer in self._layers])
-        return Runner(partitions, executor, tied, self._batch_norms)
+        return Runner(partitions, executor, self._batch_norms)
 
 
 def _deny_moving() -> NoReturn:

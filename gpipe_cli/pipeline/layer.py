@@ -1,58 +1,77 @@
-"""One layer, run under its key.
+"""One layer: its name, its place in the sequence, and what it draws past its key.
 
-Decides when a layer runs under the keyed dispatch mode: the first time in each mode (train, eval), to learn
-whether it draws, and ever after if it does. A layer that draws nothing pays nothing. Knows nothing of
-partitions.
+Random operators draw from the layer's key (`torch_internals.keyed_random`). What else a layer draws, nobody can key:
+numbers from NumPy, from Python's `random`, or from a generator of its own. Decides how that is noticed and said, once
+per layer. Knows nothing of partitions.
 """
 
 from __future__ import annotations
 
+import random
+import sys
+import types
+import warnings
+from collections.abc import Iterator
 from typing import Any, final
 
 from torch import nn
 
-from gpipe_cli.pipeline.keys import layer_seed
 from gpipe_cli.sequential import layer_names
-from gpipe_cli.torch_internals.keyed_random import KeyedRandom
 
-__all__ = ["Layer", "layers_of"]
+__all__ = ["Layer", "UnkeyedRandomWarning", "layers_of", "warn_of_unkeyed"]
+
+
+@final
+class UnkeyedRandomWarning(UserWarning):
+    """A layer draws random numbers that its key does not govern."""
 
 
 @final
 class Layer:
     """A child of the sequence: its name there and its position, which is part of its key."""
 
-    __slots__ = ("_draws", "module", "name", "position")
+    __slots__ = ("_warned", "_watched", "module", "name", "position")
 
     def __init__(self, module: nn.Module, name: str, position: int) -> None:
         self.module = module
         self.name = name
         self.position = position
-        self._draws: dict[bool, bool] = {}
-
-    def run(self, value: Any, key: int, micro_batch: int, random: KeyedRandom) -> Any:
-        training = self.module.training
-        draws = self._draws.get(training)
-        if draws is False:
-            return self.module(value)
-        with random.reseed(layer_seed(key, self.position, micro_batch)):
-            output = self.module(value)
-        if draws is None:
-            random.refuse_in_checkpoint()
-            self._draws[training] = random.drew
-        return output
+        self._watched: set[bool] = set()
+        self._warned = False
 
     @property
-    def draws_nothing(self) -> bool:
-        """Whether it was seen to, in the mode it is in."""
-        return self._draws.get(self.module.training) is False
+    def is_watched(self) -> bool:
+        """Whether it was already watched for draws outside torch, in the mode it is in."""
+        return self.module.training in self._watched
 
-    def always_keyed(self) -> None:
-        """Some layer drew that had not drawn at first: trust none of them any more."""
-        self._draws = {True: True, False: True}
+    def watch(self, value: Any) -> Any:
+        """Run it, and see whether it draws outside torch."""
+        self._watched.add(self.module.training)
+        before = _states()
+        output = self.module(value)
+        for owner, state in _states().items():
+            # Other threads draw from the same state. It moved because of this layer if its code draws from there.
+            if before.get(owner, state) != state and _mentions(self.module, owner):
+                self.warn_of(owner)
+        return output
+
+    def warn_of(self, source: str) -> None:
+        """Say, the first time, that it draws past its key."""
+        if not self._warned:
+            self._warned = True
+            warn_of_unkeyed(f"layer {self!r}", source)
 
     def __repr__(self) -> str:
         return f"'{self.name}' ({type(self.module).__name__})"
+
+
+def warn_of_unkeyed(subject: str, source: str) -> None:
+    warnings.warn(
+        f"{subject} draws random numbers with {source}, which gpipe cannot key: they depend on thread timing, and "
+        "recompute draws others. Draw with torch and its default generator instead",
+        UnkeyedRandomWarning,
+        stacklevel=2,
+    )
 
 
 def layers_of(module: nn.Sequential) -> tuple[Layer, ...]:
@@ -61,3 +80,50 @@ def layers_of(module: nn.Sequential) -> tuple[Layer, ...]:
         Layer(child, name, position)
         for position, (child, name) in enumerate(zip(module, layer_names(module), strict=True))
     )
+
+
+def _states() -> dict[str, Any]:
+    """The state of each generator outside torch that the process shares, by the module it belongs to."""
+    states: dict[str, Any] = {"random": random.getstate()}
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        kind, keys, position, *rest = numpy_random.get_state()
+        states["numpy.random"] = (kind, keys.tobytes(), position, *rest)
+    return states
+
+
+def _mentions(module: nn.Module, owner: str) -> bool:
+    """Whether the code of a layer, or of a function it calls by name, refers to the module `owner`."""
+    pending = [
+        member
+        for part in module.modules()
+        for member in (*vars(type(part)).values(), *vars(part).values())
+        if isinstance(member, types.FunctionType)
+    ]
+    seen: set[types.FunctionType] = set()
+    while pending:
+        function = pending.pop()
+        if function in seen or function.__module__.startswith("torch."):
+            continue
+        seen.add(function)
+        names = set(_names(function.__code__))
+        targets = [function.__globals__.get(name) for name in names]
+        if any(_belongs(target, owner) for target in targets) or names.issuperset(owner.split(".")):
+            return True
+        if "random" in names and any(getattr(target, "__name__", "") == "numpy" for target in targets):
+            return owner == "numpy.random"
+        pending += [target for target in targets if isinstance(target, types.FunctionType)]
+    return False
+
+
+def _belongs(target: object, owner: str) -> bool:
+    """Whether it is the module itself, or a function that draws from its state."""
+    kind = type(getattr(target, "__self__", None)).__module__
+    return (isinstance(target, types.ModuleType) and target.__name__ == owner) or kind.startswith(owner)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)

@@ -1,74 +1,127 @@
 """Mini-batches into micro-batches and back.
 
-Decides what may enter and leave a pipe (a Tensor or a flat tuple of Tensors that agree on their batch
-size), how it is split on dimension 0, and how outputs are joined. Knows nothing of partitions or devices.
+Decides how a value is split on dimension 0 and how outputs are joined. Every tensor of a value is split, except those
+marked `NoChunk`; plain values go to every micro-batch as they are. Knows nothing of partitions or devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from gpipe_cli.pipeline.context import MicroBatch
+from gpipe_cli.pipeline.pytree import SINGLE, Template, element, flatten, flatten_with, map_tensors, unflatten
 
 __all__ = [
+    "Batch",
+    "NoChunk",
     "Value",
-    "batch_size",
-    "check",
-    "detached",
     "gather",
     "micro_batches",
     "moved",
-    "scatter",
+    "split",
     "tensors_of",
-    "value_like",
 ]
 
-Value: TypeAlias = Tensor | tuple[Tensor, ...]
+Value: TypeAlias = Any
+"""What passes from layer to layer: see `pytree`."""
 
 
-def check(value: object) -> Value:
-    """`value` itself if a pipe can carry it, a TypeError otherwise."""
-    for item in value if isinstance(value, tuple) else (value,):
-        if not isinstance(item, Tensor):
-            raise TypeError(f"expected Tensor, but got {type(item).__name__}")
-    return value  # type: ignore[return-value]  # the loop above has just proved it
+@final
+class NoChunk:
+    """Marks a tensor of a pipe's input that every micro-batch gets whole, such as a mask without a batch dimension."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"NoChunk takes a Tensor, but got {type(tensor).__name__}")
+        self.tensor = tensor
+
+
+@final
+class Batch:
+    """A value to be split: its tensors, how the value is made of them, and which every micro-batch gets whole."""
+
+    __slots__ = ("rows", "template", "tensors", "whole")
+
+    def __init__(self, value: Any, what: str) -> None:
+        self.tensors, self.template, self.whole = _parts(value, what)
+        self.rows = self._count_rows(what, type(value).__name__)
+
+    def _count_rows(self, what: str, kind: str) -> int:
+        rows: int | None = None
+        for place, tensor in enumerate(self.tensors):
+            if place in self.whole:
+                continue
+            if tensor.dim() == 0:
+                raise TypeError(
+                    f"{self._element(what, place)} cannot be split into micro-batches: it is a tensor without "
+                    "dimensions. Pass NoChunk(tensor) if every micro-batch is to get it whole"
+                )
+            if rows is not None and tensor.size(0) != rows:
+                raise TypeError(
+                    f"{self._element(what, place)} cannot be split into micro-batches: it has {tensor.size(0)} rows "
+                    f"where others have {rows}, and tensors must agree on the batch size. Pass NoChunk(tensor) if "
+                    "every micro-batch is to get it whole"
+                )
+            rows = tensor.size(0)
+        if rows is None:
+            raise TypeError(
+                f"expected Tensor, but got {kind} as {what}, which holds none to split into micro-batches"
+            )
+        return rows
+
+    def _element(self, what: str, place: int) -> str:
+        return element(what, _path_to(self.template, place) or ())
+
+    def scatter(self, count: int) -> list[tuple[Tensor, ...]]:
+        """The tensors of each micro-batch, of the sizes that `micro_batches` gives; no row is lost, none is copied."""
+        if count == 1:
+            return [self.tensors]
+        columns = [
+            [tensor] * count if place in self.whole else tensor.tensor_split(count)
+            for place, tensor in enumerate(self.tensors)
+        ]
+        return list(zip(*columns, strict=True))
+
+
+def _parts(value: Any, what: str) -> tuple[tuple[Tensor, ...], Template, frozenset[int]]:
+    if isinstance(value, Tensor):
+        return (value,), SINGLE, frozenset()
+    whole: dict[int, Tensor] = {}
+
+    def tensor_of(member: Any) -> Tensor | None:
+        if isinstance(member, NoChunk):
+            whole[id(member.tensor)] = member.tensor
+            return member.tensor
+        return member if isinstance(member, Tensor) else None
+
+    tensors, template = flatten_with(value, what, tensor_of)
+    return tensors, template, frozenset(place for place, one in enumerate(tensors) if id(one) in whole)
+
+
+def _path_to(template: Template, place: int) -> tuple[Any, ...] | None:
+    """The keys that lead to the tensor at `place`."""
+    if isinstance(template, int):
+        return () if template == place else None
+    members = getattr(template, "members", ())
+    keys = getattr(template, "keys", ()) or range(len(members))
+    for key, member in zip(keys, members, strict=True):
+        path = _path_to(member, place)
+        if path is not None:
+            return (key, *path)
+    return None
 
 
 def tensors_of(value: Value) -> tuple[Tensor, ...]:
-    return value if isinstance(value, tuple) else (value,)
-
-
-def value_like(model: Value, tensors: tuple[Tensor, ...]) -> Value:
-    """`tensors` in the form of `model`: a tuple stays one even with a single member."""
-    return tensors if isinstance(model, tuple) else tensors[0]
-
-
-def detached(value: Value) -> Value:
-    return value_like(value, tuple(tensor.detach() for tensor in tensors_of(value)))
+    """The distinct tensors of a value."""
+    return flatten(value, "value")[0]
 
 
 def moved(value: Value, device: torch.device) -> Value:
-    return value_like(value, tuple(tensor.to(device) for tensor in tensors_of(value)))
-
-
-def batch_size(value: Value, what: str = "input") -> int:
-    """The rows of `value`; a ValueError where its tensors disagree or have none to split."""
-    sizes = []
-    for tensor in tensors_of(value):
-        if tensor.dim() == 0:
-            raise ValueError(
-                f"the {what} has a tensor without dimensions, which cannot be split into micro-batches"
-            )
-        sizes.append(tensor.size(0))
-    if not sizes:
-        raise ValueError(f"the {what} is an empty tuple: there is nothing to split")
-    if len(set(sizes)) > 1:
-        raise ValueError(f"tensors of the {what} must agree on the batch size (sizes: {sizes})")
-    return sizes[0]
+    return map_tensors(lambda tensor: tensor.to(device), value)
 
 
 def micro_batches(rows: int, chunks: int) -> tuple[MicroBatch, ...]:
@@ -80,22 +133,23 @@ def micro_batches(rows: int, chunks: int) -> tuple[MicroBatch, ...]:
     return tuple(MicroBatch(index, small + (index < larger)) for index in range(count))
 
 
-def scatter(value: Value, count: int) -> list[Value]:
-    """`value` in `count` slices of the sizes that `micro_batches` gives; no row is lost, none is copied."""
-    if count == 1:
-        return [value]
-    if isinstance(value, Tensor):
-        return list(value.tensor_split(count))
-    return list(zip(*(tensor.tensor_split(count) for tensor in value), strict=True))
+def split(value: Value, count: int, what: str) -> list[Value]:
+    """`value` in `count` parts."""
+    batch = Batch(value, what)
+    return [unflatten(batch.template, tensors) for tensors in batch.scatter(count)]
 
 
-def gather(outputs: Sequence[Value]) -> Value:
-    """The outputs of all micro-batches as one value."""
-    first = outputs[0]
-    if len(outputs) == 1:
-        return first
-    columns = zip(*(tensors_of(output) for output in outputs), strict=True)
-    return value_like(first, tuple(_join(column) for column in columns))
+def gather(parts: Sequence[tuple[Sequence[Tensor], Template]]) -> tuple[tuple[Tensor, ...], Template]:
+    """The outputs of all micro-batches, each by its tensors and template, as one."""
+    tensors, template = parts[0]
+    if len(parts) == 1:
+        return tuple(tensors), template
+    if any(other != template for _, other in parts):
+        raise TypeError(
+            f"cannot join the outputs of {len(parts)} micro-batches: they differ in their containers or in the plain "
+            "values beside their tensors"
+        )
+    return tuple(_join(column) for column in zip(*(tensors for tensors, _ in parts), strict=True)), template
 
 
 def _join(column: tuple[Tensor, ...]) -> Tensor:

@@ -10,17 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import final
 
-import torch
+from torch import Tensor
 
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
 from gpipe_cli.pipeline.caller_state import CallerState
 from gpipe_cli.pipeline.context import MicroBatch
-from gpipe_cli.pipeline.keys import DefaultGenerators, GeneratorMoved, draw_key
-from gpipe_cli.pipeline.layer import Layer
-from gpipe_cli.pipeline.microbatch import Value, batch_size, check, micro_batches, scatter
+from gpipe_cli.pipeline.keys import draw_key
+from gpipe_cli.pipeline.microbatch import Batch, Value, micro_batches
+from gpipe_cli.pipeline.pytree import Template
 from gpipe_cli.schedule.checkpoint import Checkpoint, checkpoint_stops
 
-__all__ = ["MiniBatch", "guarded"]
+__all__ = ["MiniBatch", "committed"]
 
 
 @final
@@ -29,18 +29,28 @@ class MiniBatch:
     key: int
     rows: int
     micro_batches: tuple[MicroBatch, ...]
-    inputs: list[Value]
+    tensors: tuple[Tensor, ...]
+    """Those of the input."""
+    inputs: list[tuple[Tensor, ...]]
+    """What each micro-batch gets of them."""
+    template: Template
+    """Makes the value that enters the first layer."""
+    whole: frozenset[int]
+    """The places of tensors that every micro-batch gets whole."""
     state: CallerState
 
     @classmethod
     def of(cls, input: Value, chunks: int, key: int | None) -> MiniBatch:
-        rows = batch_size(check(input))
-        pieces = micro_batches(rows, chunks)
+        batch = Batch(input, "input")
+        pieces = micro_batches(batch.rows, chunks)
         return cls(
             key=draw_key() if key is None else key,
-            rows=rows,
+            rows=batch.rows,
             micro_batches=pieces,
-            inputs=scatter(input, len(pieces)),
+            tensors=batch.tensors,
+            inputs=batch.scatter(len(pieces)),
+            template=batch.template,
+            whole=batch.whole,
             state=CallerState.capture(),
         )
 
@@ -52,24 +62,13 @@ class MiniBatch:
 
 
 @contextlib.contextmanager
-def guarded(
-    layers: Sequence[Layer], devices: Sequence[torch.device], batch_norms: Sequence[DeferredBatchNorm]
-) -> Iterator[None]:
-    """Inside, layers work on one mini-batch. What that leaves behind is made good or taken back at the end.
-
-    Layers may draw only under their keys: a draw from a default generator is an error afterwards.
-    Statistics of deferred batch norm are committed once, and not at all if a layer failed.
-    """
-    generators = DefaultGenerators(devices)
+def committed(batch_norms: Sequence[DeferredBatchNorm]) -> Iterator[None]:
+    """Inside, layers work on one mini-batch: deferred batch norm commits its statistics once, or not if one fails."""
     try:
         yield
-        generators.check_unmoved()
-    except BaseException as error:
+    except BaseException:
         for batch_norm in batch_norms:
             batch_norm.discard()
-        if isinstance(error, GeneratorMoved):
-            for layer in layers:
-                layer.always_keyed()
         raise
     for batch_norm in batch_norms:
         batch_norm.commit()

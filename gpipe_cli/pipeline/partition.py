@@ -7,104 +7,50 @@ queues or order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import bisect
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, final
+from functools import partial
+from itertools import chain, groupby
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from gpipe_cli.pipeline.boundary import ANCHOR, Gradients, Mailbox, Parcel, enter, roots_of
+from gpipe_cli.pipeline.boundary import NO_VALUE, Gradients, Mailbox, Parcel, enter, pack, roots_of
 from gpipe_cli.pipeline.buffers import (
-    Buffer,
     SavedBuffer,
+    WrittenApart,
     all_buffers,
     changed,
     restore,
     save,
     swapped_in,
 )
-from gpipe_cli.pipeline.context import MicroBatch, Running
+from gpipe_cli.pipeline.context import Running
 from gpipe_cli.pipeline.culprit import failed_in_backward
 from gpipe_cli.pipeline.entangled import Watch
-from gpipe_cli.pipeline.layer import Layer
-from gpipe_cli.pipeline.microbatch import Value, check, tensors_of
-from gpipe_cli.pipeline.minibatch import MiniBatch
+from gpipe_cli.pipeline.keys import layer_seed, node_seed
+from gpipe_cli.pipeline.layer import Layer, warn_of_unkeyed
+from gpipe_cli.pipeline.leaves import Collected, ModuleTensors, modified_in_place
+from gpipe_cli.pipeline.pytree import flatten
 from gpipe_cli.pipeline.skips import PartitionSkips
 from gpipe_cli.pipeline.split_backward import SplitBackward
-from gpipe_cli.pipeline.tied import NO_ALIASES, Aliases
+from gpipe_cli.pipeline.tied import NO_ALIASES
+from gpipe_cli.pipeline.visit import Habits, Kept, Ran, Visit
 from gpipe_cli.skip.layout import SkipRoute
 from gpipe_cli.skip.tracker import use_skip_tracker
 from gpipe_cli.torch_internals.engine import run_backward
 from gpipe_cli.torch_internals.graph_progress import next_number
-from gpipe_cli.torch_internals.keyed_random import KeyedRandom
+from gpipe_cli.torch_internals.keyed_random import BACKWARD, KeyedRandom
+from gpipe_cli.torch_internals.storage import storage_of
 from gpipe_cli.torch_internals.tensor_version import version_of
 
-__all__ = ["Head", "Kept", "Partition", "Visit"]
+__all__ = ["Partition"]
 
-Head = Callable[[Value, MicroBatch, KeyedRandom], Tensor]
-"""What follows the last layer in a step: the loss."""
-
-
-class Visit(NamedTuple):
-    """One micro-batch at one partition."""
-
-    batch: MiniBatch
-    micro_batch: MicroBatch
-    checkpointed: bool
-    head: Head | None
-    aliases: Sequence[Aliases]
-    """One per layer of the partition."""
-    attached: bool
-    """Whether nothing is cut at boundaries: the graph stays whole and backward is the caller's."""
-
-
-@final
-@dataclass(slots=True)
-class Kept:
-    """What a visit leaves for its backward: a graph, or what is needed to make it again."""
-
-    visit: Visit
-    mailbox: Mailbox
-    roots: tuple[GradientEdge | None, ...] = ()
-    marks: tuple[int, ...] = ()
-    """Which nodes of the graph each layer made: see `culprit`."""
-    parcel: Parcel | None = None
-    """The input of a checkpointed visit; None for one whose graph was kept from the beginning."""
-    bring_back: Callable[[], Parcel] | None = None
-    """Gives the input where it was put away meanwhile; `parcel` has no tensors until then."""
-    writes_input: bool = False
-    buffers: tuple[SavedBuffer, ...] = ()
-    split: SplitBackward | None = None
-    """Between the two halves of a split backward."""
-
-    def put_away(self, keep: Callable[[Parcel], Callable[[], Parcel] | None]) -> None:
-        """Let somebody else keep the input, if there is one to be kept."""
-        if self.parcel is not None:
-            self.bring_back = keep(self.parcel)
-            if self.bring_back is not None:
-                self.parcel = self.parcel._replace(tensors=())
-
-
-class _Ran(NamedTuple):
-    """What the layers gave."""
-
-    tensors: tuple[Tensor | None, ...]
-    """Of the value, then the skips that leave."""
-    single: bool
-    """Whether the value is a bare tensor or a tuple."""
-    marks: tuple[int, ...]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Habits:
-    """What the layers do besides computing, in one mode."""
-
-    outputs_need_grad: tuple[bool, ...]
-    writes_input: bool
-    changes: tuple[Buffer, ...]
+INPUT, LOSS = "its input", "the loss function"
 
 
 @final
@@ -114,111 +60,218 @@ class Partition:
     layers: tuple[Layer, ...]
     device: torch.device
     receives: tuple[SkipRoute, ...] = ()
+    """Those of the partition before first: they come with the value."""
     sends: tuple[SkipRoute, ...] = ()
+    """Those to the partition after it first."""
+    keeps_aliases: bool = False
+    """Whether tensors that share memory still do where its output goes."""
     others: Sequence[nn.Module] = ()
     """The layers of all other partitions: their tensors may only come through a boundary."""
-    running: Layer | str = "its input"
-    """For whoever has to say where an error happened."""
-    _random: KeyedRandom = field(default_factory=KeyedRandom)
+    _random: KeyedRandom = field(init=False)
     _mode: tuple[Any, ...] = ()
     _habits: dict[tuple[Any, ...], Habits] = field(default_factory=dict)
     _before: tuple[SavedBuffer, ...] = ()
-    _quiet: bool = False
-    """Whether no layer draws, as far as is known."""
+    _tensors: ModuleTensors = field(init=False)
+    _all_watched: bool = False
+    _marks: tuple[int, ...] = ()
+    """Of the graph that a backward runs."""
+    sources: tuple[int, ...] = field(init=False)
+    """The partitions that send it anything: the one before first, which sends the value."""
+    destinations: tuple[int, ...] = field(init=False)
+    """The partitions that it sends anything to: the one after it first, or whoever takes the output."""
+    _with_value: int = field(init=False)
+    """How many skips go to the next partition, with the value."""
+
+    def __post_init__(self) -> None:
+        self.sources = _distinct(self.index - 1, self.receives)
+        self.destinations = _distinct(self.index + 1, self.sends)
+        self._with_value = sum(route.partition == self.index + 1 for route in self.sends)
+        self._random = KeyedRandom(self._warn_of)
+        self._random.source = INPUT
 
     def begin(self) -> None:
         """Look once per mini-batch at what decides how the layers behave."""
         self._before = ()
-        self._quiet = all(layer.draws_nothing for layer in self.layers)
+        modules = [layer.module for layer in self.layers]
+        self._tensors = ModuleTensors(modules)
+        self._all_watched = all(layer.is_watched for layer in self.layers)
         self._mode = (
-            tuple(layer.module.training for layer in self.layers),
-            tuple(leaf.requires_grad for layer in self.layers for leaf in layer.module.parameters()),
+            tuple([module.training for module in modules]),
+            tuple([parameter.requires_grad for parameter in self._tensors.parameters]),
         )
 
-    def forward(self, parcel: Parcel, visit: Visit) -> tuple[Parcel, Kept | None]:
-        if visit.attached:
-            ran = self._run(parcel.tensors, parcel.single, visit)
-            return Parcel(ran.tensors, (), ran.single), None
-        mode = (*self._mode, parcel.needs_grad, visit.batch.state.grad)
+    def forward(self, parcels: tuple[Parcel, ...], visit: Visit) -> tuple[tuple[Parcel, ...], Kept | None]:
+        needs_grad = tuple([parcel.needs_grad for parcel in parcels])
+        mode = (*self._mode, needs_grad, visit.batch.state.grad, visit.attached)
         habits = self._habits.get(mode)
         if habits is None:
-            return self._forward_learning(parcel, visit, mode)
-        if visit.checkpointed and any(habits.outputs_need_grad):
-            return self._forward_checkpointed(parcel, visit, habits)
-        mailbox = Mailbox(parcel.needs_grad)
-        ran = self._run(enter(parcel, mailbox), parcel.single, visit)
-        return Parcel.of(ran.tensors, ran.single), Kept(visit, mailbox, roots_of(ran.tensors), ran.marks)
+            return self._forward_learning(parcels, visit, mode)
+        if visit.checkpointed and habits.tracks_any:
+            return self._forward_checkpointed(parcels, visit, habits)
+        kept = _kept(parcels, visit)
+        if habits.writes_input and self.index == 0:
+            parcels = self._own_versions(parcels, visit, kept)
+        with WrittenApart(habits.writes):
+            ran = self._run(parcels, self._enter(parcels, kept), visit)
+        return self._outputs(ran, kept), None if visit.attached else kept
 
-    def _forward_learning(self, parcel: Parcel, visit: Visit, mode: tuple[Any, ...]) -> tuple[Parcel, Kept]:
+    def _forward_learning(
+        self, parcels: tuple[Parcel, ...], visit: Visit, mode: tuple[Any, ...]
+    ) -> tuple[tuple[Parcel, ...], Kept | None]:
         """As if not checkpointed, to see what happens; a checkpointed visit then drops its graph."""
-        before = save(all_buffers([layer.module for layer in self.layers]))
+        modules = [layer.module for layer in self.layers]
+        buffers = all_buffers(modules)
+        before = save(buffers)
         self._before = self._before or before
-        mailbox = Mailbox(parcel.needs_grad)
-        given = parcel.cloned() if visit.checkpointed else parcel
+        kept = _kept(parcels, visit)
+        given, saved = self._given_and_saved(parcels, copies=visit.checkpointed)
         versions = _versions(given)
-        watch = Watch(mailbox, [layer.module for layer in self.layers], self.others)
-        with torch.set_grad_enabled(visit.batch.state.grad):
+        watch = None if visit.attached else Watch(kept.mailbox, modules, self.others)
+        with torch.set_grad_enabled(visit.batch.state.grad), WrittenApart(buffers) as apart:
             ran = self._run(
-                enter(given, mailbox), parcel.single, visit, checkpointing=visit.checkpointed, watch=watch
+                given, self._enter(given, kept), visit, checkpointing=visit.checkpointed, watch=watch
             )
-        output = Parcel.of(ran.tensors, ran.single)
-        habits = Habits(output.needs_grad, versions != _versions(given), changed(before))
+        written = [before != after for before, after in zip(versions, _versions(given), strict=True)]
+        self._note_writes(written, parcels, given, visit)
+        outputs = self._outputs(ran, kept)
+        habits = Habits(
+            tuple(parcel.needs_grad for parcel in outputs),
+            tuple(parcel.aliases for parcel in outputs),
+            any(written),
+            changed(before),
+            apart.written,
+        )
         self._habits[mode] = habits
-        if visit.checkpointed and any(habits.outputs_need_grad):
-            buffers = tuple(item for item in before if item.buffer in habits.changes)
-            return output, Kept(
-                visit,
-                mailbox,
-                parcel=parcel,
-                writes_input=habits.writes_input,
-                buffers=buffers,
-            )
-        return output, Kept(visit, mailbox, roots_of(ran.tensors), ran.marks)
+        if visit.attached:
+            return outputs, None
+        if visit.checkpointed and habits.tracks_any:
+            kept.roots, kept.marks = (), ()
+            kept.buffers = tuple(item for item in before if item.buffer in habits.changes)
+            self._keep_input(kept, saved if habits.writes_input else parcels, habits)
+        return outputs, kept
 
-    def _forward_checkpointed(self, parcel: Parcel, visit: Visit, habits: Habits) -> tuple[Parcel, Kept]:
-        buffers = save(habits.changes)
-        given = parcel.cloned() if habits.writes_input else parcel
-        versions = _versions(parcel)
+    def _forward_checkpointed(
+        self, parcels: tuple[Parcel, ...], visit: Visit, habits: Habits
+    ) -> tuple[tuple[Parcel, ...], Kept]:
+        kept = _kept(parcels, visit)
+        kept.buffers = save(habits.changes)
+        given, saved = self._given_and_saved(parcels, copies=habits.writes_input)
+        versions = _versions(given)
         with torch.no_grad():
-            ran = self._run(given.tensors, parcel.single, visit, checkpointing=True)
-        if versions != _versions(parcel):
+            entered = [parcel.tensors for parcel in given]
+            ran = self._run(given, entered, visit, checkpointing=True)
+        written = [before != after for before, after in zip(versions, _versions(given), strict=True)]
+        if any(written) and not habits.writes_input:
             raise RuntimeError(
                 f"partition {self.index} wrote its input in place, which it did not do when it ran first, so "
                 "it cannot be recomputed. Use checkpoint='never' or a layer that does not write its input"
             )
-        output = Parcel.of(ran.tensors, ran.single)._replace(needs_grad=habits.outputs_need_grad)
-        return output, Kept(
-            visit,
-            Mailbox(parcel.needs_grad),
-            parcel=parcel,
-            writes_input=habits.writes_input,
-            buffers=buffers,
-        )
+        self._note_writes(written, parcels, given, visit)
+        outputs = self._outputs(ran, kept)
+        if [len(parcel.tensors) for parcel in outputs] != [len(needed) for needed in habits.needs_grad]:
+            raise RuntimeError(
+                f"partition {self.index} returned another number of tensors than when it ran first, so it cannot "
+                "be recomputed. Use checkpoint='never'"
+            )
+        kept.roots, kept.marks = (), ()
+        self._keep_input(kept, saved, habits)
+        return tuple(
+            parcel._replace(needs_grad=needed, aliases=aliases)
+            for parcel, needed, aliases in zip(outputs, habits.needs_grad, habits.aliases, strict=True)
+        ), kept
+
+    def _given_and_saved(
+        self, parcels: tuple[Parcel, ...], *, copies: bool
+    ) -> tuple[tuple[Parcel, ...], tuple[Parcel, ...]]:
+        """What the layers get, and what recomputation will get.
+
+        Layers that write their input write the caller's tensors, as they would without a pipe, but not those of the
+        partition before: it may be recomputed from them.
+        """
+        if not copies:
+            return parcels, parcels
+        copied = tuple(parcel.cloned() for parcel in parcels)
+        return (parcels, copied) if self.index == 0 else (copied, parcels)
+
+    def _note_writes(
+        self, written: Sequence[bool], parcels: Sequence[Parcel], given: Sequence[Parcel], visit: Visit
+    ) -> None:
+        """Of what the layers wrote in place, tell those who would have seen it."""
+        if not any(written):
+            return
+        tensors = [tensor for parcel in parcels for tensor in parcel.present]
+        if given is not parcels:
+            visit.written.update(
+                storage_of(tensor) for tensor, wrote in zip(tensors, written, strict=True) if wrote
+            )
+        if self.index == 0 and any(
+            wrote and tensor.requires_grad and tensor.is_leaf
+            for tensor, wrote in zip(visit.batch.tensors, written, strict=False)
+        ):
+            raise RuntimeError(
+                "a view of a leaf Variable that requires grad is being used in an in-place operation: the first "
+                "partition writes the input of the pipe. Pass a clone of the input"
+            )
+
+    def _own_versions(self, parcels: tuple[Parcel, ...], visit: Visit, kept: Kept) -> tuple[Parcel, ...]:
+        """The caller's tensors, each micro-batch with a count of writes of its own.
+
+        Micro-batches are views of one tensor: else the write of one would look like a write to all.
+        """
+        if visit.attached and any(tensor.requires_grad for tensor in visit.batch.tensors):
+            return parcels  # views of a graph that must stay whole
+        if visit.micro_batch.index == 0:
+            torch.autograd.graph.increment_version(visit.batch.tensors)
+        kept.caller_versions = [version_of(tensor) for tensor in visit.batch.tensors]
+        return tuple(parcel.with_own_versions() for parcel in parcels)
+
+    def _keep_input(self, kept: Kept, saved: tuple[Parcel, ...], habits: Habits) -> None:
+        kept.parcels = saved
+        kept.writes_input = habits.writes_input
+        kept.input_is_private = habits.writes_input and self.index == 0
+        kept.versions = ([parcel.versions() for parcel in saved], self._tensors.versions(_modules(habits)))
 
     def recompute(self, kept: Kept) -> None:
         """Make the graph that a checkpointed visit did not keep."""
-        assert kept.parcel is not None, "only a checkpointed visit can be recomputed"
-        parcel = kept.parcel if kept.bring_back is None else kept.bring_back()
-        # A second backward, or another partition, may need the input as it is.
-        entered = enter(parcel.cloned() if kept.writes_input else parcel, kept.mailbox)
+        self._check_unchanged(kept)
+        parcels = kept.input()
+        if kept.writes_input:
+            # A second backward, or another partition, may need the input as it is.
+            parcels = tuple(parcel.cloned() for parcel in parcels)
         with torch.enable_grad(), swapped_in(kept.buffers):
-            ran = self._run(entered, parcel.single, kept.visit, recomputing=True)
-        kept.roots, kept.marks = roots_of(ran.tensors), ran.marks
+            ran = self._run(parcels, enter(parcels, kept.mailbox), kept.visit, recomputing=True)
+        self._outputs(ran, kept)
+
+    def _check_unchanged(self, kept: Kept) -> None:
+        """Raise if the forward could not be repeated, as autograd does where it kept the graph."""
+        assert kept.parcels is not None, "only a checkpointed visit can be recomputed"
+        inputs, leaves = kept.versions
+        if not kept.input_is_private and not kept.bring_back:
+            for parcel, versions in zip(kept.parcels, inputs, strict=True):
+                if parcel.versions() != versions:
+                    raise modified_in_place("its input", self.index)
+        changes = {item.buffer.module for item in kept.buffers}
+        if not self._tensors.are_in_place(changes) or self._tensors.versions(changes) != leaves:
+            raise modified_in_place("a parameter or buffer", self.index)
 
     def backward(
-        self, kept: Kept, gradients: Gradients, *, keep_graph: bool, parameters: bool = True
+        self,
+        kept: Kept,
+        gradients: Gradients,
+        *,
+        keep_graph: bool,
+        collected: Collected | None = None,
     ) -> Gradients:
-        """The gradients of what entered; those of `parameters`, if wanted, are added to theirs."""
+        """The gradients of what entered; those of leaves are added to theirs, unless they are `collected`."""
+        self._check_caller(kept)
         pairs = _pairs(kept, gradients)
-        if pairs and (parameters or kept.mailbox.expects_any):
+        if pairs:
             roots, root_gradients = zip(*pairs, strict=True)
-            with kept.mailbox, kept.visit.batch.state.without_autocast():
-                run_backward(
-                    roots,
-                    root_gradients,
-                    keep_graph=keep_graph,
-                    inputs=() if parameters else (ANCHOR,),
-                )
+            with kept.mailbox, self._in_backward(kept):
+                if collected is not None:
+                    collected.run(roots, root_gradients, keep_graph=keep_graph)
+                else:
+                    run_backward(roots, root_gradients, keep_graph=keep_graph)
         return kept.mailbox.take()
 
     def backward_input(self, kept: Kept, gradients: Gradients, *, keep_graph: bool) -> Gradients:
@@ -226,7 +279,8 @@ class Partition:
         split = SplitBackward(_pairs(kept, gradients), kept.mailbox)
         if not split.possible:
             return self.backward(kept, gradients, keep_graph=keep_graph)
-        with kept.visit.batch.state.without_autocast():
+        self._check_caller(kept)
+        with self._in_backward(kept):
             split.run_input_half()
         kept.split = split
         return kept.mailbox.take()
@@ -235,15 +289,31 @@ class Partition:
         """The other half, if it is still to be done."""
         split, kept.split = kept.split, None
         if split is not None:
-            with kept.visit.batch.state.without_autocast():
+            with self._in_backward(kept):
                 split.run_weight_half(keep_graph=keep_graph)
 
-    def whereabouts(self) -> str:
-        """What runs, in words."""
-        return f"layer {self.running!r}" if isinstance(self.running, Layer) else self.running
+    def _check_caller(self, kept: Kept) -> None:
+        if kept.caller_versions is not None:
+            versions = [version_of(tensor) for tensor in kept.visit.batch.tensors]
+            if versions != kept.caller_versions:
+                raise modified_in_place("the input of the pipe", self.index)
 
-    def whereabouts_in_backward(self, kept: Kept, error: BaseException) -> str:
-        return failed_in_backward(self.layers, kept.roots, kept.marks, error)
+    @contextlib.contextmanager
+    def _in_backward(self, kept: Kept) -> Iterator[None]:
+        """What nodes draw in backward is keyed by the layer that made them."""
+        self._random.source = BACKWARD
+        self._marks = kept.marks
+        seed_of = partial(self._seed_of_node, kept)
+        with self._random.seeded_by(seed_of), kept.visit.batch.state.without_autocast():
+            yield
+        self._random.source = INPUT
+
+    def whereabouts(self, phase: str, kept: Kept | None, error: BaseException) -> str:
+        """Where `error` was raised, in words."""
+        if phase == "backward" and kept is not None:
+            return failed_in_backward(self.layers, kept.roots, kept.marks, error)
+        source = self._random.source
+        return f"layer {source!r}" if isinstance(source, Layer) else str(source)
 
     def undo(self) -> None:
         """Forget what was learnt, and give buffers the values they had before this mini-batch."""
@@ -253,45 +323,109 @@ class Partition:
 
     def _run(
         self,
-        tensors: tuple[Tensor | None, ...],
-        single: bool,
+        parcels: tuple[Parcel, ...],
+        entered: Sequence[Sequence[Tensor | None]],
         visit: Visit,
         *,
         checkpointing: bool = False,
         recomputing: bool = False,
         watch: Watch | None = None,
-    ) -> _Ran:
+    ) -> Ran:
         """The layers in turn, and the loss after the last one."""
-        count = len(tensors) - len(self.receives)
-        value: Any = tensors[0] if single else tensors[:count]
-        skips = PartitionSkips(self.receives, tensors[count:], self.sends)
-        micro_batch, key = visit.micro_batch, visit.batch.key
+        value, received = parcels[0].unpack(entered[0])
+        if self.receives:
+            skips_of_others = (
+                parcel.unpack(tensors)[1] for parcel, tensors in zip(parcels[1:], entered[1:], strict=True)
+            )
+            received = [*received, *chain.from_iterable(skips_of_others)]
+        skips = PartitionSkips(self.receives, received, self.sends, linked=parcels[0].linked_skips())
+        micro_batch, random = visit.micro_batch, self._random
         marks = [next_number()]
         with (
             Running(micro_batch, checkpointing=checkpointing, recomputing=recomputing),
             use_skip_tracker(skips),
+            random.seeded_by(partial(self._seed_of_layer, visit)),
         ):
-            if self._quiet and watch is None and visit.aliases.count(NO_ALIASES) == len(self.layers):
+            if self._all_watched and watch is None and visit.aliases.count(NO_ALIASES) == len(self.layers):
                 # Nothing but the layers themselves: for small ones every line here counts.
                 for layer in self.layers:
-                    self.running = layer
+                    random.source = layer
                     value = layer.module(value)
                     marks.append(next_number())
             else:
                 for layer, aliases in zip(self.layers, visit.aliases, strict=True):
-                    self.running = layer
+                    random.source = layer
                     with aliases:
-                        value = layer.run(value, key, micro_batch.index, self._random)
+                        value = layer.module(value) if layer.is_watched else layer.watch(value)
                     marks.append(next_number())
                     if watch is not None:
-                        watch.look(layer, tensors_of(value) if isinstance(value, Tensor | tuple) else ())
-            check(value)
+                        watch.look(layer, value)
             if visit.head is not None:
-                self.running = "the loss function"
-                value = visit.head(value, micro_batch, self._random)
+                random.source = LOSS
+                value = visit.head(value, micro_batch)
                 marks.append(next_number())
-            self.running = "its input"
-        return _Ran((*tensors_of(value), *skips.sent()), isinstance(value, Tensor), tuple(marks))
+            values, template = flatten(value, "output")
+            if not values:
+                raise TypeError(f"expected Tensor, but got {type(value).__name__} as output")
+            random.source = INPUT
+        return Ran(values, template, skips.sent(), tuple(marks))
+
+    def _outputs(self, ran: Ran, kept: Kept) -> tuple[Parcel, ...]:
+        """What leaves, by destination; where its gradients arrive is kept."""
+        kept.marks = ran.marks
+        if kept.visit.attached:
+            tensors = (*ran.values, *ran.skips)
+            return (Parcel(tensors, (), ran.template, len(ran.values), len(ran.skips)),)
+        skips = ran.skips[: self._with_value]
+        parcel, sources = pack(ran.values, ran.template, skips, keep_aliases=self.keeps_aliases)
+        if len(self.sends) == self._with_value:
+            kept.roots = roots_of(sources)
+            return (parcel,)
+        parcels, sources = [parcel], list(sources)
+        rest = zip(self.sends[self._with_value :], ran.skips[self._with_value :], strict=True)
+        for _, group in groupby(rest, key=lambda pair: pair[0].partition):
+            parcel, of_parcel = pack((), NO_VALUE, [skip for _, skip in group])
+            parcels.append(parcel)
+            sources.extend(of_parcel)
+        kept.roots = roots_of(sources)
+        return tuple(parcels)
+
+    def _enter(self, parcels: tuple[Parcel, ...], kept: Kept) -> Sequence[Sequence[Tensor | None]]:
+        return [parcel.tensors for parcel in parcels] if kept.visit.attached else enter(parcels, kept.mailbox)
+
+    def _seed_of_layer(self, visit: Visit, source: Layer | str) -> int:
+        position = source.position if isinstance(source, Layer) else self._after_last
+        return layer_seed(visit.batch.key, position, visit.micro_batch.index)
+
+    def _seed_of_node(self, kept: Kept, number: int) -> int:
+        source = self._layer_of_node(number)
+        position = source.position if isinstance(source, Layer) else self._after_last
+        first = kept.marks[position - self.layers[0].position] if self.layers else kept.marks[0]
+        return node_seed(kept.visit.batch.key, position, kept.visit.micro_batch.index, number - first)
+
+    def _layer_of_node(self, number: int) -> Layer | str:
+        place = bisect.bisect_right(self._marks, number) - 1
+        return self.layers[place] if 0 <= place < len(self.layers) else LOSS
+
+    @property
+    def _after_last(self) -> int:
+        """The position of the loss."""
+        return self.layers[-1].position + 1 if self.layers else 0
+
+    def _warn_of(self, source: Layer | str | int, what: str) -> None:
+        if isinstance(source, int):
+            source = self._layer_of_node(source)
+        if isinstance(source, Layer):
+            source.warn_of(what)
+        else:
+            warn_of_unkeyed(source, what)
+
+
+def _kept(parcels: tuple[Parcel, ...], visit: Visit) -> Kept:
+    if len(parcels) == 1:
+        return Kept(visit, Mailbox(parcels[0].needs_grad), (len(parcels[0].tensors),))
+    needs_grad = tuple(chain.from_iterable(parcel.needs_grad for parcel in parcels))
+    return Kept(visit, Mailbox(needs_grad), tuple(len(parcel.tensors) for parcel in parcels))
 
 
 def _pairs(kept: Kept, gradients: Gradients) -> list[tuple[GradientEdge, Tensor]]:
@@ -303,5 +437,13 @@ def _pairs(kept: Kept, gradients: Gradients) -> list[tuple[GradientEdge, Tensor]
     ]
 
 
-def _versions(parcel: Parcel) -> list[int]:
-    return [version_of(tensor) for tensor in parcel.tensors if tensor is not None]
+def _versions(parcels: Sequence[Parcel]) -> list[int]:
+    return [version for parcel in parcels for version in parcel.versions()]
+
+
+def _modules(habits: Habits) -> set[nn.Module]:
+    return {buffer.module for buffer in habits.changes}
+
+
+def _distinct(neighbour: int, routes: Sequence[SkipRoute]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys((neighbour, *(route.partition for route in routes))))

@@ -7,24 +7,25 @@ partitions. Knows nothing of nn.Module's face.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import TypeVar, final
 
 import torch
-from torch import Tensor
 
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
-from gpipe_cli.pipeline.boundary import Gradients, Parcel
+from gpipe_cli.pipeline.boundary import Parcel
 from gpipe_cli.pipeline.bridge import bridge, joined_input_gradients
 from gpipe_cli.pipeline.entangled import Entangled
 from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.flight import Flight
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.loss import StepLoss
-from gpipe_cli.pipeline.microbatch import Value, gather, tensors_of
-from gpipe_cli.pipeline.minibatch import MiniBatch, guarded
-from gpipe_cli.pipeline.partition import Head, Partition
-from gpipe_cli.pipeline.tied import NO_ALIASES, Aliases, TiedParameters
+from gpipe_cli.pipeline.microbatch import Value, gather
+from gpipe_cli.pipeline.minibatch import MiniBatch, committed
+from gpipe_cli.pipeline.partition import Partition
+from gpipe_cli.pipeline.pytree import unflatten
+from gpipe_cli.pipeline.tied import NO_ALIASES, TiedParameters
+from gpipe_cli.pipeline.visit import Head
 
 __all__ = ["Runner"]
 
@@ -37,52 +38,49 @@ class Runner:
         self,
         partitions: Sequence[Partition],
         executor: Executor,
-        tied: TiedParameters,
         batch_norms: Sequence[DeferredBatchNorm],
+        *,
+        whole: bool = False,
     ) -> None:
+        """whole: leave the graph of a forward to autograd, which then allows a second derivative."""
         self._partitions = partitions
         self.partitions = len(partitions)
         self._layers: list[Layer] = [layer for partition in partitions for layer in partition.layers]
-        self._devices: list[torch.device] = [partition.device for partition in partitions]
         self._batch_norms = batch_norms
-        self._tied = tied
+        self._whole = whole
         self._attached = False
         self.executor = executor
 
-    def forward(self, batch: MiniBatch, input: Value, checkpoint_stops: Sequence[int]) -> Value:
-        """The joined output, attached to `input` and the parameters for `loss.backward()`."""
+    def forward(self, batch: MiniBatch, checkpoint_stops: Sequence[int]) -> Value:
+        """The joined output, attached to the input and the parameters for `loss.backward()`."""
 
         def fly(attached: bool) -> Value:
             flight = self._flight(batch, checkpoint_stops, None, attached)
-            with guarded(self._layers, self._devices, self._batch_norms):
+            with committed(self._batch_norms):
                 self.executor.forward(flight)
             if attached:
-                return gather([flight.outputs[piece.index].value for piece in batch.micro_batches])
-            return bridge(flight, tensors_of(input), self._backward)
+                return joined(flight)
+            return bridge(flight, self.executor.backward)
 
-        return self._attached_if_needed(fly, checkpoint_stops)
+        return fly(True) if self._whole else self._attached_if_needed(fly, checkpoint_stops)
 
     def step(
-        self,
-        batch: MiniBatch,
-        input: Value,
-        make_loss: Callable[[], StepLoss],
-        checkpoint_stops: Sequence[int],
+        self, batch: MiniBatch, make_loss: Callable[[], StepLoss], checkpoint_stops: Sequence[int]
     ) -> StepLoss:
         """Forward and backward; gives the loss that was used."""
 
         def fly(attached: bool) -> StepLoss:
             loss = make_loss()
-            flight = self._flight(batch, checkpoint_stops, loss.head(batch.key), attached)
-            with guarded(self._layers, self._devices, self._batch_norms):
+            flight = self._flight(batch, checkpoint_stops, loss.weighted, attached)
+            with committed(self._batch_norms):
                 if attached:
                     self.executor.forward(flight)
                     _backward_attached(flight)
                 else:
                     self.executor.step(flight)
-            self._tied.add_up(_of_all_layers(flight))
+            flight.tied.add_up(flight.all_aliases)
             if not attached:
-                _give_to_inputs(flight, tensors_of(input))
+                _give_to_inputs(flight)
             return loss
 
         return self._attached_if_needed(fly, checkpoint_stops)
@@ -108,27 +106,22 @@ class Runner:
     def _flight(
         self, batch: MiniBatch, checkpoint_stops: Sequence[int], head: Head | None, attached: bool
     ) -> Flight:
-        pieces = [(tensors_of(piece), isinstance(piece, Tensor)) for piece in batch.inputs]
+        tied = TiedParameters([layer.module for layer in self._layers])
         if attached:
-            inputs = [Parcel(tensors, (), single) for tensors, single in pieces]
+            inputs = [Parcel(tensors, (), batch.template, len(tensors)) for tensors in batch.inputs]
             aliases = [NO_ALIASES] * len(self._layers)
         else:
-            inputs = [Parcel.of(tensors, single) for tensors, single in pieces]
-            aliases = self._tied.aliases()
+            inputs = [Parcel.of(tensors, batch.template) for tensors in batch.inputs]
+            aliases = tied.aliases() if batch.state.grad else [NO_ALIASES] * len(self._layers)
         rest = iter(aliases)
         by_partition = [tuple(islice(rest, len(partition.layers))) for partition in self._partitions]
-        return Flight(batch, inputs, by_partition, checkpoint_stops, head, attached)
-
-    def _backward(
-        self, flight: Flight, gradients: list[Gradients], keep_graph: bool, parameters: bool
-    ) -> None:
-        with guarded(self._layers, self._devices, ()):
-            self.executor.backward(flight, gradients, keep_graph=keep_graph, parameters=parameters)
-        self._tied.add_up(_of_all_layers(flight))
+        return Flight(batch, inputs, tied, by_partition, checkpoint_stops, head, attached)
 
 
-def _of_all_layers(flight: Flight) -> list[Aliases]:
-    return list(chain.from_iterable(flight.aliases))
+def joined(flight: Flight) -> Value:
+    """The output of all micro-batches, whose graphs are whole."""
+    tensors, template = gather(flight.output_parts())
+    return unflatten(template, tensors)
 
 
 def _backward_attached(flight: Flight) -> None:
@@ -139,11 +132,11 @@ def _backward_attached(flight: Flight) -> None:
                 torch.autograd.backward(loss)
 
 
-def _give_to_inputs(flight: Flight, inputs: Sequence[Tensor]) -> None:
+def _give_to_inputs(flight: Flight) -> None:
     """A step's input may require grad like any tensor that something is computed from."""
     pairs = [
         (tensor, gradient)
-        for tensor, gradient in zip(inputs, joined_input_gradients(flight), strict=True)
+        for tensor, gradient in zip(flight.batch.tensors, joined_input_gradients(flight), strict=True)
         if tensor.requires_grad and gradient is not None
     ]
     if pairs:

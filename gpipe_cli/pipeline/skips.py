@@ -6,13 +6,14 @@ partitions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import final
 
 from torch import Tensor
 
 from gpipe_cli.skip.layout import SkipRoute
 from gpipe_cli.skip.name import SkipName
+from gpipe_cli.torch_internals.storage import storage_of
 from gpipe_cli.torch_internals.tensor_version import version_of
 
 __all__ = ["PartitionSkips", "refuse_written", "skip_version"]
@@ -25,10 +26,19 @@ class PartitionSkips:
     __slots__ = ("_sent", "_values", "_versions")
 
     def __init__(
-        self, receives: Sequence[SkipRoute], received: Sequence[Tensor | None], sends: Sequence[SkipRoute]
+        self,
+        receives: Sequence[SkipRoute],
+        received: Sequence[Tensor | None],
+        sends: Sequence[SkipRoute],
+        linked: Collection[int] = (),
     ) -> None:
+        """`linked`: the places of received skips for which a write through another tensor is right."""
         self._values = {route.name: value for route, value in zip(receives, received, strict=True)}
-        self._versions = {name: skip_version(value) for name, value in self._values.items()}
+        self._versions = {
+            name: skip_version(value)
+            for place, (name, value) in enumerate(self._values.items())
+            if place not in linked
+        }
         self._sent: dict[SkipName, Tensor | None] = {route.name: None for route in sends}
 
     def save(self, name: SkipName, value: Tensor | None) -> None:
@@ -38,7 +48,7 @@ class PartitionSkips:
     def load(self, name: SkipName) -> Tensor | None:
         value = self._values.pop(name)
         if name in self._versions:
-            refuse_written(name, value, self._versions[name])
+            refuse_written([name], [value], [self._versions[name]])
         return value
 
     def sent(self) -> tuple[Tensor | None, ...]:
@@ -46,13 +56,22 @@ class PartitionSkips:
         return tuple(self._sent.values())
 
 
-def refuse_written(name: SkipName, value: Tensor | None, version: int) -> None:
-    """Raise if a skip is not as it was stashed: who wrote it knows of the change, its own graph does not."""
-    if skip_version(value) != version:
-        raise RuntimeError(
-            f"skip '{name.name}' was written in place between stash and pop, so its gradient would be "
-            "wrong. Stash a clone, or stop the layer that writes (perhaps a ReLU with inplace=True)"
-        )
+def refuse_written(
+    names: Sequence[SkipName],
+    values: Sequence[Tensor | None],
+    versions: Sequence[int],
+    written: Collection[int] = (),
+) -> None:
+    """Raise if a skip is not as it was stashed: who wrote it knows of the change, its own graph does not.
+
+    `written`: the memory that was written where nobody else sees it.
+    """
+    for name, value, version in zip(names, values, versions, strict=False):
+        if skip_version(value) != version or (value is not None and storage_of(value) in written):
+            raise RuntimeError(
+                f"skip '{name.name}' was written in place between stash and pop, so its gradient would be "
+                "wrong. Stash a clone, or stop the layer that writes (perhaps a ReLU with inplace=True)"
+            )
 
 
 def skip_version(value: Tensor | None) -> int:

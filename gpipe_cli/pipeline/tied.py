@@ -1,8 +1,10 @@
 """Parameters that several layers share.
 
-Decides that each layer uses an alias of its own, so that no two workers add to one gradient, and that the
-aliases' gradients are summed once per mini-batch, in the order of the layers: the bits are the same however the
-layers are divided. Knows nothing of workers or partitions.
+Decides that each layer uses an alias of its own, so that no two workers add to one gradient, and that the aliases'
+gradients are summed once per mini-batch, in the order of the layers: the bits are the same however the layers are
+divided. The sum reaches the parameter through autograd, as any gradient does: hooks run, and an existing `.grad` is
+added to. Who shares what is found anew for every mini-batch, because users tie, load and parametrise at any time.
+Knows nothing of workers or partitions.
 """
 
 from __future__ import annotations
@@ -12,8 +14,11 @@ from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["Aliases", "TiedParameters"]
+from gpipe_cli.torch_internals.engine import run_backward
+
+__all__ = ["NO_ALIASES", "Aliases", "TiedParameters", "accumulate"]
 
 
 @final
@@ -28,23 +33,25 @@ class _Use:
 class Aliases:
     """Context manager: inside, the modules of one layer use aliases of their shared parameters."""
 
-    __slots__ = ("_aliases", "_uses")
+    __slots__ = ("_aliases", "_before", "_uses")
 
     def __init__(self, uses: Sequence[_Use]) -> None:
         self._uses = uses
-        distinct = dict.fromkeys(use.parameter for use in uses)
-        self._aliases = {
-            parameter: nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-            for parameter in distinct
-        }
+        self._aliases = {parameter: _alias(parameter) for parameter in {use.parameter: None for use in uses}}
 
     def __enter__(self) -> None:
+        # Not `use.parameter`: in a recomputation there may be another one by now.
+        self._before = [use.module._parameters[use.name] for use in self._uses]
         for use in self._uses:
             setattr(use.module, use.name, self._aliases[use.parameter])
 
     def __exit__(self, *exception: object) -> None:
-        for use in self._uses:
-            setattr(use.module, use.name, use.parameter)
+        for use, before in zip(self._uses, self._before, strict=True):
+            setattr(use.module, use.name, before)
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """What the layer uses in its place; None if the layer does not share it."""
+        return self._aliases.get(parameter)
 
     def take_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         alias = self._aliases.get(parameter)
@@ -59,47 +66,58 @@ NO_ALIASES = Aliases(())
 
 @final
 class TiedParameters:
-    """Who shares what among the layers, found once."""
+    """Who shares what among the layers, now."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        uses = [_uses(layer) for layer in layers]
-        holders = [{use.parameter for use in of_one} for of_one in uses]
-        everywhere = dict.fromkeys(use.parameter for of_one in uses for use in of_one)
-        self._shared = [leaf for leaf in everywhere if sum(leaf in held for held in holders) > 1]
-        shared = set(self._shared)
-        self._uses = [[use for use in of_one if use.parameter in shared] for of_one in uses]
-
-    @property
-    def users(self) -> list[tuple[nn.Parameter, list[int]]]:
+        users: dict[nn.Parameter, list[int]] = {}
+        for place, layer in enumerate(layers):
+            for parameter in layer.parameters():
+                users.setdefault(parameter, []).append(place)
+        self.trained = [parameter for parameter in users if parameter.requires_grad]
+        """All parameters that require grad, shared or not."""
+        self.users = [(parameter, places) for parameter, places in users.items() if len(places) > 1]
         """Each shared parameter and the layers that use it."""
-        return [
-            (
-                parameter,
-                [
-                    place
-                    for place, uses in enumerate(self._uses)
-                    if any(use.parameter is parameter for use in uses)
-                ],
-            )
-            for parameter in self._shared
-        ]
+        shared = {parameter for parameter, _ in self.users}
+        self._uses = [_uses(layer, shared) for layer in layers] if shared else [[] for _ in layers]
 
     def aliases(self) -> list[Aliases]:
         """Fresh ones for one mini-batch, one per layer."""
         return [Aliases(uses) if uses else NO_ALIASES for uses in self._uses]
 
-    def add_up(self, aliases: Sequence[Aliases]) -> None:
-        """Add the aliases' gradients to their parameters, layer by layer."""
-        for parameter in self._shared:
-            for of_layer in aliases:
-                gradient = of_layer.take_gradient(parameter)
-                if gradient is not None:
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+    def total(self, parameter: nn.Parameter, aliases: Sequence[Aliases]) -> Tensor | None:
+        """The gradient of all uses of a shared parameter, in the order of the layers; None if none has one."""
+        total = None
+        for of_layer in aliases:
+            gradient = of_layer.take_gradient(parameter)
+            if gradient is not None:
+                total = gradient if total is None else total + gradient
+        return total
+
+    def add_up(self, aliases: Sequence[Aliases], but: Sequence[nn.Parameter] = ()) -> None:
+        """Give each shared parameter, except those in `but`, the gradient of all its uses."""
+        left_out = set(but)
+        for parameter, _ in self.users:
+            total = None if parameter in left_out else self.total(parameter, aliases)
+            if total is not None:
+                accumulate(parameter, total)
 
 
-def _uses(layer: nn.Module) -> list[_Use]:
+def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add to `.grad` as autograd does."""
+    run_backward([get_gradient_edge(parameter)], [gradient], keep_graph=False)
+
+
+def _alias(parameter: nn.Parameter) -> nn.Parameter:
+    alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    # What users hang on a parameter, layers may look for.
+    alias.__dict__.update(parameter.__dict__)
+    return alias
+
+
+def _uses(layer: nn.Module, shared: set[nn.Parameter]) -> list[_Use]:
     return [
         _Use(module, name, parameter)
         for module in layer.modules()
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+        if parameter in shared
     ]

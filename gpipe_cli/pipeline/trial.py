@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.context import MicroBatch, Running
+from gpipe_cli.pipeline.pytree import flatten
 from gpipe_cli.sequential import layer_names
 from gpipe_cli.sequential.by_tracing.meta_clone import meta_clone, meta_twin
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
@@ -78,14 +79,19 @@ def _run(layers: nn.Module, names: tuple[str, ...], value: Any) -> None:
 
 
 def _check_carried(subject: str, value: Any) -> None:
-    members = value if isinstance(value, tuple) else (value,)
-    for member in members:
-        if not isinstance(member, Tensor):
-            what = f"a {type(member).__name__}" + (" in a tuple" if isinstance(value, tuple) else "")
-            raise ConfigError(
-                f"{subject} returns {what}; between layers go tensors and tuples of tensors, so let it return "
-                "one of these, or keep it and the layer that takes it in one module"
-            )
+    try:
+        tensors, _ = flatten(value, "output")
+    except TypeError as error:
+        raise _not_carried(subject, str(error)) from error
+    if not tensors:
+        raise _not_carried(subject, f"its output, of type {type(value).__name__}, holds no tensor")
+
+
+def _not_carried(subject: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{subject} returns what no pipe carries: {reason}. Between layers go tensors and plain values, in any nesting "
+        "of tuples, lists and dicts; return that, or keep the layer and the one that takes it in one module"
+    )
 
 
 def _described(value: Any) -> str:

@@ -6,6 +6,8 @@ and no action begins after it. Knows nothing of threads' lives or of schedules.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,14 +17,17 @@ from typing import Any, Protocol, final
 
 import torch
 
+from gpipe_cli.pipeline.failure import add_note
 from gpipe_cli.pipeline.flight import Flight
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.residence import Residence, Stay, stays
 from gpipe_cli.pipeline.routes import Routes, WayClosed
 from gpipe_cli.schedule.action import Action, Kind, Order
+from gpipe_cli.torch_internals.thread_modes import CallerModes
 
 __all__ = ["Recorder", "Walk", "failure_note"]
 
+_NO_MODES = contextlib.nullcontext()
 logger = logging.getLogger("gpipe_cli.pipeline")
 
 
@@ -50,20 +55,20 @@ class Walk:
         order: Order,
         *,
         keep_graph: bool = False,
-        parameters: bool = True,
         recorder: Recorder | None = None,
         residences: Sequence[Residence] = (),
+        modes: CallerModes | None = None,
     ) -> None:
         self._flight = flight
         self._partitions = partitions
         self._order = order
         self._keep_graph = keep_graph
-        self._parameters = parameters
         self._recorder = recorder
         self._residences = residences
         self._routes = Routes(partitions, flight)
         self._first = threading.Lock()
         self._failure: BaseException | None = None
+        self._modes = modes
         self._logs = logger.isEnabledFor(logging.INFO)
 
     def run(self, worker: int) -> None:
@@ -80,17 +85,15 @@ class Walk:
         except WayClosed:
             return
         except BaseException as error:  # noqa: BLE001 - whatever a layer raises is the caller's to see
-            if place.action is not None:
-                where = self._whereabouts(place.action, place.phase, error)
-                error.add_note(failure_note(place.action, place.phase, where))
+            # First of all: nobody may wait while the failure is being described.
             self.fail(error)
+            if place.action is not None:
+                add_note(error, functools.partial(self._describe, place.action, place.phase, error))
 
-    def _whereabouts(self, action: Action, phase: str, error: BaseException) -> str:
+    def _describe(self, action: Action, phase: str, error: BaseException) -> str:
         partition = self._partitions[action.partition]
         kept = self._flight.kept.get((action.partition, action.micro_batch))
-        if phase == "backward" and kept is not None:
-            return partition.whereabouts_in_backward(kept, error)
-        return partition.whereabouts()
+        return failure_note(action, phase, partition.whereabouts(phase, kept, error))
 
     def fail(self, error: BaseException) -> None:
         """Remember the first failure and let nobody wait in vain."""
@@ -156,7 +159,7 @@ class Walk:
 
     def _forward(self, place: _Place, partition: Partition, action: Action) -> None:
         place.phase = "forward"
-        parcel = self._routes.receive(partition, action.micro_batch)
+        parcels = self._routes.receive(partition, action.micro_batch)
         visit = self._flight.visit(action.partition, action.micro_batch)
         if self._logs:
             logger.info(
@@ -169,38 +172,42 @@ class Walk:
         if self._failure is not None:
             raise WayClosed
         begin = self._now(partition)
-        output, kept = partition.forward(parcel, visit)
+        with self._in_modes():
+            outputs, kept = partition.forward(parcels, visit)
         begin = self._record(action, place.phase, partition, begin)
         if kept is not None:
             self._flight.kept[action.partition, action.micro_batch] = kept
-        self._routes.send(partition, action.micro_batch, output)
+        self._routes.send(partition, action.micro_batch, outputs)
         if action.partition < len(self._partitions) - 1:
             self._record(action, "copy", partition, begin)
 
     def _backward(self, place: _Place, partition: Partition, action: Action) -> None:
         kept = self._flight.kept[action.partition, action.micro_batch]
-        if kept.parcel is not None:
+        if kept.parcels is not None:
             # Before the gradient is waited for: this is what makes recomputation cheap in a pipeline.
             place.phase = "recompute"
             begin = self._now(partition)
-            partition.recompute(kept)
+            with self._in_modes():
+                partition.recompute(kept)
             self._record(action, place.phase, partition, begin)
         place.phase = "backward"
         gradients = self._routes.receive_gradients(partition, action.micro_batch)
         if self._failure is not None:
             raise WayClosed
         begin = self._now(partition)
-        # Without parameters there is nothing to split off.
-        if action.kind is Kind.INPUT_GRAD and self._parameters:
-            entered = partition.backward_input(kept, gradients, keep_graph=self._keep_graph)
-        else:
-            entered = partition.backward(
-                kept, gradients, keep_graph=self._keep_graph, parameters=self._parameters
-            )
+        collected = self._flight.collected
+        with self._in_modes():
+            # A backward whose gradients the caller collects is not split.
+            if action.kind is Kind.INPUT_GRAD and collected is None:
+                entered = partition.backward_input(kept, gradients, keep_graph=self._keep_graph)
+            else:
+                entered = partition.backward(
+                    kept, gradients, keep_graph=self._keep_graph, collected=collected
+                )
         begin = self._record(action, place.phase, partition, begin)
         if action.kind is Kind.BACKWARD:
             self._let_go(action)
-        self._routes.send_gradients(partition, action.micro_batch, entered)
+        self._routes.send_gradients(partition, entered, kept)
         if action.partition > 0:
             self._record(action, "copy", partition, begin)
 
@@ -208,7 +215,8 @@ class Walk:
         place.phase = "backward"
         begin = self._now(partition)
         kept = self._flight.kept[action.partition, action.micro_batch]
-        partition.backward_weights(kept, keep_graph=self._keep_graph)
+        with self._in_modes():
+            partition.backward_weights(kept, keep_graph=self._keep_graph)
         self._record(action, place.phase, partition, begin)
         self._let_go(action)
 
@@ -217,8 +225,11 @@ class Walk:
         place = (action.partition, action.micro_batch)
         if not self._keep_graph:
             del self._flight.kept[place]
-        elif self._flight.kept[place].parcel is not None:
+        elif self._flight.kept[place].parcels is not None:
             self._flight.kept[place].roots = ()
+
+    def _in_modes(self) -> contextlib.AbstractContextManager[object]:
+        return _NO_MODES if self._modes is None else self._modes.entered()
 
     def _now(self, partition: Partition) -> Any:
         return None if self._recorder is None else self._recorder.now(partition.device)

@@ -37,10 +37,10 @@ class WorkedSequence(WrappedSequence):
 
     def _forward(self, input: Value) -> Value:
         batch = MiniBatch.of(input, self.chunks, key=None)
-        return self._runner.forward(batch, input, self._stops(batch))
+        return self._runner.forward(batch, self._stops(batch))
 
-    def _step(self, batch: MiniBatch, input: Value, make_loss: Callable[[], StepLoss]) -> StepLoss:
-        return self._runner.step(batch, input, make_loss, self._stops(batch))
+    def _step(self, batch: MiniBatch, make_loss: Callable[[], StepLoss]) -> StepLoss:
+        return self._runner.step(batch, make_loss, self._stops(batch))
 
     def _stops(self, batch: MiniBatch) -> tuple[int, ...]:
         return batch.checkpoint_stops(self.checkpoint, self._runner.partitions, self.training)

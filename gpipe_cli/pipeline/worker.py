@@ -66,11 +66,13 @@ class WorkerPool:
             except _TooLate:
                 print_stacks()
                 self._abandon()
-                late = StepTimeout(
-                    f"{ends.missing} of {self._size} workers did not end within step_timeout={timeout} seconds"
+                # If a worker failed before, that failure is what the caller gets.
+                stop(
+                    StepTimeout(
+                        f"{ends.missing} of {self._size} workers did not end within step_timeout={timeout} seconds"
+                    )
                 )
-                stop(late)
-                raise late from None
+                return
             except BaseException as interruption:
                 if interrupted:
                     self._abandon()
@@ -138,9 +140,11 @@ class _Ends:
         self._news: SimpleQueue[None] = SimpleQueue()
 
     def run(self, job: Job) -> None:
-        job()
-        self._ended.append(None)
-        self._news.put(None)
+        try:
+            job()
+        finally:
+            self._ended.append(None)
+            self._news.put(None)
 
     def wait(self, deadline: float) -> None:
         """Return when something may have changed."""

@@ -16,11 +16,11 @@ from typing import Any, Literal, Self, TypeAlias, overload
 from torch import Tensor, nn
 
 from gpipe_cli.pipeline.batchnorm import convert_deferred_batch_norm, deferred_batch_norms
-from gpipe_cli.pipeline.keys import GeneratorMoved
 from gpipe_cli.pipeline.layer import layers_of
-from gpipe_cli.pipeline.loss import LossFunction, LossHabits, StepLoss
+from gpipe_cli.pipeline.loss import LossFunction, StepLoss
 from gpipe_cli.pipeline.microbatch import Value, gather
 from gpipe_cli.pipeline.minibatch import MiniBatch
+from gpipe_cli.pipeline.pytree import flatten, unflatten
 from gpipe_cli.sequential import outside
 from gpipe_cli.skip.verify import verify_skippables
 
@@ -52,7 +52,6 @@ class WrappedSequence(nn.Module):
         self.module = module
         self._layers = layers_of(module)
         self._batch_norms = tuple(deferred_batch_norms(module))
-        self._loss_habits = LossHabits()
         self.register_load_state_dict_pre_hook(_loaded_by_a_parent)  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
@@ -100,26 +99,16 @@ class WrappedSequence(nn.Module):
             return loss_fn(outside(self.module, output), target)
 
         def make_loss() -> StepLoss:
-            return StepLoss(
-                loss_of,
-                target,
-                batch.rows,
-                len(batch.inputs),
-                len(self),
-                keeps_outputs=return_output,
-                may_draw=self._loss_habits.may_draw(loss_fn),
-            )
+            return StepLoss(loss_of, target, batch.rows, len(batch.inputs), keeps_outputs=return_output)
 
-        try:
-            loss = self._step(batch, input, make_loss)
-        except GeneratorMoved:
-            self._loss_habits.distrust()
-            raise
-        self._loss_habits.learn(loss_fn, loss.draws)
+        loss = self._step(batch, make_loss)
         if not return_output:
             return loss.total()
         outputs = loss.outputs()
-        return loss.total(), self._outside(gather(outputs) if outputs else ())
+        if not outputs:
+            return loss.total(), ()
+        tensors, template = gather([flatten(output, "output") for output in outputs])
+        return loss.total(), self._outside(unflatten(template, tensors))
 
     def forward(self, input: Value) -> Output:
         return self._outside(self._forward(input))
@@ -136,7 +125,7 @@ class WrappedSequence(nn.Module):
         """Run the mini-batch forward; what the last layer gives, () if it is in another process."""
 
     @abstractmethod
-    def _step(self, batch: MiniBatch, input: Value, make_loss: Callable[[], StepLoss]) -> StepLoss:
+    def _step(self, batch: MiniBatch, make_loss: Callable[[], StepLoss]) -> StepLoss:
         """Run the mini-batch forward and backward with a loss of `make_loss`, which it returns."""
 
     @abstractmethod

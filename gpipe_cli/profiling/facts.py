@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.pipeline.microbatch import Value, check, tensors_of, value_like
+from gpipe_cli.pipeline.microbatch import Value, tensors_of
+from gpipe_cli.pipeline.pytree import flatten, map_tensors
 from gpipe_cli.profiling.flops import FlopsPerLayer, LayerFlops, flop_counter
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.seen import LayerFacts, Seen, Shape
@@ -157,7 +158,8 @@ class _Run:
             with self.seen[index] as seen:
                 output = layer(value)
             seen.look_at(output)
-            return check(output)
+            flatten(output, f"output of layer {index}")
+            return output
         except NEEDS_VALUES as error:
             raise ConfigError(
                 f"layer '{self._names[index]}' ({type(layer).__name__}) looks at the values of its tensors "
@@ -196,4 +198,4 @@ class _WatchedSkips:
 
 
 def _faked(value: Value) -> Value:
-    return value_like(value, tuple(fake_twin(tensor) for tensor in tensors_of(value)))
+    return map_tensors(fake_twin, value)

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.pipeline.gpipe import GPipe
-from gpipe_cli.pipeline.microbatch import Value, tensors_of, value_like
+from gpipe_cli.pipeline.microbatch import Value
+from gpipe_cli.pipeline.pytree import map_tensors
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.left_as_found import left_as_found, staying_at_home
 from gpipe_cli.profiling.record import recording
@@ -160,7 +161,7 @@ def _run(pipe: GPipe, course: Course, sample: Sample, seconds: float) -> Ran:
 
 
 def _repeated(value: Value, times: int) -> Value:
-    return value_like(value, tuple(torch.cat([tensor] * times) for tensor in tensors_of(value)))
+    return map_tensors(lambda tensor: torch.cat([tensor] * times), value)
 
 
 def _repeated_target(sample: Sample, times: int) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
-__all__ = ["run_backward"]
+__all__ = ["capture_gradients", "run_backward"]
 
 
 def run_backward(
@@ -32,3 +32,23 @@ def run_backward(
         allow_unreachable=True,
         accumulate_grad=True,
     )
+
+
+def capture_gradients(
+    roots: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    *,
+    keep_graph: bool,
+    inputs: Sequence[Tensor],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `inputs`, which are added to no leaf."""
+    captured: tuple[Tensor | None, ...] = Variable._execution_engine.run_backward(
+        tuple(roots),
+        tuple(gradients),
+        keep_graph,
+        False,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return captured

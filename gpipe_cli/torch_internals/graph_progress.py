@@ -17,6 +17,8 @@ Node: TypeAlias = Any
 """torch.autograd.graph.Node, whose stubs do not know the attributes of its kinds."""
 
 
+_PythonFunction = torch.autograd.function.BackwardCFunction
+
 next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that the next node made in this thread will have."""
 
@@ -27,9 +29,12 @@ def number_of(node: Node) -> int:
 
 def has_run(node: Node) -> bool | None:
     """Whether what the node saved is gone; None for a node that saves no tensor."""
-    if not _saved(node):
-        return None
-    return "a second time" in complaint(node)
+    words = complaint(node)
+    if words:
+        return "a second time" in words
+    if isinstance(node, _PythonFunction):
+        return False if node.saved_tensors else None
+    return False if _saved(node) else None
 
 
 def complaint(node: Node) -> str:
@@ -43,4 +48,7 @@ def complaint(node: Node) -> str:
 
 
 def _saved(node: Node) -> list[str]:
+    """The attributes that give what the node saved; a Python function has one for all its tensors."""
+    if isinstance(node, _PythonFunction):
+        return ["saved_tensors"]
     return [name.removeprefix("_raw") for name in dir(node) if name.startswith("_raw_saved_")]

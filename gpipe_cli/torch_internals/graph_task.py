@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["fills_leaf", "keeps_graph"]
+__all__ = ["fills_leaf", "has_hooks", "is_asked_for", "keeps_graph"]
 
 
 def keeps_graph() -> bool:
@@ -22,3 +22,17 @@ def fills_leaf(leaf: Tensor) -> bool:
     """
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def is_asked_for(leaf: Tensor) -> bool:
+    """Whether the running backward was given `leaf` in inputs=, or is an autograd.grad of it."""
+    try:
+        return fills_leaf(leaf)
+    except RuntimeError:
+        # What torch answers for a leaf that autograd.grad captures, and for no other.
+        return True
+
+
+def has_hooks(leaf: Tensor) -> bool:
+    """Whether anything runs when a gradient reaches `leaf`."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)

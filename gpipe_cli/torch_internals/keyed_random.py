@@ -1,133 +1,204 @@
-"""Random ops that draw from a generator of ours: a thread-local dispatch mode.
+"""Random operators that draw from keyed generators, in the threads that ask for it.
 
-Decides how each op tagged `nondeterministic_seeded` is given the generator: by its argument, by another
-overload that has one, or by an equal of our own; an op with none of these is refused. Uses
-`torch.utils._python_dispatch`, `torch._ops` and `torch._compile`, which torch keeps private. Knows nothing of
-layers or of where seeds come from.
+torch's dispatcher has a key that sits above autograd and autocast, that no tensor carries and that each thread
+includes for itself: TESTING_ONLY_GenericMode. Every random operator gets a kernel for that key which passes the
+running thread's generator on; every other operator falls through the key at no cost. A TorchDispatchMode would not
+do: below it, autocast no longer reaches composite kernels, and every operator would pay for it.
+
+Uses the dispatcher's private entry points. Knows nothing of layers or of where seeds come from.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpipe_cli.errors import GpipeError
+from gpipe_cli.torch_internals.graph_progress import number_of
 
-__all__ = ["KeyedRandom", "UnkeyedRandomError"]
+__all__ = ["BACKWARD", "KeyedRandom", "UnkeyedRandomError"]
 
-# How an op is run: with its arguments and a function that gives the generator for a device.
-GeneratorFor = Callable[[torch.device], torch.Generator]
-Runner = Callable[[tuple[Any, ...], dict[str, Any], GeneratorFor], Any]
+_KEY_NAME = "TESTING_ONLY_GenericMode"
+_KEY = torch._C._dispatch_key_parse(_KEY_NAME)
+_BELOW_KEY = torch._C._dispatch_keyset_full().remove(_KEY)
+_INCLUDE_KEY = torch._C._IncludeDispatchKeyGuard
+
+Kernel = Callable[..., Any]
 
 
 @final
 class UnkeyedRandomError(GpipeError):
-    """A random op that cannot draw from a key."""
+    """A random draw that no key can repeat."""
+
+
+class _Thread(threading.local):
+    random: KeyedRandom | None = None
+
+
+_thread = _Thread()
+_NO_SOURCE = object()
+BACKWARD = object()
 
 
 @final
-class KeyedRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While entered, random ops of this thread draw from generators seeded by the last `reseed`.
+class KeyedRandom:
+    """While entered, random operators of this thread draw from generators seeded by `seed_of(source)`.
 
-    One object serves one thread at a time; its generators are made once per device and seeded at the first
-    draw, so entering it for code that draws nothing costs no seeding.
+    `source` is whatever draws now: whoever runs layers assigns the next one before it runs. In a backward it is
+    BACKWARD, which stands for the number of the autograd node that draws. A generator is seeded at the first draw of
+    a source, so a source that draws nothing costs an assignment. Of what it cannot key it tells
+    `unkeyed(source, what)`. One object serves one thread at a time.
     """
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._seed = 0
+    __slots__ = (
+        "_generators",
+        "_guard",
+        "_outer",
+        "_seed_of",
+        "_seeded",
+        "_seeded_for",
+        "_unkeyed",
+        "source",
+    )
+
+    def __init__(self, unkeyed: Callable[[Any, str], None]) -> None:
+        _register_kernels()
+        self.source: Any = None
+        self._unkeyed = unkeyed
         self._generators: dict[torch.device, torch.Generator] = {}
         self._seeded: set[torch.device] = set()
-        self._drew_in_checkpoint = False
+        self._seeded_for: Any = _NO_SOURCE
+        self._seed_of: Callable[[Any], int] | None = None
 
-    def __reduce__(self) -> tuple[type[KeyedRandom], tuple[()]]:
-        # Generators are made when needed and always seeded first: there is nothing to copy.
-        return KeyedRandom, ()
+    def __reduce__(self) -> tuple[type[KeyedRandom], tuple[Callable[[Any, str], None]]]:
+        # Generators are made when needed and seeded before use: there is nothing to copy.
+        return KeyedRandom, (self._unkeyed,)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch would hide the dispatch below from its compiler, and import the whole compiler for that: two
-        # seconds and 80 MiB at the first step of every process, most of which compile nothing. See `reseed`.
-        return False
-
-    def reseed(self, seed: int) -> KeyedRandom:
-        if not hasattr(KeyedRandom.__torch_dispatch__, "__wrapped__") and "torch._dynamo" in sys.modules:
-            # Somebody does compile: now the dispatch must be hidden, or it would be compiled into layers.
-            KeyedRandom.__torch_dispatch__ = _disable_dynamo(KeyedRandom.__torch_dispatch__)  # type: ignore[method-assign]
-        self._seed = seed
-        self._seeded.clear()
-        self._drew_in_checkpoint = False
+    def seeded_by(self, seed_of: Callable[[Any], int]) -> KeyedRandom:
+        """Start over: the next draw of any source seeds the generators again."""
+        self._seed_of = seed_of
+        self._seeded_for = _NO_SOURCE
         return self
 
-    def refuse_in_checkpoint(self) -> None:
-        """Raise if something drew inside `torch.utils.checkpoint` since the last `reseed`.
+    def __enter__(self) -> KeyedRandom:
+        # A pipe may be a layer of another pipe: the outer one's draws continue where they were.
+        self._outer = _thread.random
+        _thread.random = self
+        self._guard = _INCLUDE_KEY(_KEY)
+        self._guard.__enter__()  # type: ignore[no-untyped-call]
+        return self
 
-        It repeats a forward by restoring the default generators, which nothing here draws from: the second
-        mask would be another one, and nobody would notice.
-        """
-        if self._drew_in_checkpoint:
-            raise UnkeyedRandomError(
-                "a layer draws random numbers inside torch.utils.checkpoint, which cannot draw the same for "
-                "backward. Use the pipe's own checkpoint= instead"
-            )
+    def __exit__(self, *exception: object) -> None:
+        self._guard.__exit__(*exception)
+        _thread.random = self._outer
+        self._seed_of = None
 
-    @property
-    def drew(self) -> bool:
-        """Whether any op drew since the last `reseed`."""
-        return bool(self._seeded)
-
-    def _generator(self, device: torch.device) -> torch.Generator:
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The generator that the running source draws from on `device`."""
+        source = self._drawing_source()
+        if self._seeded_for != source:
+            self._seeded_for = source
+            self._seeded.clear()
         generator = self._generators.get(device)
         if generator is None:
             generator = self._generators[device] = torch.Generator(device)
         if device not in self._seeded:
-            generator.manual_seed(self._seed)
+            _refuse_in_checkpoint()
+            assert self._seed_of is not None, "seeded_by comes before the first draw"
+            generator.manual_seed(self._seed_of(source))
             self._seeded.add(device)
-            self._drew_in_checkpoint |= _inside_checkpoint()
         return generator
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        runner = _runner(func) if isinstance(func, OpOverload) else None
-        if runner is None:
-            return func(*args, **(kwargs or {}))
-        return runner(args, kwargs or {}, self._generator)
+    def owns(self, generator: Any) -> bool:
+        """Whether `generator` is keyed already: one random operator may be made of another."""
+        return any(generator._cdata == own._cdata for own in self._generators.values())  # type: ignore[attr-defined]
+
+    def report(self, what: str) -> None:
+        self._unkeyed(self._drawing_source(), what)
+
+    def _drawing_source(self) -> Any:
+        if self.source is not BACKWARD:
+            return self.source
+        node = torch._C._current_autograd_node()
+        return -1 if node is None else number_of(node)
 
 
-def _inside_checkpoint() -> bool:
+def _refuse_in_checkpoint() -> None:
+    """torch.utils.checkpoint repeats a forward by restoring the default generators, which nothing here draws
+    from: the recomputed mask would be another one, and nobody would notice.
+    """
     frame = inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__") != "torch.utils.checkpoint":
         frame = frame.f_back
-    return frame is not None
+    if frame is not None:
+        raise UnkeyedRandomError(
+            "a layer draws random numbers inside torch.utils.checkpoint, which cannot draw the same numbers for "
+            "backward. Use the pipe's own checkpoint= instead"
+        )
 
 
-@functools.cache
-def _runner(op: OpOverload) -> Runner | None:
-    """How to run `op` under a key; None for the many that draw nothing."""
-    if torch.Tag.nondeterministic_seeded not in op.tags or op in _CHOOSE_ONLY:
-        return None
-    if op in _OWN:
-        return _OWN[op]
+_libraries: list[torch.library.Library] = []
+_registering = threading.Lock()
+
+
+def _register_kernels() -> None:
+    """Once per process; torch unregisters the kernels of a library that is collected."""
+    with _registering:
+        if _libraries:
+            return
+        fallthrough = torch.library.Library("_", "IMPL", _KEY_NAME)  # type: ignore[no-untyped-call]
+        fallthrough.fallback(torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]
+        kernels = torch.library.Library("aten", "IMPL", _KEY_NAME)  # type: ignore[no-untyped-call]
+        for op in _random_operators():
+            kernel = functools.partial(_dispatch, op, _kernel(op))
+            kernels.impl(op, kernel, with_keyset=True)  # type: ignore[no-untyped-call]
+        _libraries.extend((fallthrough, kernels))
+
+
+def _random_operators() -> Iterator[OpOverload]:
+    """Those that draw themselves. A composite operator falls through to the operators it is made of."""
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = name.partition("::")
+        packet_name, _, overload = rest.partition(".")
+        if namespace != "aten" or not hasattr(torch.ops.aten, packet_name):
+            continue
+        packet = getattr(torch.ops.aten, packet_name)
+        op: OpOverload | None = getattr(packet, overload or "default", None)
+        if op is None or torch.Tag.nondeterministic_seeded not in op.tags or op in _CHOOSE_ONLY:
+            continue
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+            yield op
+
+
+def _dispatch(op: OpOverload, kernel: Kernel, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+    random = _thread.random
+    if random is None or _traces():
+        return op.redispatch(keyset & _BELOW_KEY, *args, **kwargs)
+    return kernel(random, keyset & _BELOW_KEY, args, kwargs)
+
+
+def _traces() -> bool:
+    """Whether torch's compiler or fake tensors run the operator to see what it is, not to draw."""
+    mode = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) for key in (mode.FAKE, mode.PROXY, mode.FUNCTIONAL))
+
+
+def _kernel(op: OpOverload) -> Kernel:
+    if op is torch.ops.aten.native_dropout.default:
+        return _native_dropout
     target = _with_generator(op)
-    return functools.partial(_refuse, op) if target is None else functools.partial(_run_keyed, op, target)
+    return functools.partial(_unkeyed, op) if target is None else functools.partial(_keyed, op, target)
 
 
 def _with_generator(op: OpOverload) -> OpOverload | None:
-    """The overload of the same op that takes a generator and otherwise the same arguments."""
+    """The overload of the same operator that takes a generator and otherwise the same arguments."""
     wanted = [argument.name for argument in op._schema.arguments if argument.name != "generator"]
     packet = op.overloadpacket
     overloads: list[OpOverload] = [op, *(getattr(packet, name) for name in packet.overloads())]
@@ -138,47 +209,44 @@ def _with_generator(op: OpOverload) -> OpOverload | None:
     return None
 
 
-def _run_keyed(
+def _keyed(
     op: OpOverload,
     target: OpOverload,
+    random: KeyedRandom,
+    below: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    generator_for: GeneratorFor,
 ) -> Any:
     named = _named_arguments(op, args, kwargs)
     if named.get("generator") is not None:
-        raise UnkeyedRandomError(
-            f"{op} was given a generator of its own inside a layer; a pipe keys all randomness by (step, "
-            "layer, micro-batch), which such a draw would escape. Call it without `generator`"
-        )
-    named["generator"] = generator_for(_device_of(named))
-    return target(**named)
+        if not random.owns(named["generator"]):
+            random.report("a torch.Generator of its own")
+        return op.redispatch(below, *args, **kwargs)
+    named["generator"] = random.generator(_device_of(named))
+    return target.redispatch(below, **named) if target is op else target(**named)
 
 
-def _refuse(
-    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], generator_for: GeneratorFor
+def _unkeyed(
+    op: OpOverload, random: KeyedRandom, below: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     # What equals its default is left out of a dispatched call.
     defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
     named = defaults | _named_arguments(op, args, kwargs)
     # Attention and recurrent kernels carry the tag for their dropout; without it they draw nothing.
-    probability = named.get("dropout_p", named.get("dropout"))
-    if probability == 0 or named.get("train") is False:
-        return op(*args, **kwargs)
-    raise UnkeyedRandomError(
-        f"{op} draws random numbers but takes no generator, so it cannot be keyed by (step, layer, "
-        "micro-batch). Use an op that does, such as nn.Dropout, or set its dropout to 0"
-    )
+    if named.get("dropout_p", named.get("dropout")) != 0 and named.get("train") is not False:
+        random.report(f"the operator {op}, which takes no generator")
+    return op.redispatch(below, *args, **kwargs)
 
 
-def _native_dropout(args: tuple[Any, ...], kwargs: dict[str, Any], generator_for: GeneratorFor) -> Any:
-    """The fused dropout of CUDA takes no generator: the same function from ops that do."""
-    named = _named_arguments(torch.ops.aten.native_dropout.default, args, kwargs)
+def _native_dropout(random: KeyedRandom, below: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The fused dropout takes no generator: the same function from operators that do."""
+    op = torch.ops.aten.native_dropout.default
+    named = _named_arguments(op, args, kwargs)
     input, probability, train = named["input"], named["p"], named.get("train")
     if train is False or probability == 0:
-        return torch.ops.aten.native_dropout.default(input, 0.0, train)
+        return op.redispatch(below, *args, **kwargs)
     mask = torch.empty_like(input, dtype=torch.bool)
-    mask.bernoulli_(1 - probability, generator=generator_for(input.device))
+    mask.bernoulli_(1 - probability, generator=random.generator(input.device))
     scale = 0.0 if probability == 1 else 1 / (1 - probability)
     return input * mask * scale, mask
 
@@ -196,6 +264,5 @@ def _device_of(named: dict[str, Any]) -> torch.device:
     return torch.get_default_device() if device is None else torch.device(device)
 
 
-# Only asks which attention kernel fits; the kernel chosen is dispatched, and judged, on its own.
+# Only asks which attention kernel fits; the kernel chosen is dispatched, and judged, by itself.
 _CHOOSE_ONLY = frozenset({torch.ops.aten._fused_sdp_choice.default})
-_OWN: dict[OpOverload, Runner] = {torch.ops.aten.native_dropout.default: _native_dropout}

@@ -1,0 +1,107 @@
+"""The leaves of a partition's graph: which of them a backward fills, and whether they are still what the forward saw.
+
+Knows nothing of layers or threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
+from gpipe_cli.pipeline.boundary import ANCHOR
+from gpipe_cli.torch_internals.engine import capture_gradients, run_backward
+from gpipe_cli.torch_internals.tensor_version import version_of
+
+__all__ = ["Collected", "ModuleTensors", "leaves_behind", "modified_in_place"]
+
+
+@final
+@dataclass(slots=True)
+class Collected:
+    """What a backward gives to its caller instead of adding it to `.grad`."""
+
+    leaves: dict[int, Tensor]
+    """By id; their gradients are collected."""
+    accumulates_others: bool
+    """Whether all other leaves get theirs as usual; else they get none."""
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    def run(self, roots: Sequence[Any], gradients: Sequence[Tensor], *, keep_graph: bool) -> None:
+        """Run a backward, in the order of the micro-batches for each leaf."""
+        leaves = []
+        if self.leaves or self.accumulates_others:
+            leaves = [leaf for leaf in leaves_behind([root.node for root in roots]) if self._wants(leaf)]
+        captured = capture_gradients(roots, gradients, keep_graph=keep_graph, inputs=(ANCHOR, *leaves))
+        for leaf, gradient in zip(leaves, captured[1:], strict=True):
+            if gradient is None:
+                continue
+            if id(leaf) not in self.leaves:
+                run_backward([torch.autograd.graph.get_gradient_edge(leaf)], [gradient], keep_graph=False)
+            elif id(leaf) in self.gradients:
+                self.gradients[id(leaf)] = self.gradients[id(leaf)] + gradient
+            else:
+                self.gradients[id(leaf)] = gradient
+
+    def take(self, leaf: Tensor) -> Tensor | None:
+        return self.gradients.pop(id(leaf), None)
+
+    def _wants(self, leaf: Tensor) -> bool:
+        return leaf is not ANCHOR and (self.accumulates_others or id(leaf) in self.leaves)
+
+
+def leaves_behind(nodes: Sequence[Any]) -> Iterator[Tensor]:
+    """The leaves of the graph that begins with `nodes`."""
+    seen: set[Any] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        stack.extend(following for following, _ in node.next_functions if following is not None)
+
+
+@final
+class ModuleTensors:
+    """The parameters and buffers of some layers as they are now."""
+
+    __slots__ = ("_tensors", "parameters")
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        modules = [module for layer in layers for module in layer.modules()]
+        self._tensors = [
+            (module, held, name, tensor)
+            for module in modules
+            # Deferred batch norm commits its statistics after the forward, and recomputes without them.
+            for held in (module._parameters, {} if isinstance(module, DeferredBatchNorm) else module._buffers)
+            for name, tensor in held.items()
+            if tensor is not None
+        ]
+        self.parameters = [tensor for module, held, _, tensor in self._tensors if held is module._parameters]
+
+    def versions(self, but: Collection[nn.Module]) -> int:
+        """A number that grows with every write to one of them, except those of the modules in `but`."""
+        return sum(
+            [version_of(tensor) for module, _, _, tensor in self._tensors if not but or module not in but]
+        )
+
+    def are_in_place(self, but: Collection[nn.Module]) -> bool:
+        """Whether none was replaced by another tensor since, except those of the modules in `but`."""
+        return all(held.get(name) is tensor or module in but for module, held, name, tensor in self._tensors)
+
+
+def modified_in_place(what: str, partition: int) -> RuntimeError:
+    """The error that autograd raises where a graph is kept, for a partition that has none until it is recomputed."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what} was changed between forward and backward, so partition {partition} cannot be recomputed "
+        "to the same values"
+    )

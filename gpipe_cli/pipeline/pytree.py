@@ -1,0 +1,144 @@
+"""Values made of tensors: any nesting of tuples, lists, dicts and namedtuples, with plain values beside the tensors.
+
+Decides what a value may hold, and takes it apart into its distinct tensors and a template that builds it again from
+others in their place. A tensor that a value holds twice is one tensor, before and after. Knows nothing of
+micro-batches or partitions.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+__all__ = ["SINGLE", "Template", "flatten", "flatten_with", "map_tensors", "unflatten"]
+
+_PLAIN = (
+    type(None),
+    numbers.Number,
+    str,
+    bytes,
+    range,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)
+"""Values that hold no tensor and that nobody changes: every micro-batch may share them."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Plain:
+    """A value that is no tensor and travels in the template."""
+
+    value: Any
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Container:
+    kind: type
+    keys: tuple[Any, ...]
+    """Of a dict; empty for the others."""
+    members: tuple[Template, ...]
+    outline: Any = field(default=None, compare=False)
+    """An instance of a dict's subclass without its tensors: only a copy of it has its other attributes."""
+
+    def build(self, tensors: Sequence[Tensor]) -> Any:
+        members = [unflatten(member, tensors) for member in self.members]
+        if self.kind is tuple:
+            return tuple(members)
+        if self.outline is not None:
+            built = copy.copy(self.outline)
+            for key, member in zip(self.keys, members, strict=True):
+                built[key] = member
+            return built
+        if issubclass(self.kind, dict):
+            return self.kind(zip(self.keys, members, strict=True))
+        if hasattr(self.kind, "_fields"):
+            return self.kind(*members)
+        made: Any = self.kind
+        return made(members)
+
+
+Template: TypeAlias = int | _Plain | _Container
+"""How a value is made from its tensors; an int is the place of one of them."""
+
+SINGLE = 0
+"""The template of a bare tensor."""
+
+
+def flatten(value: Any, what: str) -> tuple[tuple[Tensor, ...], Template]:
+    """The distinct tensors of `value` and its template; a TypeError names the member of `what` that no pipe carries."""
+    if isinstance(value, Tensor):
+        return (value,), SINGLE
+    return flatten_with(value, what, lambda member: member if isinstance(member, Tensor) else None)
+
+
+def flatten_with(
+    value: Any, what: str, tensor_of: Callable[[Any], Tensor | None]
+) -> tuple[tuple[Tensor, ...], Template]:
+    """The same, where `tensor_of` says which members count as tensors."""
+    flattening = _Flattening(what, tensor_of)
+    template = flattening.template(value, ())
+    return tuple(flattening.tensors), template
+
+
+def unflatten(template: Template, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(template, int):
+        return tensors[template]
+    return template.value if isinstance(template, _Plain) else template.build(tensors)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with `function` of each of its tensors in their place."""
+    tensors, template = flatten(value, "value")
+    return unflatten(template, [function(tensor) for tensor in tensors])
+
+
+@final
+class _Flattening:
+    def __init__(self, what: str, tensor_of: Callable[[Any], Tensor | None]) -> None:
+        self._what = what
+        self._tensor_of = tensor_of
+        self._places: dict[int, int] = {}
+        self.tensors: list[Tensor] = []
+
+    def template(self, value: Any, path: tuple[Any, ...]) -> Template:
+        tensor = self._tensor_of(value)
+        if tensor is not None:
+            place = self._places.setdefault(id(tensor), len(self.tensors))
+            if place == len(self.tensors):
+                self.tensors.append(tensor)
+            return place
+        if isinstance(value, _PLAIN):
+            return _Plain(value)
+        if isinstance(value, tuple | list):
+            members = (self.template(member, (*path, place)) for place, member in enumerate(value))
+            return _Container(type(value), (), tuple(members))
+        if isinstance(value, dict):
+            members = (self.template(member, (*path, key)) for key, member in value.items())
+            return _Container(type(value), tuple(value), tuple(members), _outline(value))
+        raise TypeError(f"expected Tensor, but got {type(value).__name__} as {element(self._what, path)}")
+
+
+def _outline(value: dict[Any, Any]) -> dict[Any, Any] | None:
+    """Of an instance of a subclass, a copy that holds no tensor."""
+    if type(value) in (dict,):
+        return None
+    outline = copy.copy(value)
+    for key in outline:
+        outline[key] = None
+    return outline
+
+
+def element(what: str, path: Sequence[Any]) -> str:
+    """A member of a value, in words: output[1]['mask']."""
+    return what + "".join(f"[{key!r}]" for key in path)

@@ -1,0 +1,66 @@
+"""What torch keeps for the calling thread only and has no public name for: modes, and hooks on saved tensors.
+
+A caller's TorchDispatchMode or TorchFunctionMode, such as FlopCounterMode, sees the operators of its own thread. Pushed
+onto the stacks of the threads that work for the caller, it sees theirs too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, final
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+__all__ = ["CallerModes", "SavedTensorsHooks", "current_saved_tensors_hooks"]
+
+SavedTensorsHooks: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def current_saved_tensors_hooks() -> SavedTensorsHooks | None:
+    """The innermost pair of torch.autograd.graph.saved_tensors_hooks: torch runs no other."""
+    hooks: SavedTensorsHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CallerModes:
+    dispatch: tuple[TorchDispatchMode, ...] = ()
+    function: tuple[TorchFunctionMode, ...] = ()
+    _turn: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def capture(cls) -> CallerModes | None:
+        """Those of this thread; None if there are none, as nearly always."""
+        dispatch = range(torch._C._len_torch_dispatch_stack())
+        function = range(torch._C._len_torch_function_stack())
+        if not dispatch and not function:
+            return None
+        modes = cls(
+            tuple(torch._C._get_dispatch_stack_at(place) for place in dispatch),
+            # The default device is no mode of the user's, and goes its own way.
+            tuple(
+                mode
+                for mode in map(torch._C._get_function_stack_at, function)
+                if not isinstance(mode, DeviceContext)
+            ),
+        )
+        return modes if modes.dispatch or modes.function else None
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Modes are made for one thread, and most of them count: threads that share them take turns."""
+        with self._turn, contextlib.ExitStack() as stack:
+            for mode in self.dispatch:
+                _push_mode(mode)
+                stack.callback(_pop_mode, getattr(mode, "_mode_key", None))
+            for function_mode in self.function:
+                torch._C._push_on_torch_function_stack(function_mode)
+                stack.callback(torch._C._pop_torch_function_stack)
+            yield
