@@ -8,6 +8,7 @@ Knows nothing of threads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 import torch
@@ -78,6 +79,14 @@ class Parcel(NamedTuple):
         # Only skips may be None, and no template refers to a skip.
         value = unflatten(self.template, tensors)  # type: ignore[arg-type]
         return value, tensors[self.values : self.values + self.skips]
+
+    def as_if_tracked(self, needs_grad: tuple[bool, ...], aliases: Mapping[int, Alias]) -> Parcel:
+        """As it would be if autograd had tracked its tensors; `aliases` are those of a parcel that it did."""
+        tracked = {
+            place: replace(alias, detached=place in aliases and aliases[place].detached)
+            for place, alias in self.aliases.items()
+        }
+        return self._replace(needs_grad=needs_grad, aliases=tracked)
 
     def linked_skips(self) -> set[int]:
         """Which skips share memory with another tensor of the parcel, in a way that autograd knows."""

@@ -51,7 +51,7 @@ class Layer:
         output = self.module(value)
         for owner, state in _states().items():
             # Other threads draw from the same state. It moved because of this layer if its code draws from there.
-            if before.get(owner, state) != state and _mentions(self.module, owner):
+            if before.get(owner) != state and _mentions(self.module, owner):
                 self.warn_of(owner)
         return output
 
@@ -85,9 +85,10 @@ def layers_of(module: nn.Sequential) -> tuple[Layer, ...]:
 def _states() -> dict[str, Any]:
     """The state of each generator outside torch that the process shares, by the module it belongs to."""
     states: dict[str, Any] = {"random": random.getstate()}
-    numpy_random: Any = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        kind, keys, position, *rest = numpy_random.get_state()
+    # NumPy imports it at its first use, perhaps in another thread just now.
+    get_state = getattr(sys.modules.get("numpy.random"), "get_state", None)
+    if get_state is not None:
+        kind, keys, position, *rest = get_state()
         states["numpy.random"] = (kind, keys.tobytes(), position, *rest)
     return states
 

@@ -5,6 +5,7 @@ Knows nothing of layers or threads.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
 from gpipe_cli.pipeline.boundary import ANCHOR
 from gpipe_cli.torch_internals.engine import capture_gradients, run_backward
+from gpipe_cli.torch_internals.graph_task import without_hooks
 from gpipe_cli.torch_internals.tensor_version import version_of
 
-__all__ = ["Collected", "ModuleTensors", "leaves_behind", "modified_in_place"]
+__all__ = ["NO_TENSORS", "Collected", "ModuleTensors", "leaves_behind", "modified_in_place"]
 
 
 @final
@@ -36,7 +38,9 @@ class Collected:
         leaves = []
         if self.leaves or self.accumulates_others:
             leaves = [leaf for leaf in leaves_behind([root.node for root in roots]) if self._wants(leaf)]
-        captured = capture_gradients(roots, gradients, keep_graph=keep_graph, inputs=(ANCHOR, *leaves))
+        # The caller's backward runs the hooks, on what is collected.
+        with without_hooks(leaves):
+            captured = capture_gradients(roots, gradients, keep_graph=keep_graph, inputs=(ANCHOR, *leaves))
         for leaf, gradient in zip(leaves, captured[1:], strict=True):
             if gradient is None:
                 continue
@@ -71,12 +75,13 @@ def leaves_behind(nodes: Sequence[Any]) -> Iterator[Tensor]:
 
 @final
 class ModuleTensors:
-    """The parameters and buffers of some layers as they are now."""
+    """The parameters, buffers and modes of some layers as they are now."""
 
-    __slots__ = ("_tensors", "parameters")
+    __slots__ = ("_tensors", "parameters", "training")
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         modules = [module for layer in layers for module in layer.modules()]
+        self.training = tuple([module.training for module in modules])
         self._tensors = [
             (module, held, name, tensor)
             for module in modules
@@ -93,9 +98,24 @@ class ModuleTensors:
             [version_of(tensor) for module, _, _, tensor in self._tensors if not but or module not in but]
         )
 
-    def are_in_place(self, but: Collection[nn.Module]) -> bool:
-        """Whether none was replaced by another tensor since, except those of the modules in `but`."""
-        return all(held.get(name) is tensor or module in but for module, held, name, tensor in self._tensors)
+    @contextlib.contextmanager
+    def in_place(self, but: Collection[nn.Module]) -> Iterator[None]:
+        """Inside, those that were replaced by other tensors since are back, except those of the modules in `but`."""
+        replaced = [
+            (held, name, tensor, held.get(name))
+            for module, held, name, tensor in self._tensors
+            if held.get(name) is not tensor and module not in but
+        ]
+        for held, name, tensor, _ in replaced:
+            held[name] = tensor
+        try:
+            yield
+        finally:
+            for held, name, _, other in replaced:
+                held[name] = other
+
+
+NO_TENSORS = ModuleTensors(())
 
 
 def modified_in_place(what: str, partition: int) -> RuntimeError:

@@ -96,13 +96,13 @@ class Partition:
         self._tensors = ModuleTensors(modules)
         self._all_watched = all(layer.is_watched for layer in self.layers)
         self._mode = (
-            tuple([module.training for module in modules]),
+            self._tensors.training,
             tuple([parameter.requires_grad for parameter in self._tensors.parameters]),
         )
 
     def forward(self, parcels: tuple[Parcel, ...], visit: Visit) -> tuple[tuple[Parcel, ...], Kept | None]:
         needs_grad = tuple([parcel.needs_grad for parcel in parcels])
-        mode = (*self._mode, needs_grad, visit.batch.state.grad, visit.attached)
+        mode = (*self._mode, needs_grad, visit.batch.state.grad, visit.attached, visit.head is None)
         habits = self._habits.get(mode)
         if habits is None:
             return self._forward_learning(parcels, visit, mode)
@@ -157,8 +157,9 @@ class Partition:
         kept.buffers = save(habits.changes)
         given, saved = self._given_and_saved(parcels, copies=habits.writes_input)
         versions = _versions(given)
-        with torch.no_grad():
-            entered = [parcel.tensors for parcel in given]
+        # Without grad some layers take another path in evaluation mode, to other bits than recomputation will.
+        with torch.set_grad_enabled(not all(self._tensors.training)):
+            entered = self._enter(given, kept) if torch.is_grad_enabled() else [one.tensors for one in given]
             ran = self._run(given, entered, visit, checkpointing=True)
         written = [before != after for before, after in zip(versions, _versions(given), strict=True)]
         if any(written) and not habits.writes_input:
@@ -176,7 +177,7 @@ class Partition:
         kept.roots, kept.marks = (), ()
         self._keep_input(kept, saved, habits)
         return tuple(
-            parcel._replace(needs_grad=needed, aliases=aliases)
+            parcel.as_if_tracked(needed, aliases)
             for parcel, needed, aliases in zip(outputs, habits.needs_grad, habits.aliases, strict=True)
         ), kept
 
@@ -227,6 +228,7 @@ class Partition:
 
     def _keep_input(self, kept: Kept, saved: tuple[Parcel, ...], habits: Habits) -> None:
         kept.parcels = saved
+        kept.tensors = self._tensors
         kept.writes_input = habits.writes_input
         kept.input_is_private = habits.writes_input and self.index == 0
         kept.versions = ([parcel.versions() for parcel in saved], self._tensors.versions(_modules(habits)))
@@ -238,7 +240,8 @@ class Partition:
         if kept.writes_input:
             # A second backward, or another partition, may need the input as it is.
             parcels = tuple(parcel.cloned() for parcel in parcels)
-        with torch.enable_grad(), swapped_in(kept.buffers):
+        changes = {item.buffer.module for item in kept.buffers}
+        with torch.enable_grad(), kept.tensors.in_place(changes), swapped_in(kept.buffers):
             ran = self._run(parcels, enter(parcels, kept.mailbox), kept.visit, recomputing=True)
         self._outputs(ran, kept)
 
@@ -251,7 +254,7 @@ class Partition:
                 if parcel.versions() != versions:
                     raise modified_in_place("its input", self.index)
         changes = {item.buffer.module for item in kept.buffers}
-        if not self._tensors.are_in_place(changes) or self._tensors.versions(changes) != leaves:
+        if kept.tensors.versions(changes) != leaves:
             raise modified_in_place("a parameter or buffer", self.index)
 
     def backward(

@@ -45,7 +45,12 @@ class SplitBackward:
 
     @property
     def possible(self) -> bool:
-        """Whether each parameter hangs on one branch only: one used twice would be counted too often."""
+        """Whether each parameter hangs on one branch only: one used twice would be counted too often.
+
+        What torch.compile made frees its tensors in its first backward, so it cannot work twice.
+        """
+        if any(type(branch.node).__name__ == "CompiledFunctionBackward" for branch in self._branches):
+            return False
         used = [id(parameter) for branch in self._branches for parameter in branch.parameters]
         return len(set(used)) == len(used) and not (self._aside and self._ahead)
 

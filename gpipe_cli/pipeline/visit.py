@@ -16,6 +16,7 @@ from gpipe_cli.pipeline.aliasing import Alias
 from gpipe_cli.pipeline.boundary import Mailbox, Parcel
 from gpipe_cli.pipeline.buffers import Buffer, SavedBuffer
 from gpipe_cli.pipeline.context import MicroBatch
+from gpipe_cli.pipeline.leaves import NO_TENSORS, ModuleTensors
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pipeline.minibatch import MiniBatch
 from gpipe_cli.pipeline.pytree import Template
@@ -66,6 +67,8 @@ class Kept:
     caller_versions: list[int] | None = None
     """Of the caller's tensors, where the graph holds them under a count of writes of its own."""
     writes_input: bool = False
+    tensors: ModuleTensors = NO_TENSORS
+    """The parameters and buffers that the forward of a checkpointed visit used."""
     buffers: tuple[SavedBuffer, ...] = ()
     split: SplitBackward | None = None
     """Between the two halves of a split backward."""

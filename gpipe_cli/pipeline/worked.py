@@ -12,6 +12,7 @@ from typing import Self
 import torch
 from torch import nn
 
+from gpipe_cli.pipeline.hooks import refuse_hooks
 from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pipeline.minibatch import MiniBatch
@@ -32,6 +33,8 @@ class WorkedSequence(WrappedSequence):
     _runner: Runner
 
     def _keep_views(self, views: nn.ModuleList) -> None:
+        for index, view in enumerate(views):
+            refuse_hooks(view, f"pipe.partitions[{index}]")
         # Not a registered child: the layers already are children of `module`, under their own names.
         self.__dict__["partitions"] = views
 

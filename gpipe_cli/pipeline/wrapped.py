@@ -16,12 +16,14 @@ from typing import Any, Literal, Self, TypeAlias, overload
 from torch import Tensor, nn
 
 from gpipe_cli.pipeline.batchnorm import convert_deferred_batch_norm, deferred_batch_norms
+from gpipe_cli.pipeline.hooks import refuse_hooks
 from gpipe_cli.pipeline.layer import layers_of
 from gpipe_cli.pipeline.loss import LossFunction, StepLoss
 from gpipe_cli.pipeline.microbatch import Value, gather
 from gpipe_cli.pipeline.minibatch import MiniBatch
 from gpipe_cli.pipeline.pytree import flatten, unflatten
 from gpipe_cli.sequential import outside
+from gpipe_cli.sequential.original_paths import at, layer_paths
 from gpipe_cli.skip.verify import verify_skippables
 
 __all__ = ["WrappedSequence"]
@@ -49,6 +51,7 @@ class WrappedSequence(nn.Module):
             converted = convert_deferred_batch_norm(module)
             assert isinstance(converted, nn.Sequential), "the children are converted, not the sequence"
             module = converted
+        refuse_hooks(module, "pipe.module")
         self.module = module
         self._layers = layers_of(module)
         self._batch_norms = tuple(deferred_batch_norms(module))
@@ -93,6 +96,7 @@ class WrappedSequence(nn.Module):
         return_output: bool = False,
     ) -> Tensor | tuple[Tensor, Output]:
         """Forward and backward of a whole mini-batch: fills `.grad` and returns the detached mean loss."""
+        self._check_layers()
         batch = MiniBatch.of(input, self.chunks, key)
 
         def loss_of(output: Value, target: Value) -> Tensor:
@@ -111,7 +115,19 @@ class WrappedSequence(nn.Module):
         return loss.total(), self._outside(unflatten(template, tensors))
 
     def forward(self, input: Value) -> Output:
-        return self._outside(self._forward(input))
+        self._check_layers()
+        # Without layers there is nothing to split the input for.
+        return self._outside(self._forward(input)) if self._layers else input
+
+    def _check_layers(self) -> None:
+        """What is known of the layers was found when the pipe was made."""
+        if len(self.module) != len(self._layers) or any(
+            child is not layer.module for child, layer in zip(self.module, self._layers, strict=True)
+        ):
+            raise RuntimeError(
+                "a layer of the pipe was replaced, added or removed after the pipe was made. Make a new pipe of the "
+                "changed module"
+            )
 
     def _outside(self, value: Value) -> Output:
         """What the original model gives; nothing where the last layer is in another process."""
@@ -155,6 +171,31 @@ class WrappedSequence(nn.Module):
         if any(name == "partitions" for name, _ in self.module.named_children()):
             return key
         return _TORCHGPIPE_PREFIX.sub("", key)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """By the paths of the original model, so that a module which holds a pipe gives its own names."""
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for path, layer in zip(layer_paths(self.module), self.module, strict=True):
+            below = ".".join(filter(None, (prefix, path)))
+            yield from layer.named_modules(memo, below, remove_duplicate)
+
+    def __getattr__(self, name: str) -> Any:
+        """Also what stands in the original model under that name: see `original_paths`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            found = None if module is None else at(module, name)
+            if found is None:
+                raise
+            return found
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -18,11 +18,12 @@ Checkpoint: TypeAlias = str | tuple[str, ...]
 
 def settled(given: str | Iterable[str], partitions: int) -> Checkpoint:
     """What was given, checked: modes that are all the same become one."""
-    modes = (given,) if isinstance(given, str) else tuple(given)
+    one_for_all = isinstance(given, str) or not isinstance(given, Iterable)
+    modes = (str(given),) if one_for_all else tuple(map(str, given))
     for mode in modes:
         if mode not in MODES:
             raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never' ({mode!r})")
-    if not isinstance(given, str) and len(modes) != partitions:
+    if not one_for_all and len(modes) != partitions:
         raise ValueError(
             f"checkpoint has {len(modes)} modes for {partitions} partitions; give one for each, or one for all"
         )

@@ -99,7 +99,7 @@ class Skippable(nn.Module):
     def _stash(self, command: stash) -> None:
         if command.name not in self.stashable_names:
             raise RuntimeError(f"'{command.name}' has not been declared as stashable")
-        current_skip_tracker().save(self._full_name(command.name), command.value)
+        current_skip_tracker().save(self._full_name(command.name), _as_own_node(command.value))
 
     def _pop(self, command: pop) -> Tensor | None:
         if command.name not in self.poppable_names:
@@ -114,6 +114,15 @@ class Skippable(nn.Module):
 
     def __repr__(self) -> str:
         return f"@skippable({self.module})"
+
+
+def _as_own_node(value: Tensor | None) -> Tensor | None:
+    """The same tensor, for autograd one step further.
+
+    The gradients of all uses of a skip are summed before they meet those of the value's other uses, and after them:
+    so the order of the sum, and its bits, are the same whether or not the skip leaves its partition.
+    """
+    return value if value is None or not value.requires_grad else value.view_as(value)
 
 
 def named_skippables(module: nn.Module, name: str = "") -> Iterator[tuple[str, Skippable]]:

@@ -5,10 +5,13 @@ torch tells its own checkpointing these things through private functions; a brid
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["fills_leaf", "has_hooks", "is_asked_for", "keeps_graph"]
+__all__ = ["fills_leaf", "has_hooks", "is_asked_for", "keeps_graph", "without_hooks"]
 
 
 def keeps_graph() -> bool:
@@ -36,3 +39,17 @@ def is_asked_for(leaf: Tensor) -> bool:
 def has_hooks(leaf: Tensor) -> bool:
     """Whether anything runs when a gradient reaches `leaf`."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+@contextlib.contextmanager
+def without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, a gradient that reaches one of `leaves` runs no hook."""
+    removed = [(leaf._backward_hooks, dict(leaf._backward_hooks)) for leaf in leaves if leaf._backward_hooks]
+    # torch looks into these dictionaries, so they are emptied and not replaced.
+    for hooks, _ in removed:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in removed:
+            hooks.update(before)
