@@ -130,6 +130,13 @@ def test_there_are_32_balances_of_6_layers() -> None:
     assert len(BALANCES) == 32
 
 
+# torch's compiler hides its own warnings with filters that all threads share.
+hides_warnings = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
+
+
+@hides_warnings
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(150))
 def test_a_random_pipe_does_what_plain_autograd_does(seed: int) -> None:
@@ -138,6 +145,7 @@ def test_a_random_pipe_does_what_plain_autograd_does(seed: int) -> None:
     assert problems_of(recipe) == [], recipe
 
 
+@hides_warnings
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", range(150, 2400, 50))

@@ -19,7 +19,8 @@ CASES = list(itertools.product(SCHEDULES, CHECKPOINTS))
 
 pytestmark = [
     pytest.mark.timeout(600),
-    # What torch's compiler itself warns of.
+    # torch's compiler hides its own warnings with filters that all threads share.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -55,7 +56,7 @@ def result_of(model: nn.Module) -> dict[str, Tensor]:
     return gradients | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def check(backend: str, cases: list[tuple[str, str]]) -> None:
+def check(backend: str, cases: list[tuple[str, str]], tolerance: float) -> None:
     """Each layer is compiled once; every case gets its state back."""
     torch.manual_seed(1)
     input, target = torch.randn(4, 1, 4, 4), torch.randn(4, 64)
@@ -71,17 +72,20 @@ def check(backend: str, cases: list[tuple[str, str]]) -> None:
             for _ in range(2):
                 pipe.step(input, target, functional.mse_loss)
         for name, tensor in result_of(model).items():
-            assert torch.equal(tensor, expected[name]), (schedule, checkpoint, name)
+            torch.testing.assert_close(
+                tensor, expected[name], rtol=tolerance, atol=tolerance, msg=f"{schedule} {checkpoint} {name}"
+            )
 
 
 def test_compiled_convolutions_and_batch_norms_are_what_they_are_without_a_pipe() -> None:
     """1f1b raised "modified by an inplace operation" where plain autograd ran."""
-    check("aot_eager", CASES)
+    check("aot_eager", CASES, tolerance=0)
 
 
 @pytest.mark.slow
 def test_inductors_layers_are_what_they_are_without_a_pipe() -> None:
-    check("inductor", CASES)
+    # Inductor makes another kernel for a forward without grad, which checkpointing runs first.
+    check("inductor", CASES, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("call", ["forward", "backward"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import queue
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +34,9 @@ DIAGNOSIS = [
     "gpipe_cli.pipeline.walk:failure_note",
     "gpipe_cli.pipeline.layer:Layer.__repr__",
 ]
+
+HANGS = 20
+"""Seconds after which a call that has not ended counts as hanging."""
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -139,9 +144,39 @@ def check_failure(
     **options: Any,
 ) -> None:
     """The armed pipe raises the error, twice; disarmed it gives the gradients it gave before."""
+    in_time(lambda: _check_failure(layers, arm, call, error, **options))
+
+
+def in_time(work: Callable[[], None]) -> None:
+    """What hangs fails here, also where closing the pipe would hang next."""
+    outcome: queue.Queue[BaseException | None] = queue.Queue()
+
+    def run_and_tell() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            outcome.put(error)
+        else:
+            outcome.put(None)
+
+    threading.Thread(target=run_and_tell, daemon=True).start()
+    try:
+        error = outcome.get(timeout=HANGS)
+    except queue.Empty:
+        pytest.fail(f"hangs for {HANGS} seconds")
+    if error is not None:
+        raise error
+
+
+def _check_failure(
+    layers: list[nn.Module],
+    arm: Callable[[nn.Sequential], Callable[[], None]],
+    call: str,
+    error: type[Exception],
+    **options: Any,
+) -> None:
     options = {"balance": [len(layers) - 1, 1], "chunks": 2, "checkpoint": "never", **options}
     with GPipe(nn.Sequential(*layers), **options) as pipe:
-        pipe.step_timeout = 20
         run(pipe, call)
         good = gradients(pipe)
         pipe.zero_grad()
