@@ -75,12 +75,25 @@ def test_the_first_evaluation_and_every_later_one_give_the_plain_dtype_and_bits(
     with EVALUATION[mode](), casting:
         expected = torch.cat([model(piece) for piece in input.tensor_split(2)])
     with make_pipe(model, plain) as pipe:
+        pipe.eval()
         for _ in range(3):
             with EVALUATION[mode](), casting:
                 output = pipe(input)
             assert output.dtype == expected.dtype
             assert output.is_inference() == (mode == "inference")
             assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_layer_in_eval_mode_gives_the_bits_of_training_when_it_is_checkpointed(checkpoint: str) -> None:
+    """An encoder without grad goes another way than one with grad, and a checkpointed forward ran without."""
+    torch.manual_seed(0)
+    model = nn.Sequential(LAYERS["encoder"]().eval(), nn.Linear(8, 8))
+    input = torch.randn(4, 3, 8)
+    expected = torch.cat([model(piece) for piece in input.tensor_split(2)])
+    with GPipe(model, [1, 1], chunks=2, checkpoint=checkpoint) as pipe:
+        for _ in range(2):
+            assert torch.equal(pipe(input), expected)
 
 
 @both_pipes

@@ -103,7 +103,7 @@ class Recipe:
                 schedule=self.schedule,
             )
         pipe.step_timeout = STEP_TIMEOUT
-        return pipe
+        return pipe.train(self.training)
 
     def value(self, round: int) -> Any:
         """The input of one call, without grad."""
