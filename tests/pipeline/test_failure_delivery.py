@@ -307,7 +307,7 @@ def test_the_failures_type_and_identity_survive_a_module_backward_hook(call: str
     model = nn.Sequential(nn.Linear(2, 2), Applied(Saving), nn.Linear(2, 2))
     with GPipe(model, [2, 1], chunks=2, checkpoint="never") as pipe:
         pipe.step_timeout = 20
-        handle = model[0].register_full_backward_hook(hook)
+        handle = model[1].register_full_backward_hook(hook)
         with pytest.raises(Ouch) as caught:
             run(pipe, call)
         assert caught.value is error

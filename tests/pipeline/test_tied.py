@@ -131,6 +131,25 @@ def test_a_hook_on_a_tied_parameter_sees_its_gradient_and_may_change_it(kind: st
 
 @every_pipe
 @every_call
+@pytest.mark.parametrize("name", ["0.bias", "2.bias", "0.weight"])
+def test_a_hook_that_is_not_linear_sees_each_micro_batch_once(kind: str, call: str, name: str) -> None:
+    """On a parameter of its own or a tied one: what it clips is the gradient of a micro-batch."""
+    model, plain = tied_model(), tied_model()
+    for each in (model, plain):
+        each.get_parameter(name).register_hook(lambda gradient: gradient.clamp(-0.01, 0.01) * 2)
+    with make_pipe(kind, model) as pipe:
+        run(pipe, call)
+    if (kind, call) == ("PlainPipe", "backward"):  # one graph for all micro-batches, as the caller sees it
+        functional.mse_loss(
+            torch.cat([plain(piece) for piece in INPUT.tensor_split(CHUNKS)]), TARGET
+        ).backward()
+    else:
+        run_plain(plain)
+    assert_same_gradients(model, plain)
+
+
+@every_pipe
+@every_call
 def test_a_hook_on_a_tied_parameter_runs_as_often_as_on_any_other(kind: str, call: str) -> None:
     model = tied_model()
     calls = {"tied": 0, "free": 0}

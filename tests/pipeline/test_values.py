@@ -265,8 +265,8 @@ def test_a_step_takes_a_tensor_that_is_not_to_be_split(checkpoint: str) -> None:
         ({"x": torch.ones(4, 2), "mask": torch.ones(3)}, ["mask", "3", "4"]),
         ((torch.ones(4, 2), {"deep": [torch.tensor(1.0)]}), ["deep", "0"]),
         ({"x": torch.ones(4, 2), "s": {torch.ones(4)}}, ["s", "set"]),
-        ("hello", ["str"]),
-        (None, ["None"]),
+        ("hello", ["tensor"]),
+        (None, ["tensor"]),
     ],
     ids=["other rows", "other rows in a dict", "no dimensions", "a set of tensors", "a str", "None"],
 )

@@ -62,6 +62,8 @@ class Recipe:
     autocast: bool
     keeps_grad: bool
     """Whether parameters have a gradient already."""
+    hooked: bool
+    """Whether hooks clip the gradients of parameters, each micro-batch's on its own."""
     dtype: torch.dtype
 
     @property
@@ -85,6 +87,10 @@ class Recipe:
         ]
         if self.tied and len(linears) > 1:
             linears[-1].weight = linears[0].weight
+        if self.hooked:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05) * 2)
         return model.to(self.dtype).train(self.training)
 
     def pipe(self, *, whole: bool) -> GPipe:
@@ -158,6 +164,7 @@ def recipe_of(seed: int) -> Recipe:
         grad_mode=draw.choice(["no_grad", "inference"]) if call == "forward" else "grad",
         autocast=autocast,
         keeps_grad=draw.random() < 0.3,
+        hooked=draw.random() < 0.2,
         # No layer multiplies bfloat16 with float64.
         dtype=torch.float32 if autocast else draw.choice([torch.float32, torch.float32, torch.float64]),
     )
