@@ -87,11 +87,12 @@ class Recipe:
         ]
         if self.tied and len(linears) > 1:
             linears[-1].weight = linears[0].weight
+        model = model.to(self.dtype).train(self.training)
         if self.hooked:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05) * 2)
-        return model.to(self.dtype).train(self.training)
+        return model
 
     def pipe(self, *, whole: bool) -> GPipe:
         """The pipe, or the same one in a single partition."""
