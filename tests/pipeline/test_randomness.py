@@ -91,6 +91,20 @@ def test_two_pipes_in_two_threads_do_not_disturb_each_other() -> None:
         assert list(pool.map(work, pipes)) == [expected] * 2
 
 
+def test_two_pipes_in_two_threads_draw_their_own_keys_without_failing() -> None:
+    """66 of 100 steps raised: the key of one was taken for a draw of the other's layers."""
+    pipes = [pipe_with_dropout(), pipe_with_dropout()]
+
+    def work(pipe: GPipe) -> None:
+        torch.set_num_threads(1)
+        with pipe:
+            for _ in range(50):
+                pipe.step(torch.ones(4, 4), torch.ones(4, 4), functional.mse_loss)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, pipes))
+
+
 def test_one_pipe_can_be_evaluated_by_four_threads_at_once() -> None:
     """58 of 200 calls raised."""
     with pipe_with_dropout() as pipe:
