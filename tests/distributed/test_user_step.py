@@ -149,3 +149,16 @@ def test_a_pipe_of_one_process_is_plain_training(one_of_one: None) -> None:
 def test_mistakes_are_named(one_of_one: None, inputs: list[Tensor], more: dict[str, int], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         forward_backward(None, lambda rows: rows, None, inputs, **more)  # type: ignore[arg-type]
+
+
+def test_torchs_data_parallel_around_a_stage_is_refused_with_what_to_use_instead(one_of_one: None) -> None:
+    """With more than one micro-batch its averages were of the first one only, without a word."""
+    stage = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+    with pytest.raises(ConfigError, match=r"DistributedDataParallel.*gpipe_cli\.distributed"):
+        forward_backward(None, lambda rows: stage(rows).mean(), None, torch.ones(4, 3), 2)
+
+
+def test_an_innocent_stage_is_not_taken_for_data_parallel(one_of_one: None) -> None:
+    stage = nn.Linear(3, 1)
+    loss = forward_backward(None, lambda rows: stage(rows).mean(), None, torch.ones(4, 3), 2)
+    torch.testing.assert_close(loss, stage(torch.ones(4, 3)).mean().detach())

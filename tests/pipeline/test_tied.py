@@ -1,0 +1,234 @@
+"""Tied parameters behave like any parameter."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrize
+
+from gpipe_cli import GPipe
+from gpipe_cli.pipeline.plain import PlainPipe
+
+CHUNKS = 2
+CALLS = ["step", "backward"]
+INPUT = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
+TARGET = torch.linspace(1, 2, 24, dtype=torch.float64).reshape(6, 4)
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def tied_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    model[2].weight = model[0].weight
+    return model
+
+
+def make_pipe(kind: str, model: nn.Sequential) -> Any:
+    if kind == "PlainPipe":
+        return PlainPipe(model, chunks=CHUNKS)
+    pipe = GPipe(model, [1, 2], chunks=CHUNKS, checkpoint=kind)
+    pipe.step_timeout = 20
+    return pipe
+
+
+def run(pipe: nn.Module, call: str) -> None:
+    if call == "step":
+        pipe.step(INPUT, TARGET, functional.mse_loss, key=0)
+    else:
+        functional.mse_loss(pipe(INPUT), TARGET).backward()
+
+
+def run_plain(model: nn.Sequential) -> None:
+    for input, target in zip(INPUT.tensor_split(CHUNKS), TARGET.tensor_split(CHUNKS), strict=True):
+        (functional.mse_loss(model(input), target) * (len(input) / len(INPUT))).backward()
+
+
+def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
+    names = [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == names
+    for name, mine, theirs in zip(names, model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+
+
+every_pipe = pytest.mark.parametrize("kind", ["PlainPipe", "always", "never"])
+every_call = pytest.mark.parametrize("call", CALLS)
+
+
+@every_pipe
+@every_call
+@pytest.mark.parametrize("keeps_tie", [True, False])
+def test_state_that_is_assigned_stays_assigned(kind: str, call: str, keeps_tie: bool) -> None:
+    """The next step put the old tensors back."""
+    model, plain = tied_model(), tied_model()
+    with make_pipe(kind, model) as pipe:
+        run(pipe, call)
+        pipe.zero_grad()
+        for each in (pipe, plain):
+            state = {name: tensor * 0.5 for name, tensor in copy.deepcopy(plain.state_dict()).items()}
+            if keeps_tie:
+                state = {name: nn.Parameter(tensor) for name, tensor in state.items()}
+                state["2.weight"] = state["0.weight"]
+            each.load_state_dict(state, assign=True)
+        assigned = [model[0].weight, model[2].weight]
+        assert (assigned[0] is assigned[1]) == keeps_tie
+        for _ in range(2):
+            plain.zero_grad()
+            pipe.zero_grad()
+            run(pipe, call)
+            run_plain(plain)
+            assert model[0].weight is assigned[0]
+            assert model[2].weight is assigned[1]
+            assert_same_gradients(model, plain)
+
+
+@every_pipe
+@every_call
+def test_layers_can_be_tied_untied_and_tied_anew_after_construction(kind: str, call: str) -> None:
+    model, plain = tied_model(), tied_model()
+    with make_pipe(kind, model) as pipe:
+        run(pipe, call)
+        for tie in (False, True):
+            for each in (model, plain):
+                torch.manual_seed(1)
+                fresh = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+                each[2].weight = fresh
+                if tie:
+                    each[0].weight = fresh
+                each.zero_grad()
+            for _ in range(2):
+                pipe.zero_grad()
+                plain.zero_grad()
+                run(pipe, call)
+                run_plain(plain)
+                assert (model[0].weight is model[2].weight) == tie
+                assert_same_gradients(model, plain)
+
+
+@every_pipe
+@every_call
+def test_a_hook_on_a_tied_parameter_sees_its_gradient_and_may_change_it(kind: str, call: str) -> None:
+    """It was never called."""
+    model, plain = tied_model(), tied_model()
+    seen: dict[int, list[Tensor]] = {0: [], 1: []}
+    for place, each in enumerate((model, plain)):
+        each[0].weight.register_hook(
+            lambda gradient, place=place: seen[place].append(gradient) or gradient * 2
+        )
+    with make_pipe(kind, model) as pipe:
+        run(pipe, call)
+    run_plain(plain)
+    assert seen[0], "the hook never ran"
+    assert_same_gradients(model, plain)
+    torch.testing.assert_close(sum(seen[0]), sum(seen[1]), rtol=1e-12, atol=1e-14)
+
+
+@every_pipe
+@every_call
+@pytest.mark.parametrize("name", ["0.bias", "2.bias", "0.weight"])
+def test_a_hook_that_is_not_linear_sees_each_micro_batch_once(kind: str, call: str, name: str) -> None:
+    """On a parameter of its own or a tied one: what it clips is the gradient of a micro-batch."""
+    model, plain = tied_model(), tied_model()
+    for each in (model, plain):
+        each.get_parameter(name).register_hook(lambda gradient: gradient.clamp(-0.01, 0.01) * 2)
+    with make_pipe(kind, model) as pipe:
+        run(pipe, call)
+    if (kind, call) == ("PlainPipe", "backward"):  # one graph for all micro-batches, as the caller sees it
+        functional.mse_loss(
+            torch.cat([plain(piece) for piece in INPUT.tensor_split(CHUNKS)]), TARGET
+        ).backward()
+    else:
+        run_plain(plain)
+    assert_same_gradients(model, plain)
+
+
+@every_pipe
+@every_call
+def test_a_hook_on_a_tied_parameter_runs_as_often_as_on_any_other(kind: str, call: str) -> None:
+    model = tied_model()
+    calls = {"tied": 0, "free": 0}
+
+    def count(name: str) -> None:
+        calls[name] += 1
+
+    model[0].weight.register_hook(lambda gradient: count("tied"))
+    model[0].bias.register_hook(lambda gradient: count("free"))
+    with make_pipe(kind, model) as pipe:
+        run(pipe, call)
+    assert calls["tied"] == calls["free"] > 0
+
+
+@every_pipe
+@every_call
+def test_a_hook_after_accumulation_sees_the_gradient_of_a_tied_parameter(kind: str, call: str) -> None:
+    model, plain = tied_model(), tied_model()
+    last: list[Tensor] = [torch.zeros(())] * 2
+    for place, each in enumerate((model, plain)):
+
+        def keep(parameter: Tensor, place: int = place) -> None:
+            last[place] = parameter.grad.clone()
+
+        each[0].weight.register_post_accumulate_grad_hook(keep)
+    with make_pipe(kind, model) as pipe:
+        run(pipe, call)
+    run_plain(plain)
+    torch.testing.assert_close(last[0], last[1], rtol=1e-12, atol=1e-14)
+    assert torch.equal(last[0], model[0].weight.grad)
+
+
+@every_pipe
+@every_call
+def test_a_parametrisation_registered_later_takes_part(kind: str, call: str) -> None:
+    class Half(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight * 0.5
+
+    model, plain = tied_model(), tied_model()
+    with make_pipe(kind, model) as pipe:
+        run(pipe, call)
+        pipe.zero_grad()
+        for each in (model, plain):
+            parametrize.register_parametrization(each[0], "weight", Half())
+        for _ in range(2):
+            pipe.zero_grad()
+            plain.zero_grad()
+            run(pipe, call)
+            run_plain(plain)
+            assert_same_gradients(model, plain)
+
+
+@every_pipe
+@every_call
+def test_an_existing_gradient_of_a_tied_parameter_is_added_into(kind: str, call: str) -> None:
+    """Another tensor took its place, which whoever kept the first one did not see."""
+    model, plain = tied_model(), tied_model()
+    for each in (model, plain):
+        each[0].weight.grad = torch.full((4, 4), 0.25, dtype=torch.float64)
+    kept = model[0].weight.grad
+    with make_pipe(kind, model) as pipe:
+        for _ in range(2):
+            run(pipe, call)
+            run_plain(plain)
+            assert model[0].weight.grad is kept
+            assert_same_gradients(model, plain)
+
+
+@every_call
+def test_the_bits_of_a_tied_gradient_do_not_depend_on_the_split(call: str) -> None:
+    torch.manual_seed(0)
+    results = []
+    for balance in ([5], [1, 4], [2, 3], [1, 1, 1, 1, 1]):
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)]
+        layers[2].weight = layers[4].weight = layers[0].weight
+        model = nn.Sequential(*layers).double()
+        with GPipe(model, balance, chunks=3) as pipe:
+            run(pipe, call)
+            results.append(pipe.module[0].weight.grad)
+    assert all(torch.equal(results[0], result) for result in results)

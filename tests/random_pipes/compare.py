@@ -1,0 +1,75 @@
+"""Whether two stories are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.random_pipes.play import Plain, Story, play_pipe
+from tests.random_pipes.recipe import Recipe
+
+WRITTEN = "modified by an inplace operation"
+
+
+def problems_of(recipe: Recipe) -> list[str]:
+    """How the pipe differs from plain autograd, or from itself in one partition where layers draw."""
+    pipe = play_pipe(recipe, whole=False)
+    if recipe.draws:
+        return differences(play_pipe(recipe, whole=True), pipe)
+    plain = Plain(recipe).play()
+    if not recipe.tied:
+        return differences(plain, pipe)
+    # A tied parameter's gradients are added up layer by layer, so that its bits do not depend on the split.
+    close = [f"plain: {line}" for line in differences(plain, pipe, exact=False)]
+    return close or [f"one partition: {line}" for line in differences(play_pipe(recipe, whole=True), pipe)]
+
+
+def differences(expected: Story, given: Story, *, exact: bool = True) -> list[str]:
+    if bool(expected.errors) != bool(given.errors):
+        return [f"expected errors {expected.errors}, got {given.errors}"]
+    kinds = {_kind(error) for error in expected.errors}
+    wrong = [error for error in given.errors if _kind(error) not in kinds]
+    if wrong:
+        return [f"expected one of {expected.errors}, got {wrong}"]
+    return [
+        f"round {number}: {line}"
+        for number, (mine, theirs) in enumerate(zip(expected.rounds, given.rounds, strict=bool(not kinds)))
+        for line in _unlike("", mine, theirs, exact)
+    ]
+
+
+def _kind(error: BaseException) -> tuple[type[BaseException], bool]:
+    return type(error), WRITTEN in str(error)
+
+
+def _unlike(place: str, expected: Any, given: Any, exact: bool) -> Iterator[str]:
+    if type(expected) is not type(given):
+        yield f"{place} is a {type(given).__name__}, not a {type(expected).__name__}"
+    elif isinstance(expected, Tensor):
+        yield from _unlike_tensors(place, expected, given, exact)
+    elif isinstance(expected, dict):
+        if expected.keys() != given.keys():
+            yield f"{place} has {sorted(given)}, not {sorted(expected)}"
+        else:
+            for key, item in expected.items():
+                yield from _unlike(f"{place}[{key}]", item, given[key], exact)
+    elif isinstance(expected, list | tuple):
+        if len(expected) != len(given):
+            yield f"{place} has {len(given)} members, not {len(expected)}"
+        for index, (mine, theirs) in enumerate(zip(expected, given, strict=False)):
+            yield from _unlike(f"{place}[{index}]", mine, theirs, exact)
+    elif expected != given:
+        yield f"{place} is {given!r}, not {expected!r}"
+
+
+def _unlike_tensors(place: str, expected: Tensor, given: Tensor, exact: bool) -> Iterator[str]:
+    mine, theirs = ((each.dtype, each.shape) for each in (expected, given))
+    if mine != theirs:
+        yield f"{place} has {theirs}, not {mine}"
+        return
+    scale = 0.0 if exact else 0.1 if expected.dtype == torch.bfloat16 else 1e-4
+    if not torch.allclose(given, expected, rtol=scale, atol=scale, equal_nan=True):
+        yield f"{place} is off by {(given - expected).abs().max().item():g}"

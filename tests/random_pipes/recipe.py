@@ -1,0 +1,200 @@
+"""A random pipe by its seed: which layers, how they are cut and run, and how the pipe is called."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli import GPipe
+from gpipe_cli.schedule.checkpoint import MODES
+from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
+from tests.random_pipes.layers import (
+    DRAWING,
+    PACKING,
+    PLAIN,
+    WIDTH,
+    Do,
+    Main,
+    Pop,
+    Stash,
+    compiled,
+    merge,
+    tensors_in,
+)
+
+Call = Literal["step", "backward", "backward_twice", "grad", "backward_inputs", "two_forwards", "forward"]
+CALLS: tuple[Call, ...] = (
+    "step",
+    "step",
+    "backward",
+    "backward_twice",
+    "grad",
+    "backward_inputs",
+    "two_forwards",
+    "forward",
+)
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+STEP_TIMEOUT = 30
+"""Seconds; a pipe that takes longer hangs."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    seed: int
+    layers: tuple[str, ...]
+    tied: bool
+    balance: tuple[int, ...]
+    chunks: int
+    rows: int
+    checkpoint: str | tuple[str, ...]
+    schedule: str
+    call: Call
+    input: Literal["tensor", "tuple", "dict"]
+    input_grad: Literal["none", "leaf", "computed"]
+    training: bool
+    grad_mode: Literal["grad", "no_grad", "inference"]
+    autocast: bool
+    keeps_grad: bool
+    """Whether parameters have a gradient already."""
+    hooked: bool
+    """Whether hooks clip the gradients of parameters, each micro-batch's on its own."""
+    dtype: torch.dtype
+
+    @property
+    def draws(self) -> bool:
+        return any(name in DRAWING for name in self.layers)
+
+    def model(self) -> nn.Sequential:
+        """The same one each time it is asked for."""
+        torch.manual_seed(self.seed)
+        packed = self.input != "tensor"
+        children: list[nn.Module] = []
+        for name in self.layers:
+            layer = _layer(name)
+            children.append(Main(layer) if packed and name in PLAIN | DRAWING else layer)
+            packed = name in PACKING or (packed and name != "merge")
+        model = nn.Sequential(*children)
+        linears = [
+            layer
+            for layer in model.modules()
+            if type(layer) is nn.Linear and layer.weight.shape == (WIDTH, WIDTH)
+        ]
+        if self.tied and len(linears) > 1:
+            linears[-1].weight = linears[0].weight
+        model = model.to(self.dtype).train(self.training)
+        if self.hooked:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05) * 2)
+        return model
+
+    def pipe(self, *, whole: bool) -> GPipe:
+        """The pipe, or the same one in a single partition."""
+        model = self.model()
+        if whole:
+            pipe = GPipe(model, [len(model)], chunks=self.chunks, checkpoint="never")
+        else:
+            devices = ["cpu"] * min(2, len(self.balance)) if self.schedule == "interleaved" else None
+            pipe = GPipe(
+                model,
+                self.balance,
+                devices=devices,
+                chunks=self.chunks,
+                checkpoint=self.checkpoint,
+                schedule=self.schedule,
+            )
+        pipe.step_timeout = STEP_TIMEOUT
+        return pipe.train(self.training)
+
+    def value(self, round: int) -> Any:
+        """The input of one call, without grad."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + round)
+        first, second = torch.randn(2, self.rows, WIDTH, dtype=self.dtype, generator=generator)
+        forms = {"tensor": first, "tuple": (first, second), "dict": {"x": first, "y": second}}
+        return forms[self.input]
+
+    def target(self, round: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * self.seed + round + 500)
+        return torch.randn(self.rows, WIDTH, dtype=self.dtype, generator=generator)
+
+
+def _layer(name: str) -> nn.Module:
+    if name in PACKING:
+        return Do(name, PACKING[name])
+    if name.startswith("compiled_"):
+        return compiled(name.removeprefix("compiled_"))
+    special = {
+        "merge": lambda: Do("merge", merge),
+        "stash": lambda: Stash(False),
+        "stash_copy": lambda: Stash(True),
+    }
+    return {**PLAIN, **DRAWING, **special, "pop": Pop}[name]()
+
+
+def recipe_of(seed: int) -> Recipe:
+    draw = random.Random(seed)
+    input = draw.choices(["tensor", "tuple", "dict"], [8, 1, 1])[0]
+    layers = _layers(
+        draw, packed=input != "tensor", names=[*PLAIN, *(DRAWING if draw.random() < 0.3 else [])]
+    )
+    if seed % 50 == 7:  # compilation is slow
+        input, layers = "tensor", [f"compiled_{draw.choice(['eager', 'aot_eager'])}", "linear", "leaky_relu_"]
+    cuts = sorted(draw.sample(range(1, len(layers)), draw.randint(0, min(3, len(layers) - 1))))
+    balance = tuple(end - begin for begin, end in itertools.pairwise([0, *cuts, len(layers)]))
+    call: Call = draw.choice(CALLS)
+    autocast = draw.random() < 0.15
+    recipe = Recipe(
+        seed=seed,
+        layers=tuple(layers),
+        tied=draw.random() < 0.2,
+        balance=balance,
+        chunks=draw.randint(1, 5),
+        rows=draw.choice([1, 2, 3, 4, 6, 7, 9]),
+        checkpoint=draw.choice([*MODES, "always", tuple(draw.choices(MODES, k=len(balance)))]),
+        schedule=draw.choice(SCHEDULES),
+        call=call,
+        input=input,
+        input_grad=draw.choice(["none", "leaf", "computed"]),
+        training=draw.random() < 0.75,
+        grad_mode=draw.choice(["no_grad", "inference"]) if call == "forward" else "grad",
+        autocast=autocast,
+        keeps_grad=draw.random() < 0.3,
+        hooked=draw.random() < 0.2,
+        # No layer multiplies bfloat16 with float64.
+        dtype=torch.float32 if autocast else draw.choice([torch.float32, torch.float32, torch.float64]),
+    )
+    return replace(recipe, input_grad="none") if writes_its_input(recipe) else recipe
+
+
+def _layers(draw: random.Random, *, packed: bool, names: list[str]) -> list[str]:
+    """Names of layers that fit behind one another, at most one skip among them."""
+    layers: list[str] = []
+    for _ in range(draw.randint(2, 7)):
+        kind = draw.random()
+        stashed, popped = any(name.startswith("stash") for name in layers), "pop" in layers
+        if kind < 0.15:
+            layers.append("merge" if packed else draw.choice(list(PACKING)))
+            packed = not packed
+        elif kind < 0.3 and not popped:
+            layers.append("pop" if stashed else draw.choice(["stash", "stash_copy"]))
+        else:
+            layers.append(draw.choice(names))
+    if any(name.startswith("stash") for name in layers) and "pop" not in layers:
+        layers.append("pop")
+    # The tensors of a "scalar" have no rows to be joined.
+    return [*layers, "merge"] if packed and "scalar" in layers else layers
+
+
+def writes_its_input(recipe: Recipe) -> bool:
+    """Plain autograd refuses to write a leaf that requires grad, so such an input is given without."""
+    value = recipe.value(0)
+    # Batch norm refuses a single row; so it will when the pipe is called.
+    with torch.no_grad(), use_skip_tracker(DictionarySkipTracker()), contextlib.suppress(ValueError):
+        recipe.model()(value)
+    return any(tensor._version > 0 for tensor in tensors_in(value))
