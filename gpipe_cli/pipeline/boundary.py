@@ -51,9 +51,11 @@ class Parcel(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[Tensor], template: Template) -> Parcel:
-        """A value that is not packed with skips: what enters the pipe."""
+        """What enters the pipe. Micro-batches are views of one tensor: each gets a count of writes of its own, or a
+        write to one would look like a write to all.
+        """
         return cls(
-            tuple([tensor.detach() for tensor in values]),
+            tuple([tensor.data for tensor in values]),
             tuple([tensor.requires_grad for tensor in values]),
             template,
             len(values),
@@ -96,12 +98,6 @@ class Parcel(NamedTuple):
     def cloned(self) -> Parcel:
         return self._replace(
             tensors=tuple(tensor if tensor is None else tensor.clone() for tensor in self.tensors)
-        )
-
-    def with_own_versions(self) -> Parcel:
-        """The same memory, but a write to it is not counted with the writes to other micro-batches."""
-        return self._replace(
-            tensors=tuple(tensor if tensor is None else tensor.data for tensor in self.tensors)
         )
 
     def versions(self) -> list[int]:

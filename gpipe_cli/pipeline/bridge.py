@@ -21,7 +21,7 @@ from gpipe_cli.pipeline.leaves import Collected
 from gpipe_cli.pipeline.microbatch import Value, gather
 from gpipe_cli.pipeline.pytree import unflatten
 from gpipe_cli.pipeline.tied import Aliases
-from gpipe_cli.torch_internals.graph_task import fills_leaf, has_hooks, is_asked_for, keeps_graph
+from gpipe_cli.torch_internals.graph_task import fills_leaf, has_hooks, is_asked_for, is_captured, keeps_graph
 
 __all__ = ["bridge", "joined_input_gradients"]
 
@@ -62,30 +62,31 @@ class _Crossing:
     def run(self, gradients: tuple[Tensor | None, ...], *, keep_graph: bool) -> list[Tensor | None]:
         """Run the backward; the gradients of the parameters that autograd is to hand on, None for the others.
 
-        The workers add gradients to parameters themselves. Not those that the caller asked for by name, in
-        `backward(inputs=...)` or `autograd.grad`; nor those with hooks, which would run once more, without a gradient.
+        The workers add gradients to parameters themselves. Autograd hands on those that `autograd.grad` asks for, and
+        those of parameters with hooks: it would call their hooks anyway, and else without a gradient.
         """
         flight = self.flight
-        everything = fills_leaf(ANCHOR)
-        wanted = [one for one in self.parameters if (has_hooks(one) if everything else is_asked_for(one))]
-        aliases = flight.all_aliases
+        flight.check_input()
         tied = {parameter for parameter, _ in flight.tied.users}
-        leaves = [leaf for parameter in wanted for leaf in _leaves(parameter, aliases, parameter in tied)]
-        if wanted or not everything:
-            flight.collected = Collected({id(leaf): leaf for leaf in leaves}, accumulates_others=everything)
+        everything = fills_leaf(ANCHOR)
+        asked = self.parameters if everything else [one for one in self.parameters if is_asked_for(one)]
+        handed_on = [
+            one for one in asked if has_hooks(one) or (not everything and (one in tied or is_captured(one)))
+        ]
+        aliases = flight.all_aliases
+        leaves = {id(one): _leaves(one, aliases, one in tied) for one in handed_on}
+        if handed_on or not everything:
+            flight.collected = Collected(
+                {id(leaf): leaf for of_parameter in leaves.values() for leaf in of_parameter},
+                None if everything else {id(one) for one in asked},
+            )
         self.run_backward(flight, _cut(gradients, self.rows), keep_graph=keep_graph)
         collected, flight.collected = flight.collected, None
         if everything:
-            flight.tied.add_up(aliases, but=wanted)
+            flight.tied.add_up(aliases, but=handed_on)
         if collected is None:
             return [None] * len(self.parameters)
-        names = {id(parameter) for parameter in wanted}
-        return [
-            _sum([collected.take(leaf) for leaf in _leaves(one, aliases, one in tied)])
-            if id(one) in names
-            else None
-            for one in self.parameters
-        ]
+        return [_sum([collected.take(leaf) for leaf in leaves.get(id(one), ())]) for one in self.parameters]
 
 
 def _leaves(parameter: nn.Parameter, aliases: Sequence[Aliases], is_tied: bool) -> list[Tensor]:

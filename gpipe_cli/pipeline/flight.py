@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from gpipe_cli.pipeline.boundary import Gradients, Parcel
 from gpipe_cli.pipeline.context import MicroBatch
-from gpipe_cli.pipeline.leaves import Collected
+from gpipe_cli.pipeline.leaves import Collected, modified_in_place
 from gpipe_cli.pipeline.minibatch import MiniBatch
 from gpipe_cli.pipeline.pytree import Template
 from gpipe_cli.pipeline.tied import Aliases, TiedParameters
 from gpipe_cli.pipeline.visit import Head, Kept, Visit
+from gpipe_cli.torch_internals.tensor_version import version_of
 
 __all__ = ["Flight"]
 
@@ -47,6 +48,10 @@ class Flight:
     """Leaves whose gradients a backward hands to its caller."""
     written: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     """By micro-batch, the memory of which a partition wrote a copy."""
+    caller_written: set[int] = field(default_factory=set)
+    """The places of the input's tensors that layers wrote."""
+    caller_versions: list[int] = field(default_factory=list)
+    """Of the input's tensors, after the forward."""
     failure: BaseException | None = None
     """The first, where whoever runs the actions would wrap it in an error of its own."""
 
@@ -70,7 +75,21 @@ class Flight:
             aliases=self.aliases[partition],
             attached=self.attached,
             written=self.written[micro_batch],
+            caller_written=self.caller_written,
         )
+
+    def count_writes(self) -> None:
+        """Let the caller's tensors count the writes of layers: each micro-batch has counted its own apart."""
+        tensors = self.batch.tensors
+        torch.autograd.graph.increment_version([tensors[place] for place in self.caller_written])
+        self.caller_versions = [version_of(tensor) for tensor in tensors]
+
+    def check_input(self) -> None:
+        """Raise if the caller wrote a tensor that backward needs, as autograd does without a pipe."""
+        if self.caller_versions != [version_of(tensor) for tensor in self.batch.tensors]:
+            for (partition, _), kept in sorted(self.kept.items(), key=lambda item: item[0]):
+                if kept.holds_caller:
+                    raise modified_in_place("the input of the pipe", partition)
 
     def output_parts(self) -> list[tuple[Sequence[Tensor], Template]]:
         """What each micro-batch gave: its tensors and how the output is made of them."""

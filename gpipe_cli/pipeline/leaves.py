@@ -29,14 +29,14 @@ class Collected:
 
     leaves: dict[int, Tensor]
     """By id; their gradients are collected."""
-    accumulates_others: bool
-    """Whether all other leaves get theirs as usual; else they get none."""
+    accumulated: Collection[int] | None
+    """The ids of other leaves that get theirs as usual; None for all of them."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def run(self, roots: Sequence[Any], gradients: Sequence[Tensor], *, keep_graph: bool) -> None:
         """Run a backward, in the order of the micro-batches for each leaf."""
         leaves = []
-        if self.leaves or self.accumulates_others:
+        if self.leaves or self.accumulated is None or self.accumulated:
             leaves = [leaf for leaf in leaves_behind([root.node for root in roots]) if self._wants(leaf)]
         # The caller's backward runs the hooks, on what is collected.
         with without_hooks(leaves):
@@ -55,7 +55,9 @@ class Collected:
         return self.gradients.pop(id(leaf), None)
 
     def _wants(self, leaf: Tensor) -> bool:
-        return leaf is not ANCHOR and (self.accumulates_others or id(leaf) in self.leaves)
+        if leaf is ANCHOR:
+            return False
+        return self.accumulated is None or id(leaf) in self.leaves or id(leaf) in self.accumulated
 
 
 def leaves_behind(nodes: Sequence[Any]) -> Iterator[Tensor]:
@@ -82,7 +84,7 @@ class ModuleTensors:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         modules = [module for layer in layers for module in layer.modules()]
         self.training = tuple([module.training for module in modules])
-        self._tensors = [
+        self._tensors: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = [
             (module, held, name, tensor)
             for module in modules
             # Deferred batch norm commits its statistics after the forward, and recomputes without them.

@@ -43,10 +43,9 @@ from gpipe_cli.pipeline.visit import Habits, Kept, Ran, Visit
 from gpipe_cli.skip.layout import SkipRoute
 from gpipe_cli.skip.tracker import use_skip_tracker
 from gpipe_cli.torch_internals.engine import run_backward
-from gpipe_cli.torch_internals.graph_progress import next_number
+from gpipe_cli.torch_internals.graph_progress import next_number, saved_behind
 from gpipe_cli.torch_internals.keyed_random import BACKWARD, KeyedRandom
 from gpipe_cli.torch_internals.storage import storage_of
-from gpipe_cli.torch_internals.tensor_version import version_of
 
 __all__ = ["Partition"]
 
@@ -109,8 +108,8 @@ class Partition:
         if visit.checkpointed and habits.tracks_any:
             return self._forward_checkpointed(parcels, visit, habits)
         kept = _kept(parcels, visit)
-        if habits.writes_input and self.index == 0:
-            parcels = self._own_versions(parcels, visit, kept)
+        kept.holds_caller = habits.graph_holds_caller
+        visit.caller_written.update(habits.writes_caller)
         with WrittenApart(habits.writes):
             ran = self._run(parcels, self._enter(parcels, kept), visit)
         return self._outputs(ran, kept), None if visit.attached else kept
@@ -140,8 +139,11 @@ class Partition:
             any(written),
             changed(before),
             apart.written,
+            *self._traces_of_caller(parcels, written, kept),
         )
         self._habits[mode] = habits
+        kept.holds_caller = habits.graph_holds_caller
+        visit.caller_written.update(habits.writes_caller if given is parcels else ())
         if visit.attached:
             return outputs, None
         if visit.checkpointed and habits.tracks_any:
@@ -156,6 +158,7 @@ class Partition:
         kept = _kept(parcels, visit)
         kept.buffers = save(habits.changes)
         given, saved = self._given_and_saved(parcels, copies=habits.writes_input)
+        visit.caller_written.update(habits.writes_caller if self.index == 0 else ())
         versions = _versions(given)
         # Without grad some layers take another path in evaluation mode, to other bits than recomputation will.
         with torch.set_grad_enabled(not all(self._tensors.training)):
@@ -194,6 +197,23 @@ class Partition:
         copied = tuple(parcel.cloned() for parcel in parcels)
         return (parcels, copied) if self.index == 0 else (copied, parcels)
 
+    def _traces_of_caller(
+        self, parcels: Sequence[Parcel], written: Sequence[bool], kept: Kept
+    ) -> tuple[bool, bool, frozenset[int]]:
+        """Whether the input is memory of the caller's tensors, whether the graph saved such, and which are written."""
+        places = {storage_of(tensor): place for place, tensor in enumerate(kept.visit.batch.tensors)}
+        storages = [storage_of(tensor) for parcel in parcels for tensor in parcel.present]
+        roots = [root.node for root in kept.roots if root is not None]
+        return (
+            any(storage in places for storage in storages),
+            any(storage_of(tensor) in places for tensor in saved_behind(roots)),
+            frozenset(
+                places[storage]
+                for storage, wrote in zip(storages, written, strict=True)
+                if wrote and storage in places
+            ),
+        )
+
     def _note_writes(
         self, written: Sequence[bool], parcels: Sequence[Parcel], given: Sequence[Parcel], visit: Visit
     ) -> None:
@@ -214,21 +234,10 @@ class Partition:
                 "partition writes the input of the pipe. Pass a clone of the input"
             )
 
-    def _own_versions(self, parcels: tuple[Parcel, ...], visit: Visit, kept: Kept) -> tuple[Parcel, ...]:
-        """The caller's tensors, each micro-batch with a count of writes of its own.
-
-        Micro-batches are views of one tensor: else the write of one would look like a write to all.
-        """
-        if visit.attached and any(tensor.requires_grad for tensor in visit.batch.tensors):
-            return parcels  # views of a graph that must stay whole
-        if visit.micro_batch.index == 0:
-            torch.autograd.graph.increment_version(visit.batch.tensors)
-        kept.caller_versions = [version_of(tensor) for tensor in visit.batch.tensors]
-        return tuple(parcel.with_own_versions() for parcel in parcels)
-
     def _keep_input(self, kept: Kept, saved: tuple[Parcel, ...], habits: Habits) -> None:
         kept.parcels = saved
         kept.tensors = self._tensors
+        kept.holds_caller = habits.input_holds_caller
         kept.writes_input = habits.writes_input
         kept.input_is_private = habits.writes_input and self.index == 0
         kept.versions = ([parcel.versions() for parcel in saved], self._tensors.versions(_modules(habits)))
@@ -266,7 +275,6 @@ class Partition:
         collected: Collected | None = None,
     ) -> Gradients:
         """The gradients of what entered; those of leaves are added to theirs, unless they are `collected`."""
-        self._check_caller(kept)
         pairs = _pairs(kept, gradients)
         if pairs:
             roots, root_gradients = zip(*pairs, strict=True)
@@ -282,7 +290,6 @@ class Partition:
         split = SplitBackward(_pairs(kept, gradients), kept.mailbox)
         if not split.possible:
             return self.backward(kept, gradients, keep_graph=keep_graph)
-        self._check_caller(kept)
         with self._in_backward(kept):
             split.run_input_half()
         kept.split = split
@@ -294,12 +301,6 @@ class Partition:
         if split is not None:
             with self._in_backward(kept):
                 split.run_weight_half(keep_graph=keep_graph)
-
-    def _check_caller(self, kept: Kept) -> None:
-        if kept.caller_versions is not None:
-            versions = [version_of(tensor) for tensor in kept.visit.batch.tensors]
-            if versions != kept.caller_versions:
-                raise modified_in_place("the input of the pipe", self.index)
 
     @contextlib.contextmanager
     def _in_backward(self, kept: Kept) -> Iterator[None]:

@@ -60,6 +60,7 @@ class Runner:
                 self.executor.forward(flight)
             if attached:
                 return joined(flight)
+            flight.count_writes()
             return bridge(flight, self.executor.backward)
 
         return fly(True) if self._whole else self._attached_if_needed(fly, checkpoint_stops)
@@ -80,6 +81,7 @@ class Runner:
                     self.executor.step(flight)
             flight.tied.add_up(flight.all_aliases)
             if not attached:
+                flight.count_writes()
                 _give_to_inputs(flight)
             return loss
 

@@ -42,6 +42,8 @@ class Visit(NamedTuple):
     """Whether nothing is cut at boundaries: the graph stays whole and backward is the caller's."""
     written: set[int]
     """The memory that partitions before wrote copies of, so that nobody else sees the write."""
+    caller_written: set[int]
+    """The places of the pipe's input tensors that layers write."""
 
 
 @final
@@ -64,8 +66,8 @@ class Kept:
     """Whether nobody else can have written the input since: else `versions` tells."""
     versions: tuple[list[list[int]], int] = ([], 0)
     """Of the input, and of parameters and buffers."""
-    caller_versions: list[int] | None = None
-    """Of the caller's tensors, where the graph holds them under a count of writes of its own."""
+    holds_caller: bool = False
+    """Whether backward needs the caller's tensors to be as they were."""
     writes_input: bool = False
     tensors: ModuleTensors = NO_TENSORS
     """The parameters and buffers that the forward of a checkpointed visit used."""
@@ -116,6 +118,12 @@ class Habits:
     """Recomputation must see these as they were."""
     writes: tuple[Buffer, ...]
     """Buffers whose writes autograd sees, so that a graph must not hold the buffer itself."""
+    input_holds_caller: bool
+    """Whether what enters is memory of the caller's tensors."""
+    graph_holds_caller: bool
+    """Whether the graph saved such memory."""
+    writes_caller: frozenset[int]
+    """The places of the caller's tensors that the layers write."""
 
     @property
     def tracks_any(self) -> bool:

@@ -6,12 +6,14 @@ as the node has run. Both can be seen through private names only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
-__all__ = ["Node", "complaint", "has_run", "next_number", "number_of"]
+__all__ = ["Node", "complaint", "has_run", "next_number", "number_of", "saved_behind"]
 
 Node: TypeAlias = Any
 """torch.autograd.graph.Node, whose stubs do not know the attributes of its kinds."""
@@ -52,3 +54,22 @@ def _saved(node: Node) -> list[str]:
     if isinstance(node, _PythonFunction):
         return ["saved_tensors"]
     return [name.removeprefix("_raw") for name in dir(node) if name.startswith("_raw_saved_")]
+
+
+def saved_behind(nodes: Sequence[Node]) -> Iterator[Tensor]:
+    """What the nodes of the graph that begins with `nodes` saved, as far as no hook has put it elsewhere."""
+    seen: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for name in _saved(node):
+            # A tensor that was written in place cannot be had; its node will say so in backward.
+            saved = None
+            with contextlib.suppress(RuntimeError):
+                saved = getattr(node, name)
+            members = saved if isinstance(saved, tuple | list) else [saved]
+            yield from (member for member in members if isinstance(member, Tensor))
+        stack.extend(following for following, _ in node.next_functions if following is not None)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["fills_leaf", "has_hooks", "is_asked_for", "keeps_graph", "without_hooks"]
+__all__ = ["fills_leaf", "has_hooks", "is_asked_for", "is_captured", "keeps_graph", "without_hooks"]
 
 
 def keeps_graph() -> bool:
@@ -29,11 +29,17 @@ def fills_leaf(leaf: Tensor) -> bool:
 
 def is_asked_for(leaf: Tensor) -> bool:
     """Whether the running backward was given `leaf` in inputs=, or is an autograd.grad of it."""
+    return is_captured(leaf) or fills_leaf(leaf)
+
+
+def is_captured(leaf: Tensor) -> bool:
+    """Whether the running backward is an autograd.grad of `leaf`."""
     try:
-        return fills_leaf(leaf)
+        fills_leaf(leaf)
     except RuntimeError:
         # What torch answers for a leaf that autograd.grad captures, and for no other.
         return True
+    return False
 
 
 def has_hooks(leaf: Tensor) -> bool:

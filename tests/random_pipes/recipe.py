@@ -63,7 +63,7 @@ class Recipe:
     keeps_grad: bool
     """Whether parameters have a gradient already."""
     hooked: bool
-    """Whether hooks clip the gradients of parameters, each micro-batch's on its own."""
+    """Whether hooks clip the gradients of parameters, each micro-batch's on its own; in a step only."""
     dtype: torch.dtype
 
     @property
@@ -164,8 +164,9 @@ def recipe_of(seed: int) -> Recipe:
         training=draw.random() < 0.75,
         grad_mode=draw.choice(["no_grad", "inference"]) if call == "forward" else "grad",
         autocast=autocast,
-        keeps_grad=draw.random() < 0.3,
-        hooked=draw.random() < 0.2,
+        # Where autograd hands gradients on itself, it sums those of all micro-batches first.
+        keeps_grad=draw.random() < 0.3 and call != "backward_inputs",
+        hooked=draw.random() < 0.2 and call == "step",
         # No layer multiplies bfloat16 with float64.
         dtype=torch.float32 if autocast else draw.choice([torch.float32, torch.float32, torch.float64]),
     )
