@@ -52,10 +52,32 @@ def test_loss_backward_fills_parameters_and_input(pipe: GPipe, needs_grad: bool)
 
 
 def test_backward_runs_in_the_workers_on_cpu(pipe: GPipe) -> None:
-    names: list[str] = []
-    pipe[0].weight.register_hook(lambda gradient: names.append(threading.current_thread().name))
+    names: dict[int, list[str]] = {0: [], 2: [], 4: []}
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, input: Tensor, layer: int) -> Tensor:
+            ctx.layer = layer
+            return input.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+            names[ctx.layer].append(threading.current_thread().name)
+            return gradient, None
+
+    for layer in names:
+        pipe[layer].register_forward_hook(lambda _, args, output, layer=layer: Node.apply(output, layer))
     pipe(torch.ones(3, 3).double()).sum().backward()
-    assert set(names) == {"gpipe-worker-0"}
+    assert names == {layer: [f"gpipe-worker-{layer // 2}"] * 3 for layer in names}
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_in_a_step_a_parameters_hook_sees_each_micro_batchs_gradient_in_the_worker(checkpoint: str) -> None:
+    names: list[str] = []
+    with GPipe(model(), [1, 2, 2], chunks=3, checkpoint=checkpoint) as pipe:
+        pipe[2].weight.register_hook(lambda gradient: names.append(threading.current_thread().name))
+        pipe.step(torch.ones(7, 3).double(), torch.zeros(7, 2).double(), functional.mse_loss)
+    assert names == ["gpipe-worker-1"] * 3
 
 
 def test_two_backward_passes_with_retain_graph_double_the_gradients(pipe: GPipe) -> None:
