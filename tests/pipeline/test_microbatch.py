@@ -53,7 +53,9 @@ def test_a_tuple_with_one_member_stays_a_tuple() -> None:
 def test_plain_values_go_to_every_micro_batch_and_come_back_once() -> None:
     value = {"rows": torch.arange(4), "scale": 0.5, "name": "mask", "nothing": None}
     pieces = split(value, 2, "input")
-    assert [(piece["scale"], piece["name"], piece["nothing"]) for piece in pieces] == [(0.5, "mask", None)] * 2
+    assert [(piece["scale"], piece["name"], piece["nothing"]) for piece in pieces] == [
+        (0.5, "mask", None)
+    ] * 2
     whole = joined(pieces)
     assert torch.equal(whole.pop("rows"), torch.arange(4))
     assert whole == {"scale": 0.5, "name": "mask", "nothing": None}
