@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gpipe_cli import GPipe
 from gpipe_cli.pipeline.aliasing import find_aliases
 
 Case = Callable[[Tensor], Sequence[Tensor]]
@@ -49,6 +51,7 @@ def test_a_write_through_one_is_seen_through_all_that_are_made_again(case: str) 
         lambda base: [base, base.clone()],
         lambda base: list(base.split(2)),
         lambda base: list(base.split(3, dim=1)),
+        lambda base: list(base.unbind(1)),
         lambda base: list(base.view(2, 2, 6).unbind(1)),
         lambda base: [base[:0], base],
         lambda base: [base],
@@ -78,3 +81,41 @@ def test_gradients_reach_the_base_through_its_aliases_but_not_through_a_detached
     assert view.requires_grad and not detached.requires_grad
     view.sum().backward()
     assert torch.equal(crossed.grad, torch.tensor([0.0, 0, 1, 1, 0, 0]))
+
+
+def test_two_slices_that_have_an_element_in_common_are_never_taken_for_strangers() -> None:
+    base = torch.arange(12).reshape(3, 4)
+    rows, columns = ([slice(*ends) for ends in itertools.combinations(range(size + 1), 2)] for size in (3, 4))
+    slices = [base[part] for part in itertools.product(rows, columns)]
+    elements = [set(tensor.flatten().tolist()) for tensor in slices]
+    missed = [
+        (first, second)
+        for first, second in itertools.combinations(range(len(slices)), 2)
+        if elements[first] & elements[second] and not find_aliases([slices[first], slices[second]])[1]
+    ]
+    assert missed == []
+
+
+def test_a_write_to_one_of_two_overlapping_slices_has_its_gradient_on_both_sides_of_a_boundary() -> None:
+    class Slices(nn.Module):
+        def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+            return input[:, 1:], input[:, :2, 1:4]
+
+    class Writes(nn.Module):
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            pair[0].mul_(10)
+            return (pair[0].sum((1, 2)) + pair[1].sum((1, 2)))[:, None]
+
+    linear = nn.Linear(6, 6).double()
+    gradients = []
+    for balance in ([3], [2, 1]):
+        with GPipe(nn.Sequential(linear, Slices(), Writes()), balance, checkpoint="never") as pipe:
+            pipe(torch.ones(2, 4, 6).double()).sum().backward()
+        gradients.append(linear.weight.grad)
+        linear.zero_grad()
+    assert torch.equal(*gradients)
+
+
+def test_windows_that_overlap_across_rows_are_not_taken_for_strangers() -> None:
+    flat = torch.arange(24)
+    assert find_aliases([flat.unfold(0, 3, 6), flat[5:].unfold(0, 3, 6)])[1]

@@ -65,6 +65,14 @@ def test_a_layer_that_looks_at_values_is_tried_with_values() -> None:
         check_fit(sequence, SAMPLE, "do this")
 
 
+def test_containers_and_plain_values_between_layers_fit() -> None:
+    sequence = nn.Sequential(
+        Given(lambda value: {"a": [value, None, "name"]}), Given(lambda value: value["a"][0])
+    )
+    check_fit(sequence, SAMPLE, "do this")
+    check_outputs(sequence, SAMPLE)
+
+
 def test_a_list_that_does_not_fit_is_refused_with_what_the_layer_was_given() -> None:
     sequence = nn.Sequential(nn.Linear(3, 4), nn.Linear(5, 1))
     with pytest.raises(ConfigError, match=r"^layer '1' \(Linear\) does not take 2x4: mat1 and .*; do this$"):

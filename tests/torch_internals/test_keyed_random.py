@@ -18,7 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_cli.pipeline.plain import PlainPipe
-from gpipe_cli.torch_internals.keyed_random import BACKWARD, KeyedRandom, UnkeyedRandomError
+from gpipe_cli.torch_internals.keyed_random import (
+    BACKWARD,
+    KeyedRandom,
+    UnkeyedRandomError,
+    _random_operators,
+    _with_generator,
+)
 
 IMAGES, ROWS, TOKENS = (2, 3, 8, 8), (4, 16), (4, 7, 16)
 HALF = torch.full((64,), 0.5)
@@ -169,6 +175,19 @@ def test_a_mode_entered_inside_the_key_does_not_let_a_draw_past_it(draw: str) ->
     state = torch.get_rng_state()
     assert torch.equal(drawn(contextlib.nullcontext()), drawn(FlopCounterMode(display=False)))
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_every_operator_that_draws_is_keyed_or_says_whether_it_would_draw() -> None:
+    """An operator of a later torch that is neither would be told of in every layer that uses it, or in none."""
+    found = {str(op): op for op in _random_operators()}
+    assert {"aten.bernoulli_.float", "aten.rand.default", "aten.native_dropout.default"} <= set(found)
+    silent = {
+        name
+        for name, op in found.items()
+        if _with_generator(op) is None
+        and not {"dropout_p", "dropout", "train"} & {argument.name for argument in op._schema.arguments}
+    }
+    assert silent == set()
 
 
 def test_each_source_draws_from_its_own_seed_however_often_the_source_changes() -> None:
