@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 
 class Naming(nn.Module):
-    def forward(self, input: Tensor) -> dict[str, Tensor]:
-        return {"features": input.flatten(1)}
+    def forward(self, input: Tensor) -> dict[str, set[Tensor]]:
+        return {"features": {input.flatten(1)}}
 
 
-def returns_a_dict(num_classes: int = 10) -> nn.Module:
+def returns_a_set(num_classes: int = 10) -> nn.Module:
     return nn.Sequential(nn.ReLU(), Naming(), nn.Linear(3072, num_classes))
 
 

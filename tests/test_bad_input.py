@@ -219,7 +219,11 @@ CASES: list[tuple[str, int, str]] = [
     ("train model=torchvision model.name=ssd300_vgg16", 2, "model.name=ssd300_vgg16: returns boxes, "),
     ("train model=torchvision model.name=r3d_18", 2, "takes clips: channels, frames, height, width, and the"),
     ("train loss=auxiliary loss.weight=-1", 2, "loss.weight=-1: must be a finite number of at least 0"),
-    (f"train {BROKEN}.returns_a_dict", 2, "layer '1' (Naming) returns a dict; between layers go tensors"),
+    (
+        f"train {BROKEN}.returns_a_set",
+        2,
+        "layer '1' (Naming) returns what no pipe carries: expected Tensor, but got set as output['features']. ",
+    ),
     (f"train {BROKEN}.returns_a_list", 2, "Listing returns a list; a model gives a tensor, or a tuple or"),
     (
         f"train {BROKEN}.looks_at_values",

@@ -52,10 +52,47 @@ def test_loss_backward_fills_parameters_and_input(pipe: GPipe, needs_grad: bool)
 
 
 def test_backward_runs_in_the_workers_on_cpu(pipe: GPipe) -> None:
-    names: list[str] = []
-    pipe[0].weight.register_hook(lambda gradient: names.append(threading.current_thread().name))
+    names: dict[int, list[str]] = {0: [], 2: [], 4: []}
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, input: Tensor, layer: int) -> Tensor:
+            ctx.layer = layer
+            return input.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> tuple[Tensor, None]:
+            names[ctx.layer].append(threading.current_thread().name)
+            return gradient, None
+
+    for layer in names:
+        pipe[layer].register_forward_hook(lambda _, args, output, layer=layer: Node.apply(output, layer))
     pipe(torch.ones(3, 3).double()).sum().backward()
-    assert set(names) == {"gpipe-worker-0"}
+    assert names == {layer: [f"gpipe-worker-{layer // 2}"] * 3 for layer in names}
+
+
+def test_a_parameters_hook_sees_the_whole_gradient_once_in_the_calling_thread(pipe: GPipe) -> None:
+    """As in plain PyTorch: a hook that clips or scales would do so to each micro-batch's share."""
+    input, plain = torch.randn(7, 3).double(), model()
+    seen: list[tuple[Tensor, threading.Thread]] = []
+    for each in (pipe, plain):
+        each[2].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        each[2].weight.register_post_accumulate_grad_hook(
+            lambda weight: seen.append((weight.grad.clone(), threading.current_thread()))
+        )
+        each(input).square().sum().backward()
+    assert len(seen) == 2 and {thread for _, thread in seen} == {threading.main_thread()}
+    assert_close(gradients(pipe), gradients(plain))
+    torch.testing.assert_close(seen[0][0], seen[1][0], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_in_a_step_a_parameters_hook_sees_each_micro_batchs_gradient_in_the_worker(checkpoint: str) -> None:
+    names: list[str] = []
+    with GPipe(model(), [1, 2, 2], chunks=3, checkpoint=checkpoint) as pipe:
+        pipe[2].weight.register_hook(lambda gradient: names.append(threading.current_thread().name))
+        pipe.step(torch.ones(7, 3).double(), torch.zeros(7, 2).double(), functional.mse_loss)
+    assert names == ["gpipe-worker-1"] * 3
 
 
 def test_two_backward_passes_with_retain_graph_double_the_gradients(pipe: GPipe) -> None:

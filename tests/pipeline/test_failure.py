@@ -17,6 +17,8 @@ from torch.nn import functional
 
 from gpipe_cli import GPipe, current_microbatch, is_recomputing
 from gpipe_cli.errors import StepTimeout
+from gpipe_cli.pipeline.failure import add_note
+from gpipe_cli.pipeline.plain import PlainPipe
 from gpipe_cli.pipeline.walk import Walk
 
 
@@ -293,3 +295,48 @@ def test_a_partition_that_never_returns_trips_the_watchdog(capfd: pytest.Capture
     pipe.step_timeout = 60
     assert torch.equal(pipe(torch.ones(2, 1)), torch.ones(2, 1)), "the pipe is usable again"
     pipe.close()
+
+
+class Unspeakable(Exception):
+    """Raises whatever is asked of it."""
+
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+    __repr__ = __str__
+
+    def add_note(self, note: str) -> None:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_an_error_that_cannot_be_described_reaches_the_caller_all_the_same(backward: bool) -> None:
+    class Fails(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            if not backward:
+                raise error
+            return RaiseInBackward.apply(input, error)
+
+    error = Unspeakable()
+    for each in (
+        GPipe(nn.Sequential(nn.Linear(2, 2), Fails(), nn.Linear(2, 2)), [1, 2], chunks=2),
+        PlainPipe(nn.Sequential(nn.Linear(2, 2), Fails()), chunks=2),
+    ):
+        caught: BaseException | None = None
+        try:
+            each.step(torch.ones(4, 2), torch.ones(4, 2), functional.mse_loss)
+        except Unspeakable as found:
+            caught = found
+        assert caught is error
+
+
+def test_a_description_that_raises_leaves_the_error_without_a_note() -> None:
+    error = Ouch()
+
+    def describe() -> str:
+        raise Fatal
+
+    add_note(error, describe)
+    assert not hasattr(error, "__notes__")
+    add_note(error, lambda: "in partition 0")
+    assert error.__notes__ == ["in partition 0"]

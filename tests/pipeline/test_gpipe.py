@@ -7,6 +7,7 @@ import io
 import itertools
 import logging
 import pickle
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 import gpipe_cli
 from gpipe_cli import GPipe
+from gpipe_cli.pipeline.microbatch import NoChunk
 from gpipe_cli.sequential import Sequence
 
 
@@ -198,9 +200,18 @@ def test_any_number_of_rows_is_welcome(rows: int) -> None:
         torch.testing.assert_close(pipe(input), model(input))
 
 
-@pytest.mark.parametrize("value", ["hello", None, [torch.ones(2)], (torch.ones(2), "x"), ((torch.ones(2),),)])
-def test_what_is_no_tensor_is_refused(value: object) -> None:
-    with pytest.raises(TypeError, match="expected Tensor, but got"):
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("hello", "got str as input"),
+        (None, "got NoneType as input"),
+        ([], "got list as input"),
+        ((torch.ones(2), iter("x")), r"got str_ascii_iterator as input\[1\]"),
+        ({"a": (torch.ones(2), {1})}, r"got set as input\['a'\]\[1\]"),
+    ],
+)
+def test_what_holds_no_tensor_or_a_foreign_object_is_refused(value: object, told: str) -> None:
+    with pytest.raises(TypeError, match=f"expected Tensor, but {told}"):
         GPipe(three_layers(), [1, 2])(value)
 
 
@@ -232,13 +243,64 @@ def test_tuples_with_integer_members_cross_boundaries_and_singletons_stay_tuples
     torch.testing.assert_close(mine, input.grad)
 
 
-def test_a_layer_may_not_hand_over_anything_but_tensors() -> None:
-    class Dictionary(nn.Module):
-        def forward(self, input: Tensor) -> dict[str, Tensor]:
-            return {"a": input}
+@pytest.mark.parametrize("balance", [[1, 1], [2]])
+def test_a_layer_may_not_hand_over_foreign_objects_or_no_tensor_at_all(balance: list[int]) -> None:
+    class Given(nn.Module):
+        def __init__(self, output: object) -> None:
+            super().__init__()
+            self.output = output
 
-    with pytest.raises(TypeError, match="expected Tensor, but got dict"):
-        GPipe(nn.Sequential(Dictionary(), nn.Identity()), [1, 1])(torch.ones(1))
+        def forward(self, input: Tensor) -> object:
+            return self.output
+
+    cases = {
+        r"got set as output\[1\]": (torch.ones(1), {1}),
+        r"got object as output\['a'\]\[0\]": {"a": [object()]},
+        "got tuple as output": (1, None),
+    }
+    for told, output in cases.items():
+        with (
+            GPipe(nn.Sequential(Given(output), nn.Identity()), balance) as pipe,
+            pytest.raises(TypeError, match=f"expected Tensor, but {told}"),
+        ):
+            pipe(torch.ones(1))
+
+
+class Outputs(NamedTuple):
+    scores: Tensor
+    extra: list[object]
+
+
+class Nested(nn.Module):
+    def forward(self, value: dict[str, Any]) -> Outputs:
+        scores = value["rows"] * value["scale"] + value["mask"]
+        return Outputs(scores, [{"twice": scores * 2}, value["name"], None])
+
+
+class Reads(nn.Module):
+    def forward(self, value: Outputs) -> Outputs:
+        assert isinstance(value, Outputs) and value.extra[1:] == ["n", None]
+        return Outputs(value.scores + value.extra[0]["twice"], value.extra)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_any_nesting_with_plain_passengers_enters_crosses_and_leaves(checkpoint: str) -> None:
+    rows, mask = torch.randn(6, 2, requires_grad=True), torch.randn(1, 2, requires_grad=True)
+
+    def value(mark: Any) -> dict[str, Any]:
+        return {"rows": rows, "mask": mark(mask), "scale": 3, "name": "n"}
+
+    model = nn.Sequential(Nested(), Reads(), Reads())
+    with GPipe(model, [1, 1, 1], chunks=3, checkpoint=checkpoint) as pipe:
+        results = []
+        for each, mark in ((pipe, NoChunk), (model, lambda tensor: tensor)):
+            output = each(value(mark))
+            assert type(output) is Outputs and output.extra[1:] == ["n", None]
+            (output.scores.square().sum() + output.extra[0]["twice"].sum()).backward()
+            results.append([output.scores, output.extra[0]["twice"], rows.grad, mask.grad])
+            rows.grad = mask.grad = None
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_one_scalar_per_micro_batch_cannot_be_joined_but_can_be_the_loss_of_a_step() -> None:

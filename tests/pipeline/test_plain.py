@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from gpipe_cli.pipeline.keys import GeneratorMoved
+from gpipe_cli.pipeline.layer import UnkeyedRandomWarning
 from gpipe_cli.pipeline.plain import PlainPipe
-from gpipe_cli.torch_internals.keyed_random import KeyedRandom, UnkeyedRandomError
 
 
 def gradients(pipe: nn.Module) -> list[torch.Tensor]:
@@ -48,8 +49,16 @@ class FailsInBackward(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "error", "place"),
     [
-        (nn.Linear(3, 2), RuntimeError, "in layer '1' (Linear), micro-batch 0 (forward)"),
-        (FailsInBackward(), ArithmeticError, "in layer '1' (FailsInBackward), micro-batch 0 (backward)"),
+        (
+            nn.Linear(3, 2),
+            RuntimeError,
+            "in partition 0, layer '1' (Linear), micro-batch 0, action F0.0 (forward)",
+        ),
+        (
+            FailsInBackward(),
+            ArithmeticError,
+            "in partition 0, layer '1' (FailsInBackward), micro-batch 0, action B0.0 (backward)",
+        ),
     ],
 )
 def test_an_error_says_which_layer_it_comes_from(
@@ -59,6 +68,39 @@ def test_an_error_says_which_layer_it_comes_from(
     with pytest.raises(error) as caught:
         pipe.step(torch.ones(4, 2), torch.ones(4, 2), functional.mse_loss)
     assert caught.value.__notes__ == [place]
+
+
+def test_the_calling_thread_runs_every_layer_and_each_backward_before_the_next_forward() -> None:
+    seen: list[tuple[str, threading.Thread]] = []
+
+    class Recording(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, input: torch.Tensor) -> torch.Tensor:
+            seen.append(("forward", threading.current_thread()))
+            return input.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+            seen.append(("backward", threading.current_thread()))
+            return gradient
+
+    class Recorder(nn.Module):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return Recording.apply(input)
+
+    pipe = PlainPipe(nn.Sequential(nn.Linear(2, 2), Recorder()), chunks=2)
+    pipe.step(torch.ones(4, 2), torch.ones(4, 2), functional.mse_loss)
+    assert seen == [("forward", threading.main_thread()), ("backward", threading.main_thread())] * 2
+
+
+def test_a_forward_leaves_the_graph_whole_so_there_are_second_derivatives() -> None:
+    input = torch.tensor([[2.0], [3.0]], requires_grad=True)
+    pipe = PlainPipe(nn.Sequential(nn.Tanh(), nn.Softplus()), chunks=2)
+    (first,) = torch.autograd.grad(pipe(input).sum(), input, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), input)
+    twin = input.detach().requires_grad_()
+    (plain,) = torch.autograd.grad(functional.softplus(twin.tanh()).sum(), twin, create_graph=True)
+    torch.testing.assert_close(second, torch.autograd.grad(plain.sum(), twin)[0])
 
 
 def test_the_key_alone_decides_every_random_number() -> None:
@@ -124,27 +166,31 @@ def test_every_random_function_without_a_generator_of_its_own_is_keyed() -> None
     assert torch.equal(*loss)
 
 
-def test_a_generator_of_the_layers_own_is_refused_by_name() -> None:
+def test_a_generator_of_the_layers_own_is_told_by_the_layers_name_and_only_once() -> None:
     class Own(nn.Module):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return input + torch.rand(input.shape, generator=torch.Generator())
 
-    with pytest.raises(UnkeyedRandomError, match=r"aten\.rand\.generator was given a generator of its own"):
-        PlainPipe(nn.Sequential(Own()))(torch.ones(2, 2))
+    pipe = PlainPipe(nn.Sequential(nn.Dropout(), Own()), chunks=2)
+    with pytest.warns(
+        UnkeyedRandomWarning, match=r"layer '1' \(Own\) .* a torch\.Generator of its own"
+    ) as seen:
+        pipe(torch.ones(4, 2))
+        pipe(torch.ones(4, 2))
+    assert len(seen) == 1
 
 
-def test_a_layer_that_begins_to_draw_later_is_an_error_once_and_keyed_from_then_on() -> None:
+def test_a_layer_that_begins_to_draw_later_is_keyed_from_its_first_draw() -> None:
     dropout = nn.Dropout(0.0)
     pipe = PlainPipe(nn.Sequential(dropout))
     input = torch.ones(8, 8)
     pipe(input)
     dropout.p = 0.5
-    with pytest.raises(GeneratorMoved, match="default generator moved while the layers ran"):
-        pipe(input)
     torch.manual_seed(0)
     first = pipe(input)
     torch.manual_seed(0)
     assert torch.equal(first, pipe(input))
+    assert not torch.equal(first, pipe(input))
 
 
 def test_target_and_input_of_different_length_are_refused() -> None:
@@ -158,21 +204,7 @@ def test_a_loss_of_more_than_one_number_is_refused() -> None:
         pipe.step(torch.ones(4, 2), torch.ones(4, 2), lambda output, target: output - target)
 
 
-def test_a_loss_that_draws_nothing_runs_under_a_key_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    keyed: list[int] = []
-    original = KeyedRandom.reseed
-    monkeypatch.setattr(
-        KeyedRandom, "reseed", lambda self, seed: (keyed.append(seed), original(self, seed))[1]
-    )
-    pipe = PlainPipe(nn.Sequential(nn.Linear(2, 2)), chunks=2)
-    for _ in range(3):
-        pipe.step(torch.ones(4, 2), torch.ones(4, 2), functional.mse_loss, key=1)
-    assert len(keyed) == 2  # the layer's first micro-batch and the loss's
-    pipe.step(torch.ones(4, 2), torch.ones(4, 2), functional.l1_loss, key=1)
-    assert len(keyed) == 3
-
-
-def test_a_loss_that_begins_to_draw_is_an_error_once_and_keyed_ever_after() -> None:
+def test_a_loss_that_begins_to_draw_is_keyed_from_its_first_draw() -> None:
     noise = [0.0]
 
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -182,7 +214,7 @@ def test_a_loss_that_begins_to_draw_is_an_error_once_and_keyed_ever_after() -> N
     batch = torch.ones(4, 2), torch.ones(4, 2)
     pipe.step(*batch, loss_fn, key=1)
     noise[0] = 1.0
-    with pytest.raises(GeneratorMoved):
-        pipe.step(*batch, loss_fn, key=1)
+    state = torch.get_rng_state()
     assert torch.equal(pipe.step(*batch, loss_fn, key=1), pipe.step(*batch, loss_fn, key=1))
     assert not torch.equal(pipe.step(*batch, loss_fn, key=1), pipe.step(*batch, loss_fn, key=2))
+    assert torch.equal(torch.get_rng_state(), state)

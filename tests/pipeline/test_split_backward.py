@@ -12,12 +12,14 @@ from torch.nn import functional
 from gpipe_cli import GPipe
 from gpipe_cli.pipeline.boundary import Mailbox, Parcel, enter, roots_of
 from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.pytree import SINGLE
 from gpipe_cli.pipeline.split_backward import SplitBackward
 
 
 def split(layer: nn.Module, input: Tensor) -> tuple[SplitBackward, Mailbox]:
     mailbox = Mailbox((True,))
-    (entered,) = enter(Parcel((input,), (True,), True), mailbox)
+    ((entered,),) = enter([Parcel((input,), (True,), SINGLE, values=1)], mailbox)
+    assert entered is not None
     output = layer(entered)
     (root,) = roots_of([output])
     return SplitBackward([(root, torch.ones_like(output))], mailbox), mailbox

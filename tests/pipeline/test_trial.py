@@ -46,21 +46,31 @@ class Pop(nn.Module):
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        (
-            lambda value: {"a": value},
-            r"layer '1' \(Given\) returns a dict; between layers go tensors and tuples",
-        ),
-        (lambda value: (value, None), r"layer '1' \(Given\) returns a NoneType in a tuple; "),
-        (lambda value: value.item() if value.is_meta else [value], r""),
+        (lambda value: {"a": {1}}, r"got set as output\['a'\]\. Between layers go tensors and plain values"),
+        (lambda value: (value, object()), r"expected Tensor, but got object as output\[1\]\. "),
+        (lambda value: (1, None), r"its output, of type tuple, holds no tensor\. "),
     ],
 )
 def test_what_no_pipe_carries_is_refused_with_layer_type_and_cure(function: Any, told: str) -> None:
     sequence = nn.Sequential(nn.Linear(3, 3), Given(function))
-    with pytest.raises(ConfigError, match=told or r"layer '1' \(Given\) returns a list; .* in one module"):
+    expected = rf"^layer '1' \(Given\) returns what no pipe carries: .*{told}.* in one module$"
+    for check in (lambda: check_fit(sequence, SAMPLE, "do this"), lambda: check_outputs(sequence, SAMPLE)):
+        with pytest.raises(ConfigError, match=expected):
+            check()
+
+
+def test_a_layer_that_looks_at_values_is_tried_with_values() -> None:
+    sequence = nn.Sequential(Given(lambda value: value.item() if value.is_meta else {value}))
+    with pytest.raises(ConfigError, match=r"layer '0' \(Given\) .* got set as output\. .* in one module"):
         check_fit(sequence, SAMPLE, "do this")
-    if told:
-        with pytest.raises(ConfigError, match=told):
-            check_outputs(sequence, SAMPLE)
+
+
+def test_containers_and_plain_values_between_layers_fit() -> None:
+    sequence = nn.Sequential(
+        Given(lambda value: {"a": [value, None, "name"]}), Given(lambda value: value["a"][0])
+    )
+    check_fit(sequence, SAMPLE, "do this")
+    check_outputs(sequence, SAMPLE)
 
 
 def test_a_list_that_does_not_fit_is_refused_with_what_the_layer_was_given() -> None:

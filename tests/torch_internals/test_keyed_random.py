@@ -1,21 +1,45 @@
-"""The dispatch mode: random ops get our generator, all others are left as they are."""
+"""The kernels above autograd: random operators get our generator, all others are left as they are."""
 
 from __future__ import annotations
 
 import contextlib
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import mse_loss
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_cli.pipeline.plain import PlainPipe
-from gpipe_cli.torch_internals.keyed_random import KeyedRandom, UnkeyedRandomError
+from gpipe_cli.torch_internals.keyed_random import (
+    BACKWARD,
+    KeyedRandom,
+    UnkeyedRandomError,
+    _random_operators,
+    _with_generator,
+)
 
 IMAGES, ROWS, TOKENS = (2, 3, 8, 8), (4, 16), (4, 7, 16)
+HALF = torch.full((64,), 0.5)
+
+
+def keyed(seed: int = 1, reports: list[str] | None = None) -> contextlib.AbstractContextManager[KeyedRandom]:
+    """One source, whose draws past its key are a failure unless they are to be reported."""
+
+    def unkeyed(source: object, what: str) -> None:
+        assert reports is not None, f"{source} draws with {what}"
+        reports.append(what)
+
+    random = KeyedRandom(unkeyed)
+    random.source = "layer"
+    return random.seeded_by(lambda source: seed)
 
 
 @pytest.mark.parametrize(
@@ -35,14 +59,18 @@ IMAGES, ROWS, TOKENS = (2, 3, 8, 8), (4, 16), (4, 7, 16)
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
-def test_a_layer_that_draws_nothing_gives_the_same_bits_under_the_mode(
+def test_a_layer_that_draws_nothing_gives_the_same_bits_under_a_key(
     layer: nn.Module, shape: tuple[int, ...]
 ) -> None:
-    """A layer runs under the mode once, to be learnt: that must not show in a run, resumed or not."""
+    """And is not told of, nor is a generator seeded for it."""
     input = torch.linspace(-1, 1, torch.Size(shape).numel()).reshape(shape).requires_grad_()
+    seeds: list[object] = []
 
-    def results(random: KeyedRandom | None) -> list[Tensor | None]:
-        with contextlib.nullcontext() if random is None else random.reseed(1):
+    def unkeyed(source: object, what: str) -> None:
+        raise AssertionError(what)
+
+    def results(context: contextlib.AbstractContextManager[Any]) -> list[Tensor | None]:
+        with context:
             output = layer(input)
         output = output[0] if isinstance(output, tuple) else output
         output.square().sum().backward()
@@ -51,38 +79,192 @@ def test_a_layer_that_draws_nothing_gives_the_same_bits_under_the_mode(
         layer.zero_grad()
         return [output, *gradients]
 
-    random = KeyedRandom()
-    for plain, keyed in zip(results(None), results(random), strict=True):
-        assert torch.equal(plain, keyed)
-    assert not random.drew
+    random = KeyedRandom(unkeyed)
+    under_key = random.seeded_by(lambda source: seeds.append(source) or 1)  # type: ignore[func-returns-value]
+    pairs = zip(results(contextlib.nullcontext()), results(under_key), strict=True)
+    assert all(torch.equal(plain, mine) for plain, mine in pairs)
+    assert seeds == []
 
 
-def test_seeds_decide_what_is_drawn_and_the_default_generator_stays() -> None:
-    random = KeyedRandom()
+ones = torch.ones(64)
+DRAWS: dict[str, Callable[[], Tensor]] = {
+    "rand": lambda: torch.rand(64),
+    "rand_like": lambda: torch.rand_like(ones),
+    "rand_out": lambda: torch.rand(64, out=torch.empty(64)),
+    "randn": lambda: torch.randn(64),
+    "randn_like": lambda: torch.randn_like(ones),
+    "randint": lambda: torch.randint(1000, (64,)),
+    "randint_low": lambda: torch.randint(5, 1000, (64,)),
+    "randint_like": lambda: torch.randint_like(ones, 1000),
+    "randint_like_low": lambda: torch.randint_like(ones, 5, 1000),
+    "randperm": lambda: torch.randperm(64),
+    "normal": lambda: torch.normal(0.0, 1.0, (64,)),
+    "normal_tensor_float": lambda: torch.normal(ones, 1.0),
+    "normal_float_tensor": lambda: torch.normal(0.0, ones),
+    "normal_tensors": lambda: torch.normal(ones, ones),
+    "bernoulli": lambda: torch.bernoulli(HALF),
+    "bernoulli_p": lambda: torch.bernoulli(HALF, 0.5),
+    "multinomial": lambda: torch.multinomial(ones, 40),
+    "poisson": lambda: torch.poisson(ones * 50),
+    "binomial": lambda: torch.binomial(ones * 50, HALF),
+    "gamma": lambda: torch._standard_gamma(ones),
+    "dirichlet": lambda: torch._sample_dirichlet(ones),
+    "uniform_": lambda: torch.empty(64).uniform_(),
+    "normal_": lambda: torch.empty(64).normal_(),
+    "cauchy_": lambda: torch.empty(64).cauchy_(),
+    "exponential_": lambda: torch.empty(64).exponential_(),
+    "geometric_": lambda: torch.empty(64).geometric_(0.1),
+    "log_normal_": lambda: torch.empty(64).log_normal_(),
+    "random_": lambda: torch.empty(64).random_(),
+    "random_to": lambda: torch.empty(64).random_(1000),
+    "random_range": lambda: torch.empty(64).random_(5, 1000),
+    "bernoulli_float_": lambda: torch.empty(64).bernoulli_(0.5),
+    "bernoulli_tensor_": lambda: torch.empty(64).bernoulli_(HALF),
+    "dropout": lambda: functional.dropout(ones, 0.5),
+    "dropout_": lambda: functional.dropout(ones.clone(), 0.5, inplace=True),
+    "native_dropout": lambda: torch.native_dropout(ones, 0.5, True)[0],
+    "alpha_dropout": lambda: functional.alpha_dropout(ones, 0.5, training=True),
+    "feature_dropout": lambda: functional.dropout1d(torch.ones(1, 64, 2), 0.5),
+    "feature_alpha_dropout": lambda: functional.feature_alpha_dropout(torch.ones(1, 64, 2), 0.5, True),
+    "rrelu": lambda: functional.rrelu(-ones, training=True),
+    "gumbel_softmax": lambda: functional.gumbel_softmax(ones),
+    "fractional_max_pool": lambda: functional.fractional_max_pool2d(
+        torch.arange(1600.0).reshape(1, 1, 40, 40), 2, output_size=(12, 12)
+    ),
+    "distribution": lambda: torch.distributions.Beta(ones, ones).sample(),
+    "reparametrised": lambda: torch.distributions.StudentT(ones * 3).rsample(),
+    "kaiming": lambda: nn.init.kaiming_uniform_(torch.empty(8, 8)),
+    "trunc_normal": lambda: nn.init.trunc_normal_(torch.empty(64)),
+    "attention": lambda: functional.scaled_dot_product_attention(
+        *[torch.arange(64.0).reshape(1, 1, 8, 8)] * 3, dropout_p=0.5
+    ),
+    "recurrent": lambda: nn.GRU(4, 4, 2, dropout=0.5)(torch.ones(8, 3, 4))[0],
+    "bfloat16": lambda: torch.rand(64, dtype=torch.bfloat16),
+    "complex": lambda: torch.randn(64, dtype=torch.complex64),
+}
 
-    def draw(seed: int) -> Tensor:
-        with random.reseed(seed):
-            return torch.rand(4) + functional.dropout(torch.ones(4), 0.5)
+CONTEXTS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
+    "with_grad": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "flop_counter": lambda: FlopCounterMode(display=False),
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("draw", DRAWS)
+def test_the_seed_decides_what_is_drawn_and_the_default_generator_stays(draw: str, context: str) -> None:
+    def drawn(seed: int) -> Tensor:
+        with CONTEXTS[context](), keyed(seed):
+            return DRAWS[draw]()
 
     state = torch.get_rng_state()
-    assert torch.equal(draw(1), draw(1))
-    assert not torch.equal(draw(1), draw(2))
+    first, again, other = drawn(1), drawn(1), drawn(2)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_whether_anything_drew_is_known() -> None:
-    random = KeyedRandom()
-    with random.reseed(0):
-        torch.ones(3).sin()
-    assert not random.drew
-    with random.reseed(0):
-        torch.bernoulli(torch.full((3,), 0.5))
-    assert random.drew
+@pytest.mark.parametrize("draw", DRAWS)
+def test_a_mode_entered_inside_the_key_does_not_let_a_draw_past_it(draw: str) -> None:
+    def drawn(mode: contextlib.AbstractContextManager[object]) -> Tensor:
+        with keyed(), mode:
+            return DRAWS[draw]()
+
+    state = torch.get_rng_state()
+    assert torch.equal(drawn(contextlib.nullcontext()), drawn(FlopCounterMode(display=False)))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_every_operator_that_draws_is_keyed_or_says_whether_it_would_draw() -> None:
+    """An operator of a later torch that is neither would be told of in every layer that uses it, or in none."""
+    found = {str(op): op for op in _random_operators()}
+    assert {"aten.bernoulli_.float", "aten.rand.default", "aten.native_dropout.default"} <= set(found)
+    silent = {
+        name
+        for name, op in found.items()
+        if _with_generator(op) is None
+        and not {"dropout_p", "dropout", "train"} & {argument.name for argument in op._schema.arguments}
+    }
+    assert silent == set()
+
+
+def test_each_source_draws_from_its_own_seed_however_often_the_source_changes() -> None:
+    random = KeyedRandom(lambda source, what: None)
+    drawn: dict[str, list[Tensor]] = {"a": [], "b": []}
+    for names in ("ab", "ba"):
+        with random.seeded_by(ord):
+            for name in names:
+                random.source = name
+                drawn[name].append(torch.cat([torch.rand(4), torch.rand(4)]))
+    assert torch.equal(*drawn["a"]) and torch.equal(*drawn["b"])
+    assert not torch.equal(drawn["a"][0], drawn["b"][0])
+    assert not torch.equal(drawn["a"][0][:4], drawn["a"][0][4:])
+
+
+def test_what_draws_in_backward_is_keyed_by_its_node() -> None:
+    class Noisy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, input: Tensor) -> Tensor:
+            return input.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            return gradient + torch.rand(4)
+
+    random, sources = KeyedRandom(lambda source, what: None), []
+    input = torch.zeros(4, requires_grad=True)
+    output = Noisy.apply(Noisy.apply(input)).sum()
+    random.source = BACKWARD
+    gradients = []
+    for _ in range(2):
+        with random.seeded_by(lambda number: sources.append(number) or 7):  # type: ignore[func-returns-value]
+            gradients += torch.autograd.grad(output, input, retain_graph=True)
+    assert torch.equal(*gradients)
+    assert len(set(sources)) == 2 and sources[:2] == sources[2:]
+
+
+def test_a_pipe_in_a_layer_of_another_leaves_the_outer_draws_as_they_are() -> None:
+    def drawn(inner: bool) -> Tensor:
+        with keyed(1):
+            first = torch.rand(4)
+            if inner:
+                with keyed(2):
+                    torch.rand(4)
+            return torch.cat([first, torch.rand(4)])
+
+    assert torch.equal(drawn(False), drawn(True))
+
+
+def test_other_threads_draw_from_the_default_generator_as_ever() -> None:
+    def in_a_thread() -> Tensor:
+        found: list[Tensor] = []
+        thread = threading.Thread(target=lambda: found.append(torch.rand(4)))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    torch.manual_seed(0)
+    plain = in_a_thread()
+    torch.manual_seed(0)
+    with keyed():
+        assert torch.equal(in_a_thread(), plain)
+    assert not torch.equal(torch.rand(4), torch.rand(4))
+
+
+def test_after_an_error_the_thread_draws_from_the_default_generator_again() -> None:
+    torch.manual_seed(0)
+    plain = torch.rand(4)
+    with pytest.raises(ZeroDivisionError), keyed():
+        raise ZeroDivisionError
+    torch.manual_seed(0)
+    assert torch.equal(torch.rand(4), plain)
 
 
 def test_the_fused_dropout_of_cuda_is_replaced_by_an_equal() -> None:
     input = torch.ones(1000, requires_grad=True)
-    with KeyedRandom().reseed(3):
+    with keyed(3):
         output, mask = torch.native_dropout(input, 0.25, True)
     output.sum().backward()
     assert torch.equal(output != 0, mask)
@@ -91,13 +273,35 @@ def test_the_fused_dropout_of_cuda_is_replaced_by_an_equal() -> None:
     assert 0.7 < mask.float().mean() < 0.8
 
 
-def test_an_op_that_takes_no_generator_is_refused_by_name_only_if_it_would_draw() -> None:
+def test_an_operator_that_takes_no_generator_is_told_by_name_only_if_it_would_draw() -> None:
     query = torch.randn(1, 1, 4, 4)
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    with KeyedRandom().reseed(0):
+    reports: list[str] = []
+    with keyed(0, reports):
         attention(query, query, query)
-        with pytest.raises(UnkeyedRandomError, match=r"flash_attention_for_cpu.* no generator"):
+        assert reports == []
+        with contextlib.suppress(RuntimeError):  # the kernel itself refuses it on the CPU
             attention(query, query, query, 0.5)
+    (report,) = reports
+    assert "flash_attention_for_cpu" in report and "takes no generator" in report
+
+
+def test_a_generator_of_the_layers_own_is_used_and_told() -> None:
+    own, twin = (torch.Generator().manual_seed(5) for _ in range(2))
+    reports: list[str] = []
+    with keyed(0, reports):
+        drawn = torch.rand(4, generator=own)
+    assert torch.equal(drawn, torch.rand(4, generator=twin))
+    assert set(reports) == {"a torch.Generator of its own"}
+
+
+def test_a_draw_inside_torchs_own_checkpoint_is_refused_since_it_could_not_be_repeated() -> None:
+    input = torch.ones(4, requires_grad=True)
+    with keyed():
+        for reentrant in (False, True):
+            with pytest.raises(UnkeyedRandomError, match=r"the pipe's own checkpoint= instead"):
+                checkpoint(functional.dropout, input, 0.5, use_reentrant=reentrant)
+        checkpoint(torch.sin, input, use_reentrant=False)
 
 
 def test_a_step_does_not_import_the_compiler() -> None:
