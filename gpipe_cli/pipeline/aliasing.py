@@ -99,11 +99,32 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
         return False
     if first.stride() != second.stride():
         return True
-    distance = second.storage_offset() - first.storage_offset()
-    if distance < 0:
-        first, second, distance = second, first, -distance
-    for stride, size in sorted(zip(first.stride(), first.shape, strict=True), reverse=True):
-        if stride and distance // stride >= size:
-            return False
-        distance = distance % stride if stride else distance
-    return True
+    order = sorted(
+        (place for place, stride in enumerate(first.stride()) if stride), key=first.stride().__getitem__
+    )
+    if not order or any(first.stride(place) % first.stride(order[0]) for place in order):
+        return first.storage_offset() == second.storage_offset() if not order else True
+    intervals = [_intervals(tensor, order[::-1]) for tensor in (first, second)]
+    if None in intervals:
+        return True
+    return all(
+        begin < other_end and other_begin < end
+        for (begin, end), (other_begin, other_end) in zip(*intervals, strict=True)
+    )
+
+
+def _intervals(tensor: Tensor, order: Sequence[int]) -> list[tuple[int, int]] | None:
+    """For each dimension, largest stride first, the indices that a slice has in the tensor it was cut from.
+
+    Last comes the offset within the smallest stride. None if a row of the slice runs into the next row.
+    """
+    found = []
+    rest, limit = int(tensor.storage_offset()), None
+    for place in order:
+        index, rest = divmod(rest, tensor.stride(place))
+        end = index + tensor.size(place)
+        if limit is not None and end * tensor.stride(place) > limit:
+            return None
+        found.append((index, end))
+        limit = tensor.stride(place)
+    return [*found, (rest, rest + 1)]

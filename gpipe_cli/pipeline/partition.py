@@ -7,11 +7,8 @@ queues or order.
 
 from __future__ import annotations
 
-import bisect
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, groupby
 from typing import Any, final
 
@@ -29,27 +26,18 @@ from gpipe_cli.pipeline.buffers import (
     save,
     swapped_in,
 )
-from gpipe_cli.pipeline.context import Running
-from gpipe_cli.pipeline.culprit import failed_in_backward
 from gpipe_cli.pipeline.entangled import Watch
-from gpipe_cli.pipeline.keys import layer_seed, node_seed
-from gpipe_cli.pipeline.layer import Layer, warn_of_unkeyed
+from gpipe_cli.pipeline.layer import Layer
+from gpipe_cli.pipeline.layer_run import LayerRun
 from gpipe_cli.pipeline.leaves import Collected, ModuleTensors, modified_in_place
-from gpipe_cli.pipeline.pytree import flatten
-from gpipe_cli.pipeline.skips import PartitionSkips
 from gpipe_cli.pipeline.split_backward import SplitBackward
-from gpipe_cli.pipeline.tied import NO_ALIASES
 from gpipe_cli.pipeline.visit import Habits, Kept, Ran, Visit
 from gpipe_cli.skip.layout import SkipRoute
-from gpipe_cli.skip.tracker import use_skip_tracker
 from gpipe_cli.torch_internals.engine import run_backward
-from gpipe_cli.torch_internals.graph_progress import next_number, saved_behind
-from gpipe_cli.torch_internals.keyed_random import BACKWARD, KeyedRandom
+from gpipe_cli.torch_internals.graph_progress import saved_behind
 from gpipe_cli.torch_internals.storage import storage_of
 
 __all__ = ["Partition"]
-
-INPUT, LOSS = "its input", "the loss function"
 
 
 @final
@@ -66,14 +54,11 @@ class Partition:
     """Whether tensors that share memory still do where its output goes."""
     others: Sequence[nn.Module] = ()
     """The layers of all other partitions: their tensors may only come through a boundary."""
-    _random: KeyedRandom = field(init=False)
+    _run_layers: LayerRun = field(init=False)
     _mode: tuple[Any, ...] = ()
     _habits: dict[tuple[Any, ...], Habits] = field(default_factory=dict)
     _before: tuple[SavedBuffer, ...] = ()
     _tensors: ModuleTensors = field(init=False)
-    _all_watched: bool = False
-    _marks: tuple[int, ...] = ()
-    """Of the graph that a backward runs."""
     sources: tuple[int, ...] = field(init=False)
     """The partitions that send it anything: the one before first, which sends the value."""
     destinations: tuple[int, ...] = field(init=False)
@@ -85,15 +70,14 @@ class Partition:
         self.sources = _distinct(self.index - 1, self.receives)
         self.destinations = _distinct(self.index + 1, self.sends)
         self._with_value = sum(route.partition == self.index + 1 for route in self.sends)
-        self._random = KeyedRandom(self._warn_of)
-        self._random.source = INPUT
+        self._run_layers = LayerRun(self.layers, self.receives, self.sends)
 
     def begin(self) -> None:
         """Look once per mini-batch at what decides how the layers behave."""
         self._before = ()
         modules = [layer.module for layer in self.layers]
         self._tensors = ModuleTensors(modules)
-        self._all_watched = all(layer.is_watched for layer in self.layers)
+        self._run_layers.begin()
         self._mode = (
             self._tensors.training,
             tuple([parameter.requires_grad for parameter in self._tensors.parameters]),
@@ -111,7 +95,7 @@ class Partition:
         kept.holds_caller = habits.graph_holds_caller
         visit.caller_written.update(habits.writes_caller)
         with WrittenApart(habits.writes):
-            ran = self._run(parcels, self._enter(parcels, kept), visit)
+            ran = self._run_layers(parcels, self._enter(parcels, kept), visit)
         return self._outputs(ran, kept), None if visit.attached else kept
 
     def _forward_learning(
@@ -127,7 +111,7 @@ class Partition:
         versions = _versions(given)
         watch = None if visit.attached else Watch(kept.mailbox, modules, self.others)
         with torch.set_grad_enabled(visit.batch.state.grad), WrittenApart(buffers) as apart:
-            ran = self._run(
+            ran = self._run_layers(
                 given, self._enter(given, kept), visit, checkpointing=visit.checkpointed, watch=watch
             )
         written = [before != after for before, after in zip(versions, _versions(given), strict=True)]
@@ -163,7 +147,7 @@ class Partition:
         # Without grad some layers take another path in evaluation mode, to other bits than recomputation will.
         with torch.set_grad_enabled(not all(self._tensors.training)):
             entered = self._enter(given, kept) if torch.is_grad_enabled() else [one.tensors for one in given]
-            ran = self._run(given, entered, visit, checkpointing=True)
+            ran = self._run_layers(given, entered, visit, checkpointing=True)
         written = [before != after for before, after in zip(versions, _versions(given), strict=True)]
         if any(written) and not habits.writes_input:
             raise RuntimeError(
@@ -251,7 +235,7 @@ class Partition:
             parcels = tuple(parcel.cloned() for parcel in parcels)
         changes = {item.buffer.module for item in kept.buffers}
         with torch.enable_grad(), kept.tensors.in_place(changes), swapped_in(kept.buffers):
-            ran = self._run(parcels, enter(parcels, kept.mailbox), kept.visit, recomputing=True)
+            ran = self._run_layers(parcels, enter(parcels, kept.mailbox), kept.visit, recomputing=True)
         self._outputs(ran, kept)
 
     def _check_unchanged(self, kept: Kept) -> None:
@@ -278,7 +262,7 @@ class Partition:
         pairs = _pairs(kept, gradients)
         if pairs:
             roots, root_gradients = zip(*pairs, strict=True)
-            with kept.mailbox, self._in_backward(kept):
+            with kept.mailbox, self._run_layers.in_backward(kept):
                 if collected is not None:
                     collected.run(roots, root_gradients, keep_graph=keep_graph)
                 else:
@@ -290,7 +274,7 @@ class Partition:
         split = SplitBackward(_pairs(kept, gradients), kept.mailbox)
         if not split.possible:
             return self.backward(kept, gradients, keep_graph=keep_graph)
-        with self._in_backward(kept):
+        with self._run_layers.in_backward(kept):
             split.run_input_half()
         kept.split = split
         return kept.mailbox.take()
@@ -299,80 +283,18 @@ class Partition:
         """The other half, if it is still to be done."""
         split, kept.split = kept.split, None
         if split is not None:
-            with self._in_backward(kept):
+            with self._run_layers.in_backward(kept):
                 split.run_weight_half(keep_graph=keep_graph)
-
-    @contextlib.contextmanager
-    def _in_backward(self, kept: Kept) -> Iterator[None]:
-        """What nodes draw in backward is keyed by the layer that made them."""
-        self._random.source = BACKWARD
-        self._marks = kept.marks
-        seed_of = partial(self._seed_of_node, kept)
-        with self._random.seeded_by(seed_of), kept.visit.batch.state.without_autocast():
-            yield
-        self._random.source = INPUT
 
     def whereabouts(self, phase: str, kept: Kept | None, error: BaseException) -> str:
         """Where `error` was raised, in words."""
-        if phase == "backward" and kept is not None:
-            return failed_in_backward(self.layers, kept.roots, kept.marks, error)
-        source = self._random.source
-        return f"layer {source!r}" if isinstance(source, Layer) else str(source)
+        return self._run_layers.whereabouts(phase, kept, error)
 
     def undo(self) -> None:
         """Forget what was learnt, and give buffers the values they had before this mini-batch."""
         restore(self._before)
         self._before = ()
         self._habits.clear()
-
-    def _run(
-        self,
-        parcels: tuple[Parcel, ...],
-        entered: Sequence[Sequence[Tensor | None]],
-        visit: Visit,
-        *,
-        checkpointing: bool = False,
-        recomputing: bool = False,
-        watch: Watch | None = None,
-    ) -> Ran:
-        """The layers in turn, and the loss after the last one."""
-        value, received = parcels[0].unpack(entered[0])
-        if self.receives:
-            skips_of_others = (
-                parcel.unpack(tensors)[1] for parcel, tensors in zip(parcels[1:], entered[1:], strict=True)
-            )
-            received = [*received, *chain.from_iterable(skips_of_others)]
-        skips = PartitionSkips(self.receives, received, self.sends, linked=parcels[0].linked_skips())
-        micro_batch, random = visit.micro_batch, self._random
-        marks = [next_number()]
-        with (
-            Running(micro_batch, checkpointing=checkpointing, recomputing=recomputing),
-            use_skip_tracker(skips),
-            random.seeded_by(partial(self._seed_of_layer, visit)),
-        ):
-            if self._all_watched and watch is None and visit.aliases.count(NO_ALIASES) == len(self.layers):
-                # Nothing but the layers themselves: for small ones every line here counts.
-                for layer in self.layers:
-                    random.source = layer
-                    value = layer.module(value)
-                    marks.append(next_number())
-            else:
-                for layer, aliases in zip(self.layers, visit.aliases, strict=True):
-                    random.source = layer
-                    with aliases:
-                        value = layer.module(value) if layer.is_watched else layer.watch(value)
-                    marks.append(next_number())
-                    if watch is not None:
-                        watch.look(layer, value)
-            if visit.head is not None:
-                random.source = LOSS
-                value = visit.head(value, micro_batch)
-                marks.append(next_number())
-            values, template = flatten(value, "output")
-            if not values:
-                raise TypeError(f"expected Tensor, but got {type(value).__name__} as output")
-            random.source = INPUT
-        return Ran(values, template, skips.sent(), tuple(marks))
 
     def _outputs(self, ran: Ran, kept: Kept) -> tuple[Parcel, ...]:
         """What leaves, by destination; where its gradients arrive is kept."""
@@ -396,33 +318,6 @@ class Partition:
 
     def _enter(self, parcels: tuple[Parcel, ...], kept: Kept) -> Sequence[Sequence[Tensor | None]]:
         return [parcel.tensors for parcel in parcels] if kept.visit.attached else enter(parcels, kept.mailbox)
-
-    def _seed_of_layer(self, visit: Visit, source: Layer | str) -> int:
-        position = source.position if isinstance(source, Layer) else self._after_last
-        return layer_seed(visit.batch.key, position, visit.micro_batch.index)
-
-    def _seed_of_node(self, kept: Kept, number: int) -> int:
-        source = self._layer_of_node(number)
-        position = source.position if isinstance(source, Layer) else self._after_last
-        first = kept.marks[position - self.layers[0].position] if self.layers else kept.marks[0]
-        return node_seed(kept.visit.batch.key, position, kept.visit.micro_batch.index, number - first)
-
-    def _layer_of_node(self, number: int) -> Layer | str:
-        place = bisect.bisect_right(self._marks, number) - 1
-        return self.layers[place] if 0 <= place < len(self.layers) else LOSS
-
-    @property
-    def _after_last(self) -> int:
-        """The position of the loss."""
-        return self.layers[-1].position + 1 if self.layers else 0
-
-    def _warn_of(self, source: Layer | str | int, what: str) -> None:
-        if isinstance(source, int):
-            source = self._layer_of_node(source)
-        if isinstance(source, Layer):
-            source.warn_of(what)
-        else:
-            warn_of_unkeyed(source, what)
 
 
 def _kept(parcels: tuple[Parcel, ...], visit: Visit) -> Kept:

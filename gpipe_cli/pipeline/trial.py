@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.context import MicroBatch, Running
+from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.pipeline.pytree import flatten
 from gpipe_cli.sequential import layer_names
 from gpipe_cli.sequential.by_tracing.meta_clone import meta_clone, meta_twin
@@ -95,5 +96,4 @@ def _not_carried(subject: str, reason: str) -> ConfigError:
 
 
 def _described(value: Any) -> str:
-    members = value if isinstance(value, tuple) else (value,)
-    return " and ".join("x".join(map(str, member.shape)) for member in members)
+    return " and ".join("x".join(map(str, tensor.shape)) for tensor in tensors_of(value))

@@ -171,7 +171,7 @@ def _random_operators() -> Iterator[OpOverload]:
             continue
         packet = getattr(torch.ops.aten, packet_name)
         op: OpOverload | None = getattr(packet, overload or "default", None)
-        if op is None or torch.Tag.nondeterministic_seeded not in op.tags or op in _CHOOSE_ONLY:
+        if op is None or torch.Tag.nondeterministic_seeded not in op.tags or op in _DRAW_NOTHING:
             continue
         if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
             yield op
@@ -264,5 +264,7 @@ def _device_of(named: dict[str, Any]) -> torch.device:
     return torch.get_default_device() if device is None else torch.device(device)
 
 
-# Only asks which attention kernel fits; the kernel chosen is dispatched, and judged, by itself.
-_CHOOSE_ONLY = frozenset({torch.ops.aten._fused_sdp_choice.default})
+# Tagged as random, but they draw nothing: one asks which attention kernel fits, which is dispatched by itself.
+_DRAW_NOTHING = frozenset(
+    {torch.ops.aten._fused_sdp_choice.default, torch.ops.aten._nested_tensor_softmax_with_shape.default}
+)
