@@ -268,7 +268,9 @@ class Partition:
         micro_batch, key = visit.micro_batch, visit.batch.key
         marks = [next_number()]
         with (
-            Running(micro_batch, checkpointing=checkpointing, recomputing=recomputing),
+            Running(
+                micro_batch, checkpointing=checkpointing, recomputing=recomputing, where=self.whereabouts
+            ),
             use_skip_tracker(skips),
         ):
             if self._quiet and watch is None and visit.aliases.count(NO_ALIASES) == len(self.layers):
