@@ -170,7 +170,7 @@ class Planner:
         if profiles.oldest is None:
             origin = f"measured here in {time.monotonic() - begin:.1f} s"
         else:
-            origin = f"measured here, some of it on {profiles.oldest}; plan.cache=false measures anew"
+            origin = f"measured here, some of it on {profiles.oldest} and confirmed now; plan.cache=false measures anew"
         return measured, bench.costs, origin
 
     def _estimates(self, chunks: Sequence[int]) -> tuple[Sequence[int], Callable[[Shape], Costs], str]:
