@@ -49,11 +49,13 @@ class ProfileCache:
         self, folder: Path | None, *, reuse: bool = True, say: Callable[[str], None] = lambda line: None
     ) -> None:
         """Without a folder nothing is kept; without `reuse` everything is measured anew, and kept."""
-        self._shelf, self._reuse, self._say = Shelf(folder, say), reuse, say
+        self._shelf, self._reuse = Shelf(folder, say), reuse
         self.origin = ""
         """Where the times that were asked for last come from."""
         self.oldest: str | None = None
         """When the oldest measurement was made that was reused, of those asked for so far."""
+        self.outdated: list[str] = []
+        """Those that were there, but did not hold any more, in words."""
 
     def times(self, module: nn.Sequential, sample: Sample, seconds: float) -> list[LayerTimes]:
         """Of each layer, measured for `seconds` now, or for as long or longer before if that still holds."""
@@ -77,7 +79,7 @@ class ProfileCache:
             LayerTimes(one.forward_ms, one.backward_ms)
             for one in profile_layers(module, sample, seconds=seconds)
         ]
-        self.origin = f"layers measured in {time.perf_counter() - began:.1f} s"
+        self.origin = "; ".join([f"layers measured in {time.perf_counter() - began:.1f} s", *self.outdated])
         self._shelf.keep(key, seconds, load, [astuple(one) for one in layers])
         return layers
 
@@ -112,9 +114,9 @@ class ProfileCache:
         return phases
 
     def _holds(self, known: Found, drift: Drift | None) -> bool:
-        """Whether cached times may be used, and say so; without a drift nothing could be run to check them."""
+        """Whether cached times may be used; without a drift nothing could be run to check them."""
         if drift is not None and not drift.tolerable:
-            self._say(f"cached times of {known} are measured again: {drift}")
+            self.outdated.append(f"cached times of {known} do not hold any more: {drift}")
             return False
         verdict = "reused unchecked, since nothing is run here" if drift is None else f"confirmed: {drift}"
         self.origin = f"cached times of {known} {verdict}; balance.cache=false measures them anew"
