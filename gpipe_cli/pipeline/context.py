@@ -93,13 +93,13 @@ class Running:
     ) -> None:
         _here.micro_batch, _here.checkpointing, _here.recomputing = self._before
         # Exactly what a dictionary raises: a layer's own exception stays as it is.
-        if self._where is not None and type(error) is KeyError and len(error.args) == 1:
+        if kind is KeyError and isinstance(error, KeyError) and self._where is not None:
             self._name_lost_skip(error, self._where)
 
     def _name_lost_skip(self, error: KeyError, where: Callable[[], str]) -> None:
         """A dictionary names only the key; a key without this micro-batch is the layer's own matter."""
         micro_batch, _, recomputing = self._now
-        (key,) = error.args
+        key = error.args[0] if len(error.args) == 1 else None
         members = [
             member() if isinstance(member, weakref.ref) else member
             for member in (key if isinstance(key, tuple) else (key,))

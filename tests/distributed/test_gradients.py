@@ -12,12 +12,14 @@ import torch
 import torch.distributed
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpipe_cli.distributed import (
     average_gradients,
+    clip_grad_norm_,
     forward_backward,
     forward_eval,
     get_group,
@@ -29,7 +31,7 @@ from gpipe_cli.errors import ConfigError
 from tests.distributed.started import run_ranks
 
 MICRO_BATCHES = 4
-SHARES = {"even": [8, 8], "uneven": [9, 7]}
+SHARES = {"even": [8, 8], "uneven": [9, 7], "sharded": [8, 8]}
 """How many rows each replica has."""
 
 
@@ -50,6 +52,8 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 def train(case: str, replica: int) -> dict[str, Tensor]:
     samples, targets = (one.split(SHARES[case])[replica] for one in batch())
     model, last = partition_uniform(whole_model()), is_last_in_pipeline_group()
+    if case == "sharded":
+        fully_shard(model, mesh=DeviceMesh.from_group(get_group("data"), "cpu"))
 
     def fwd_fn(given: Any) -> Any:
         return loss_of(model(given[0]), given[1]) if last else model(given)
@@ -59,13 +63,14 @@ def train(case: str, replica: int) -> dict[str, Tensor]:
         inputs = [targets] if last else [samples]
         forward_backward(optimizer, fwd_fn, None, inputs, num_microbatches=MICRO_BATCHES)
         before = [parameter.grad for parameter in model.parameters()]
-        average_gradients(model.parameters(), rows=None if case == "even" else len(samples))
+        if case != "sharded":
+            average_gradients(model.parameters(), rows=None if case == "even" else len(samples))
     assert all(one is parameter.grad for one, parameter in zip(before, model.parameters(), strict=True))
-    return {
-        f"{case} {name}": parameter.grad
+    gradients = {
+        f"{case} {name}": getattr(parameter.grad, "full_tensor", lambda one=parameter.grad: one)().clone()
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None
     }
+    return gradients | {f"{case} norm": clip_grad_norm_(model.parameters(), 0.01)}
 
 
 def missing_gradients(replica: int) -> dict[str, Tensor]:
@@ -81,7 +86,9 @@ def missing_gradients(replica: int) -> dict[str, Tensor]:
 def work(rank: int, size: int, folder: Path) -> None:
     setup_process_groups([("data", 2), ("pipe", 2)])
     replica = torch.distributed.get_rank(get_group("data"))
-    found = train("even", replica) | train("uneven", replica) | missing_gradients(replica)
+    found = missing_gradients(replica)
+    for case in SHARES:
+        found |= train(case, replica)
     save_file(found, folder / f"rank-{rank}.safetensors")
 
 
@@ -98,7 +105,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
 def alone() -> dict[str, Tensor]:
     model, (samples, targets) = whole_model(), batch()
     loss_of(model(samples), targets).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}  # type: ignore[misc]
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+    return gradients | {"norm": nn.utils.clip_grad_norm_(model.parameters(), 0.01)}
 
 
 @pytest.mark.parametrize("case", SHARES)
@@ -179,7 +187,7 @@ def test_a_compiled_partition_stays_compiled(one_of_one: None) -> None:
 
 def test_sharded_parameters_are_not_averaged_twice(one_of_one: None) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    model = torch.distributed.fsdp.fully_shard(nn.Linear(4, 3), mesh=mesh)
+    model = fully_shard(nn.Linear(4, 3), mesh=mesh)
     with pytest.raises(ConfigError, match="averages gradients itself; leave average_gradients out"):
         average_gradients(model.parameters())
 
