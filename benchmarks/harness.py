@@ -32,6 +32,8 @@ class Contestant:
     threads: int = 1
     """Intra-op threads of each process, in whichever of its own threads it computes."""
     processes: int = 1
+    checkout: Path | None = None
+    """The folder whose gpipe_cli is measured; None: the one that is installed."""
 
 
 @final
@@ -61,6 +63,21 @@ def ratio(one: Measured, other: Measured) -> float:
 
 
 @final
+@dataclass(frozen=True)
+class Ratio:
+    """Of one time to another in the same round, over all rounds: the median and the quartiles around it."""
+
+    low: float
+    median: float
+    high: float
+
+    @staticmethod
+    def of(times: Sequence[float], to: Sequence[float]) -> Ratio:
+        ratios = [one / other for one, other in zip(times, to, strict=True)]
+        return Ratio(*statistics.quantiles(ratios, n=4, method="inclusive"))
+
+
+@final
 class _Team:
     """The processes of one system."""
 
@@ -74,7 +91,8 @@ class _Team:
         context = multiprocessing.get_context("spawn")
         for rank in range(contestant.processes):
             here, there = context.Pipe()
-            arguments = (there, contestant.system, case, rank, str(meeting_file))
+            checkout = None if contestant.checkout is None else str(contestant.checkout)
+            arguments = (there, contestant.system, case, rank, str(meeting_file), checkout)
             process = context.Process(target=subject.main, args=arguments, daemon=True)
             process.start()
             there.close()
@@ -136,7 +154,8 @@ def measure(
             team.warm_up()
         for number in range(rounds):
             progress(f"{case}: round {number + 1} of {rounds}")
-            for team in teams:
+            # Forth and back, since what runs before a turn is felt in it.
+            for team in teams if number % 2 == 0 else reversed(teams):
                 team.run()
         for team in teams:
             team.tell_facts()

@@ -16,18 +16,17 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import final
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cases import CASES, Case, build
+from benchmarks.harness import Ratio
 from benchmarks.systems import CHUNKS, Seat, Step, meet, torch_step
 from benchmarks.turns import prepare
 from gpipe_cli.engines import processes, threads
@@ -41,21 +40,6 @@ NOISE = 0.01
 WARM_UP = 2
 OURS, BARE, AGAIN, THREADS = "engine=processes", "bare torch", "bare torch again", "engine=threads"
 Seconds = dict[str, list[float]]
-
-
-@final
-@dataclass(frozen=True)
-class Ratio:
-    """Of one time to another in the same round, over all rounds."""
-
-    low: float
-    median: float
-    high: float
-
-    @staticmethod
-    def of(times: Sequence[float], to: Sequence[float]) -> Ratio:
-        ratios = [one / other for one, other in zip(times, to, strict=True)]
-        return Ratio(*statistics.quantiles(ratios, n=4, method="inclusive"))
 
 
 def engine_step(engine: Engine, case: Case) -> Step:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 import traceback
 from dataclasses import dataclass
@@ -24,9 +25,13 @@ class Failed:
     text: str
 
 
-def main(connection: Connection, system: str, case: str, rank: int, meeting_file: str) -> None:
+def main(
+    connection: Connection, system: str, case: str, rank: int, meeting_file: str, checkout: str | None = None
+) -> None:
     """Prepare, say so, then answer: a number of steps to run by the seconds of each, a word by a number."""
     try:
+        if checkout is not None:
+            _import_from(checkout)
         subject = _Subject(system, case, rank, meeting_file)
         connection.send(0.0)
         while (command := connection.recv()) != "stop":
@@ -76,6 +81,15 @@ class _Subject:
         begin = time.perf_counter()
         self._step()
         return time.perf_counter() - begin
+
+
+def _import_from(checkout: str) -> None:
+    """Let gpipe_cli be the one of that folder; cases and systems stay those of the harness."""
+    sys.path.insert(0, checkout)
+    import gpipe_cli
+
+    if not Path(gpipe_cli.__file__).is_relative_to(checkout):
+        raise ModuleNotFoundError(f"{checkout} has no gpipe_cli")
 
 
 def _memory(field: str) -> float:

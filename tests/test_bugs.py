@@ -256,7 +256,7 @@ def test_the_training_script_of_the_logging_guide_runs_without_a_gpu(
 
 def test_the_examples_of_torchgpipes_guide_run_without_a_gpu() -> None:
     a, b, c, d = (nn.Linear(4, 4) for _ in range(4))
-    model = GPipe(nn.Sequential(a, b, c, d), balance=[1, 1, 1, 1], devices=[4, 5, 6, 7], chunks=8)
+    model = GPipe(nn.Sequential(a, b, c, d), balance=[1, 1, 1, 1], devices=["cpu"] * 4, chunks=8)
     in_device, out_device = model.devices[0], model.devices[-1]
     input, target = torch.randn(16, 4), torch.randint(4, (16,))
     input = input.to(in_device, non_blocking=True)

@@ -6,13 +6,15 @@ Nothing is run and nothing measured: the bytes come from fake tensors, so any de
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import overload
 
-import torch
 from torch import nn
 
+from gpipe_cli.balance.argument_order import either_order
 from gpipe_cli.balance.memory import LayerBytes, Memory, SkipBytes
 from gpipe_cli.balance.result import Balanced, best
 from gpipe_cli.balance.solver import require_layers
+from gpipe_cli.pipeline.devices import Device, device_here
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
 from gpipe_cli.pipeline.pytree import map_tensors
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
@@ -50,23 +52,46 @@ def _resident(layer: nn.Module, trained: TrainedBytes) -> dict[int, int]:
     return parameters | {id(one): one.nbytes for one in layer.buffers()}
 
 
+@overload
 def balance_by_size(
     module: nn.Sequential,
     sample: Value,
     partitions: int = 4,
     chunks: int = 1,
     param_scale: float = 2.0,
-    device: torch.device | str | None = None,
+    device: Device | None = None,
+) -> list[int]: ...
+@overload
+def balance_by_size(
+    partitions: int,
+    module: nn.Sequential,
+    sample: Value,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: Device | None = None,
+) -> list[int]: ...
+@either_order(timeout="nothing is measured; leave it out, or use balance_by_time")
+def balance_by_size(
+    module: nn.Sequential,
+    sample: Value,
+    partitions: int = 4,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: Device | None = None,
 ) -> list[int]:
     """Layers per partition for `GPipe(module, balance, chunks=chunks)` and mini-batches like `sample`.
 
-    `param_scale` is how many bytes there are for each byte of parameters: 2 with gradients, up to 3 with SGD, 4 with
-    Adam. Nothing runs on `device`, but the sample must be where the module is.
+    Also in the order of torchgpipe 0.0.6 and later: `balance_by_size(partitions, module, sample)`, where torchgpipe
+    calls the sample `input`. `param_scale` is how many bytes there are for each byte of parameters: 2 with gradients,
+    up to 3 with SGD, 4 with Adam. Nothing runs, so any `device` of this machine gives the same balance.
     """
     if any(parameter.grad is not None for parameter in module.parameters()):
         raise ValueError("some parameter already has gradient")
     require_layers(len(module), partitions)
-    place = tensors_of(sample)[0].device if device is None else torch.device(device)
+    if device is not None:
+        device_here(device)
+    place = next((one.device for one in module.parameters()), tensors_of(sample)[0].device)
     piece = map_tensors(lambda tensor: tensor.to(place).tensor_split(chunks)[0], sample)
     memory = memory_of(
         module,

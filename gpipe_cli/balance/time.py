@@ -8,15 +8,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, overload
 
-import torch
 from torch import nn
 
+from gpipe_cli.balance.argument_order import either_order
 from gpipe_cli.balance.memory import Memory
 from gpipe_cli.balance.nearby import best_nearby
 from gpipe_cli.balance.result import Balanced, best
 from gpipe_cli.balance.solver import Additive, ByPlace, Objective, require_layers, sums
+from gpipe_cli.pipeline.devices import Device, device_here
 from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
 from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import Sample
@@ -96,13 +97,38 @@ def partition_costs(layers: Sequence[Timed], balance: Sequence[int]) -> list[Par
     ]
 
 
+@overload
 def balance_by_time(
     module: nn.Sequential,
     sample: Value,
     partitions: int = 4,
     timeout: float = 1.0,
-    device: torch.device | str | None = None,
+    device: Device | None = None,
+) -> list[int]: ...
+@overload
+def balance_by_time(
+    partitions: int,
+    module: nn.Sequential,
+    sample: Value,
+    *,
+    timeout: float = 1.0,
+    device: Device | None = None,
+) -> list[int]: ...
+@either_order(
+    chunks="give one micro-batch as the sample",
+    param_scale="time does not depend on the optimizer; leave it out, or use balance_by_size",
+)
+def balance_by_time(
+    module: nn.Sequential,
+    sample: Value,
+    partitions: int = 4,
+    timeout: float = 1.0,
+    device: Device | None = None,
 ) -> list[int]:
-    """Layers per partition for `GPipe`, from `timeout` seconds of measuring with `sample`, a micro-batch."""
-    place = tensors_of(sample)[0].device if device is None else torch.device(device)
+    """Layers per partition for `GPipe`, from `timeout` seconds of measuring with `sample`, a micro-batch.
+
+    Also in the order of torchgpipe 0.0.6 and later: `balance_by_time(partitions, module, sample)`. `device` is where
+    the layers are measured; by default that is where the sample is (torchgpipe's default is the current GPU).
+    """
+    place = tensors_of(sample)[0].device if device is None else device_here(device)
     return balance(module, Sample(moved(sample, place)), partitions, seconds=timeout).layers

@@ -167,10 +167,14 @@ class Planner:
         precision = precision_of(self._settings, self.devices[0].type)
         with precision, sample_must_fit(self.sample(max(chunks))), intra_op_threads(1):
             measured = bench.measure(chunks, begin + MEASURING * (deadline - begin))
+        if profiles.outdated:
+            say(
+                f"measured again: {len(profiles.outdated)} cached measurements, such as {profiles.outdated[0]}"
+            )
         if profiles.oldest is None:
             origin = f"measured here in {time.monotonic() - begin:.1f} s"
         else:
-            origin = f"measured here, some of it on {profiles.oldest}; plan.cache=false measures anew"
+            origin = f"measured here, some of it on {profiles.oldest} and confirmed now; plan.cache=false measures anew"
         return measured, bench.costs, origin
 
     def _estimates(self, chunks: Sequence[int]) -> tuple[Sequence[int], Callable[[Shape], Costs], str]:

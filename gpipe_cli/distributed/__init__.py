@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpipe_cli.distributed.clip import clip_grad_norm_
+    from gpipe_cli.distributed.gradients import average_gradients
     from gpipe_cli.distributed.groups import (
         get_group,
         get_ranks_in_group,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from gpipe_cli.distributed.user_step import forward_backward, forward_eval
 
 __all__ = [
+    "average_gradients",
     "clip_grad_norm_",
     "forward_backward",
     "forward_eval",
@@ -35,6 +37,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "average_gradients": "gradients",
     "clip_grad_norm_": "clip",
     "forward_backward": "user_step",
     "forward_eval": "user_step",

@@ -27,7 +27,10 @@ def clip_grad_norm_(
     """
     own = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     gradients = [one.grad for one in own if one.grad is not None]
-    norm = _over_the_pipe(get_total_norm(gradients, norm_type) if gradients else torch.zeros(()), norm_type)
+    norm = get_total_norm(gradients, norm_type) if gradients else torch.zeros(())
+    # Of parameters that fully_shard has divided among the replicas it is a DTensor, a class that takes long to import.
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    norm = _over_the_pipe(norm, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise NumericError(f"the gradient norm over all processes of the pipe is {float(norm)}")
     if gradients:

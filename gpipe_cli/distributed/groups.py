@@ -32,7 +32,7 @@ __all__ = [
 
 Axis = tuple[str, int]
 """Its name and how many processes lie along it."""
-PIPE = "pipe"
+PIPE, DATA = "pipe", "data"
 
 
 @final

@@ -18,13 +18,14 @@ from typing import final
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed import ProcessGroup
 
 from gpipe_cli.distributed.exchange import gather_numbers, sum_of_numbers
 from gpipe_cli.distributed.place import Place
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, Moments
 from gpipe_cli.pipeline.buffers import SavedBuffer
 
-__all__ = ["Replicas"]
+__all__ = ["Replicas", "summed_gradients"]
 
 
 @final
@@ -41,15 +42,9 @@ class Replicas:
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replace each gradient by the sum over all replicas; those that no replica has stay None."""
-        if not self.several:
-            return
-        present = self._sum(torch.tensor([parameter.grad is not None for parameter in parameters]))
-        wanted = [parameter for parameter, there in zip(parameters, present.tolist(), strict=True) if there]
-        for group in _by_dtype(wanted):
-            flat = torch.cat([_gradient(parameter).flatten() for parameter in group])
-            distributed.all_reduce(flat, group=self._place.data)
-            for parameter, one in zip(group, _cut(flat, group), strict=True):
-                parameter.grad = one
+        if self.several:
+            for parameter, gradient in summed_gradients(parameters, self._place.data, self._place.device):
+                parameter.grad = gradient
 
     @torch.no_grad()
     def merge_buffers(self, before: Sequence[SavedBuffer], share: float) -> None:
@@ -82,6 +77,20 @@ class Replicas:
 
     def _sum(self, numbers: Tensor) -> Tensor:
         return sum_of_numbers(numbers, self._place.data, self._place.device)
+
+
+def summed_gradients(
+    parameters: Sequence[Tensor], group: ProcessGroup, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each parameter that has a gradient in some process of the group, with the sum over all of them."""
+    present = sum_of_numbers(
+        torch.tensor([parameter.grad is not None for parameter in parameters]), group, device
+    )
+    wanted = [parameter for parameter, there in zip(parameters, present.tolist(), strict=True) if there]
+    for alike in _by_dtype(wanted):
+        flat = torch.cat([_gradient(parameter).flatten() for parameter in alike])
+        distributed.all_reduce(flat, group=group)
+        yield from zip(alike, _cut(flat, alike), strict=True)
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from gpipe_cli.distributed.gradients import refusing_reducers
 from gpipe_cli.distributed.line import Line
 from gpipe_cli.errors import ConfigError, PeerError
 from gpipe_cli.pipeline.boundary import Mailbox, Parcel, enter
@@ -48,6 +50,7 @@ def forward_backward(
     fwd_fn: the last process's gives the mean loss of its micro-batch; with `forward_only`, anything.
     dtype: what floating-point tensors cross from process to process in; None: as they are.
     Returned in the last process: the mean loss, or with `forward_only` all rows; in the others None.
+    Gradients are those of this replica's batch: `average_gradients` averages them, DistributedDataParallel is refused.
     """
     if scatter_gather_tensors:
         raise ConfigError(
@@ -135,7 +138,10 @@ class _Step:
         parcel = Parcel((), ()) if self.line.is_first else self.line.receive()
         mailbox = Mailbox(parcel.needs_grad)
         given = [*enter((parcel,), mailbox)[0], *self.inputs[part.index]]
-        output = self.forward(given[0] if len(given) == 1 else given)
+        # One micro-batch shows how the layers are wrapped; without gradients any wrapper is right.
+        watched = part.index == 0 and torch.is_grad_enabled()
+        with refusing_reducers() if watched else nullcontext():
+            output = self.forward(given[0] if len(given) == 1 else given)
         value = _checked(tuple(output) if isinstance(output, list) else output)
         if not self.line.is_last:
             value = self._as_sent(value)

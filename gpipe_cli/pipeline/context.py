@@ -7,10 +7,12 @@ Knows nothing of partitions, schedules or tensors.
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import final
 
-__all__ = ["MicroBatch", "Running", "current_microbatch", "is_checkpointing", "is_recomputing"]
+__all__ = ["LostSkip", "MicroBatch", "Running", "current_microbatch", "is_checkpointing", "is_recomputing"]
 
 
 @final
@@ -27,6 +29,14 @@ class MicroBatch:
 
     def __repr__(self) -> str:
         return f"MicroBatch(index={self.index}, size={self.size})"
+
+
+@final
+class LostSkip(KeyError):
+    """A layer looked up its micro-batch in a dictionary of skips that does not have it."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would print the text as a quoted key
 
 
 class _Here(threading.local):
@@ -59,12 +69,19 @@ def is_recomputing() -> bool:
 class Running:
     """Context manager that tells the layers called inside it where they are."""
 
-    __slots__ = ("_before", "_now")
+    __slots__ = ("_before", "_now", "_where")
 
     def __init__(
-        self, micro_batch: MicroBatch, *, checkpointing: bool = False, recomputing: bool = False
+        self,
+        micro_batch: MicroBatch,
+        *,
+        checkpointing: bool = False,
+        recomputing: bool = False,
+        where: Callable[[], str] | None = None,
     ) -> None:
+        """`where` names the layer that is running, for a `LostSkip`."""
         self._now = (micro_batch, checkpointing, recomputing)
+        self._where = where
 
     def __enter__(self) -> None:
         # A pipe may be a layer of another pipe run by the same thread: what was there must come back.
@@ -75,3 +92,24 @@ class Running:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _here.micro_batch, _here.checkpointing, _here.recomputing = self._before
+        # Exactly what a dictionary raises: a layer's own exception stays as it is.
+        if kind is KeyError and isinstance(error, KeyError) and self._where is not None:
+            self._name_lost_skip(error, self._where)
+
+    def _name_lost_skip(self, error: KeyError, where: Callable[[], str]) -> None:
+        """A dictionary names only the key; a key without this micro-batch is the layer's own matter."""
+        micro_batch, _, recomputing = self._now
+        key = error.args[0] if len(error.args) == 1 else None
+        members = [
+            member() if isinstance(member, weakref.ref) else member
+            for member in (key if isinstance(key, tuple) else (key,))
+        ]
+        if not any(member is micro_batch for member in members):
+            return
+        name = "".join(f", {member!r}" for member in members if type(member) is str)
+        lost = "is gone in recomputation" if recomputing else "was not put there before in this process"
+        cure = ", or use checkpoint='never'" if recomputing else ""
+        raise LostSkip(
+            f"{where()} looked up {micro_batch}{name} in a dictionary, and the entry {lost}. "
+            f"Hand the tensor over with @skippable (see gpipe_cli.skip){cure}"
+        ) from error

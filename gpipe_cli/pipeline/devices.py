@@ -1,6 +1,7 @@
 """Which devices a pipe's partitions live on.
 
-Decides the default (all CUDA devices, or one CPU worker per partition) and what counts as too few.
+Decides the default (all accelerators, or one CPU worker per partition), what counts as too few, and that a device
+which this machine does not have is an error.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["Device", "choose_devices", "denies_move"]
+__all__ = ["Device", "choose_devices", "denies_move", "device_here"]
 
 Device = int | str | torch.device
 
@@ -17,11 +18,9 @@ Device = int | str | torch.device
 def choose_devices(devices: Iterable[Device] | None, partitions: int, *, repeats: bool) -> list[torch.device]:
     """One device per worker; fewer than partitions only if the schedule `repeats` them."""
     if devices is not None:
-        chosen = [_device(device) for device in devices]
-    elif torch.cuda.is_available():
-        chosen = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        chosen = [device_here(device) for device in devices]
     else:
-        chosen = [torch.device("cpu")] * partitions
+        chosen = _accelerators() or [torch.device("cpu")] * partitions
     needed = min(partitions, 1) if repeats else partitions
     if len(chosen) < needed:
         raise IndexError(
@@ -30,11 +29,31 @@ def choose_devices(devices: Iterable[Device] | None, partitions: int, *, repeats
     return chosen[:partitions]
 
 
-def _device(device: Device) -> torch.device:
-    # Numbers count the GPUs of a machine; on one without any, all they can mean is a worker each.
-    if isinstance(device, int) and not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device(device)
+def device_here(device: Device) -> torch.device:
+    """The device as torch knows it, if this machine has it; a number counts the accelerators."""
+    accelerators = _accelerators()
+    if isinstance(device, int) and 0 <= device < len(accelerators):
+        return accelerators[device]
+    if not isinstance(device, int):
+        try:
+            known = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"device {device!r} does not exist; write 'cpu', 'cuda:0' or a number"
+            ) from error
+        if known.type in ("cpu", "meta") or torch.device(known.type, known.index or 0) in accelerators:
+            return known
+    cure = f"write 0 to {len(accelerators) - 1}" if accelerators else "write 'cpu' for a worker on the CPU"
+    raise IndexError(
+        f"device {device!r} is not here: this machine has {len(accelerators)} accelerators; {cure}"
+    )
+
+
+def _accelerators() -> list[torch.device]:
+    """All of this machine."""
+    kind = torch.accelerator.current_accelerator()
+    count = torch.accelerator.device_count()
+    return [] if kind is None else [torch.device(kind.type, index) for index in range(count)]
 
 
 def denies_move(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:

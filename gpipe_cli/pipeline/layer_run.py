@@ -74,7 +74,9 @@ class LayerRun:
         micro_batch, random = visit.micro_batch, self._random
         marks = [next_number()]
         with (
-            Running(micro_batch, checkpointing=checkpointing, recomputing=recomputing),
+            Running(
+                micro_batch, checkpointing=checkpointing, recomputing=recomputing, where=self._running_layer
+            ),
             use_skip_tracker(skips),
             random.seeded_by(partial(self._seed_of_layer, visit)),
         ):
@@ -116,6 +118,9 @@ class LayerRun:
         """Where `error` was raised, in words."""
         if phase == "backward" and kept is not None:
             return failed_in_backward(self._layers, kept.roots, kept.marks, error)
+        return self._running_layer()
+
+    def _running_layer(self) -> str:
         source = self._random.source
         return f"layer {source!r}" if isinstance(source, Layer) else str(source)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
@@ -61,16 +63,11 @@ def profile_layers(
     module: nn.Sequential, sample: Sample, *, seconds: float = 1.0, repeats: int = 5
 ) -> list[LayerProfile]:
     """Medians of at least `repeats` runs, and of more while `seconds` last."""
-    if any(parameter.grad is not None for parameter in module.parameters()):
-        raise ValueError("some parameter already has gradient")
     if any(parameter.is_meta for parameter in module.parameters()):
         raise ConfigError("a model without storage cannot be run, so its layers cannot be measured")
-    device = tensors_of(sample.input)[0].device
-    with staying_at_home(module), left_as_found(module):
-        pipe = GPipe(module, [1] * len(module), devices=[device], checkpoint="never", schedule="interleaved")
-        with pipe:
-            seen = _look(pipe, sample)
-            times = _measure(pipe, sample, seconds, repeats)
+    with _layer_by_layer(module, sample) as pipe:
+        seen = _look(pipe, sample)
+        times = _measure(pipe, sample, seconds, repeats)
     return [
         LayerProfile(
             seen[index].facts(index, name, layer),
@@ -81,13 +78,41 @@ def profile_layers(
     ]
 
 
+def forward_times(module: nn.Sequential, sample: Sample, runs: int) -> list[list[float]]:
+    """Milliseconds of every layer's forward in each of some runs, without the loss; far quicker than a profile."""
+    with _layer_by_layer(module, sample) as pipe:
+        _forward(pipe, sample)
+        with recording(pipe) as record:
+            for _ in range(runs):
+                _forward(pipe, sample)
+    times: list[list[float]] = [[] for _ in module]
+    for piece in record.pieces():
+        if piece.phase == "forward":
+            times[piece.action.partition].append(1000 * (piece.end - piece.begin))
+    return [list(run) for run in zip(*times, strict=True)]
+
+
+@contextmanager
+def _layer_by_layer(module: nn.Sequential, sample: Sample) -> Iterator[GPipe]:
+    """A pipe in which each layer is a partition, all on one worker."""
+    device = tensors_of(sample.input)[0].device
+    with staying_at_home(module), left_as_found(module):
+        pipe = GPipe(module, [1] * len(module), devices=[device], checkpoint="never", schedule="interleaved")
+        with pipe:
+            yield pipe
+
+
+def _forward(pipe: GPipe, sample: Sample) -> Any:
+    # The pipe draws its key from torch's default generator, which must be left where it was.
+    with torch.random.fork_rng(devices=[]):
+        return pipe(sample.input)
+
+
 def _step(pipe: GPipe, sample: Sample) -> None:
     if sample.loss is not None and sample.target is not None:
         pipe.step(sample.input, sample.target, sample.loss, key=0)
         return
-    # The pipe draws its key from torch's default generator, which must be left where it was.
-    with torch.random.fork_rng(devices=[]):
-        output = pipe(sample.input)
+    output = _forward(pipe, sample)
     given = output.values() if isinstance(output, dict) else tensors_of(output)
     outputs = [one for one in given if one.requires_grad]
     if outputs:

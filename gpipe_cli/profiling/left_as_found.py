@@ -14,7 +14,9 @@ __all__ = ["left_as_found", "staying_at_home"]
 
 @contextmanager
 def left_as_found(module: nn.Module) -> Iterator[None]:
-    """Train mode inside; afterwards modes, buffers and gradients are what they were."""
+    """Train mode inside; afterwards modes, buffers and gradients, of which there may be none, are what they were."""
+    if any(parameter.grad is not None for parameter in module.parameters()):
+        raise ValueError("some parameter already has gradient")
     modes = [(one, one.training) for one in module.modules()]
     buffers = save(all_buffers([module]))
     module.train()

@@ -32,7 +32,7 @@ from gpipe_cli.schedule.action import Kind
 from gpipe_cli.schedule.course import Course
 from gpipe_cli.schedule.simulate import PartitionCost
 
-__all__ = ["Phases", "Ran", "measure_phases"]
+__all__ = ["Phases", "Ran", "measure_phases", "measure_plain_phases"]
 
 PER_PARTITION = 2
 """Micro-batches of a step for each partition: enough for all workers to be busy most of the time."""
@@ -73,26 +73,10 @@ def measure_phases(
 
     `cores` is how many workers can run at once. Without `split` a split backward is not tried, and taken as two halves.
     """
-    micro_batches = min(chunks, PER_PARTITION * len(balance))
-    whole = Sample(
-        _repeated(sample.input, micro_batches), _repeated_target(sample, micro_batches), sample.loss
-    )
-
-    def ran(schedule: str, checkpoint: str) -> Ran:
-        pipe = GPipe(
-            module,
-            balance,
-            devices=devices,
-            chunks=micro_batches,
-            checkpoint=checkpoint,
-            schedule=schedule,
-        )
-        course = Course(schedule, len(balance), micro_batches, checkpoint, cores=cores)
-        return _run(pipe, course, whole, seconds / 3)
-
+    run = _Steps(module, sample, balance, devices, chunks, seconds / 3, cores).run
     with staying_at_home(module), left_as_found(module):
-        plain, checkpointed = ran("1f1b", "never"), ran("1f1b", "always")
-        halves = ran("zero_bubble", "never") if split and len(balance) > 1 else None
+        plain, checkpointed = run("1f1b", "never"), run("1f1b", "always")
+        halves = run("zero_bubble", "never") if split and len(balance) > 1 else None
     later = plain.sum("backward", first=1) if halves else 0.0
     beyond, checkpointed_beyond = plain.beyond_simulated(), checkpointed.beyond_simulated()
     return Phases(
@@ -104,6 +88,52 @@ def measure_phases(
         input_grad=halves.sum("backward", Kind.INPUT_GRAD, first=1) / later if halves and later else 0.5,
         weight_grad=halves.sum("backward", Kind.WEIGHT_GRAD, first=1) / later if halves and later else 0.5,
     )
+
+
+def measure_plain_phases(
+    module: nn.Sequential,
+    sample: Sample,
+    balance: Sequence[int],
+    devices: Sequence[torch.device],
+    chunks: int,
+    *,
+    cores: int | None = None,
+) -> tuple[float, float]:
+    """The forward and backward of `measure_phases` alone, from the fewest steps."""
+    with staying_at_home(module), left_as_found(module):
+        plain = _Steps(module, sample, balance, devices, chunks, 0.0, cores).run("1f1b", "never")
+    beyond = plain.beyond_simulated()
+    return plain.sum("forward") * beyond, plain.sum("backward") * beyond
+
+
+@final
+@dataclass(frozen=True)
+class _Steps:
+    """Short steps of one pipeline."""
+
+    module: nn.Sequential
+    sample: Sample
+    balance: Sequence[int]
+    devices: Sequence[torch.device]
+    chunks: int
+    seconds: float
+    """For the steps of one schedule."""
+    cores: int | None
+
+    def run(self, schedule: str, checkpoint: str) -> Ran:
+        sample = self.sample
+        count = min(self.chunks, PER_PARTITION * len(self.balance))
+        batch = Sample(_repeated(sample.input, count), _repeated_target(sample, count), sample.loss)
+        pipe = GPipe(
+            self.module,
+            self.balance,
+            devices=self.devices,
+            chunks=count,
+            checkpoint=checkpoint,
+            schedule=schedule,
+        )
+        course = Course(schedule, len(self.balance), count, checkpoint, cores=self.cores)
+        return _run(pipe, course, batch, self.seconds)
 
 
 @final

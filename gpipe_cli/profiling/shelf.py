@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, final
 
 __all__ = ["Found", "Shelf"]
 
-FORMAT = 2
+FORMAT = 3
+"""Files of format 2 do not tell the load of the machine; like those of any other format they are ignored."""
 LARGEST = 2**24
 """Bytes; ten thousand layers take one."""
 
@@ -30,6 +31,11 @@ class Found(NamedTuple):
     numbers: Numbers
     measured: str
     """When."""
+    load: float | None
+    """Of the machine when the measurement began, per core; None where the system does not tell it."""
+
+    def __str__(self) -> str:
+        return self.measured if self.load is None else f"{self.measured} (load {self.load:.1f} per core)"
 
 
 @final
@@ -55,13 +61,14 @@ class Shelf:
             return None
         return found if document["seconds"] >= seconds else None
 
-    def keep(self, key: Key, seconds: float, numbers: Sequence[Sequence[float]]) -> None:
+    def keep(self, key: Key, seconds: float, load: float | None, numbers: Sequence[Sequence[float]]) -> None:
         if self._folder is None:
             return
         document = {
             "format": FORMAT,
             "measured": time.strftime("%Y-%m-%d %H:%M:%S"),
             "seconds": seconds,
+            "load": load,
             "key": key,
             "numbers": numbers,
         }
@@ -88,12 +95,15 @@ def _checked(document: Any, key: Key, rows: int, columns: int) -> Found:
     seconds, measured, numbers = (document.get(name) for name in ("seconds", "measured", "numbers"))
     if not _is_time(seconds) or not isinstance(measured, str) or len(measured) > 40:
         raise ValueError("it does not say when and how long was measured")
+    load = document.get("load")
+    if load is not None and not _is_time(load):
+        raise ValueError("it does not say how busy the machine was")
     if not isinstance(numbers, list) or len(numbers) != rows:
         raise ValueError(f"it does not have {rows} rows")
     for row in numbers:
         if not isinstance(row, list) or len(row) != columns or not all(map(_is_time, row)):
             raise ValueError(f"{str(row)[:40]} are no times")
-    return Found([list(map(float, row)) for row in numbers], measured)
+    return Found([list(map(float, row)) for row in numbers], measured, load)
 
 
 def _is_time(value: Any) -> bool:

@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gpipe_cli.profiling import cache
+from gpipe_cli.profiling.recheck import Drift
+
 Gpipe = Callable[..., Any]
 
 
@@ -165,17 +168,23 @@ def test_the_command_printed_at_the_end_evaluates_the_run(tiny: Gpipe) -> None:
     assert tiny(command, *words).code == 0
 
 
-def test_balancing_on_the_fly_is_logged_and_measured_once(tiny: Gpipe) -> None:
+def test_balancing_on_the_fly_is_logged_and_measured_once(
+    tiny: Gpipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "recheck_layers", lambda *_: Drift("layer '0'", 1.0))
     words = ("balance=time", "balance.seconds=0", "steps=1", "threads=1")
     first, second = tiny("train", *words), tiny("train", *words, "--json")
     assert "layers measured in " in first.err
-    assert "reused; balance.cache=false measures them anew" in second.err
+    assert (
+        "confirmed: layer '0' took 1.00 x the cached time; balance.cache=false measures them anew"
+        in second.err
+    )
     log = (Path(second.json["run_dir"]) / "train.log").read_text()
-    assert "reused" in log and "INFO partition 0 on cpu: layers 0 to " in log and " ms" in log
-    assert "reused" not in tiny("train", *words, "balance.cache=false").err
+    assert "confirmed" in log and "INFO partition 0 on cpu: layers 0 to " in log and " ms" in log
+    assert "confirmed" not in tiny("train", *words, "balance.cache=false").err
     # Without running anything, what was measured before is there too; asking for a balance measures.
     assert tiny("train", *words, "--dry-run").code == 0
-    assert "reused" not in tiny("balance", "--by", "time", "balance.seconds=0").err
+    assert "confirmed" not in tiny("balance", "--by", "time", "balance.seconds=0").err
 
 
 def test_every_next_command_works_as_it_is_printed(tiny: Gpipe, gpipe: Gpipe) -> None:

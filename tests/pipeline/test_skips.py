@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe, current_microbatch, is_recomputing
+from gpipe_cli.pipeline.context import MicroBatch
 from gpipe_cli.pipeline.plain import PlainPipe
 from gpipe_cli.skip import Namespace, pop, skippable, stash
 
@@ -255,21 +257,62 @@ def test_within_one_partition_the_dictionary_survives_checkpointing() -> None:
         assert torch.equal(mine.grad, theirs.grad), name
 
 
-def test_what_is_gone_in_recomputation_is_an_error_that_names_the_cure() -> None:
+KEYS: dict[str, Callable[[], object]] = {
+    "the micro-batch": current_microbatch,
+    "with a name": lambda: (current_microbatch(), "early"),
+    "a weak reference": lambda: weakref.ref(current_microbatch()),
+}
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_a_skip_that_is_gone_in_recomputation_was_a_bare_key_error_and_names_its_layer(
+    key: Callable[[], object], checkpoint: str
+) -> None:
     """No gradient goes through this skip, so nothing is amiss until the dictionary is asked again."""
 
     class RememberInput(nn.Module):
         def forward(self, input: Tensor) -> Tensor:
             if not is_recomputing():
-                skips[current_microbatch()] = input.detach()
+                skips[key()] = input.detach()
             return input * 1
 
+    class Take(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + skips.pop(key())
+
     skips: dict[object, Tensor] = {}
-    model = nn.Sequential(RememberInput(), nn.Linear(4, 4), Recall(skips))
-    with GPipe(model, [2, 1], chunks=2, checkpoint="always") as pipe, pytest.raises(KeyError) as caught:
+    model = nn.Sequential(RememberInput(), nn.Linear(4, 4), Take(4, 4))
+    with GPipe(model, [2, 1], chunks=2, checkpoint=checkpoint) as pipe, pytest.raises(KeyError) as caught:
         pipe(torch.ones(4, 4)).sum().backward()
-    assert "layer '2' (Recall)" in caught.value.__notes__[0]
-    assert "@skippable" in caught.value.__notes__[0]
+    name = ", 'early'" if "early" in repr(caught.value.__cause__) else ""
+    assert str(caught.value) == (
+        f"layer '2' (Take) looked up MicroBatch(index=0, size=2){name} in a dictionary, and the entry is gone in "
+        "recomputation. Hand the tensor over with @skippable (see gpipe_cli.skip), or use checkpoint='never'"
+    )
+    assert "layer '2' (Take)" in caught.value.__notes__[0]
+
+
+def test_a_skip_that_no_layer_put_there_names_the_layer_that_looked_it_up() -> None:
+    """So it is with engine=processes, where each process has a dictionary of its own."""
+    with (
+        GPipe(nn.Sequential(nn.Linear(4, 4), Recall({})), [1, 1], chunks=2) as pipe,
+        pytest.raises(
+            KeyError, match=r"^layer '1' \(Recall\) looked up .* not put there before in this process"
+        ),
+    ):
+        pipe(torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), KeyError(), KeyError(1, 2), KeyError(MicroBatch(0, 2))])
+def test_another_key_error_of_a_layer_stays_as_it_is(error: KeyError) -> None:
+    class Raises(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            raise error
+
+    with GPipe(nn.Sequential(nn.Linear(4, 4), Raises()), [1, 1]) as pipe, pytest.raises(KeyError) as caught:
+        pipe(torch.ones(4, 4))
+    assert caught.value is error
 
 
 def test_current_microbatch_is_one_key_per_micro_batch_in_forward_and_recomputation() -> None:

@@ -20,6 +20,7 @@ from gpipe_cli.profiling.cache import LayerTimes, ProfileCache, default_folder
 from gpipe_cli.profiling.fingerprint import fingerprint
 from gpipe_cli.profiling.layers import Sample, profile_layers
 from gpipe_cli.profiling.pace import Phases
+from gpipe_cli.profiling.recheck import Drift
 
 SAMPLE = Sample(torch.zeros(2, 4))
 
@@ -41,13 +42,22 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return calls
 
 
+@pytest.fixture(autouse=True)
+def drift(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The multiple of the cached time that every check finds, if any is made; no clock is asked."""
+    now = [1.0]
+    monkeypatch.setattr(cache, "recheck_layers", lambda *_: Drift("layer '0'", now[0]))
+    monkeypatch.setattr(cache, "recheck_phases", lambda *_, **__: Drift("a pipeline", now[0]))
+    return now
+
+
 def test_what_was_measured_once_is_reused_and_said(tmp_path: Path, measured: list[float]) -> None:
     first, second = ProfileCache(tmp_path), ProfileCache(tmp_path)
     times = first.times(make_module(), SAMPLE, seconds=1)
     assert second.times(make_module(), SAMPLE, seconds=1) == times
     assert measured == [1]
     assert first.origin.startswith("layers measured in ")
-    assert second.origin.endswith(" reused; balance.cache=false measures them anew")
+    assert second.origin.endswith("took 1.00 x the cached time; balance.cache=false measures them anew")
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
 
 
@@ -55,9 +65,54 @@ def test_a_model_without_storage_reuses_and_cannot_be_measured(tmp_path: Path, m
     times = ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
     with torch.device("meta"):
         sketch, wider = make_module(), make_module(5)
-    assert ProfileCache(tmp_path, reuse=False).times(sketch, SAMPLE, seconds=1) == times
+    reused = ProfileCache(tmp_path, reuse=False)
+    assert reused.times(sketch, SAMPLE, seconds=1) == times
+    assert " reused unchecked, since nothing is run here" in reused.origin
     with pytest.raises(ConfigError, match="balance=time: nothing is run here"):
         ProfileCache(tmp_path).times(wider, SAMPLE, seconds=1)
+
+
+@pytest.mark.parametrize("ratio", [1.9, 1.16, 0.84, 0.5, float("inf")])
+def test_times_cached_on_a_loaded_machine_misled_later_plans_and_are_measured_again(
+    tmp_path: Path, measured: list[float], drift: list[float], ratio: float
+) -> None:
+    ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    profiles = ProfileCache(tmp_path)
+    drift[:] = [ratio]
+    profiles.times(make_module(), SAMPLE, seconds=1)
+    assert measured == [1, 1] and profiles.oldest is None
+    reason = f" per core) do not hold any more: layer '0' took {ratio:.2f} x the cached time"
+    assert profiles.origin.startswith("layers measured in ") and profiles.origin.endswith(reason)
+
+
+@pytest.mark.parametrize("ratio", [1.14, 1.0, 0.86])
+def test_times_that_take_as_long_now_are_confirmed(
+    tmp_path: Path, measured: list[float], drift: list[float], ratio: float
+) -> None:
+    ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    drift[:] = [ratio]
+    profiles = ProfileCache(tmp_path)
+    profiles.times(make_module(), SAMPLE, seconds=1)
+    assert measured == [1] and profiles.outdated == []
+    assert f" confirmed: layer '0' took {ratio:.2f} x the cached time" in profiles.origin
+
+
+@pytest.mark.parametrize(("load", "noted"), [(1.5, " (load 1.5 per core)"), (None, "")])
+def test_the_cache_notes_how_busy_the_machine_was(
+    tmp_path: Path,
+    measured: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    load: float | None,
+    noted: str,
+) -> None:
+    monkeypatch.setattr(cache, "load_per_core", lambda: load)
+    ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
+    (path,) = tmp_path.iterdir()
+    document = json.loads(path.read_text())
+    assert document["load"] == load
+    again = ProfileCache(tmp_path)
+    again.times(make_module(), SAMPLE, seconds=1)
+    assert again.origin.startswith(f"cached times of {document['measured']}{noted} confirmed: ")
 
 
 @pytest.mark.parametrize(
@@ -119,6 +174,22 @@ def test_a_pipeline_is_measured_once_for_each_way_to_cut_it(
     assert again.oldest is not None
 
 
+def test_a_pipeline_that_takes_another_time_now_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drift: list[float]
+) -> None:
+    found = iter([Phases(2, 4, 0, 0, 0, 0.5, 0.5), Phases(1, 2, 0, 0, 0, 0.5, 0.5)])
+    monkeypatch.setattr(cache, "measure_phases", lambda *_, **__: next(found))
+    profiles = ProfileCache(tmp_path)
+
+    def phases() -> Phases:
+        return profiles.phases(make_module(), SAMPLE, [2], [torch.device("cpu")], 4, 1.0, cores=2)
+
+    assert phases() == phases() and profiles.outdated == []
+    drift[:] = [0.5]
+    assert phases().forward == 1
+    assert profiles.outdated[0].endswith(" do not hold any more: a pipeline took 0.50 x the cached time")
+
+
 def test_so_does_the_source_of_a_class_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
@@ -166,7 +237,8 @@ DAMAGES: dict[str, Callable[[str], str]] = {
     "empty": lambda text: "",
     "a list": lambda text: "[]",
     "deep": lambda text: "[" * 100_000,
-    "another format": edited(lambda document: document.update(format=1)),
+    "a format that does not tell the load": edited(lambda document: document.update(format=2)),
+    "a hostile load": edited(lambda document: document.update(load="much")),
     "another model": edited(lambda document: document["key"].update(model="x")),
     "too few layers": edited(lambda document: document["numbers"].pop()),
     "words": edited(lambda document: document["numbers"].__setitem__(0, ["a", 1])),
