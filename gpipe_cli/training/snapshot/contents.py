@@ -56,7 +56,9 @@ def open_snapshot(verified: Verified) -> Snapshot:
 def open_large_snapshot(verified: Verified) -> Snapshot:
     """The same for one that may be larger than memory: it has been verified, and is read again, tensor by tensor."""
     try:
-        files = {name: tensors.TensorFile(verified.path / name) for name in verified.manifest.files}
+        files = {
+            name: tensors.TensorFile(verified.path / name, verified.path) for name in verified.manifest.files
+        }
     except (tensors.BadTensors, OSError) as error:
         raise RunError(f"{verified.path}: damaged: {error}") from error
 
@@ -98,7 +100,7 @@ def write_snapshot(path: Path, state: EngineState, record: Record, between: Call
 
     try:
         contents = {name: tensors.encode(one, state.fetch) for name, one in files.items()}
-        write_directory(path, contents, manifest, between)
+        write_directory(path, contents, manifest, between, base=path.parents[1])
     except OSError as error:
         needed = sum(map(tensors.size, files.values()))
         raise ResourceError(
@@ -110,7 +112,7 @@ def amend(path: Path, record: Record) -> None:
     """Change what a snapshot says about a state whose tensors are the same."""
     manifest = replace(read_manifest(path), record=record.to_json())
     try:
-        write_file(path / MANIFEST, [encode(manifest)])
+        write_file(path / MANIFEST, [encode(manifest)], base=path.parents[1])
     except OSError as error:
         raise ResourceError(
             f"{path / MANIFEST}: cannot be written: {error}; {_free(path)} bytes are free"

@@ -207,7 +207,7 @@ def test_a_snapshot_that_was_removed_halfway_is_never_seen(tmp_path: Path) -> No
     canary = tmp_path / "canary"
     canary.mkdir()
     (path / "link").symlink_to(canary, target_is_directory=True)
-    durable.retire(path)
+    durable.retire(path, tmp_path)
     assert canary.is_dir() and not list(path.parent.iterdir())
 
 
