@@ -14,8 +14,8 @@ from gpipe_cli.commands.jobs import Job
 from gpipe_cli.commands.resume import Resumed, differences
 from gpipe_cli.config.schema import Train
 from gpipe_cli.distributed.team import Team
-from gpipe_cli.errors import ResourceError
 from gpipe_cli.report.environment import environment
+from gpipe_cli.safe_files import writing
 from gpipe_cli.training.lock import only_writer
 from gpipe_cli.training.loop import Position
 from gpipe_cli.training.rewind import rewind_metrics, rewind_snapshots
@@ -73,14 +73,12 @@ def _go_on(again: Resumed) -> Begun:
     record = None if again.snapshot is None else again.snapshot.record
     position = Position() if record is None else record.position
     used = None if again.snapshot is None else again.snapshot.path
-    try:
+    with writing(again.run):
         aside = rewind_snapshots(again.run, position.step, used)
         rewind_metrics(again.run / "metrics.jsonl", position)
         (again.run / "summary.json").unlink(missing_ok=True)
         if again.changes:
             write_text(again.run / "config.yaml", OmegaConf.to_yaml(again.tree))
-    except OSError as error:
-        raise ResourceError(f"{again.run}: the run cannot go on: {error}") from error
     news = [
         "the run had saved nothing that can be used; it begins anew"
         if used is None
