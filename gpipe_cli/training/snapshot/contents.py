@@ -17,6 +17,7 @@ from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, ResourceError, RunError
 from gpipe_cli.training.snapshot import tensors
 from gpipe_cli.training.snapshot.durable import FileFacts, write_directory, write_file
+from gpipe_cli.training.snapshot.finding import named_step
 from gpipe_cli.training.snapshot.manifest import (
     BUFFERS,
     MANIFEST,
@@ -42,6 +43,8 @@ def open_snapshot(verified: Verified) -> Snapshot:
     """What verified bytes mean."""
     try:
         record = Record.from_json(verified.manifest.record)
+        if named_step(verified.path) not in (None, record.position.step):
+            raise RunError(f"damaged: it is of step {record.position.step}, another one than its directory")
     except RunError as error:
         raise RunError(f"{verified.path / MANIFEST}: {error}") from error
     state = EngineState(
