@@ -68,6 +68,10 @@ def write_origin(directory: Path, job: Job) -> None:
     write_json(directory / "env.json", environment())
 
 
+def _without_optimizer(again: Resumed) -> str:
+    return ", with a new optimizer state" if again.settings.reset_optimizer else ""
+
+
 def _go_on(again: Resumed) -> Begun:
     """Take the directory to where the snapshot stands; the settings from now on become those of the run."""
     record = None if again.snapshot is None else again.snapshot.record
@@ -82,7 +86,7 @@ def _go_on(again: Resumed) -> Begun:
     news = [
         "the run had saved nothing that can be used; it begins anew"
         if used is None
-        else f"going on from {used}",
+        else f"going on from {used}{_without_optimizer(again)}",
         *(f"set aside, as it is damaged or of a future that is given up: {name}" for name in aside),
         *(differences(record) if record is not None else ()),
         *(f"changed: {change}" for change in again.changes),

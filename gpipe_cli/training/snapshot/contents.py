@@ -59,9 +59,7 @@ def open_snapshot(verified: Verified) -> Snapshot:
 def open_large_snapshot(verified: Verified) -> Snapshot:
     """The same for one that may be larger than memory: it has been verified, and is read again, tensor by tensor."""
     try:
-        files = {
-            name: tensors.TensorFile(verified.path / name, verified.path) for name in verified.manifest.files
-        }
+        files = {name: tensors.TensorFile(verified.path / name, verified.path) for name in verified.names}
     except (tensors.BadTensors, OSError) as error:
         raise RunError(f"{verified.path}: damaged: {error}") from error
 

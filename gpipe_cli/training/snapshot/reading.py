@@ -31,6 +31,8 @@ class Verified:
     manifest: Manifest
     contents: dict[str, memoryview]
     """The files asked for."""
+    names: Collection[str]
+    """Of all files that were verified."""
 
 
 def read_snapshot(
@@ -45,7 +47,9 @@ def read_snapshot(
 
     with ThreadPoolExecutor(len(FILES), "gpipe-read") as reading:  # hashing keeps a core busy for each file
         contents = dict(zip(names, reading.map(content_of, names), strict=True))
-    return Verified(directory, manifest, {name: one for name, one in contents.items() if one is not None})
+    return Verified(
+        directory, manifest, {name: one for name, one in contents.items() if one is not None}, names
+    )
 
 
 def verify(directory: Path) -> Manifest:
