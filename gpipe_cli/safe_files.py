@@ -108,7 +108,8 @@ def parse_json(content: str | bytes) -> Any:
     NaN and Infinity are taken: a measure may be one of them. A number too large for a float is not.
     """
     try:
-        value = json.loads(content, parse_int=_whole, parse_float=_finite)
+        text = content if isinstance(content, str) else content.decode()
+        value = json.loads(text, parse_int=_whole, parse_float=_finite)
     except RecursionError as error:
         raise ValueError(f"it is nested more than {DEEPEST} levels deep") from error
     level = [value]

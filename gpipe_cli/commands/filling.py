@@ -27,17 +27,17 @@ def fill(model: nn.Module, weights: str | None, chosen: Chosen | None) -> None:
         assert weights is not None, "the configuration was checked"
         load_weights(model, read_weights(weights, "weights"), weights, "weights")
         return
+    state = EngineState(tensors_of(chosen.snapshot, MODEL), tensors_of(chosen.snapshot, BUFFERS))
     with _named(str(chosen.snapshot.path / MODEL)):
-        load_module(
-            model, EngineState(tensors_of(chosen.snapshot, MODEL), tensors_of(chosen.snapshot, BUFFERS))
-        )
+        load_module(model, state)
 
 
 def fill_slice_by_slice(engine: Engine, model: nn.Module, weights: str | None, chosen: Chosen | None) -> None:
     """The same for a model that may be larger than memory."""
     if chosen is not None:
+        state = open_large_snapshot(chosen.snapshot).state
         with _named(str(chosen.snapshot.path / MODEL)):
-            engine.load_state(open_large_snapshot(chosen.snapshot).state)
+            engine.load_state(state)
         return
     assert weights is not None, "the configuration was checked"
     engine.load_state(_state_of(weights, model))

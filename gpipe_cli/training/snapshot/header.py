@@ -73,7 +73,9 @@ def read_header(content: bytes | bytearray | memoryview, size: int) -> Header:
         raise BadTensors(f"its header cannot be read: {error}") from error
     if not isinstance(parsed, dict):
         raise BadTensors("its header holds no tensors")
-    parsed.pop("__metadata__", None)
+    metadata = parsed.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(one, str) for one in metadata.values()):
+        raise BadTensors("its header has metadata that is no text")
     entries = {name: _entry(name, entry) for name, entry in parsed.items()}
     _check_filled(entries, size - 8 - length)
     return Header(entries, 8 + length)
@@ -83,9 +85,19 @@ def _entry(name: str, entry: Any) -> Entry:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
             known = dtype in ITEM_SIZES and _is_shape(shape)
-            if known and begin >= 0 and math.prod(shape) * ITEM_SIZES[dtype] == end - begin:
+            if (
+                known
+                and _is_unicode(name)
+                and begin >= 0
+                and math.prod(shape) * ITEM_SIZES[dtype] == end - begin
+            ):
                 return Entry(dtype, shape, begin, end)
     raise BadTensors(f"its header describes {reprlib.repr(name)} by {reprlib.repr(entry)}")
+
+
+def _is_unicode(name: str) -> bool:
+    """JSON can spell halves of characters, which other readers of the format refuse."""
+    return not any("\ud800" <= one <= "\udfff" for one in name)
 
 
 def _is_shape(sides: list[Any]) -> bool:
