@@ -18,7 +18,7 @@ from gpipe_cli.report.environment import environment
 from gpipe_cli.safe_files import writing
 from gpipe_cli.training.lock import only_writer
 from gpipe_cli.training.loop import Position
-from gpipe_cli.training.rewind import rewind_metrics, rewind_snapshots
+from gpipe_cli.training.rewind import cut_metrics, rewind_snapshots, seen_bytes
 from gpipe_cli.training.run_directory import make_run_directory, write_json, write_text
 from gpipe_cli.training.snapshot.record import Record
 
@@ -77,9 +77,12 @@ def _go_on(again: Resumed) -> Begun:
     record = None if again.snapshot is None else again.snapshot.record
     position = Position() if record is None else record.position
     used = None if again.snapshot is None else again.snapshot.path
+    metrics = again.run / "metrics.jsonl"
+    with writing(metrics):  # judged before anything is changed, cut after the snapshots that know its rows
+        kept = seen_bytes(metrics, position)
     with writing(again.run):
         aside = rewind_snapshots(again.run, position.step, used)
-        rewind_metrics(again.run / "metrics.jsonl", position)
+        cut_metrics(metrics, kept)
         (again.run / "summary.json").unlink(missing_ok=True)
         if again.changes:
             write_text(again.run / "config.yaml", OmegaConf.to_yaml(again.tree))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from gpipe_cli.errors import RunError
@@ -29,24 +30,36 @@ def rewind_snapshots(run: Path, step: int, used: Path | None) -> list[str]:
 
 
 def rewind_metrics(path: Path, position: Position) -> None:
-    """Cut metrics.jsonl after the last row that the position has seen; torn lines at its end go too.
+    """Cut metrics.jsonl after the last row that the position has seen; torn lines at its end go too."""
+    cut_metrics(path, seen_bytes(path, position))
+
+
+def cut_metrics(path: Path, kept: int) -> None:
+    with suppress(FileNotFoundError):
+        descriptor = open_regular(path, os.O_RDWR, base=path.parent)
+        try:
+            os.ftruncate(descriptor, kept)
+        finally:
+            os.close(descriptor)
+
+
+def seen_bytes(path: Path, position: Position) -> int:
+    """How many bytes of metrics.jsonl are rows that the position has seen; nothing is changed.
 
     A power cut leaves half a line or zeros at the end. Anything else that is no row is refused before rows are lost.
     """
     try:
-        descriptor = open_regular(path, os.O_RDWR, base=path.parent)
+        descriptor = open_regular(path, base=path.parent)
     except FileNotFoundError:
-        return
+        return 0
+    kept = end = torn = number = 0
     with os.fdopen(descriptor, "rb") as file:
-        kept = end = torn = number = 0
         while line := file.readline(LONGEST_ROW + 1):
             number, end = number + 1, end + len(line)
             if len(line) <= LONGEST_ROW and (not line.endswith(b"\n") or b"\0" in line):
                 torn = torn or number
                 continue
             try:
-                if len(line) > LONGEST_ROW:
-                    raise ValueError("it is longer than any")
                 if not _was_seen(line, position):
                     break
                 if torn:
@@ -57,10 +70,12 @@ def rewind_metrics(path: Path, position: Position) -> None:
                     "to resume without earlier rows"
                 ) from error
             kept = end
-        os.ftruncate(descriptor, kept)
+    return kept
 
 
 def _was_seen(line: bytes, position: Position) -> bool:
+    if len(line) > LONGEST_ROW:
+        raise ValueError("it is longer than any")
     match parse_json(line):
         case {"step": int(step), "split": str(split)} if type(step) is int and step >= 0:
             return step < position.step or (step == position.step and (position.evaluated or split != "eval"))

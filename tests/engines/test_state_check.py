@@ -149,7 +149,10 @@ def test_an_optimizer_that_keeps_nothing_needs_nothing() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"weight": torch.zeros(2, 3, dtype=torch.int32)}, "tensor weight is 2x3 of int32 instead of 2x3 of float32"),
+        (
+            {"weight": torch.zeros(2, 3, dtype=torch.int32)},
+            "tensor weight is 2x3 of int32 instead of 2x3 of float32",
+        ),
         ({"weight": torch.zeros(3, 2)}, "tensor weight is 3x2 of float32 instead of 2x3 of float32"),
         ({"extra": torch.zeros(2)}, "which has no tensor 'extra'"),
     ],

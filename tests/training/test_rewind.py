@@ -9,7 +9,7 @@ import pytest
 from gpipe_cli.errors import RunError
 from gpipe_cli.safe_files import UnsafeFile
 from gpipe_cli.training.loop import Evaluated, Position
-from gpipe_cli.training.rewind import LONGEST_ROW, rewind_metrics, rewind_snapshots
+from gpipe_cli.training.rewind import LONGEST_ROW, cut_metrics, rewind_metrics, rewind_snapshots
 
 EVALUATED = Evaluated(step=4, epoch=0, loss=1.0, means={}, samples=1, lr=0.1, took=1.0, seconds=2.0)
 ROWS = [
@@ -90,7 +90,7 @@ def test_rows_are_cut_from_no_other_file(tmp_path: Path) -> None:
     for link in (path.symlink_to, path.hardlink_to):
         link(victim)
         with pytest.raises(UnsafeFile, match="link"):
-            rewind_metrics(path, Position(3))
+            cut_metrics(path, 0)
         path.unlink()
     assert victim.read_text() == "precious\n"
 

@@ -7,6 +7,7 @@ and only if its name is one this file gives.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -149,7 +150,7 @@ class Keeper:
         if not self._writes:
             return
         record = self._record(state)
-        if path in snapshot_paths(self._run):
+        if os.path.isdir(path) and not path.is_symlink():  # noqa: PTH112 - what it may not look at is not there
             # Only a run resumed from just this snapshot gets here, to add its evaluation: no tensor has moved.
             amend(path, record)
             return

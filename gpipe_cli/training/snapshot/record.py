@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import platform
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, final
 
@@ -69,10 +69,13 @@ class Record:
             position = Position(_count(content["step"]), _duration(content["seconds"]), evaluation)
             if evaluation is not None and evaluation.step > position.step:
                 raise ValueError(f"evaluated at step {evaluation.step}, after step {position.step}")
+            steps_per_epoch = _positive(content["steps_per_epoch"])
+            if (content["epoch"], content["batch"]) != divmod(position.step, steps_per_epoch):
+                raise ValueError(f"epoch and batch are not those of step {position.step}")
             return Record(
                 position,
                 _record(Best, content["best"]),
-                _positive(_count(content["steps_per_epoch"])),
+                steps_per_epoch,
                 _count(content["seed"]),
                 _count(content["threads"]),
                 {name: _text(version) for name, version in _mapping(content["versions"]).items()},
@@ -88,17 +91,22 @@ def versions() -> dict[str, str]:
 
 
 def _record(kind: type[Any], content: Any) -> Any:
-    """An Evaluated or a Best, whose fields are text, whole numbers, numbers and `means`."""
+    """An Evaluated or a Best; fields are judged by name, else by type."""
     if content is None:
         return None
-    read = {"str": _text, "int": _count, "float": _number, "dict[str, float]": _numbers}
-    special = {"samples": _positive, "took": _duration, "seconds": _duration, "loss": _finite, "lr": _finite}
-    found = {one.name: read[str(one.type)](content[one.name]) for one in fields(kind)}
-    return kind(**{name: special.get(name, _same)(value) for name, value in found.items()})
-
-
-def _same(value: Any) -> Any:
-    return value
+    read: dict[str, Callable[[Any], Any]] = {
+        "str": _text,
+        "int": _count,
+        "float": _number,
+        "dict[str, float]": _numbers,
+        "samples": _positive,
+        "took": _duration,
+        "seconds": _duration,
+        "loss": _finite,
+        "lr": _finite,
+    }
+    given = {one.name: read.get(one.name, read[str(one.type)])(content[one.name]) for one in fields(kind)}
+    return kind(**given)
 
 
 def _count(value: Any) -> int:
@@ -107,10 +115,10 @@ def _count(value: Any) -> int:
     return value
 
 
-def _positive(value: int) -> int:
-    if value < 1:
+def _positive(value: Any) -> int:
+    if _count(value) < 1:
         raise ValueError(f"{value} is less than 1")
-    return value
+    return int(value)
 
 
 def _duration(value: Any) -> float:
