@@ -21,6 +21,8 @@ from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.profiling.optimizer_state import StateOutlines
 
 NUMBERS = (bool, int, float, str, type(None))
+NOT_ITS_OWN = ("params", "lr")
+"""Among the settings of a group: what the model and the schedule of the learning rate decide."""
 IDLE = "without_state"
 """Among an optimizer's numbers: parameters it keeps nothing of, since they never had a gradient."""
 Groups = list[dict[str, Any]]
@@ -74,6 +76,11 @@ def check_state(module: nn.Module, state: EngineState) -> None:
     model = module.state_dict()
     check_tensors("tensor", model, state.model)
     check_tensors("buffer", _left_out(module, model), state.buffers)
+    match state.numbers.get("optimizer"):
+        case {"without_state": [_, *_], "state": {**numbers}} if not (
+            state.optimizer or numbers or state.resets_optimizer
+        ):
+            raise RunError("does not fit the optimizer: it has a state of no parameter at all")
 
 
 def _left_out(module: nn.Module, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -138,7 +145,8 @@ class OptimizerState:
 
     def _check(self, found: Mapping[str, Mapping[str, Any]], numbers: Mapping[str, Any]) -> None:
         """Every parameter that has had a gradient has all that the optimizer keeps of one."""
-        # An optimizer of torch keeps from its first update on all it ever will; another may add to it later.
+        # An optimizer of torch keeps from its first update on all it ever will, and changes none of its settings;
+        # another may do both.
         complete = type(self._optimizer).__module__.startswith("torch.optim.")
         idle = numbers.get(IDLE, [])
         if not isinstance(idle, list) or any(found.get(name) for name in idle if isinstance(name, str)):
@@ -150,7 +158,8 @@ class OptimizerState:
             if expected is not None and name not in idle:
                 check_kept(name, expected, found.get(name, {}), complete=complete)
         for settings, moved in zip(_settings(self._optimizer), numbers["groups"], strict=True):
-            check_numbers(settings if complete else {**moved, **settings}, moved)
+            added = {key: value for key, value in moved.items() if key not in NOT_ITS_OWN}
+            check_numbers({} if complete else {**added, **settings}, moved)
 
     def _undo_rounding(self, order: list[nn.Parameter], state: Mapping[int, Mapping[str, Any]]) -> None:
         """torch gives state the dtype of its parameter, even where the optimizer chose a finer one."""
@@ -218,7 +227,7 @@ def _checked(numbers: Mapping[str, Any], groups: int) -> dict[str, dict[str, Any
 
 def _settings(optimizer: torch.optim.Optimizer) -> Groups:
     return [
-        {key: deepcopy(value) for key, value in group.items() if key not in ("params", "lr")}
+        {key: deepcopy(value) for key, value in group.items() if key not in NOT_ITS_OWN}
         for group in optimizer.param_groups
     ]
 

@@ -64,7 +64,9 @@ def check_numbers(expected: Mapping[str, Any], given: Mapping[str, Any], prefix:
     """Known names, each with a number or text of the kind that belongs there."""
     for key, value in given.items():
         if key not in expected:
-            raise RunError(f"does not fit the optimizer, which has no setting {prefix}{reprlib.repr(key)}")
+            raise RunError(
+                f"does not fit the optimizer, which never changes {prefix}{reprlib.repr(key)} itself"
+            )
         if _kind(value) not in KINDS or (_kind(value) != _kind(expected[key]) and expected[key] is not None):
             raise RunError(
                 f"does not fit the optimizer: {prefix}{key} is {reprlib.repr(value)}, not a {_kind(expected[key])}"

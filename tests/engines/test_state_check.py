@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,6 +40,10 @@ def trained(make: Any, steps: int, module: nn.Module | None = None) -> Optimizer
         module.used(torch.ones(2, 3)).sum().backward()
         optimizer.step()
     return kept
+
+
+class Moving(torch.optim.SGD):
+    """One that is not torch's own may change its settings."""
 
 
 Change = Callable[[dict[str, Tensor]], object]
@@ -114,17 +119,30 @@ def test_an_optimizer_state_that_is_not_its_own_is_refused_on_load(case: str) ->
 @pytest.mark.parametrize(
     ("moved", "says"),
     [
-        ({"params": [0]}, "has no setting 'params'"),
-        ({"lr": 1.0}, "has no setting 'lr'"),
+        ({"params": [0]}, "never changes 'params' itself"),
         ({"weight_decay": "x"}, "weight_decay is 'x', not a number"),
         ({"weight_decay": [1.0]}, "weight_decay is .*, not a number"),
         ({"weight_decay": float("nan")}, "weight_decay is nan"),
         ({"nesterov": 1}, "nesterov is 1, not a truth value"),
     ],
 )
-def test_a_setting_that_an_optimizer_does_not_have_is_refused(moved: dict[str, Any], says: str) -> None:
-    tensors, numbers = trained(MAKE["sgd"], 1).take()
+def test_a_setting_of_another_kind_is_refused(moved: dict[str, Any], says: str) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return Moving(parameters, lr=0.01, momentum=0.9)
+
+    tensors, numbers = trained(make, 1).take()
+    trained(make, 0).put(tensors, {**numbers, "groups": [{"weight_decay": 0.1}]})
     with pytest.raises(RunError, match=says):
+        trained(make, 0).put(tensors, {**numbers, "groups": [moved]})
+
+
+@pytest.mark.parametrize("moved", [{"weight_decay": 7}, {"params": [0]}, {"lr": 1.0}, {"extra": 1}])
+def test_a_setting_that_torchs_optimizers_do_not_change_is_not_taken_from_a_file(
+    moved: dict[str, Any],
+) -> None:
+    """A record could give another weight_decay than the configuration, in silence."""
+    tensors, numbers = trained(MAKE["sgd"], 1).take()
+    with pytest.raises(RunError, match="does not fit the optimizer, which never changes"):
         trained(MAKE["sgd"], 0).put(tensors, {**numbers, "groups": [moved]})
 
 
@@ -164,6 +182,14 @@ def test_a_tensor_of_another_dtype_or_shape_is_refused(change: dict[str, Tensor]
     with pytest.raises(RunError, match=says):
         load_module(module, EngineState({**nn.Linear(3, 2).state_dict(), **change}))
     assert torch.equal(module.weight, before)
+
+
+def test_not_every_parameter_can_have_been_without_a_gradient() -> None:
+    numbers = {"optimizer": {"state": {}, "groups": [{}], "without_state": ["weight", "bias"]}}
+    state = EngineState(nn.Linear(3, 2).state_dict(), numbers=numbers)
+    with pytest.raises(RunError, match="it has a state of no parameter at all"):
+        load_module(nn.Linear(3, 2), state)
+    load_module(nn.Linear(3, 2), replace(state, resets_optimizer=True))
 
 
 def test_a_buffer_that_would_be_broadcast_is_refused() -> None:
