@@ -128,8 +128,12 @@ class OptimizerState:
         for path, tensor in tensors.items():
             name, _, key = path.rpartition("/")
             found.setdefault(name, {})[key] = tensor
-        if unknown := found.keys() - set(self._names.values()):
-            raise RunError(f"does not fit the model: it trains no {', '.join(sorted(unknown)[:5])}")
+        if unknown := found.keys() - (
+            set(self._names.values()) - {""}
+        ):  # the name of a parameter that stands in
+            raise RunError(
+                f"does not fit the model: it trains no {', '.join(sorted(unknown)[:5]) or repr('')}"
+            )
         order = [one for group in self._optimizer.param_groups for one in group["params"]]
         state = {index: found[self._name(one)] for index, one in enumerate(order) if self._name(one) in found}
         self._check(found, numbers)

@@ -155,6 +155,17 @@ def test_parameters_that_never_had_a_gradient_are_known_by_name_and_need_no_stat
     assert merged_numbers([numbers, numbers]) == numbers
 
 
+def test_a_tensor_that_names_no_parameter_is_refused() -> None:
+    """`extra`, without a parameter before it, passed for the parameter that stands in for none."""
+    module = Half()
+    stand_in = nn.Parameter(torch.zeros(0))
+    names = {**{one: name for name, one in module.named_parameters()}, stand_in: ""}
+    kept = OptimizerState(MAKE["sgd"](module.parameters()), names, StateOutlines(MAKE["sgd"]))
+    tensors, numbers = trained(MAKE["sgd"], 1).take()
+    with pytest.raises(RunError, match="it trains no"):
+        kept.put({**tensors, "extra": torch.ones(2)}, numbers)
+
+
 def test_an_optimizer_that_keeps_nothing_needs_nothing() -> None:
     def make(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
