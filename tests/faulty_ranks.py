@@ -124,7 +124,7 @@ def raises_while_saving(*_: Any) -> NoReturn:
     raise ValueError("broken while saving")
 
 
-def full_disk(*_: Any) -> NoReturn:
+def full_disk(*_: Any, **__: Any) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

@@ -21,18 +21,21 @@ class Chosen:
     snapshot: Verified
 
 
-def choose(key: str, value: str, wanted: Collection[str]) -> Chosen:
-    """The snapshot itself, or the newest valid one of a run; a damaged one is named on stderr and passed over."""
+def choose(key: str, value: str, wanted: Collection[str], ignored: Collection[str] = ()) -> Chosen:
+    """The snapshot itself, or the newest valid one of a run; a damaged one is named on stderr and passed over.
+
+    wanted, ignored: as for `read_snapshot`.
+    """
     path = Path(value)
     if not path.is_dir():
         raise RunError(f"{key}={value}: no such directory")
     if key != "run" and is_snapshot(path):
-        return Chosen(run_of(path), read_snapshot(path, wanted))
+        return Chosen(run_of(path), read_snapshot(path, wanted, ignored))
     if key == "snapshot":
         raise RunError(
             f"snapshot={value}: is no snapshot; give a directory such as runs/.../snapshots/step-00000100"
         )
-    found = newest_valid(path, wanted)
+    found = newest_valid(path, wanted, ignored)
     if found.newest is None:
         raise RunError(_nothing(key, value, found.damaged))
     tell_damaged(found.damaged)

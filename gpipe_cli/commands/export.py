@@ -6,15 +6,17 @@ A snapshot's own file of weights is such a file already; it is verified and copi
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.commands.chosen import choose
 from gpipe_cli.config.suggest import or_list
-from gpipe_cli.errors import ConfigError, ResourceError
+from gpipe_cli.errors import ConfigError, ResourceError, RunError
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.training.snapshot.durable import write_file
+from gpipe_cli.training.snapshot.header import BadTensors, read_header
 from gpipe_cli.training.snapshot.manifest import MODEL
 
 KEYS = ("run", "snapshot", "out")
@@ -23,12 +25,17 @@ KEYS = ("run", "snapshot", "out")
 def run(invocation: Invocation) -> None:
     given = _given(invocation.words)
     out = Path(given.get("out", MODEL))
-    if out.exists():
+    if os.path.lexists(out):
         raise ConfigError(f"out={out}: exists; give another name, or remove it")
     key = "snapshot" if "snapshot" in given else "run"
     chosen = choose(key, given[key], (MODEL,)).snapshot
+    weights = chosen.contents[MODEL]
     try:
-        write_file(out, [chosen.contents[MODEL]], replace=False)
+        read_header(weights, len(weights))
+    except BadTensors as error:
+        raise RunError(f"{chosen.path / MODEL}: damaged: {error}") from error
+    try:
+        write_file(out, [weights], replace=False)
     except OSError as error:
         raise ResourceError(f"out={out}: cannot be written: {error}") from error
     facts = {

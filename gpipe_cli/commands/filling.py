@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from gpipe_cli.commands.chosen import Chosen
@@ -26,39 +27,46 @@ def fill(model: nn.Module, weights: str | None, chosen: Chosen | None) -> None:
         assert weights is not None, "the configuration was checked"
         load_weights(model, read_weights(weights, "weights"), weights, "weights")
         return
+    state = EngineState(tensors_of(chosen.snapshot, MODEL), tensors_of(chosen.snapshot, BUFFERS))
     with _named(str(chosen.snapshot.path / MODEL)):
-        load_module(
-            model, EngineState(tensors_of(chosen.snapshot, MODEL), tensors_of(chosen.snapshot, BUFFERS))
-        )
+        load_module(model, state)
 
 
 def fill_slice_by_slice(engine: Engine, model: nn.Module, weights: str | None, chosen: Chosen | None) -> None:
     """The same for a model that may be larger than memory."""
     if chosen is not None:
+        state = open_large_snapshot(chosen.snapshot).state
         with _named(str(chosen.snapshot.path / MODEL)):
-            engine.load_state(open_large_snapshot(chosen.snapshot).state)
+            engine.load_state(state)
         return
     assert weights is not None, "the configuration was checked"
-    state = _state_of(weights, model)
-    check_weights(model, state.model, weights, "weights")
-    engine.load_state(state)
+    engine.load_state(_state_of(weights, model))
 
 
 def _state_of(weights: str, model: nn.Module) -> EngineState:
     """A file has no buffers but those of a state_dict; the others stay as they are."""
-    buffers = module_state(model).buffers
+    expected, buffers = model.state_dict(), module_state(model).buffers
     if Path(weights).suffix != ".safetensors" or not Path(weights).is_file():
-        return EngineState(read_weights(weights, "weights"), buffers)
+        tensors = read_weights(weights, "weights")
+        check_weights(model, tensors, weights, "weights")
+        return EngineState({name: one.to(expected[name].dtype) for name, one in tensors.items()}, buffers)
     try:
         file = TensorFile(Path(weights))
     except (BadTensors, OSError) as error:
         raise RunError(f"weights={weights}: damaged, or not a safetensors file ({error})") from error
+    check_weights(model, file.outlines, weights, "weights")
+    # The file may have another precision, in which its tensors are looked up.
+    outlines = {
+        name: torch.zeros((), dtype=expected[name].dtype).expand(one.shape)
+        for name, one in file.outlines.items()
+    }
+    sources = {id(one): file.outlines[name] for name, one in outlines.items()}
 
     def fetch(tensor: Tensor) -> Tensor:
-        found = file.fetch(tensor)
-        return tensor if found is None else found
+        found = file.fetch(sources[id(tensor)]) if id(tensor) in sources else None
+        return tensor if found is None else found.to(tensor.dtype)
 
-    return EngineState(file.outlines, buffers, fetch=fetch)
+    return EngineState(outlines, buffers, fetch=fetch)
 
 
 @contextmanager

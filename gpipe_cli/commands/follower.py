@@ -11,8 +11,8 @@ from typing import final
 
 from gpipe_cli.commands.logs import run_log
 from gpipe_cli.config.schema import Log
-from gpipe_cli.errors import ResourceError
 from gpipe_cli.report.output import write_streams_to
+from gpipe_cli.safe_files import writing
 from gpipe_cli.training.line_file import LineFile
 from gpipe_cli.training.loop import Evaluated, Fact, Position
 
@@ -32,13 +32,11 @@ class Follower:
     @contextmanager
     def open(directory: Path, rank: int, settings: Log, start: Position) -> Iterator[Follower]:
         path = directory / FOLDER / f"rank-{rank}.log"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_streams_to(path)
-        except OSError as error:
-            raise ResourceError(f"{path}: cannot be written: {error}") from error
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            write_streams_to(path, directory)
         with (
-            closing(LineFile(path)) as file,
+            closing(LineFile(path, directory)) as file,
             run_log(file, partitions=settings.partitions, layers=settings.layers) as log,
         ):
             yield Follower(log, settings.every, start)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
@@ -14,44 +13,58 @@ from gpipe_cli.commands.assemble import Assembly
 from gpipe_cli.commands.course import optimizer_factory
 from gpipe_cli.commands.jobs import Job
 from gpipe_cli.config.schema import Costed
+from gpipe_cli.errors import RunError
 from gpipe_cli.profiling.memory import resident_memory
+from gpipe_cli.safe_files import parse_json, read_regular
 from gpipe_cli.training.run_directory import write_json
 
 __all__ = ["launch_of", "write_launch"]
 
 NAME = "launch.json"
+LARGEST = 16 * 2**20
 
 
 def launch_of(
-    settings: Costed, job: Job, parts: Assembly, activations: Sequence[int] | None = None
+    settings: Costed,
+    job: Job,
+    parts: Assembly,
+    activations: Sequence[int] | None = None,
+    resumed: Path | None = None,
 ) -> dict[str, Any]:
-    """`activations`: what each partition keeps for backward, in bytes, where that is known."""
+    """`activations`: what each partition keeps for backward, in bytes, where that is known; `resumed`: which run."""
     limit = settings.device_memory
+    before = [] if resumed is None else _commands_before(resumed)
+    commands = before if before[-1:] == [job.line] else [*before, job.line]  # ranks begin anew
     return {
         "command": job.command,
-        "commands": [job.line],
+        "commands": commands,
         "allow": settings.allow,
         "device_memory": None if limit is None else byte_count(limit),
         "partitions": _rows(settings, parts, activations),
+        "profile": _profile_line(commands),
     }
 
 
 def write_launch(directory: Path, launch: Mapping[str, Any]) -> None:
-    """After the commands of earlier launches, where the run goes on."""
-    before = _before(directory)
-    commands = (
-        before if before[-1:] == launch["commands"] else [*before, *launch["commands"]]
-    )  # ranks begin anew
-    write_json(directory / NAME, {**launch, "commands": commands, "profile": _profile_line(commands)})
+    write_json(directory / NAME, launch)
 
 
-def _before(directory: Path) -> list[str]:
-    """The commands of a run that goes on; a file that cannot be read says nothing."""
+def _commands_before(run: Path) -> list[str]:
+    """The commands of earlier launches."""
+    path = run / NAME
     try:
-        found = json.loads((directory / NAME).read_text(encoding="utf-8"))
-        return [line for line in found["commands"] if isinstance(line, str)]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        match parse_json(read_regular(path, LARGEST, base=run)):
+            case {"commands": list(lines)} if all(
+                isinstance(line, str) and shlex.split(line) for line in lines
+            ):
+                return lines
+        raise ValueError("it lists no commands")
+    except FileNotFoundError:
         return []
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{path}: cannot be read: {error}; repair it, or remove it to resume without the earlier commands"
+        ) from error
 
 
 def _rows(settings: Costed, parts: Assembly, activations: Sequence[int] | None) -> list[dict[str, Any]]:

@@ -14,11 +14,11 @@ from gpipe_cli.commands.jobs import Job
 from gpipe_cli.commands.resume import Resumed, differences
 from gpipe_cli.config.schema import Train
 from gpipe_cli.distributed.team import Team
-from gpipe_cli.errors import ResourceError
 from gpipe_cli.report.environment import environment
+from gpipe_cli.safe_files import writing
 from gpipe_cli.training.lock import only_writer
 from gpipe_cli.training.loop import Position
-from gpipe_cli.training.rewind import rewind_metrics, rewind_snapshots
+from gpipe_cli.training.rewind import cut_metrics, rewind_snapshots, seen_bytes
 from gpipe_cli.training.run_directory import make_run_directory, write_json, write_text
 from gpipe_cli.training.snapshot.record import Record
 
@@ -68,23 +68,28 @@ def write_origin(directory: Path, job: Job) -> None:
     write_json(directory / "env.json", environment())
 
 
+def _without_optimizer(again: Resumed) -> str:
+    return ", with a new optimizer state" if again.settings.reset_optimizer else ""
+
+
 def _go_on(again: Resumed) -> Begun:
     """Take the directory to where the snapshot stands; the settings from now on become those of the run."""
     record = None if again.snapshot is None else again.snapshot.record
     position = Position() if record is None else record.position
     used = None if again.snapshot is None else again.snapshot.path
-    try:
+    metrics = again.run / "metrics.jsonl"
+    with writing(metrics):  # judged before anything is changed, cut after the snapshots that know its rows
+        kept = seen_bytes(metrics, position)
+    with writing(again.run):
         aside = rewind_snapshots(again.run, position.step, used)
-        rewind_metrics(again.run / "metrics.jsonl", position)
+        cut_metrics(metrics, kept)
         (again.run / "summary.json").unlink(missing_ok=True)
         if again.changes:
             write_text(again.run / "config.yaml", OmegaConf.to_yaml(again.tree))
-    except OSError as error:
-        raise ResourceError(f"{again.run}: the run cannot go on: {error}") from error
     news = [
         "the run had saved nothing that can be used; it begins anew"
         if used is None
-        else f"going on from {used}",
+        else f"going on from {used}{_without_optimizer(again)}",
         *(f"set aside, as it is damaged or of a future that is given up: {name}" for name in aside),
         *(differences(record) if record is not None else ()),
         *(f"changed: {change}" for change in again.changes),

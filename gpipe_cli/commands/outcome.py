@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -13,15 +12,17 @@ from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.report import PAGE
 from gpipe_cli.commands.resume import Resumed, allow_words
 from gpipe_cli.config.schema import Train
-from gpipe_cli.errors import ResourceError
+from gpipe_cli.errors import ResourceError, RunError
 from gpipe_cli.report.output import say
 from gpipe_cli.report.page.files import Files, number, whole
 from gpipe_cli.report.tables import print_facts
+from gpipe_cli.safe_files import parse_json, read_regular
 from gpipe_cli.training.loop import Evaluated, Plan
 from gpipe_cli.training.run_directory import write_json
 
 SUMMARY = "summary.json"
 LARGEST_EPOCH = 10**9
+LARGEST = 2**20
 
 
 def summary_of(last: Evaluated, plan: Plan, feed: Feed, directory: Path, job: Job) -> dict[str, Any]:
@@ -47,19 +48,24 @@ def finished_before(again: Resumed, plan: Plan, feed: Feed, job: Job) -> Summary
         or position.step != plan.steps
     ):
         return None
-    try:
-        summary: Summary = json.loads((again.run / SUMMARY).read_text(encoding="utf-8"))
-        if isinstance(summary, dict):
-            sys.stderr.write(f"{again.run}: the run has finished; nothing is changed\n")
-            return summary
-    except (
-        OSError,
-        ValueError,
-    ):  # it ended after its last snapshot and before its summary, which is made up for
-        pass
     summary = summary_of(position.evaluation, plan, feed, again.run, job)
+    before = _summary_before(again.run)
+    if all(before.get(key) == value for key, value in summary.items() if key not in ("run_dir", "command")):
+        sys.stderr.write(f"{again.run}: the run has finished; nothing is changed\n")
+        return before
     write_summary(again.run, summary)
     return summary
+
+
+def _summary_before(run: Path) -> Summary:
+    """What summary.json says; nothing where it is damaged, or a run ended between its last snapshot and it."""
+    try:
+        found = parse_json(read_regular(run / SUMMARY, LARGEST, base=run))
+    except (FileNotFoundError, ValueError):
+        return {}
+    except OSError as error:
+        raise RunError(f"{run / SUMMARY}: cannot be read: {error}; remove it") from error
+    return found if isinstance(found, dict) else {}
 
 
 def write_summary(run: Path, summary: Summary) -> None:

@@ -24,13 +24,13 @@ from gpipe_cli.pipeline.microbatch import Batch
 from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import LayerProfile, Sample, profile_layers
 from gpipe_cli.profiling.memory import activation_bytes
-from gpipe_cli.report.layers import counted_rows, layer_rows, print_layers, write_csv
+from gpipe_cli.report.layers import counted_rows, csv_text, layer_rows, print_layers
 from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
-from gpipe_cli.report.trace import write_trace
+from gpipe_cli.report.trace import trace_text
 from gpipe_cli.schedule.course import Course
 from gpipe_cli.schedule.simulate import Simulation
-from gpipe_cli.training.run_directory import check_run_dir, make_run_directory, write_json
+from gpipe_cli.training.run_directory import check_run_dir, make_run_directory, write_json, write_text
 
 Rows = list[dict[str, Any]]
 TABLES = ("layers", "timeline")  # parts of the summary that are printed in a form of their own
@@ -88,9 +88,9 @@ def _activations(parts: Assembly, sample: Sample) -> list[int] | None:
 
 def _write(directory: Path, summary: dict[str, Any], seen: Seen | None) -> None:
     write_json(directory / "profile.json", summary)
-    write_csv(directory / "profile.csv", summary["layers"])
+    write_text(directory / "profile.csv", csv_text(summary["layers"]))
     if seen is not None:
-        write_trace(directory / "trace.json", seen.steps, seen.ideal, seen.names)
+        write_text(directory / "trace.json", trace_text(seen.steps, seen.ideal, seen.names))
 
 
 def _rows(layers: Sequence[LayerProfile], balance: Sequence[int]) -> Rows:

@@ -37,7 +37,7 @@ def main(folder: str) -> NoReturn:
     end_with(task["launcher"])
     faulthandler.enable()
     if rank:
-        write_streams_to(meeting.output_of(rank))
+        write_streams_to(meeting.output_of(rank), meeting.folder)
     word = _word(meeting, task)
     meeting.say_last(rank, word)
     sys.stdout.flush()

@@ -6,6 +6,7 @@ Reads files only and does without torch. A page of ours is replaced, any other f
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from gpipe_cli.report.page.document import GENERATOR, page
 from gpipe_cli.report.page.facts import Run
 from gpipe_cli.report.page.reading import read_run
 from gpipe_cli.report.tables import print_facts
+from gpipe_cli.safe_files import UnsafeFile, open_regular
 from gpipe_cli.training.run_directory import write_text
 
 __all__ = ["PAGE", "leave_page", "run"]
@@ -76,10 +78,12 @@ def _given(words: Sequence[str]) -> tuple[list[Path], Path]:
 
 def _check_replaceable(out: Path) -> None:
     try:
-        if not out.exists():
-            return
-        with out.open(encoding="utf-8", errors="replace") as file:
-            ours = out.is_file() and GENERATOR in file.read(4096)
+        with os.fdopen(open_regular(out, base=out.parent), encoding="utf-8", errors="replace") as file:
+            ours = GENERATOR in file.read(4096)
+    except FileNotFoundError:
+        return
+    except UnsafeFile as error:
+        raise ConfigError(f"out={out}: {error}; give another name, or remove it") from error
     except OSError as error:
         raise ConfigError(f"out={out}: cannot be written: {error}") from error
     if not ours:

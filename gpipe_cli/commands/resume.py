@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -30,14 +30,14 @@ from gpipe_cli.training.loop import Plan
 from gpipe_cli.training.run_directory import explicit_run_directory
 from gpipe_cli.training.snapshot.contents import Snapshot, open_large_snapshot, open_snapshot
 from gpipe_cli.training.snapshot.finding import is_snapshot, newest_valid, run_of
-from gpipe_cli.training.snapshot.manifest import FILES
+from gpipe_cli.training.snapshot.manifest import FILES, OPTIMIZER
 from gpipe_cli.training.snapshot.record import Record, versions
 
 FIXED = ("model", "data", "seed", "batch_size", "optimizer._target_")
 """Keys that cannot change: the tensors, or the samples of a step, would be others."""
 MOVABLE = ("data.workers", "data.timeout", "data.root")
 """Below those, what only says where samples lie and who fetches them."""
-OF_THE_LAUNCH = ("resume", "run_dir")
+OF_THE_LAUNCH = ("resume", "run_dir", "reset_optimizer")
 """Keys that are about one launch, not about the training."""
 
 
@@ -139,7 +139,9 @@ def _snapshot(settings: Train, run: Path, *, large: bool) -> Snapshot | None:
     wanted = () if large else FILES
     opened = open_large_snapshot if large else open_snapshot
     if settings.resume != "auto":
-        return opened(choose("resume", str(settings.resume), wanted).snapshot)
+        ignored = (OPTIMIZER,) if settings.reset_optimizer else ()
+        snapshot = opened(choose("resume", str(settings.resume), wanted, ignored).snapshot)
+        return replace(snapshot, state=replace(snapshot.state, resets_optimizer=settings.reset_optimizer))
     found = newest_valid(run, wanted)
     tell_damaged(found.damaged)
     return None if found.newest is None else opened(found.newest)

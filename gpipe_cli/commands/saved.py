@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -10,15 +11,19 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from gpipe_cli.errors import RunError
+from gpipe_cli.safe_files import read_regular
+
+LARGEST = 2**20
+"""Bytes of a config.yaml; gpipe writes a few thousand."""
 
 
 def saved_config(run: Path) -> DictConfig:
     """config.yaml of a run directory: data, nothing of it is executed."""
     path = run / "config.yaml"
-    if not path.is_file():
-        raise RunError(f"{run}: is no run directory, it has no config.yaml")
     try:
-        tree = OmegaConf.load(path)
+        tree = OmegaConf.load(io.StringIO(read_regular(path, LARGEST, base=run).decode()))
+    except FileNotFoundError as error:
+        raise RunError(f"{run}: is no run directory, it has no config.yaml") from error
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
         raise RunError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(tree, DictConfig):

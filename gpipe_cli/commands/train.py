@@ -71,7 +71,7 @@ def run(settings: Train, job: Job) -> Summary:
         elif summary is None:
             relay = Relay(settings)
             # Before there is an engine: one of several processes keeps a part of the model only.
-            launch = launch_of(settings, job, parts)
+            launch = launch_of(settings, job, parts, resumed=None if again is None else again.run)
             engine = watched(make_engine(settings, parts, gauged=on_terminal()), job, team)
             held.callback(engine.close)
             warning = warning if runs_in_ranks(settings) else room()

@@ -219,6 +219,8 @@ def _survival(settings: Train) -> Iterator[str]:
         yield f"snapshot.every={every}: must be a number of steps, or epoch"
     if settings.time_limit is not None and seconds(settings.time_limit) is None:
         yield f"time_limit={settings.time_limit}: give seconds, or such as 90s, 30m, 2h, 1h30m"
+    if settings.reset_optimizer and settings.resume in (None, "auto"):
+        yield "reset_optimizer=true: needs resume=<a run or one of its snapshots>"
     if settings.resume == "auto" and settings.run_dir is None:
         yield "resume=auto: needs run_dir=<directory>, the same each time"
     elif settings.resume not in (None, "auto") and settings.run_dir is not None:

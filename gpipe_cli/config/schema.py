@@ -141,6 +141,8 @@ class Train(Running, Costed):
     """When the state of training is saved, and how many such snapshots stay."""
     resume: str | None = None
     """Go on with a run: its directory or one of its snapshots; auto: with `run_dir`, if there is anything in it."""
+    reset_optimizer: bool = False
+    """With `resume`: start with a new optimizer state instead of the saved one, which may be missing or damaged."""
     time_limit: str | None = None
     """Stop in good order before that long, to be resumed later: 90s, 30m, 2h, 1h30m."""
 

@@ -6,19 +6,23 @@ for; a broken one is an error that names its file.
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import final
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from gpipe_cli.data.datasets import Data, scaled
 from gpipe_cli.data.keys import check_common_keys
 from gpipe_cli.errors import DataError
+from gpipe_cli.safe_files import read_regular
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 _HELD_OUT = ("test", "val")
+_LARGEST = 2**28
+"""Bytes of an image file: more than any that is not refused for its pixels."""
 
 
 def build(
@@ -27,7 +31,7 @@ def build(
     """Classes are the folders under <root>/train, in alphabetical order; size=null needs images all alike."""
     check_common_keys(size, workers, timeout)
     train_folder = _folder(root, "train")
-    classes = sorted(path.name for path in train_folder.iterdir() if path.is_dir())
+    classes = sorted(_class_folders(train_folder))
     if not classes:
         raise DataError(f"data.root={root}: {train_folder} holds no folders; put one folder per class there")
     train = FolderSamples(train_folder, classes, size)
@@ -49,7 +53,7 @@ def build(
 class FolderSamples:
     def __init__(self, folder: Path, classes: list[str], size: int | None) -> None:
         self._size = size
-        strangers = {path.name for path in folder.iterdir() if path.is_dir()} - set(classes)
+        strangers = _class_folders(folder) - set(classes)
         if strangers:
             raise DataError(f"{folder}: {', '.join(sorted(strangers))}: no such class under train")
         self._files = [
@@ -75,6 +79,13 @@ def _folder(root: str, *names: str) -> Path:
     raise DataError(f"data.root={root}: {wanted} is missing; put a folder of images per class there")
 
 
+def _class_folders(folder: Path) -> set[str]:
+    try:
+        return {path.name for path in folder.iterdir() if path.is_dir()}
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read: {error}") from error
+
+
 def _images(folder: Path) -> list[Path]:
     # Sorted: the order in which a file system lists its files is not the same everywhere.
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
@@ -82,9 +93,10 @@ def _images(folder: Path) -> list[Path]:
 
 def _read(path: Path) -> Tensor:
     try:
-        with Image.open(path) as image:
+        content = read_regular(path, _LARGEST)
+        with Image.open(io.BytesIO(content)) as image:
             return pixels(image)
-    except (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+    except Exception as error:  # damaged bytes make a decoder raise nearly anything
         raise DataError(f"{path}: not a readable image ({error})") from error
 
 

@@ -16,10 +16,13 @@ from torch import Tensor
 from gpipe_cli.data.datasets import Data
 from gpipe_cli.data.keys import check_common_keys
 from gpipe_cli.errors import ConfigError, DataError
+from gpipe_cli.safe_files import read_regular
 from gpipe_cli.values import check_whole_number
 
 _FILE = Path(__file__).parent / "files" / "sonnets.txt"
 _BYTES = 256
+_LARGEST = 2**30
+"""Bytes of a file: its windows are shuffled in memory, each of them some bytes more."""
 
 
 def build(
@@ -53,9 +56,11 @@ def build(
 
 def _read(path: Path) -> Tensor:
     try:
-        content = bytearray(path.read_bytes())
+        content = bytearray(read_regular(path, _LARGEST))
     except OSError as error:
-        raise DataError(f"data.path={path}: cannot be read: {error.strerror}") from error
+        raise DataError(f"data.path={path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # of a name with a null byte in it
+        raise DataError(f"data.path={path}: cannot be read: {error}") from error
     if not content:
         raise DataError(f"data.path={path}: is empty")
     return torch.frombuffer(content, dtype=torch.uint8)

@@ -24,7 +24,7 @@ from gpipe_cli.distributed.exchange import (
 from gpipe_cli.distributed.place import Place
 from gpipe_cli.engines.peers import BadOutput
 from gpipe_cli.engines.protocol import StepFacts
-from gpipe_cli.engines.state import EngineState
+from gpipe_cli.engines.state import EngineState, merged_numbers
 from gpipe_cli.torch_internals.loss_scale import agree_on_overflow
 
 __all__ = ["RankPeers"]
@@ -119,8 +119,7 @@ class RankPeers:
                 # What several hold is equal in all of them.
                 mine.update({name: one for name, one in theirs.items() if name not in mine})
             if numbers:
-                state = {**their_numbers["optimizer"]["state"], **numbers["optimizer"]["state"]}
-                numbers["optimizer"] = {**numbers["optimizer"], "state": state}
+                numbers["optimizer"] = merged_numbers([numbers["optimizer"], their_numbers["optimizer"]])
         order = {name: place for place, name in enumerate(self._module.state_dict())}
         return EngineState(
             {name: model[name] for name in sorted(model, key=order.__getitem__)}, buffers, optimizer, numbers

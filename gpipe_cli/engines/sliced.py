@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from gpipe_cli.engines.protocol import Batch, Objective, StepFacts
 from gpipe_cli.engines.slice_update import Group, SliceUpdate
-from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, module_state
+from gpipe_cli.engines.state import (
+    EngineState,
+    OptimizerState,
+    check_optimizer,
+    check_state,
+    merged_numbers,
+    module_state,
+)
 from gpipe_cli.engines.stepping import Pipe, PipeEngine, load_scaler
 from gpipe_cli.errors import RunError
 from gpipe_cli.offload.rotation import Rotation
@@ -21,6 +28,7 @@ from gpipe_cli.offload.sizing import layer_bytes, optimizer_bytes
 from gpipe_cli.offload.slice import Part, Slice
 from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
 from gpipe_cli.offload.transfers import Transfers
+from gpipe_cli.profiling.optimizer_state import StateOutlines
 
 __all__ = ["Away", "SlicedEngine", "kept_bytes", "make_tier"]
 
@@ -90,7 +98,7 @@ class SlicedEngine:
         self._away = away
         self._shared = Group([one for one in away.shared if one.requires_grad])
         self._update = self._make_update(objective, last)
-        self._kept = {id(group): self._optimizer_state(group) for group in self._groups() if group.optimizer}
+        self._kept = self._optimizer_states(objective)
         self._engine = PipeEngine(
             pipe,
             module,
@@ -117,11 +125,7 @@ class SlicedEngine:
         state = self._engine.state()
         if self._update is not None:
             taken = [one.take() for one in self._kept.values()]
-            numbers = {
-                "state": dict(chain.from_iterable(one["state"].items() for _, one in taken)),
-                # Each optimizer has seen the same settings and the same number of steps.
-                "groups": taken[0][1]["groups"] if taken else [],
-            }
+            numbers = merged_numbers([one for _, one in taken]) if taken else {"state": {}, "groups": []}
             tensors = dict(chain.from_iterable(one.items() for one, _ in taken))
             state = replace(state, optimizer=tensors, numbers={**state.numbers, "optimizer": numbers})
         away = any(shelf.region.memory is None for one in self._slices() for shelf in one.shelves)
@@ -141,7 +145,7 @@ class SlicedEngine:
             for slice in rotation.tour([Part.WEIGHTS], [Part.WEIGHTS, Part.STATE]):
                 self._load(state, [key for one in slice.parameters for key in keys[one]])
                 self._load_optimizer(state, slice)
-        if self._update is not None:
+        if self._update is not None and self._trains(state):
             load_scaler(self._update.scaler, state)
 
     def close(self) -> None:
@@ -177,10 +181,18 @@ class SlicedEngine:
             rotation.completion = update
         return update
 
-    def _optimizer_state(self, group: Slice | Group) -> OptimizerState:
+    def _optimizer_states(self, objective: Objective) -> dict[int, OptimizerState]:
+        if objective.optimizer is None:
+            return {}
+        outlines = StateOutlines(objective.optimizer)
+        return {
+            id(group): self._optimizer_state(group, outlines) for group in self._groups() if group.optimizer
+        }
+
+    def _optimizer_state(self, group: Slice | Group, outlines: StateOutlines) -> OptimizerState:
         assert group.optimizer is not None, "asked of groups that are trained"
         names = {parameter: name for name, parameter in self.module.named_parameters()}
-        return OptimizerState(group.optimizer, {one: names[one] for one in group.trained})
+        return OptimizerState(group.optimizer, {one: names[one] for one in group.trained}, outlines)
 
     def _keys(self) -> dict[Tensor, list[str]]:
         """The names each parameter and buffer has in a state_dict."""
@@ -190,16 +202,15 @@ class SlicedEngine:
         return found
 
     def _check_fit(self, state: EngineState) -> None:
-        own = module_state(self.module)
+        check_state(self.module, state)
         trained = {name for name, one in self.module.named_parameters() if one.requires_grad}
         kept = {path.rpartition("/")[0] for path in state.optimizer}
-        for what, wrong in (
-            ("names", own.model.keys() ^ state.model.keys()),
-            ("buffers", own.buffers.keys() ^ state.buffers.keys()),
-            ("it trains no", kept - trained if self._update is not None else set()),
-        ):
-            if wrong:
-                raise RunError(f"does not fit the model: {what} {', '.join(sorted(wrong)[:5])}")
+        if self._trains(state) and (wrong := kept - trained):
+            raise RunError(f"does not fit the model: it trains no {', '.join(sorted(wrong)[:5])}")
+
+    def _trains(self, state: EngineState) -> bool:
+        """Whether the optimizer's part of a state is loaded."""
+        return self._update is not None and not state.resets_optimizer
 
     def _load(self, state: EngineState, keys: Sequence[str]) -> None:
         try:
@@ -209,7 +220,7 @@ class SlicedEngine:
 
     def _load_optimizer(self, state: EngineState, group: Slice | Group) -> None:
         kept = self._kept.get(id(group))
-        if kept is None:
+        if kept is None or not self._trains(state):
             return
         names = {name for name, one in self.module.named_parameters() if one in set(group.trained)}
         tensors = {

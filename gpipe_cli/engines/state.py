@@ -6,8 +6,9 @@ is a function of the step. Knows nothing of files; it sees to it that all it giv
 
 from __future__ import annotations
 
+import reprlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -15,9 +16,15 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.engines.state_check import check_kept, check_numbers, check_tensors
 from gpipe_cli.errors import ConfigError, RunError
+from gpipe_cli.profiling.optimizer_state import StateOutlines
 
 NUMBERS = (bool, int, float, str, type(None))
+NOT_ITS_OWN = ("params", "lr")
+"""Among the settings of a group: what the model and the schedule of the learning rate decide."""
+IDLE = "without_state"
+"""Among an optimizer's numbers: parameters it keeps nothing of, since they never had a gradient."""
 Groups = list[dict[str, Any]]
 
 
@@ -34,6 +41,8 @@ class EngineState:
     """By `parameter/key`, such as `conv1.weight/exp_avg`."""
     numbers: dict[str, Any] = field(default_factory=dict)
     """The rest, as JSON: what the optimizer keeps besides tensors, and the loss scale."""
+    resets_optimizer: bool = False
+    """Whether the optimizer of an engine that loads it begins anew."""
     fetch: Callable[[Tensor], Tensor] | None = None
     """For a state that may be larger than memory, gives the numbers of one of its tensors, which has none itself."""
 
@@ -45,12 +54,12 @@ class EngineState:
 def module_state(module: nn.Module) -> EngineState:
     """What is here: tensors on the meta device are in other processes."""
     model = module.state_dict()
-    buffers = {name: one for name, one in module.named_buffers() if name not in model}
-    return EngineState(_stored(model), _stored(buffers))
+    return EngineState(_stored(model), _stored(_left_out(module, model)))
 
 
 def load_module(module: nn.Module, state: EngineState) -> None:
-    """Every name must be there, and no other."""
+    """Every name must be there, and no other, in the same shape and dtype."""
+    check_state(module, state)
     try:
         with warnings.catch_warnings():
             # What belongs to other processes is compared in name and shape, and not stored.
@@ -58,12 +67,24 @@ def load_module(module: nn.Module, state: EngineState) -> None:
             module.load_state_dict(state.model)
     except RuntimeError as error:
         raise RunError(f"does not fit the model: {' '.join(str(error).split())}") from error
-    kept = module.state_dict()
-    left_out = {name: one for name, one in module.named_buffers() if name not in kept}
-    if left_out.keys() != state.buffers.keys():
-        raise RunError(f"does not fit the model: buffers {sorted(left_out.keys() ^ state.buffers.keys())}")
-    for name, buffer in left_out.items():
+    for name, buffer in _left_out(module, module.state_dict()).items():
         buffer.copy_(state.buffers[name])
+
+
+def check_state(module: nn.Module, state: EngineState) -> None:
+    """Whether its tensors are the module's."""
+    model = module.state_dict()
+    check_tensors("tensor", model, state.model)
+    check_tensors("buffer", _left_out(module, model), state.buffers)
+    match state.numbers.get("optimizer"):
+        case {"without_state": [_, *_], "state": {**numbers}} if not (
+            state.optimizer or numbers or state.resets_optimizer
+        ):
+            raise RunError("does not fit the optimizer: it has a state of no parameter at all")
+
+
+def _left_out(module: nn.Module, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: one for name, one in module.named_buffers() if name not in kept}
 
 
 def _stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -74,8 +95,10 @@ def _stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class OptimizerState:
     """What one optimizer keeps, by the names of its parameters."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> None:
-        self._optimizer, self._names = optimizer, names
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], outlines: StateOutlines
+    ) -> None:
+        self._optimizer, self._names, self._outlines = optimizer, names, outlines
         self._at_first = _settings(optimizer)
 
     def take(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -90,7 +113,13 @@ class OptimizerState:
                     tensors[f"{name}/{key}"] = value
                 else:
                     numbers.setdefault(name, {})[key] = value
-        return tensors, {"state": numbers, "groups": self._moved()}
+        found = {"state": numbers, "groups": self._moved()}
+        idle = [
+            name
+            for name, one in self._trained()
+            if self._outlines.of(one) and one not in self._optimizer.state
+        ]
+        return tensors, {**found, IDLE: idle} if idle else found
 
     def put(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Continue from what `take` gave."""
@@ -99,14 +128,42 @@ class OptimizerState:
         for path, tensor in tensors.items():
             name, _, key = path.rpartition("/")
             found.setdefault(name, {})[key] = tensor
-        if unknown := found.keys() - set(self._names.values()):
-            raise RunError(f"does not fit the model: it trains no {', '.join(sorted(unknown)[:5])}")
+        if unknown := found.keys() - (
+            set(self._names.values()) - {""}
+        ):  # the name of a parameter that stands in
+            raise RunError(
+                f"does not fit the model: it trains no {', '.join(sorted(unknown)[:5]) or repr('')}"
+            )
         order = [one for group in self._optimizer.param_groups for one in group["params"]]
         state = {index: found[self._name(one)] for index, one in enumerate(order) if self._name(one) in found}
+        self._check(found, numbers)
         for group, moved in zip(groups, numbers["groups"], strict=True):
             group.update(moved)
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         self._undo_rounding(order, state)
+
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        """Its parameters by name; one without a name only stands in for none."""
+        own = (one for group in self._optimizer.param_groups for one in group["params"])
+        return [(name, one) for one in own if (name := self._name(one))]
+
+    def _check(self, found: Mapping[str, Mapping[str, Any]], numbers: Mapping[str, Any]) -> None:
+        """Every parameter that has had a gradient has all that the optimizer keeps of one."""
+        # An optimizer of torch keeps from its first update on all it ever will, and changes none of its settings;
+        # another may do both.
+        complete = type(self._optimizer).__module__.startswith("torch.optim.")
+        idle = numbers.get(IDLE, [])
+        if not isinstance(idle, list) or any(found.get(name) for name in idle if isinstance(name, str)):
+            raise RunError(
+                f"does not fit the optimizer: its parameters without a state are {reprlib.repr(idle)}"
+            )
+        for name, parameter in self._trained():
+            expected = self._outlines.of(parameter)
+            if expected is not None and name not in idle:
+                check_kept(name, expected, found.get(name, {}), complete=complete)
+        for settings, moved in zip(_settings(self._optimizer), numbers["groups"], strict=True):
+            added = {key: value for key, value in moved.items() if key not in NOT_ITS_OWN}
+            check_numbers({} if complete else {**added, **settings}, moved)
 
     def _undo_rounding(self, order: list[nn.Parameter], state: Mapping[int, Mapping[str, Any]]) -> None:
         """torch gives state the dtype of its parameter, even where the optimizer chose a finer one."""
@@ -141,7 +198,17 @@ def check_optimizer(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimiz
         optimizer.step()
     except Exception:  # noqa: BLE001 - it may want other gradients than these; training itself will tell
         return
-    OptimizerState(optimizer, {parameter: "parameter"}).take()
+    OptimizerState(optimizer, {parameter: "parameter"}, StateOutlines(make)).take()
+
+
+def merged_numbers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What several optimizers keep of their own parts of a model; they have seen the same settings and steps."""
+    merged = {
+        "state": dict(item for one in parts for item in one["state"].items()),
+        "groups": parts[0]["groups"],
+    }
+    idle = dict.fromkeys(name for one in parts for name in one.get(IDLE, ()))
+    return {**merged, IDLE: list(idle)} if idle else merged
 
 
 def _check_storable(optimizer: torch.optim.Optimizer, key: Any, value: Any) -> None:
@@ -164,7 +231,7 @@ def _checked(numbers: Mapping[str, Any], groups: int) -> dict[str, dict[str, Any
 
 def _settings(optimizer: torch.optim.Optimizer) -> Groups:
     return [
-        {key: deepcopy(value) for key, value in group.items() if key not in ("params", "lr")}
+        {key: deepcopy(value) for key, value in group.items() if key not in NOT_ITS_OWN}
         for group in optimizer.param_groups
     ]
 

@@ -15,9 +15,11 @@ from gpipe_cli.engines.nonfinite import bad_gradients, described, first_bad_outp
 from gpipe_cli.engines.peers import Alone, Peers
 from gpipe_cli.engines.protocol import Batch, Objective, StepFacts, Value
 from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state
+from gpipe_cli.engines.state_check import check_scaler
 from gpipe_cli.engines.update import Update, UpdateFacts
 from gpipe_cli.engines.utilisation import Gauge
-from gpipe_cli.errors import NumericError, RunError
+from gpipe_cli.errors import NumericError
+from gpipe_cli.profiling.optimizer_state import StateOutlines
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -140,10 +142,11 @@ class PipeEngine:
 
     def load_state(self, state: EngineState) -> None:
         load_module(self.module, state)
+        if self._update is None or state.resets_optimizer:
+            return
         if self._kept is not None:
             self._kept.put(state.optimizer, state.numbers.get("optimizer", {}))
-        if self._update is not None:
-            load_scaler(self._update.scaler, state)
+        load_scaler(self._update.scaler, state)
 
     def close(self) -> None:
         self._pipe.close()
@@ -183,7 +186,9 @@ class PipeEngine:
 
     def _optimizer_state(self, update: Update) -> OptimizerState:
         names = {parameter: name for name, parameter in self.module.named_parameters()}
-        return OptimizerState(update.optimizer, {**names, self._placeholder: ""})
+        assert self._objective.optimizer is not None, "an update has been made of it"
+        outlines = StateOutlines(self._objective.optimizer)
+        return OptimizerState(update.optimizer, {**names, self._placeholder: ""}, outlines)
 
     def _loss(self, output: Any, target: Tensor) -> Tensor:
         # Autocast leaves scores in half precision; a loss summed there would lose most of its digits.
@@ -204,12 +209,10 @@ class PipeEngine:
 
 
 def load_scaler(scaler: torch.amp.GradScaler, state: EngineState) -> None:
-    saved = state.numbers.get("scaler")
-    if saved and scaler.is_enabled():  # a run may go on in another precision
-        try:
-            scaler.load_state_dict(saved)
-        except (KeyError, TypeError) as error:
-            raise RunError(f"does not fit the loss scaler: {saved}") from error
+    saved = state.numbers.get("scaler", {})
+    if saved != {} and scaler.is_enabled():  # a run may go on in another precision
+        check_scaler(scaler.state_dict(), saved)
+        scaler.load_state_dict(saved)
 
 
 def _scaled(

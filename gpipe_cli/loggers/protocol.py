@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, RunError
+from gpipe_cli.safe_files import open_directory, open_regular, parse_json, read_regular, writing
 
-__all__ = ["Logged", "Logger", "flat", "known_id", "remember_id", "required"]
+__all__ = ["Logged", "Logger", "flat", "known_id", "own_folder", "remember_id", "required"]
 
 IDENTITIES = "logger.json"
+LARGEST = 2**16
 IDENTITY = re.compile(r"[\w-]{1,64}", flags=re.ASCII)
 
 
@@ -57,14 +60,30 @@ def known_id(run: Logged, option: str) -> str | None:
 
 def remember_id(run: Logged, option: str, identity: str) -> None:
     content = {**_identities(run.directory), option: identity}
-    (run.directory / IDENTITIES).write_text(json.dumps(content), encoding="utf-8")
+    path = run.directory / IDENTITIES
+    with writing(path):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with os.fdopen(open_regular(path, flags, base=run.directory), "w", encoding="utf-8") as file:
+            json.dump(content, file)
+
+
+def own_folder(run: Logged, name: str) -> Path:
+    """A folder in the run directory for what a service writes there; no link to another one."""
+    path = run.directory / name
+    with writing(path):
+        path.mkdir(exist_ok=True)
+        with open_directory(path, run.directory):
+            return path
 
 
 def _identities(directory: Path) -> dict[str, Any]:
+    path = directory / IDENTITIES
     try:
-        found = json.loads((directory / IDENTITIES).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # none yet, or one that is of no use
+        found = parse_json(read_regular(path, LARGEST, base=directory))
+    except (FileNotFoundError, ValueError):  # none yet, or one that is of no use
         return {}
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read: {error}; remove it") from error
     return found if isinstance(found, dict) else {}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from gpipe_cli.loggers.protocol import Logged, Logger, flat, required
+from gpipe_cli.loggers.protocol import Logged, Logger, flat, own_folder, required
 
 FOLDER = "tensorboard"
 
@@ -23,7 +23,7 @@ class TensorBoard:
 
     def open(self, run: Logged) -> None:
         """What an earlier launch wrote of later steps is hidden: this one writes them anew."""
-        self._writer = self._package.SummaryWriter(str(run.directory / FOLDER), purge_step=run.step + 1)
+        self._writer = self._package.SummaryWriter(str(own_folder(run, FOLDER)), purge_step=run.step + 1)
         lines = "\n".join(f"    {key}: {value}" for key, value in flat(run.config).items())
         self._writer.add_text("config", lines, global_step=run.step)
 

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, final
 
-from gpipe_cli.loggers.protocol import Logged, Logger, known_id, remember_id, required
+from gpipe_cli.loggers.protocol import Logged, Logger, known_id, own_folder, remember_id, required
 
 
 def build(project: str, mode: str | None = None) -> Logger:
@@ -20,6 +20,7 @@ class WeightsAndBiases:
         self._run: Any = None
 
     def open(self, run: Logged) -> None:
+        own_folder(run, "wandb")  # the service makes it there itself, and would follow a link
         identity = known_id(run, "wandb") or secrets.token_hex(8)
         self._run = self._package.init(
             project=self._project,

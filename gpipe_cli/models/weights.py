@@ -7,6 +7,7 @@ of any model family: it compares names and shapes.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gpipe_cli.errors import ConfigError, RunError
+from gpipe_cli.errors import ConfigError, ResourceError, RunError
+from gpipe_cli.safe_files import open_regular
 
 _SHOWN = 5  # names in a message; a wrong file differs in hundreds
 
@@ -28,8 +30,12 @@ def read_weights(path: str | Path, key: str = "model.weights") -> dict[str, Tens
     readers = {".safetensors": _read_safetensors, ".pth": _read_torch, ".pt": _read_torch}
     if path.suffix not in readers:
         raise ConfigError(f"{name}: unknown kind of file; give one of {', '.join(readers)}")
-    if not path.is_file():
-        raise RunError(f"{name}: no such file")
+    try:
+        os.close(open_regular(path))
+    except FileNotFoundError as error:
+        raise RunError(f"{name}: no such file") from error
+    except OSError as error:
+        raise RunError(f"{name}: cannot be read: {error}") from error
     return readers[path.suffix](path, name)
 
 
@@ -44,15 +50,20 @@ def load_weights(
 def check_weights(
     model: nn.Module, tensors: Mapping[str, Tensor], path: str | Path, key: str = "model.weights"
 ) -> None:
-    """Whether they are the model's, by name and shape."""
+    """Whether they are the model's, by name, shape and kind of number; a precision may be another one."""
     expected = model.state_dict()
     misshapen = [
         f"{name} {_shape(tensors[name])} instead of {_shape(tensor)}"
         for name, tensor in expected.items()
         if name in tensors and tensors[name].shape != tensor.shape
     ]
-    problems = {"of another shape": misshapen}
-    if not misshapen:
+    mistyped = [
+        f"{name} {_dtype(tensors[name])} instead of {_dtype(tensor)}"
+        for name, tensor in expected.items()
+        if name in tensors and not _convertible(tensors[name].dtype, tensor.dtype)
+    ]
+    problems = {"of another shape": misshapen, "of another kind": mistyped}
+    if not misshapen and not mistyped:
         problems = {
             "missing": [name for name in expected if name not in tensors],
             "unexpected": [name for name in tensors if name not in expected],
@@ -65,6 +76,8 @@ def check_weights(
 def _read_safetensors(path: Path, name: str) -> dict[str, Tensor]:
     try:
         return load_file(path)
+    except MemoryError as error:
+        raise ResourceError(f"{name}: no memory for its tensors") from error
     except (SafetensorError, OSError, ValueError) as error:
         raise RunError(f"{name}: damaged, or not a safetensors file ({error})") from error
 
@@ -85,6 +98,14 @@ def _read_torch(path: Path, name: str) -> dict[str, Tensor]:
 
 def _is_named_tensor(item: tuple[Any, Any]) -> bool:
     return isinstance(item[0], str) and isinstance(item[1], Tensor)
+
+
+def _convertible(given: torch.dtype, wanted: torch.dtype) -> bool:
+    return given == wanted or (given.is_floating_point and wanted.is_floating_point)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _shape(tensor: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""How many bytes an optimizer will keep per parameter, found out with parameters of a few numbers.
+"""What an optimizer will keep per parameter, and how many bytes that is, found out with parameters of a few numbers.
 
 Every optimizer is asked, none is known by name: it makes one update of a tiny parameter, and the shapes of what it
 keeps then say how that grows. Momenta have the parameter's shape, Adafactor's rows and columns a part of it.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.torch_internals.without_compiler import without_compiler
 
-__all__ = ["MakeOptimizer", "state_bytes"]
+__all__ = ["MakeOptimizer", "StateOutlines", "state_bytes"]
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -52,13 +52,50 @@ def state_bytes(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> list
     ]
 
 
+@final
+class StateOutlines:
+    """What an optimizer keeps of a parameter from its first update on: names, shapes, dtypes."""
+
+    def __init__(self, make: MakeOptimizer) -> None:
+        self._make = make
+        self._kept: dict[tuple[int, torch.dtype], dict[str, Any] | None] = {}
+
+    def of(self, parameter: Tensor) -> dict[str, Any] | None:
+        """Tensors without numbers, and numbers; None for an optimizer that cannot be tried out like that."""
+        key = parameter.dim(), parameter.dtype
+        if key not in self._kept:
+            try:
+                self._kept[key] = _state_after_a_step(self._make, *key)
+            except Exception:  # noqa: BLE001 - it may want other gradients than these; training itself will tell
+                self._kept[key] = None
+        kept = self._kept[key]
+        return None if kept is None else {name: _scaled(one, parameter.shape) for name, one in kept.items()}
+
+
+def _scaled(kept: Any, shape: Sequence[int]) -> Any:
+    """What was kept of the tiny parameter, as it is for one of that shape."""
+    if not isinstance(kept, Tensor):
+        return kept
+    sides = _SIDES[: len(shape)]
+    if kept.dim() == 1 and len(shape) > 1 and kept.numel() == prod(sides):
+        return kept.new_empty(prod(shape), device="meta")
+    return kept.new_empty(
+        [shape[sides.index(side)] if side in sides else side for side in kept.shape], device="meta"
+    )
+
+
 def _try_out(make: MakeOptimizer, dimensions: int, dtype: torch.dtype) -> list[_Kept]:
+    kept = _state_after_a_step(make, dimensions, dtype)
+    return [_describe(one, dimensions) for one in kept.values() if isinstance(one, Tensor)]
+
+
+def _state_after_a_step(make: MakeOptimizer, dimensions: int, dtype: torch.dtype) -> dict[str, Any]:
     tiny = nn.Parameter(torch.ones(_SIDES[:dimensions], dtype=dtype))
     tiny.grad = torch.ones_like(tiny)
     with without_compiler():
         optimizer = make([tiny])
         optimizer.step()
-    return [_describe(one, dimensions) for one in optimizer.state[tiny].values() if isinstance(one, Tensor)]
+    return dict(optimizer.state[tiny])
 
 
 def _describe(kept: Tensor, dimensions: int) -> _Kept:

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
-from gpipe_cli.errors import INTERRUPTED, GpipeError
+import errno
+
+from gpipe_cli.errors import INTERRUPTED, GpipeError, ResourceError
 from gpipe_cli.report.text import plain
+
+RESOURCES = frozenset(
+    {
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EIO,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+    }
+)
+"""Of the system's errors those about memory, disk and permissions, wherever they come from."""
 
 
 def describe(error: BaseException) -> str:
@@ -19,4 +36,6 @@ def exit_code(error: BaseException) -> int:
     """What the process ends with. A SystemExit has no say in it: a layer's exit(0) is no success."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
+    if isinstance(error, OSError) and error.errno in RESOURCES:
+        return ResourceError.exit_code
     return error.exit_code if isinstance(error, GpipeError) else 1

@@ -6,10 +6,10 @@ A row holds what is known: times where layers were measured, floating-point oper
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 from gpipe_cli.profiling.facts import ModelFacts
@@ -17,7 +17,7 @@ from gpipe_cli.profiling.seen import LayerFacts
 from gpipe_cli.report.numbers import readable
 from gpipe_cli.report.tables import print_rows
 
-__all__ = ["counted_rows", "layer_rows", "print_layers", "shapes_text", "write_csv"]
+__all__ = ["counted_rows", "csv_text", "layer_rows", "print_layers", "shapes_text"]
 
 Row = Mapping[str, Any]
 
@@ -82,11 +82,13 @@ def print_layers(rows: Sequence[Row], *, sort: str, top: int | None) -> None:
     )
 
 
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows({**row, "output_shape": shapes_text(row["output_shape"])} for row in rows)
+def csv_text(rows: Sequence[Row]) -> str:
+    """The content of a CSV file."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+    writer.writeheader()
+    writer.writerows({**row, "output_shape": shapes_text(row["output_shape"])} for row in rows)
+    return text.getvalue()
 
 
 def shapes_text(shapes: Iterable[Sequence[int]]) -> str:

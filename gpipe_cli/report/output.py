@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from gpipe_cli.report.text import plain
+from gpipe_cli.safe_files import open_regular
 
 
 def leave_stdout() -> None:
@@ -18,9 +19,9 @@ def leave_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def write_streams_to(path: Path) -> None:
-    """Both streams go to the end of a file, also what is not written by Python."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+def write_streams_to(path: Path, base: Path) -> None:
+    """Both streams go to the end of a file, also what is not written by Python; below `base` no link is followed."""
+    descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, base=base)
     sys.stdout.flush()
     sys.stderr.flush()
     for stream in (1, 2):

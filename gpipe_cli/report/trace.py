@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # who only reads a trace does not wait for torch
     from gpipe_cli.profiling.timeline import Step
 
-__all__ = ["IDEAL", "MEASURED", "trace_events", "write_trace"]
+__all__ = ["IDEAL", "MEASURED", "trace_events", "trace_text"]
 
 MEASURED, IDEAL = 1, 2
 """The processes of a trace: what was recorded, and what was predicted."""
 TITLES = {MEASURED: "gpipe", IDEAL: "gpipe, ideal"}
 
 
-def write_trace(path: Path, steps: Sequence[Step], ideal: Step, rows: Sequence[str]) -> None:
-    """`rows` are the names of the partitions."""
+def trace_text(steps: Sequence[Step], ideal: Step, rows: Sequence[str]) -> str:
+    """The content of the file; `rows` are the names of the partitions."""
     events = [*trace_events(steps, rows, MEASURED), *trace_events([ideal], rows, IDEAL)]
     document = {"traceEvents": events, "displayTimeUnit": "ms"}
-    path.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+    return json.dumps(document, separators=(",", ":"))
 
 
 def trace_events(steps: Sequence[Step], rows: Sequence[str], process: int = MEASURED) -> list[dict[str, Any]]:

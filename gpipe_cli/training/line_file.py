@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from gpipe_cli.errors import ResourceError
+from gpipe_cli.safe_files import open_regular, writing
 
 MOST_WAITING = 8 * 2**20
 """Bytes that wait in memory; lines beyond that are lost."""
@@ -22,18 +22,18 @@ MOST_WAITING = 8 * 2**20
 class LineFile:
     """Text is given in whole lines; a logging.StreamHandler takes it for its stream."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, base: Path | None = None) -> None:
+        """base: the directory below which no link is followed, where it is not that of the file."""
         self.path = path
         self.trouble: OSError | None = None
         """Why lines are waiting; None while none are."""
         self.lost = 0
         """Lines that will never be written."""
         self._waiting = bytearray()
-        try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        with writing(path):  # before the first step there is no harm in giving up
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+            self._descriptor = open_regular(path, flags, base=base or path.parent)
             self._whole = os.fstat(self._descriptor).st_size
-        except OSError as error:  # before the first step there is no harm in giving up
-            raise ResourceError(f"{path}: cannot be written: {error}") from error
 
     def write(self, lines: str) -> None:
         """Add lines to what is in the file, as soon as that takes them."""

@@ -13,10 +13,11 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gpipe_cli.errors import ConfigError, ResourceError
+from gpipe_cli.safe_files import open_regular, parse_json, writing
 
 NAME = "run.lock"
 
@@ -27,25 +28,31 @@ def only_writer(run: Path) -> Iterator[None]:
     path = run / NAME
     descriptor = _locked(path)
     try:
-        owner = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "started": time.strftime("%Y-%m-%d %H:%M:%S"),
-        }
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{json.dumps(owner)}\n".encode(), 0)
+        with writing(path):
+            _write_owner(descriptor)
         yield
     finally:
-        path.unlink(missing_ok=True)  # before it is unlocked: nobody waits for a name that is gone
+        # Before it is unlocked: nobody waits for a name that is gone. One that stays is taken over by the next
+        # writer, so a directory that can no longer be written to is no failure of its own, and hides none.
+        with suppress(OSError):
+            path.unlink()
         os.close(descriptor)
+
+
+def _write_owner(descriptor: int) -> None:
+    owner = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{json.dumps(owner)}\n".encode(), 0)
 
 
 def _locked(path: Path) -> int:
     while True:
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        except OSError as error:
-            raise ResourceError(f"{path}: the run directory cannot be locked: {error}") from error
+        with writing(path):
+            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, base=path.parent)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
@@ -69,7 +76,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 def _in_use(run: Path, owner: bytes) -> str:
     try:
-        told = json.loads(owner)
+        told = parse_json(owner)
         who = f"process {told['pid']} on {told['host']}, since {told['started']}"
     except (ValueError, KeyError, TypeError):
         who = "another process"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.errors import ConfigError, ResourceError
+from gpipe_cli.safe_files import writing
 from gpipe_cli.training.snapshot.durable import write_file
 
 LONGEST_NAME = 80
@@ -56,7 +57,14 @@ def planned_run_directory(run_dir: str | None, number: int | None) -> Path:
 
 def explicit_run_directory(run_dir: str, number: int | None) -> Path:
     """The directory that was asked for, a job of a sweep in a numbered folder of it."""
-    return Path(run_dir) if number is None else Path(run_dir) / str(number)
+    if number is None:
+        return Path(run_dir)
+    path = Path(run_dir) / str(number)
+    if path.is_symlink():  # the user named the folder of the sweep, not where one of its jobs leads
+        raise ConfigError(
+            f"run_dir={run_dir}: {path} is a symbolic link; remove it, or choose another directory"
+        )
+    return path
 
 
 def _new(base: Path) -> Path:
@@ -84,7 +92,5 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Put a file there, whole or not at all."""
-    try:
+    with writing(path):
         write_file(path, [text.encode()])
-    except OSError as error:
-        raise ResourceError(f"{path}: cannot be written: {error}") from error

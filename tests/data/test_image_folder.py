@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,20 @@ def test_a_broken_image_is_named_with_its_index(root: Path, kept: int) -> None:
     data = image_folder.build(str(root), size=8)
     with pytest.raises(DataError, match=r"sample 1: .*train/red/1\.png: not a readable image"):
         list(batches(data.train, batch_size=3, seed=0, epoch=0, shuffle=False))
+
+
+def test_only_files_of_a_sensible_size_are_images(root: Path) -> None:
+    """A named pipe called 1.png was waited for."""
+    first, second, third = (root / "train" / "red" / f"{name}.png" for name in ("1", "3", "4"))
+    first.unlink()
+    os.mkfifo(first)
+    second.mkdir()
+    with third.open("wb") as file:
+        file.truncate(2**40)
+    data = image_folder.build(str(root), size=8)
+    for index, says in ((1, "is a named pipe"), (2, "is a directory"), (3, "has 1,099,511,627,776 bytes")):
+        with pytest.raises(DataError, match=f"not a readable image \\({says}"):
+            data.train[index]
 
 
 def test_images_of_different_sizes_need_a_size(root: Path) -> None:

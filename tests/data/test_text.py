@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -79,7 +80,7 @@ def test_batches_are_whole_numbers_that_nobody_shares() -> None:
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.path=nowhere\.txt: cannot be read: No such file"):
         text.build("nowhere.txt")
-    with pytest.raises(DataError, match=r"cannot be read: Is a directory"):
+    with pytest.raises(DataError, match="cannot be read: is a directory"):
         text.build(str(tmp_path))
     (tmp_path / "empty").touch()
     with pytest.raises(DataError, match=r"empty: is empty"):
@@ -89,6 +90,20 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     ):
         text.build(numbered(tmp_path / "short", 65))
     assert len(text.build(numbered(tmp_path / "enough", 66)).train) == 1
+
+
+def test_what_never_ends_or_is_too_long_is_refused_at_once(tmp_path: Path) -> None:
+    """data.path=/dev/zero ended in a MemoryError, and a named pipe was waited for."""
+    os.mkfifo(tmp_path / "pipe")
+    with (tmp_path / "long").open("wb") as file:
+        file.truncate(2**40)
+    for path, says in (
+        ("/dev/zero", "is a device"),
+        (tmp_path / "pipe", "is a named pipe"),
+        (tmp_path / "long", "has 1,"),
+    ):
+        with pytest.raises(DataError, match=f"data.path={path}: cannot be read: {says}"):
+            text.build(str(path))
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_a_state_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     del state.model["0.weight"]
     with (
         closing(offloaded(small(), objective(), tmp_path)) as engine,
-        pytest.raises(RunError, match=r"does not fit the model: names 0\.weight"),
+        pytest.raises(RunError, match=r"does not fit the model: it has no tensor '0\.weight'"),
     ):
         engine.load_state(state)
 
@@ -339,7 +339,9 @@ def test_a_shape_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     state.model["0.weight"] = torch.zeros(2, 2)
     with (
         closing(offloaded(small(), objective(), tmp_path)) as engine,
-        pytest.raises(RunError, match=r"does not fit the model: .*size mismatch for 0\.weight"),
+        pytest.raises(
+            RunError, match=r"does not fit the model: tensor 0\.weight is 2x2 of float32 instead of 8x6"
+        ),
     ):
         engine.load_state(state)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gpipe_cli.errors import RunError
 from gpipe_cli.loggers import mlflow, tensorboard, wandb
 from gpipe_cli.loggers.protocol import Logged, flat
 
@@ -55,6 +56,27 @@ def test_nothing_is_asked_of_a_logger_that_was_never_opened(
     pretend(monkeypatch, "torch.utils.tensorboard", recorder)
     build().close()
     assert recorder.calls == []
+
+
+def test_a_logger_writes_to_no_other_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = pretend(monkeypatch, "tensorboard", Recorder())
+    pretend(monkeypatch, "torch.utils.tensorboard", recorder)
+    pretend(monkeypatch, "wandb", recorder)
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "file").write_text("precious")
+    directory = tmp_path / "run"
+    directory.mkdir()
+    for name in ("tensorboard", "wandb"):
+        (directory / name).symlink_to(victim)
+    (directory / "logger.json").symlink_to(victim / "file")
+    for logger in (tensorboard.build(), wandb.build("gpipe")):
+        with pytest.raises(RunError, match="is a symbolic link"):
+            logger.open(run(directory))
+    (directory / "wandb").unlink()
+    with pytest.raises(RunError, match=r"logger.json: cannot be read: is a symbolic link"):
+        wandb.build("gpipe").open(run(directory))
+    assert recorder.calls == [] and (victim / "file").read_text() == "precious"
 
 
 def test_tensorboard_gets_scalars_and_hides_a_future_that_is_given_up(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,22 @@ def test_another_kind_of_file_is_a_mistake_in_the_configuration(tmp_path: Path) 
 def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(RunError, match=rf"model\.weights=.*{name}: no such file"):
         read_weights(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pth"])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(RunError, match=f"{name}: cannot be read: is a named pipe"):
+        read_weights(tmp_path / name)
+
+
+def test_another_precision_is_converted_and_another_kind_of_number_is_not(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    given = {name: one.half() for name, one in model.state_dict().items()}
+    load_weights(model, given, "file")
+    given["weight"] = given["weight"].int()
+    with pytest.raises(ConfigError, match="1 of another kind: weight int32 instead of float32"):
+        load_weights(model, given, "file")
 
 
 @pytest.mark.parametrize(("suffix", "save"), [(".safetensors", save_file), (".pth", torch.save)])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+
 import pytest
 
 from gpipe_cli.errors import ConfigError, GpipeError, NumericError, RunError, StepTimeout, Stopped
@@ -17,6 +19,9 @@ from gpipe_cli.report.failure import describe, exit_code
         (Stopped("x"), 75),
         (KeyboardInterrupt(), 130),
         (ZeroDivisionError("x"), 1),
+        (OSError(errno.ENOSPC, "x"), 6),
+        (PermissionError(errno.EACCES, "x"), 6),
+        (FileNotFoundError(errno.ENOENT, "x"), 1),
         (SystemExit(0), 1),
         (SystemExit(3), 1),
         (GeneratorExit(), 1),

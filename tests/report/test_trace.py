@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,24 +11,23 @@ from torch import nn
 
 from gpipe_cli import GPipe
 from gpipe_cli.profiling.timeline import record_steps
-from gpipe_cli.report.trace import IDEAL, MEASURED, write_trace
+from gpipe_cli.report.trace import IDEAL, MEASURED, trace_text
 
 Event = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def document() -> dict[str, Any]:
     module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     with GPipe(module, [1, 2], devices=["cpu", "cpu"], chunks=2) as pipe:
         data = torch.randn(4, 8)
         steps = record_steps(pipe, data, data, nn.functional.mse_loss, steps=2)
-    path = tmp_path_factory.mktemp("trace") / "trace.json"
-    write_trace(path, steps, steps[0], ["partition 0 (cpu)", "partition 1 (cpu)"])
+    text = trace_text(steps, steps[0], ["partition 0 (cpu)", "partition 1 (cpu)"])
 
     def refuse(constant: str) -> Any:
         raise AssertionError(f"{constant} is no JSON")
 
-    found: dict[str, Any] = json.loads(Path(path).read_text(encoding="ascii"), parse_constant=refuse)
+    found: dict[str, Any] = json.loads(text.encode("ascii"), parse_constant=refuse)
     return found
 
 

@@ -293,13 +293,13 @@ class DeadlyDisk:
         if name not in ("write", "fsync", "rename", "mkdir"):
             return call
 
-        def counted(*arguments: Any) -> Any:
+        def counted(*arguments: Any, **places: Any) -> Any:
             self._left -= 1
             if self._left < 0:
                 if name == "write":
                     call(arguments[0], arguments[1][: len(arguments[1]) // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
-            return call(*arguments)
+            return call(*arguments, **places)
 
         return counted
 

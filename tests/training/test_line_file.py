@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_cli.errors import ResourceError
+from gpipe_cli.errors import ResourceError, RunError
 from gpipe_cli.training import line_file
 from gpipe_cli.training.line_file import LineFile
 
@@ -98,6 +98,20 @@ def test_what_waits_has_a_limit(
     file.close()
     assert file.lost == 2
     assert (tmp_path / "file").read_text() == "1234\n5678\nlast\n"
+
+
+@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
+def test_lines_go_to_no_other_file(tmp_path: Path, link: str) -> None:
+    """train.log -> victim was appended to."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    getattr(tmp_path / "train.log", link)(victim)
+    with pytest.raises(RunError, match=r"train.log: is a .*link"):
+        LineFile(tmp_path / "train.log")
+    (tmp_path / "logs").symlink_to(tmp_path, target_is_directory=True)
+    with pytest.raises(RunError, match="'logs' is a symbolic link, not a directory"):
+        LineFile(tmp_path / "logs" / "rank-1.log", tmp_path)
+    assert victim.read_text() == "precious" and not (tmp_path / "rank-1.log").exists()
 
 
 def test_a_file_that_cannot_be_made_is_told_at_once(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from gpipe_cli.errors import RunError
+from gpipe_cli.safe_files import UnsafeFile
 from gpipe_cli.training.loop import Evaluated, Position
-from gpipe_cli.training.rewind import rewind_metrics, rewind_snapshots
+from gpipe_cli.training.rewind import LONGEST_ROW, cut_metrics, rewind_metrics, rewind_snapshots
 
 EVALUATED = Evaluated(step=4, epoch=0, loss=1.0, means={}, samples=1, lr=0.1, took=1.0, seconds=2.0)
 ROWS = [
@@ -29,7 +31,9 @@ ROWS = [
         (Position(7, evaluation=replace(EVALUATED, step=7)), 8),
     ],
 )
-@pytest.mark.parametrize("tail", ["", '{"step": 3, "split": "tr', "\n", '{"step": "x"}\n', "[1]\n", "\0\0\0"])
+@pytest.mark.parametrize(
+    "tail", ["", '{"step": 3, "split": "tr', "\0\0\0", '\0\0": 3}\n{"step": 99, "split": "eval"}\n']
+)
 def test_rows_after_the_position_and_torn_ones_are_cut(
     tmp_path: Path, position: Position, kept: int, tail: str
 ) -> None:
@@ -37,6 +41,58 @@ def test_rows_after_the_position_and_torn_ones_are_cut(
     path.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS) + tail)
     rewind_metrics(path, position)
     assert [json.loads(line) for line in path.read_text().splitlines()] == ROWS[:kept]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "[1]",
+        "nonsense",
+        '{"step": "x", "split": "train"}',
+        '{"step": 1e999, "split": "train"}',
+        '{"step": -1, "split": "train"}',
+        '{"step": NaN, "split": "train"}',
+        '{"step": true, "split": "train"}',
+        f'{{"step": {10**400}, "split": "train"}}',
+        f'{{"step": 1, "split": "train", "loss": {"[" * 40 + "]" * 40}}}',
+        "[" * 10**5,
+        '"' + "x" * LONGEST_ROW + '"',
+    ],
+)
+@pytest.mark.parametrize("place", [0, 3, len(ROWS)])
+def test_a_line_that_was_never_a_row_is_told_before_any_row_is_lost(
+    tmp_path: Path, line: str, place: int
+) -> None:
+    """`step: 1e999` ended in an OverflowError; any other such line took every row after it along, in silence."""
+    lines = [json.dumps(row) for row in ROWS]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f"{one}\n" for one in [*lines[:place], line, *lines[place:]]))
+    before = path.read_bytes()
+    with pytest.raises(RunError, match=rf"metrics.jsonl: line {place + 1} is no row of metrics: .*repair it"):
+        rewind_metrics(path, Position(99))
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("torn", ["\0\0\0\n", "\0"])
+def test_a_torn_line_among_rows_that_are_kept_is_told(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(torn + "".join(f"{json.dumps(row)}\n" for row in ROWS))
+    with pytest.raises(RunError, match="line 1 is no row of metrics: it is cut short"):
+        rewind_metrics(path, Position(99))
+
+
+def test_rows_are_cut_from_no_other_file(tmp_path: Path) -> None:
+    """metrics.jsonl -> victim was cut to nothing, and written to."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious\n")
+    path = tmp_path / "metrics.jsonl"
+    for link in (path.symlink_to, path.hardlink_to):
+        link(victim)
+        with pytest.raises(UnsafeFile, match="link"):
+            cut_metrics(path, 0)
+        path.unlink()
+    assert victim.read_text() == "precious\n"
 
 
 def test_a_run_that_wrote_nothing_has_nothing_to_cut(tmp_path: Path) -> None:

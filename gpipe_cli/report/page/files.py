@@ -6,11 +6,12 @@ rest of the page is made without it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
+
+from gpipe_cli.safe_files import parse_json, read_regular
 
 __all__ = ["Files", "mapping", "number", "rows", "text", "whole"]
 
@@ -31,17 +32,13 @@ class Files:
     def text(self, name: str) -> str:
         path = self._directory / name
         try:
-            if not path.is_file():  # no pipe either, which would be waited for
-                return ""
-            size = path.stat().st_size
-            if size > MOST_BYTES:
-                self.notes.append(f"{name}: {size:,} bytes are too many for a page")
-                return ""
-            return path.read_text(encoding="utf-8")
+            return read_regular(path, MOST_BYTES, base=self._directory).decode()
+        except FileNotFoundError:
+            return ""
         except UnicodeDecodeError:
             self.notes.append(f"{name}: is no text")
         except OSError as error:
-            self.notes.append(f"{name}: cannot be read: {error.strerror}")
+            self.notes.append(f"{name}: cannot be read: {error.strerror or error}")
         return ""
 
     def json(self, name: str) -> Mapping[str, Any]:
@@ -69,8 +66,8 @@ class Files:
 
 def _parsed(content: str) -> Any:
     try:
-        return json.loads(content)
-    except (ValueError, RecursionError):  # the latter from a file that is nothing but brackets
+        return parse_json(content)
+    except ValueError:
         return None
 
 

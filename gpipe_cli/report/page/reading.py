@@ -5,6 +5,7 @@ Decides which file tells what. A directory that holds none of them is an error; 
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections import defaultdict
@@ -31,7 +32,7 @@ PACKAGE = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 def read_run(directory: Path) -> Run:
     if not directory.is_dir():
         raise RunError(f"{directory}: no such directory")
-    if not any((directory / name).exists() for name in MADE_BY_RUNS):
+    if not any(os.path.lexists(directory / name) for name in MADE_BY_RUNS):
         raise RunError(f"{directory}: is no run directory, it has none of {', '.join(MADE_BY_RUNS)}")
     files = Files(directory)
     launch, summary, profile = (files.json(f"{name}.json") for name in ("launch", "summary", "profile"))

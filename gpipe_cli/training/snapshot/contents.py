@@ -17,6 +17,7 @@ from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, ResourceError, RunError
 from gpipe_cli.training.snapshot import tensors
 from gpipe_cli.training.snapshot.durable import FileFacts, write_directory, write_file
+from gpipe_cli.training.snapshot.finding import named_step
 from gpipe_cli.training.snapshot.manifest import (
     BUFFERS,
     MANIFEST,
@@ -42,6 +43,8 @@ def open_snapshot(verified: Verified) -> Snapshot:
     """What verified bytes mean."""
     try:
         record = Record.from_json(verified.manifest.record)
+        if named_step(verified.path) not in (None, record.position.step):
+            raise RunError(f"damaged: it is of step {record.position.step}, another one than its directory")
     except RunError as error:
         raise RunError(f"{verified.path / MANIFEST}: {error}") from error
     state = EngineState(
@@ -56,7 +59,7 @@ def open_snapshot(verified: Verified) -> Snapshot:
 def open_large_snapshot(verified: Verified) -> Snapshot:
     """The same for one that may be larger than memory: it has been verified, and is read again, tensor by tensor."""
     try:
-        files = {name: tensors.TensorFile(verified.path / name) for name in verified.manifest.files}
+        files = {name: tensors.TensorFile(verified.path / name, verified.path) for name in verified.names}
     except (tensors.BadTensors, OSError) as error:
         raise RunError(f"{verified.path}: damaged: {error}") from error
 
@@ -98,7 +101,7 @@ def write_snapshot(path: Path, state: EngineState, record: Record, between: Call
 
     try:
         contents = {name: tensors.encode(one, state.fetch) for name, one in files.items()}
-        write_directory(path, contents, manifest, between)
+        write_directory(path, contents, manifest, between, base=path.parents[1])
     except OSError as error:
         needed = sum(map(tensors.size, files.values()))
         raise ResourceError(
@@ -110,7 +113,7 @@ def amend(path: Path, record: Record) -> None:
     """Change what a snapshot says about a state whose tensors are the same."""
     manifest = replace(read_manifest(path), record=record.to_json())
     try:
-        write_file(path / MANIFEST, [encode(manifest)])
+        write_file(path / MANIFEST, [encode(manifest)], base=path.parents[1])
     except OSError as error:
         raise ResourceError(
             f"{path / MANIFEST}: cannot be written: {error}; {_free(path)} bytes are free"

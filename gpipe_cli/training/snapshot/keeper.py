@@ -7,6 +7,7 @@ and only if its name is one this file gives.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +21,7 @@ import torch
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, GpipeError, ResourceError, RunError
+from gpipe_cli.safe_files import open_directory, writing
 from gpipe_cli.training.loop import Evaluated, Fact, Plan, Position
 from gpipe_cli.training.snapshot.background import Background
 from gpipe_cli.training.snapshot.contents import amend, check_savable, copied, write_snapshot
@@ -72,11 +74,11 @@ class Keeper:
         self.save_seconds = (
             sum(one.nbytes for one in (*state.model.values(), *state.optimizer.values())) / SLOW_DISK
         )
-        try:
-            if writes:
+        if writes:
+            with writing(run / FOLDER):
                 (run / FOLDER).mkdir(exist_ok=True)
-        except OSError as error:
-            raise ResourceError(f"{run / FOLDER}: cannot be made: {error}") from error
+                with open_directory(run / FOLDER, run):
+                    pass  # it is no link to another run's
 
     def after(self, fact: Fact) -> None:
         """Take notice of a step or an evaluation, and save if it is time."""
@@ -148,7 +150,7 @@ class Keeper:
         if not self._writes:
             return
         record = self._record(state)
-        if path.is_dir():
+        if os.path.isdir(path) and not path.is_symlink():  # noqa: PTH112 - what it may not look at is not there
             # Only a run resumed from just this snapshot gets here, to add its evaluation: no tensor has moved.
             amend(path, record)
             return
@@ -185,7 +187,7 @@ class Keeper:
         try:
             verify(newest)
             for path in old:
-                retire(path)
+                retire(path, self._run)
         except RunError as error:
             raise ResourceError(f"the snapshot just written reads back otherwise: {error}") from error
         except OSError as error:

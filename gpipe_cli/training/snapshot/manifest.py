@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
 from gpipe_cli.errors import RunError
+from gpipe_cli.safe_files import parse_json, read_regular
 from gpipe_cli.training.snapshot.durable import FileFacts
 
 MANIFEST = "manifest.json"
@@ -46,33 +48,33 @@ def encode(manifest: Manifest) -> bytes:
 def decode(raw: bytes, path: Path) -> Manifest:
     """The manifest in these bytes; RunError where they are not the ones that were written."""
     try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(raw)
+    except ValueError as error:
         raise RunError(f"{path}: damaged: {error}") from error
     if not isinstance(content, dict):
         raise RunError(f"{path}: damaged: holds no manifest")
     digest = content.pop("digest", None)
     if content.get("format") != FORMAT:
         raise RunError(
-            f"{path}: has the format {content.get('format')}, this gpipe reads {FORMAT}; "
+            f"{path}: has the format {reprlib.repr(content.get('format'))}, this gpipe reads {FORMAT}; "
             "use the gpipe that wrote it, or it is damaged"
         )
     if digest != _digest(content) or raw != _text({**content, "digest": digest}):
         raise RunError(f"{path}: damaged: its digest does not fit its content")
-    return Manifest(_files(content.get("files"), path), _mapping(content.get("record"), path))
+    files = _files(content.get("files"), path)
+    if MODEL not in files:
+        raise RunError(f"{path}: damaged: lists no {MODEL}")
+    return Manifest(files, _mapping(content.get("record"), path))
 
 
 def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
-        with path.open("rb") as file:
-            raw = file.read(LARGEST + 1)
+        raw = read_regular(path, LARGEST, base=directory)
     except FileNotFoundError as error:
         raise RunError(f"{directory}: is no snapshot, or an incomplete one: it has no {MANIFEST}") from error
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {error}") from error
-    if len(raw) > LARGEST:
-        raise RunError(f"{path}: damaged: larger than any manifest")
     return decode(raw, path)
 
 
@@ -93,7 +95,9 @@ def _facts(name: str, entry: Any, path: Path) -> FileFacts:
         case {"size": int(size), "sha256": str(digest)} if size >= 0 and re.fullmatch("[0-9a-f]{64}", digest):
             if name in FILES:
                 return FileFacts(size, digest)
-    raise RunError(f"{path}: damaged: no file of a snapshot is described by {name!r}: {entry!r}")
+    raise RunError(
+        f"{path}: damaged: no file of a snapshot is described by {reprlib.repr(name)}: {reprlib.repr(entry)}"
+    )
 
 
 def _mapping(content: Any, path: Path) -> dict[str, Any]:

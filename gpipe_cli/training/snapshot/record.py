@@ -6,8 +6,10 @@ randomness, order of samples and learning rate are functions of seed and step, s
 
 from __future__ import annotations
 
+import math
 import platform
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, final
 
@@ -16,6 +18,11 @@ import torch
 from gpipe_cli.errors import RunError
 from gpipe_cli.training.loop import Evaluated, Position
 from gpipe_cli.version import VERSION
+
+LARGEST_COUNT = 2**63 - 1
+"""As for a seed, which is the largest of them."""
+LONGEST = 1e10
+"""Seconds: three hundred years."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +66,20 @@ class Record:
     def from_json(content: Mapping[str, Any]) -> Record:
         try:
             evaluation = _record(Evaluated, content["evaluation"])
-            position = Position(_count(content["step"]), _number(content["seconds"]), evaluation)
+            position = Position(_count(content["step"]), _duration(content["seconds"]), evaluation)
+            if evaluation is not None and evaluation.step > position.step:
+                raise ValueError(f"evaluated at step {evaluation.step}, after step {position.step}")
+            steps_per_epoch = _positive(content["steps_per_epoch"])
+            if (content["epoch"], content["batch"]) != divmod(position.step, steps_per_epoch):
+                raise ValueError(f"epoch and batch are not those of step {position.step}")
             return Record(
                 position,
                 _record(Best, content["best"]),
-                max(1, _count(content["steps_per_epoch"])),
+                steps_per_epoch,
                 _count(content["seed"]),
                 _count(content["threads"]),
-                {str(name): str(version) for name, version in dict(content["versions"]).items()},
-                dict(content["engine"]),
+                {name: _text(version) for name, version in _mapping(content["versions"]).items()},
+                _mapping(content["engine"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RunError(f"damaged: its record cannot be used: {type(error).__name__}: {error}") from error
@@ -79,30 +91,66 @@ def versions() -> dict[str, str]:
 
 
 def _record(kind: type[Any], content: Any) -> Any:
-    """An Evaluated or a Best, whose fields are text, whole numbers, numbers and `means`."""
+    """An Evaluated or a Best; fields are judged by name, else by type."""
     if content is None:
         return None
-    read = {"str": _text, "int": _count, "float": _number, "dict[str, float]": _numbers}
-    return kind(**{one.name: read[str(one.type)](content[one.name]) for one in fields(kind)})
+    read: dict[str, Callable[[Any], Any]] = {
+        "str": _text,
+        "int": _count,
+        "float": _number,
+        "dict[str, float]": _numbers,
+        "samples": _positive,
+        "took": _duration,
+        "seconds": _duration,
+        "loss": _finite,
+        "lr": _finite,
+    }
+    given = {one.name: read.get(one.name, read[str(one.type)])(content[one.name]) for one in fields(kind)}
+    return kind(**given)
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
+    if type(value) is not int or not 0 <= value <= LARGEST_COUNT:
+        raise ValueError(f"{reprlib.repr(value)} is no count")
     return value
+
+
+def _positive(value: Any) -> int:
+    if _count(value) < 1:
+        raise ValueError(f"{value} is less than 1")
+    return int(value)
+
+
+def _duration(value: Any) -> float:
+    """Some of which add up to the time a run has taken, by which samples are divided."""
+    if not 0 < (seconds := _number(value)) <= LONGEST:
+        raise ValueError(f"{reprlib.repr(value)} is no number of seconds")
+    return seconds
+
+
+def _finite(value: Any) -> float:
+    if not math.isfinite(number := _number(value)):
+        raise ValueError(f"{value} is not finite")
+    return number
 
 
 def _number(value: Any) -> float:
     if type(value) not in (int, float):
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"{reprlib.repr(value)} is no number")
     return float(value)
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
+        raise ValueError(f"{reprlib.repr(value)} is no text")
     return value
 
 
 def _numbers(value: Any) -> dict[str, float]:
-    return {_text(name): _number(one) for name, one in dict(value).items()}
+    return {name: _number(one) for name, one in _mapping(value).items()}
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{reprlib.repr(value)} is no mapping")
+    return value

@@ -2,23 +2,27 @@
 
 The format is public (a length, a JSON header, raw little-endian data), any reader of it reads these files. Written
 here so that equal tensors give equal bytes, that data streams to the disk without a copy of the whole, and that
-what was verified in memory is used in place. A header is checked whole before a tensor is made from it.
+what was verified in memory is used in place. What a header says is the matter of `header`.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
+from gpipe_cli.safe_files import open_regular
 from gpipe_cli.torch_internals.storage import storage_of
+from gpipe_cli.training.snapshot.header import LARGEST_HEADER, BadTensors, Entry, read_header
+
+__all__ = ["DTYPES", "BadTensors", "TensorFile", "decode", "encode", "problem", "size"]
 
 DTYPES = {
     "F64": torch.float64,
@@ -35,12 +39,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-LARGEST_HEADER = 100 * 2**20
-LARGEST_SIDE = 2**40
-
-
-class BadTensors(ValueError):
-    """Bytes that are no safetensors file."""
 
 
 def problem(tensor: Any) -> str | None:
@@ -81,31 +79,32 @@ def size(tensors: Mapping[str, Tensor]) -> int:
 
 def decode(content: bytearray | memoryview) -> dict[str, Tensor]:
     """The tensors in a file's bytes, in place: they share memory with it."""
-    entries, start = _header(content, len(content))
-    if not entries:
+    header = read_header(content, len(content))
+    if not header.entries:
         return {}
-    _check_filled(entries, len(content) - start)
-    data = torch.frombuffer(content, dtype=torch.uint8)[start:]
-    return {name: _tensor(data, entry) for name, entry in entries.items()}
+    data = torch.frombuffer(content, dtype=torch.uint8)[header.start :]
+    return {name: _tensor(data, entry) for name, entry in header.entries.items()}
 
 
 @final
 class TensorFile:
     """A file that may be larger than memory: what is in it, and one tensor at a time."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        size = path.stat().st_size
-        with path.open("rb") as file:
+    def __init__(self, path: Path, base: Path | None = None) -> None:
+        """base: the directory below which no link is followed; None for a file that the user named."""
+        self._path, self._base = path, base
+        with self._opened() as file:
+            size = os.fstat(file.fileno()).st_size
             head = file.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-            entries, self._start = _header(head + file.read(min(length, LARGEST_HEADER)), size)
-        _check_filled(entries, size - self._start)
+            header = read_header(head + file.read(min(length, LARGEST_HEADER, size)), size)
+        self._start = header.start
         self.outlines = {
-            name: torch.zeros((), dtype=entry.dtype).expand(entry.shape) for name, entry in entries.items()
+            name: torch.zeros((), dtype=DTYPES[entry.dtype]).expand(entry.shape)
+            for name, entry in header.entries.items()
         }
         """A tensor of each name that looks like the one in the file, and has none of its numbers."""
-        self._entries = {storage_of(self.outlines[name]): entry for name, entry in entries.items()}
+        self._entries = {storage_of(self.outlines[name]): entry for name, entry in header.entries.items()}
 
     def fetch(self, outline: Tensor) -> Tensor | None:
         """The tensor one of the outlines stands for; None for any other."""
@@ -113,22 +112,17 @@ class TensorFile:
         if entry is None:
             return None
         content = bytearray(entry.end - entry.begin)
-        with self._path.open("rb", buffering=0) as file:
+        with self._opened() as file:
             file.seek(self._start + entry.begin)
             read = file.readinto(content)
         if read != len(content):
             raise BadTensors(f"has {read} bytes of a tensor instead of {len(content)}")
         if not content:
             return outline.new_empty(entry.shape)
-        return torch.frombuffer(content, dtype=entry.dtype).reshape(entry.shape)
+        return torch.frombuffer(content, dtype=DTYPES[entry.dtype]).reshape(entry.shape)
 
-
-@dataclass(frozen=True)
-class _Entry:
-    dtype: torch.dtype
-    shape: list[int]
-    begin: int
-    end: int
+    def _opened(self) -> FileIO:
+        return os.fdopen(open_regular(self._path, base=self._base), "rb", buffering=0)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -136,45 +130,9 @@ def _bytes(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _tensor(data: Tensor, entry: _Entry) -> Tensor:
+def _tensor(data: Tensor, entry: Entry) -> Tensor:
+    dtype = DTYPES[entry.dtype]
     part = data[entry.begin : entry.end]
-    if part.data_ptr() % entry.dtype.itemsize or part.storage_offset() % entry.dtype.itemsize:
+    if part.data_ptr() % dtype.itemsize or part.storage_offset() % dtype.itemsize:
         part = part.clone()  # another writer's file may put wide elements anywhere
-    return part.view(entry.dtype).reshape(entry.shape)
-
-
-def _check_filled(entries: Mapping[str, _Entry], size: int) -> None:
-    """One tensor after another, and nothing else."""
-    position = 0
-    for entry in sorted(entries.values(), key=lambda entry: entry.begin):
-        if entry.begin != position:
-            raise BadTensors(f"the data of two tensors overlaps, or has a hole, at byte {position}")
-        position = entry.end
-    if position != size:
-        raise BadTensors(f"holds {size} bytes of data, {position} are described")
-
-
-def _header(content: bytes | bytearray | memoryview, size: int) -> tuple[dict[str, _Entry], int]:
-    """From the beginning of a file of that size: what is in it, and where the data begins."""
-    if len(content) < 8:
-        raise BadTensors("is too short")
-    (length,) = struct.unpack_from("<Q", content)
-    if length > min(LARGEST_HEADER, size - 8):
-        raise BadTensors(f"its header claims {length} bytes")
-    try:
-        parsed = json.loads(bytes(content[8 : 8 + length]))
-    except (ValueError, RecursionError) as error:
-        raise BadTensors(f"its header cannot be read: {error}") from error
-    if not isinstance(parsed, dict):
-        raise BadTensors("its header holds no tensors")
-    parsed.pop("__metadata__", None)
-    return {name: _entry(name, entry) for name, entry in parsed.items()}, 8 + length
-
-
-def _entry(name: str, entry: Any) -> _Entry:
-    match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
-            known = dtype in DTYPES and all(type(side) is int and 0 <= side < LARGEST_SIDE for side in shape)
-            if known and begin >= 0 and math.prod(shape) * DTYPES[dtype].itemsize == end - begin:
-                return _Entry(DTYPES[dtype], shape, begin, end)
-    raise BadTensors(f"its header describes {name!r} by {entry!r}")
+    return part.view(dtype).reshape(entry.shape)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,19 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
         {"engine": 3},
         {"versions": 7},
         {"seconds": "1"},
+        {"seconds": 1e300},
+        {"seconds": -1e300},
+        {"seconds": float("nan")},
+        {"seconds": 0.0},
+        {"step": 2**70},
+        {"epoch": 7},
+        {"batch": None},
+        {"steps_per_epoch": 0},
+        {"versions": {"torch": 2}},
+        {"evaluation": {**asdict(EVALUATION), "step": 5}},
+        {"evaluation": {**asdict(EVALUATION), "samples": 0}},
+        {"evaluation": {**asdict(EVALUATION), "loss": float("inf")}},
+        {"evaluation": {**asdict(EVALUATION), "means": [["top1", 1.0]]}},
     ],
 )
 def test_a_record_that_is_whole_but_wrong_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
@@ -120,6 +135,55 @@ def test_a_record_that_is_whole_but_wrong_is_refused(tmp_path: Path, change: dic
     (path / manifest.MANIFEST).write_bytes(manifest.encode(hostile))
     with pytest.raises(RunError, match="its record cannot be used"):
         open_snapshot(read_snapshot(path))
+
+
+def test_a_number_that_fits_nowhere_is_refused(tmp_path: Path) -> None:
+    """`seconds` of 400 digits ended in an OverflowError."""
+    path = write(tmp_path)
+    read = manifest.read_manifest(path)
+    hostile = manifest.Manifest(read.files, {**read.record, "seconds": 10**400})
+    (path / manifest.MANIFEST).write_bytes(manifest.encode(hostile))
+    with pytest.raises(RunError, match=r"manifest.json: damaged: it has a number of 401 digits"):
+        read_snapshot(path)
+
+
+def test_a_snapshot_of_another_step_than_its_name_says_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    with pytest.raises(RunError, match=r"it is of step 4, another one than its directory"):
+        open_snapshot(read_snapshot(path.rename(path.with_name("step-00000005"))))
+    open_snapshot(read_snapshot((path.with_name("step-00000005")).rename(tmp_path / "kept")))
+
+
+@pytest.mark.parametrize("name", [*manifest.FILES, manifest.MANIFEST])
+def test_only_files_of_the_snapshot_itself_are_read(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path)
+    (path / name).rename(tmp_path / "elsewhere")
+    (path / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match=f"{name}: .*is a symbolic link"):
+        read_snapshot(path)
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    with pytest.raises(RunError, match=f"{name}: .*is a named pipe"):
+        read_snapshot(path)
+
+
+def test_a_folder_of_snapshots_that_cannot_be_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended with code 1."""
+
+    def refused(folder: int) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    write(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", refused)
+        with pytest.raises(RunError, match=r"snapshots: cannot be read: .*Permission denied"):
+            snapshot_paths(tmp_path)
+    (tmp_path / "snapshots").rename(tmp_path / "elsewhere")
+    (tmp_path / "snapshots").symlink_to("elsewhere")
+    with pytest.raises(RunError, match="snapshots: cannot be read: 'snapshots' is a symbolic link"):
+        snapshot_paths(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "other.safetensors"])
@@ -207,7 +271,7 @@ def test_a_snapshot_that_was_removed_halfway_is_never_seen(tmp_path: Path) -> No
     canary = tmp_path / "canary"
     canary.mkdir()
     (path / "link").symlink_to(canary, target_is_directory=True)
-    durable.retire(path)
+    durable.retire(path, tmp_path)
     assert canary.is_dir() and not list(path.parent.iterdir())
 
 

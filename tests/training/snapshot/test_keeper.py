@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.engines.state import EngineState
-from gpipe_cli.errors import ConfigError, ResourceError
+from gpipe_cli.errors import ConfigError, ResourceError, RunError
 from gpipe_cli.training.loop import Evaluated, Fact, Plan, Trained
 from gpipe_cli.training.lr_schedules import Constant
 from gpipe_cli.training.snapshot import contents, keeper
@@ -118,6 +118,36 @@ def test_what_it_does_not_own_is_never_removed(tmp_path: Path) -> None:
         follow(trained(2), evaluated(2), trained(4), evaluated(4))
     names = {path.name for path in (tmp_path / "snapshots").iterdir()}
     assert names == {"mine", "step-00000001", "step-00000004"} and canary.is_dir()
+
+
+def test_another_runs_snapshots_are_never_removed(tmp_path: Path) -> None:
+    """snapshots -> ../other/snapshots with snapshot.keep=1 deleted those of the other run."""
+    snapshot_path(tmp_path / "other", 1).mkdir(parents=True)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "snapshots").symlink_to("../other/snapshots", target_is_directory=True)
+    with (
+        pytest.raises(RunError, match=r"run/snapshots: 'snapshots' is a symbolic link, not a directory"),
+        keeping(run, Retention(2, 1, None)),
+    ):
+        pass
+    assert steps(tmp_path / "other") == [1]
+
+
+def test_a_link_that_takes_the_place_of_the_folder_while_training_is_not_followed(tmp_path: Path) -> None:
+    snapshot_path(tmp_path / "other", 1).mkdir(parents=True)
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def train() -> None:
+        with keeping(run, Retention(2, 1, None)) as (_, follow):
+            (run / "snapshots").rmdir()
+            (run / "snapshots").symlink_to("../other/snapshots", target_is_directory=True)
+            follow(trained(2), evaluated(2), trained(4), evaluated(4))
+
+    with pytest.raises(ResourceError, match=r"cannot be written: 'snapshots' is a symbolic link"):
+        train()
+    assert steps(tmp_path / "other") == [1]
 
 
 def test_training_goes_on_while_a_snapshot_is_written_and_hears_of_its_failure(
