@@ -47,8 +47,8 @@ ASIDE = {
 """Rooms beside the levels, and what they import; reached from `commands` and by `_target_` in a config."""
 
 ONLY_IN = {
-    "hydra": {"cli", "config.load", "commands"},
-    "omegaconf": {"cli", "config.load", "commands"},
+    "hydra": {"config.composing", "config.load", "config.printing"},
+    "omegaconf": {"config.composing", "config.load", "config.yaml_files", "commands"},
     "torchvision": {"vision"},
 }
 """Packages that only these know; the others say `from gpipe_cli.vision import torchvision`."""
