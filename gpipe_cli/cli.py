@@ -17,6 +17,7 @@ from gpipe_cli.completion import complete
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped
 from gpipe_cli.help import COMMANDS, command_help, overview
+from gpipe_cli.redaction import redacted
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.output import leave_stdout
 from gpipe_cli.torch_internals import torchrun
@@ -124,7 +125,7 @@ def _fail(error: BaseException, *, debug: bool) -> int:
     else:
         hint = "" if debug or isinstance(error, GpipeError) else "; --debug shows the traceback"
         line = f"error: {describe(error)}{hint}"
-    torchrun.leave_reason(f"gpipe: {line}", of_another=isinstance(error, PeerError))
+    torchrun.leave_reason(redacted(f"gpipe: {line}"), of_another=isinstance(error, PeerError))
     if not torchrun.follows():
         with suppress(BrokenPipeError):  # nobody reads it; the exit code still tells
             _print(f"gpipe: {line}", sys.stderr)

@@ -34,7 +34,7 @@ LEVELS = """
     skip
     schedule torch_internals vision config.schema
     values
-    errors version byte_size orphans collector
+    errors version byte_size orphans collector redaction
 """
 """Top to bottom. A room imports from itself and from lines below its own, so those of one line never meet."""
 
@@ -48,7 +48,7 @@ ASIDE = {
 
 ONLY_IN = {
     "hydra": {"config.composing", "config.load", "config.printing"},
-    "omegaconf": {"config.composing", "config.load", "config.yaml_files", "commands"},
+    "omegaconf": {"config.composing", "config.environment", "config.load", "config.yaml_files", "commands"},
     "torchvision": {"vision"},
 }
 """Packages that only these know; the others say `from gpipe_cli.vision import torchvision`."""
@@ -66,6 +66,7 @@ WITHOUT_TORCH = {
     "byte_size",
     "orphans",
     "collector",
+    "redaction",
 }
 
 LEVEL_OF = {room: level for level, line in enumerate(LEVELS.split("\n")) for room in line.split()}

@@ -24,6 +24,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from gpipe_cli.config.check import check, check_numbers
 from gpipe_cli.config.composing import CUSTOM, NODE, check_choices, composer
+from gpipe_cli.config.environment import watch_environment
 from gpipe_cli.config.fields import fields
 from gpipe_cli.config.locate import conf_dir, options, takes_recipes
 from gpipe_cli.config.recipes import SCALE_KEY, SMALL
@@ -122,6 +123,7 @@ def compose_all(request: Request, *, complete: bool = True, multirun: bool = Fal
 
 def settings_of(tree: DictConfig, command: str, overrides: Sequence[str]) -> Shared:
     """The typed configuration: no key lost, none unknown, every value judged."""
+    watch_environment()
     with _as_config_error(command):
         plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
         assert isinstance(plain, dict)
@@ -150,7 +152,9 @@ def typed(plain: dict[str, Any], command: str) -> Shared:
 
 def _check_allow(settings: Shared, overrides: Sequence[str]) -> None:
     """`allow` opens the door to code, so only the person at the command line may set it, never a file."""
-    given = any(word.lstrip("+").startswith("allow=") for word in overrides)
+    given = [word for word in overrides if word.lstrip("+").startswith("allow=")]
+    if any("${" in word for word in given):
+        raise ConfigError(f"{given[0]}: write the names of the packages out; a reference may change unseen")
     if settings.allow and not given:
         names = ",".join(settings.allow)
         raise ConfigError(
