@@ -33,6 +33,7 @@ __all__ = ["CUSTOM", "NODE", "check_choices", "composer"]
 
 CUSTOM = "custom"  # the empty option of an open group: nothing but what is given
 NODE = "hydra"
+CONFIG_DIR = "--config-dir"
 CURE = "no file may configure Hydra; remove it"
 CHOICES = {f"hydra/{group}": option for pair in HydraConf().defaults for group, option in pair.items()}
 """What Hydra chooses of its own groups when nothing is said."""
@@ -47,7 +48,7 @@ class YamlFolder(ConfigSource):
         return "gpipe"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        path = self._file(config_path)
+        path = self.file(config_path)
         if not self.is_config(config_path):
             raise ConfigLoadError(f"{path}: not found")
         text = read_config_text(path)
@@ -67,8 +68,8 @@ class YamlFolder(ConfigSource):
         return self._inside(config_path).is_dir()
 
     def is_config(self, config_path: str) -> bool:
-        path = self._file(config_path)
-        return os.path.lexists(path) and not path.is_dir()
+        path = self.file(config_path)
+        return os.path.lexists(path) and not path.is_dir()  # a dangling link too: it is an error, not absent
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         found: list[str] = []
@@ -76,7 +77,7 @@ class YamlFolder(ConfigSource):
             self._list_add_result(found, str(Path(config_path) / path.name), path.name, results_filter)
         return sorted(set(found))
 
-    def _file(self, config_path: str) -> Path:
+    def file(self, config_path: str) -> Path:
         return self._inside(self._normalize_file_name(config_path))
 
     def _inside(self, config_path: str) -> Path:
@@ -89,11 +90,29 @@ class GuardedLoader(ConfigLoaderImpl):
     """Lets nothing but Hydra's own defaults contribute to the `hydra` node, whatever package a file is put into."""
 
     def _load_single_config(self, default: Any, repo: Any) -> ConfigResult:
+        self._refuse_shadow(default.config_path, repo)
         result = super()._load_single_config(default, repo)
         own = default.config_path in HYDRAS_OWN and result.provider in ("hydra", "schema")
         if not own and isinstance(result.config, DictConfig) and NODE in result.config:
             raise ConfigError(f"{default.config_path}: sets {_first_key(result.config)}: {CURE}")
         return result
+
+    @staticmethod
+    def _refuse_shadow(config_path: str, repo: Any) -> None:
+        """The first source wins: a file of the user's that has a name of ours would be ignored in silence."""
+        sources = repo.get_sources()
+        for own in sources:
+            if own.provider != CONFIG_DIR or not own.is_config(config_path):
+                continue
+            holders = [source for source in sources if source.is_config(config_path)]
+            if len({_identity(source, config_path) for source in holders}) > 1:
+                path = own.file(config_path)
+                raise ConfigError(f"{path}: gpipe has a config of that name; give yours another one")
+
+
+def _identity(source: ConfigSource, config_path: str) -> Path | str:
+    """The folder of the user may be the one of ours."""
+    return source.file(config_path).resolve() if isinstance(source, YamlFolder) else source.provider
 
 
 @contextmanager
@@ -108,7 +127,7 @@ def composer(command: str, config_dir: str | None = None) -> Iterator[Hydra]:
     schema = path.get_path().pop()  # Hydra wants it last
     path.append("recipes", f"gpipe://{home()}")
     if config_dir is not None:
-        path.append("--config-dir", f"gpipe://{Path(config_dir).resolve()}")
+        path.append(CONFIG_DIR, f"gpipe://{Path(config_dir).resolve()}")
     path.get_path().append(schema)
     hydra = Hydra(task_name=command, config_loader=GuardedLoader(path))
     GlobalHydra.instance().initialize(hydra)

@@ -28,6 +28,7 @@ from gpipe_cli.config.environment import watch_environment
 from gpipe_cli.config.fields import fields
 from gpipe_cli.config.locate import conf_dir, options, takes_recipes
 from gpipe_cli.config.recipes import SCALE_KEY, SMALL
+from gpipe_cli.config.references import check_references
 from gpipe_cli.config.schema import GROUPS, OPEN_GROUPS, SCHEMAS, Shared
 from gpipe_cli.config.suggest import did_you_mean, or_list
 from gpipe_cli.config.targets import check_targets
@@ -125,6 +126,7 @@ def settings_of(tree: DictConfig, command: str, overrides: Sequence[str]) -> Sha
     """The typed configuration: no key lost, none unknown, every value judged."""
     watch_environment()
     with _as_config_error(command):
+        check_references(OmegaConf.to_container(tree))
         plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
         assert isinstance(plain, dict)
         check_numbers(plain)
@@ -172,6 +174,7 @@ def _compose(request: Request, overrides: Sequence[str]) -> Composed:
     choices = dict(tree.hydra.runtime.choices)
     check_choices(choices)
     own = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != NODE])
+    check_references(OmegaConf.to_container(own))
     return Composed(tuple(overrides), own, choices)
 
 
@@ -274,8 +277,12 @@ def _missing_option(error: MissingConfigException) -> str:
         small = or_list(option, [one.name for one in options(group)])
         return f"recipe={option} {SCALE_KEY}={SMALL}: no recipe of that name has that scale, leave it out; {small}"
     label = "recipe" if group == "recipes" else group
-    wanted = f"{label}={option}: no such option" if group else f"--config-name {missing}: no such config"
+    wanted = f"{label}={option}: no such option" if group else _no_primary(missing)
     return f"{wanted}; {or_list(option, available)}" if available else wanted
+
+
+def _no_primary(name: str) -> str:
+    return f"--config-name {name}: no such config; it is looked for in the folder given as --config-dir"
 
 
 def _describe(error: Exception, command: str) -> str:
