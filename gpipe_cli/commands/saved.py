@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from gpipe_cli.config.composing import refuse_hydra
 from gpipe_cli.config.yaml_files import load_yaml
 from gpipe_cli.errors import ConfigError, RunError
 
@@ -23,6 +24,7 @@ def saved_config(run: Path) -> DictConfig:
         raise RunError(str(error)) from error
     if not isinstance(tree, DictConfig):
         raise RunError(f"{path}: is no configuration")
+    refuse_hydra(tree, str(path))
     return tree
 
 

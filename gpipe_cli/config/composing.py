@@ -29,7 +29,7 @@ from gpipe_cli.config.schema import OPEN_GROUPS, SCHEMAS
 from gpipe_cli.config.yaml_files import parse_yaml, read_config_text
 from gpipe_cli.errors import ConfigError
 
-__all__ = ["CUSTOM", "NODE", "check_choices", "composer"]
+__all__ = ["CUSTOM", "NODE", "check_choices", "composer", "refuse_hydra"]
 
 CUSTOM = "custom"  # the empty option of an open group: nothing but what is given
 NODE = "hydra"
@@ -54,8 +54,7 @@ class YamlFolder(ConfigSource):
         text = read_config_text(path)
         tree = parse_yaml(text, str(path))
         # Here already: Hydra follows the search path of a primary config before it composes anything.
-        if isinstance(tree, DictConfig) and NODE in tree:
-            raise ConfigError(f"{path}: sets {_first_key(tree)}: {CURE}")
+        refuse_hydra(tree, str(path))
         header = self._get_header_dict(text)
         return ConfigResult(
             config=tree, path=f"{self.scheme()}://{self.path}", provider=self.provider, header=header
@@ -93,8 +92,8 @@ class GuardedLoader(ConfigLoaderImpl):
         self._refuse_shadow(default.config_path, repo)
         result = super()._load_single_config(default, repo)
         own = default.config_path in HYDRAS_OWN and result.provider in ("hydra", "schema")
-        if not own and isinstance(result.config, DictConfig) and NODE in result.config:
-            raise ConfigError(f"{default.config_path}: sets {_first_key(result.config)}: {CURE}")
+        if not own:
+            refuse_hydra(result.config, default.config_path)
         return result
 
     @staticmethod
@@ -135,6 +134,12 @@ def composer(command: str, config_dir: str | None = None) -> Iterator[Hydra]:
         yield hydra
     finally:
         GlobalHydra.instance().clear()
+
+
+def refuse_hydra(tree: Any, name: str) -> None:
+    """name: of the file the tree comes from."""
+    if isinstance(tree, DictConfig) and NODE in tree:
+        raise ConfigError(f"{name}: sets {_first_key(tree)}: {CURE}")
 
 
 def check_choices(choices: Mapping[str, Any]) -> None:

@@ -38,10 +38,12 @@ def read_config_text(path: Path) -> str:
     try:
         # O_NONBLOCK: opening a FIFO would otherwise wait for a writer. It has no effect on regular files.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-        with os.fdopen(descriptor, "rb") as file:
+        try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise ConfigError(f"{path}: is not a regular file; a configuration must be one")
-            content = file.read(MOST_BYTES + 1)
+            content = os.read(descriptor, MOST_BYTES + 1)
+        finally:
+            os.close(descriptor)
         if len(content) > MOST_BYTES:
             raise ConfigError(
                 f"{path}: is larger than {MOST_BYTES // 1024} KiB, too large for a configuration"
