@@ -132,7 +132,7 @@ FLAGS = {
     "-m, --multirun": "run a sweep: comma-separated values, every combination",
     "--cfg job": "print the composed configuration and stop (--resolve fills in ${...})",
     "--info X": "ask Hydra: all, config, defaults, defaults-tree, plugins, searchpath",
-    "--config-dir D": "look for options and recipes in your own folder too; their names must differ from the shipped ones",
+    "--config-dir D": "look for options in your own folder too, under names that gpipe does not use",
     "--config-name N": "start from another primary config, such as N.yaml in the folder given as --config-dir",
     "--hydra-help": "Hydra's own flags",
     "-sc install=bash": 'tab completion (before any command): eval "$(gpipe -sc install=bash)"',

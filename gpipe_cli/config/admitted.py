@@ -76,7 +76,8 @@ def _is_model(found: Any) -> bool:
     if inspect.isclass(found):
         is_module = issubclass(found, nn.Module) and found.__module__.startswith("torchvision.models.")
         return is_module and not issubclass(found, fx.GraphModule)  # which compiles the code it is given
-    return found in {torchvision.models.get_model_builder(name) for name in torchvision.models.list_models()}
+    models = torchvision.models
+    return found in {models.get_model_builder(name) for name in models.list_models()}
 
 
 def _is_loss(found: Any) -> bool:

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -20,10 +20,9 @@ from gpipe_cli.config.kinds import mismatch
 from gpipe_cli.config.offline import offline
 from gpipe_cli.config.schema import OPEN_GROUPS
 from gpipe_cli.config.suggest import did_you_mean, or_list
-from gpipe_cli.errors import ConfigError, GpipeError
+from gpipe_cli.errors import ConfigError, DataError, GpipeError
 
 BUILT_OFFLINE = ("model", "loss", "optimizer")
-"""Groups that no trust makes fetch anything; data and loggers of your own may have to."""
 SHIPPED = ("gpipe_cli", "torch", "torchvision")
 _DOWNLOADS = re.compile(r"weights|pretrained|download$")
 _NAME = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")  # dotted, no segment private
@@ -43,7 +42,7 @@ def instantiate(node: Mapping[str, Any], group: str, allow: Sequence[str] = (), 
     """
     make = bind(node, group, allow, offered)
     try:
-        with offline(f"{group}._target_={node['_target_']}") if group in BUILT_OFFLINE else nullcontext():
+        with _connected_or_not(node, group, allow):
             return make()
     except GpipeError:
         raise
@@ -79,7 +78,39 @@ def _bind(
     makers = {key: _maker(value, f"{path}.{key}", group, allow) for key, value in arguments.items()}
     named = inspect.signature(function).parameters
     runtime = {name: value for name, value in offered.items() if name in named}
-    return lambda: function(**{key: make() for key, make in makers.items()}, **runtime)
+
+    def make() -> Any:
+        built = {key: make_argument() for key, make_argument in makers.items()}
+        with _as_config_error(function, f"{path}: {target}"):
+            return function(**built, **runtime)
+
+    return make
+
+
+def _connected_or_not(
+    node: Mapping[str, Any], group: str, allow: Sequence[str]
+) -> AbstractContextManager[None]:
+    """Data and loggers of your own may have to fetch something; no trust makes a model do so."""
+    target = str(node["_target_"])
+    if group in BUILT_OFFLINE or (group == "data" and not _is_trusted(target, allow)):
+        return offline(f"{group}._target_={target}")
+    return nullcontext()
+
+
+@contextmanager
+def _as_config_error(function: Callable[..., Any], what: str) -> Iterator[None]:
+    """Whatever torch and torchvision raise over arguments, and that is nearly anything, is about the configuration."""
+    try:
+        yield
+    except (GpipeError, MemoryError):
+        raise
+    except Exception as error:
+        if function.__module__.partition(".")[0] not in ("torch", "torchvision") or "alloc" in str(error):
+            raise
+        if isinstance(error, OSError):
+            raise DataError(f"{what}: {error}") from error
+        reason = str(error) or type(error).__name__
+        raise ConfigError(f"{what} does not take these values: {reason}") from error
 
 
 def _maker(value: Any, path: str, group: str, allow: Sequence[str]) -> Callable[[], Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpipe_cli.config.targets import accepted, check_targets, instantiate
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.vision import torchvision
 
 FORBIDDEN = [
@@ -217,3 +217,26 @@ def test_a_builder_that_opens_a_connection_is_stopped_although_it_is_trusted(
     with pytest.raises(OSError, match=r"refused|resolution|not known"):  # whatever is not a model may
         instantiate({"_target_": "fetching.build", "url": "http://127.0.0.1:9/x"}, "data", ["fetching"])
     sys.modules.pop("fetching")
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "torch.nn.Linear", "in_features": -1, "out_features": 2},
+        {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 2, "device": "nope"},
+        {"_target_": "torch.nn.MultiheadAttention", "embed_dim": 7, "num_heads": 2},
+        {"_target_": "torch.nn.ModuleDict", "modules": {"a.b": {"_target_": "torch.nn.ReLU"}}},
+        {"_target_": "torchvision.models.ResNet", "block": 3, "layers": [1, 1, 1, 1]},
+        {"_target_": "torchvision.models.vit_b_16", "image_size": 7},
+    ],
+)
+def test_whatever_torch_raises_over_its_arguments_is_about_the_configuration(node: dict[str, Any]) -> None:
+    """A RuntimeError, a KeyError or an assertion of torch ended the command with 1 and a hint at --debug."""
+    with pytest.raises(ConfigError, match="does not take these values"):
+        instantiate(node, "model")
+
+
+def test_a_dataset_that_is_not_there_is_an_error_of_the_data() -> None:
+    node = {"_target_": "torchvision.datasets.ImageFolder", "root": "/nowhere"}
+    with pytest.raises(DataError, match="nowhere"):
+        instantiate(node, "data")
