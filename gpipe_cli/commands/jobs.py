@@ -205,5 +205,5 @@ def _model_name(composed: Composed) -> str:
     choice = composed.choices.get("model")
     if choice not in (None, CUSTOM):
         return str(choice)
-    target = OmegaConf.to_container(composed.tree).get("model", {}).get("_target_")
-    return str(target or "model").rpartition(".")[2]
+    plain: Any = OmegaConf.to_container(composed.tree)  # unresolved, as it becomes the name of a folder
+    return str((plain.get("model") or {}).get("_target_", "model")).rpartition(".")[2]

@@ -22,7 +22,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.version import setbase
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.config.locate import conf_dir, home
 from gpipe_cli.config.schema import OPEN_GROUPS, SCHEMAS
@@ -160,8 +160,9 @@ def _register() -> None:
 
 def _first_key(tree: DictConfig) -> str:
     """The dotted name of the first key below `hydra`."""
-    path, node = NODE, tree._get_node(NODE)
-    while isinstance(node, DictConfig) and not node._is_interpolation() and node._content:
-        key = next(iter(node))
-        path, node = f"{path}.{key}", node._get_node(key)
+    plain: Any = OmegaConf.to_container(tree)
+    path, node = NODE, plain[NODE]
+    while isinstance(node, dict) and node:
+        key, node = next(iter(node.items()))
+        path = f"{path}.{key}"
     return path

@@ -168,7 +168,9 @@ def _check_allow(settings: Shared, overrides: Sequence[str]) -> None:
 
 
 def _compose(request: Request, overrides: Sequence[str]) -> Composed:
-    tree = GlobalHydra.instance().hydra.compose_config(
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None, "a composer is open"
+    tree = hydra.compose_config(
         config_name=request.config_name or request.command, overrides=list(overrides), run_mode=RunMode.RUN
     )
     choices = dict(tree.hydra.runtime.choices)

@@ -40,10 +40,11 @@ def offline(what: str) -> Iterator[None]:
         return connect_ex(self, address)
 
     # Every Python client ends in one of these three, whichever library it belongs to.
+    sockets: Any = socket.socket
     socket.getaddrinfo = refusing_look_up
-    socket.socket.connect, socket.socket.connect_ex = refusing_connect, refusing_connect_ex  # type: ignore[method-assign]
+    sockets.connect, sockets.connect_ex = refusing_connect, refusing_connect_ex
     try:
         yield
     finally:
         socket.getaddrinfo = look_up
-        socket.socket.connect, socket.socket.connect_ex = connect, connect_ex  # type: ignore[method-assign]
+        sockets.connect, sockets.connect_ex = connect, connect_ex
