@@ -1,4 +1,4 @@
-"""The command line: a command word, then Hydra's business; an error of ours becomes one line and an exit code.
+"""The command line: a command word and its configuration; an error of ours becomes one line and an exit code.
 
 Commands are named as text and imported when called, so that help, completion and a mistyped word stay quick.
 """
@@ -6,20 +6,18 @@ Commands are named as text and imported when called, so that help, completion an
 from __future__ import annotations
 
 import importlib
-import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
-from gpipe_cli.arguments import FLAGS, PLAIN_FLAGS, Invocation, parse
+from gpipe_cli.arguments import CFG, FLAGS, INFO, PLAIN_FLAGS, Invocation, parse
 from gpipe_cli.collector import hold_back
 from gpipe_cli.completion import complete
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped
 from gpipe_cli.help import COMMANDS, command_help, overview
+from gpipe_cli.redaction import redacted
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.output import leave_stdout
 from gpipe_cli.torch_internals import torchrun
@@ -71,69 +69,43 @@ def _known(command: str) -> str:
 
 
 def _configured(command: str, invocation: Invocation) -> int:
-    """Check the configuration, then let Hydra compose and run it, once or as a sweep."""
+    """Compose and check the configuration, then print it, or run it, once or as a sweep."""
     from gpipe_cli.commands.jobs import Jobs
-    from gpipe_cli.config.load import Request, compose_all, register
+    from gpipe_cli.config.load import Request, compose_all
+    from gpipe_cli.config.printing import print_config
 
-    register()
     request = Request(
         command,
         invocation.words,
         config_name=invocation.value("--config-name", "-cn"),
         config_dir=invocation.value("--config-dir", "-cd"),
     )
-    multirun = invocation.multirun
-    overrides = compose_all(request, complete=not invocation.prints_config, multirun=multirun)
-    jobs = Jobs(command, invocation, overrides)
-    if multirun:  # Hydra insists on a folder for its own notes on a sweep: it gets one that nobody sees
-        notes = tempfile.mkdtemp(prefix="gpipe-sweep-")
-        try:
-            _run_hydra(command, invocation.hydra, [*overrides, f"hydra.sweep.dir={notes}"], jobs.task)
-        except KeyboardInterrupt as error:
-            jobs.finish()  # what the jobs before it found is shown
-            if isinstance(error.__cause__, Stopped):
-                raise error.__cause__ from None
-            raise
-        finally:
-            shutil.rmtree(notes)
-    else:
-        runs = not invocation.prints_config
-        _run_hydra(command, invocation.hydra, overrides, jobs.task, task_runs=runs)
-    return jobs.finish()
-
-
-def _run_hydra(
-    command: str,
-    flags: Sequence[str],
-    overrides: Sequence[str],
-    task: Callable[..., Any],
-    *,
-    task_runs: bool = True,
-) -> None:
-    import hydra
-
-    from gpipe_cli.config.locate import conf_dir
-
-    if not task_runs:
-        # Hydra prints and nothing else happens: if the reader goes (`| head`), so do we, without a word.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.argv = ["gpipe", *flags, *overrides]
-    try:
-        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
-    except SystemExit as ended:  # Hydra's own, after it has said all: what a job raises is kept by Jobs
-        if ended.code:
-            raise GpipeError("Hydra gave up; its reason is above") from ended
+    shows = invocation.prints_config
+    composition = compose_all(request, complete=not shows, multirun=invocation.multirun)
+    if not shows:
+        return Jobs(command, invocation, composition).run()
+    _end_with_reader()
+    print_config(
+        composition,
+        invocation.value(*CFG),
+        invocation.value(*INFO),
+        invocation.value("--package", "-p"),
+        resolve="--resolve" in invocation.hydra,
+    )
+    return 0
 
 
 def _hydra_completion(command: str, words: list[str]) -> None:
-    from gpipe_cli.config.load import register
+    from gpipe_cli.config.composing import composer
 
-    register()
-    _run_hydra(command, ("-sc",), words, _no_task, task_runs=False)
+    _end_with_reader()
+    with composer(command) as hydra:
+        hydra.shell_completion(config_name=command, overrides=words)
 
 
-def _no_task(config: object) -> NoReturn:
-    raise AssertionError("completion runs no job")
+def _end_with_reader() -> None:
+    """Something is printed and nothing else happens: if the reader goes (`| head`), so do we, without a word."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def _say(text: str) -> int:
@@ -153,7 +125,7 @@ def _fail(error: BaseException, *, debug: bool) -> int:
     else:
         hint = "" if debug or isinstance(error, GpipeError) else "; --debug shows the traceback"
         line = f"error: {describe(error)}{hint}"
-    torchrun.leave_reason(f"gpipe: {line}", of_another=isinstance(error, PeerError))
+    torchrun.leave_reason(redacted(f"gpipe: {line}"), of_another=isinstance(error, PeerError))
     if not torchrun.follows():
         with suppress(BrokenPipeError):  # nobody reads it; the exit code still tells
             _print(f"gpipe: {line}", sys.stderr)

@@ -155,7 +155,7 @@ CASES: list[tuple[str, int, str]] = [
     ("train loss.label_smoothing=2", 2, "loss.label_smoothing=2: must be from 0 to 1"),
     ("train --config-name nope", 2, "--config-name nope: no such config"),
     ("train --config-dir nowhere", 2, "--config-dir nowhere: no such folder"),
-    ("train +hydra.callbacks.x._target_=os.system", 2, "only Hydra's own plugins may be named there"),
+    ("train +hydra.callbacks.x._target_=os.system", 2, "takes no key of Hydra"),
     ("eval", 2, "run: say which run to evaluate"),
     ("eval run=nowhere", 4, "run=nowhere: no such directory"),
     ("eval run=.", 4, "there is no snapshot in it"),

@@ -34,7 +34,7 @@ LEVELS = """
     skip
     schedule torch_internals vision config.schema
     values safe_files
-    errors version byte_size orphans collector
+    errors version byte_size orphans collector redaction
 """
 """Top to bottom. A room imports from itself and from lines below its own, so those of one line never meet."""
 
@@ -47,8 +47,8 @@ ASIDE = {
 """Rooms beside the levels, and what they import; reached from `commands` and by `_target_` in a config."""
 
 ONLY_IN = {
-    "hydra": {"cli", "config.load", "commands"},
-    "omegaconf": {"cli", "config.load", "commands"},
+    "hydra": {"config.composing", "config.load", "config.printing"},
+    "omegaconf": {"config.composing", "config.environment", "config.load", "config.yaml_files", "commands"},
     "torchvision": {"vision"},
 }
 """Packages that only these know; the others say `from gpipe_cli.vision import torchvision`."""
@@ -68,6 +68,7 @@ WITHOUT_TORCH = {
     "byte_size",
     "orphans",
     "collector",
+    "redaction",
 }
 
 LEVEL_OF = {room: level for level, line in enumerate(LEVELS.split("\n")) for room in line.split()}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.published_lines import Line, published_lines
-from gpipe_cli.config.load import Request, compose_all, register
+from gpipe_cli.config.load import Request, compose_all
 from gpipe_cli.config.locate import Option, options
 from gpipe_cli.config.recipes import to_group
 
@@ -68,7 +68,6 @@ def test_a_recipe_for_a_larger_machine_tells_its_result_its_devices_and_its_smal
 
 @each_that_runs_here
 def test_a_recipe_passes_every_check(recipe: Option) -> None:
-    register()
     compose_all(Request("train", tuple(to_group(words(recipe)))))
 
 

@@ -1,4 +1,4 @@
-"""The jobs of one command line: one, or those of a sweep. Results and failures are kept; nothing is lost to Hydra."""
+"""The jobs of one command line: one, or those of a sweep, run in turn. Results and failures are kept."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.collector import release
-from gpipe_cli.config.load import CUSTOM, settings_of
+from gpipe_cli.config.composing import CUSTOM
+from gpipe_cli.config.load import Composed, Composition, settings_of
 from gpipe_cli.config.recipes import as_written
 from gpipe_cli.engines.meeting import Meeting
 from gpipe_cli.errors import GpipeError, Stopped
@@ -83,39 +83,43 @@ class Outcome:
 
 @final
 class Jobs:
-    def __init__(self, command: str, invocation: Invocation, overrides: Sequence[str]) -> None:
-        self._command, self._invocation = command, invocation
-        self._overrides = tuple(overrides)
+    def __init__(self, command: str, invocation: Invocation, composition: Composition) -> None:
+        self._command, self._invocation, self._composition = command, invocation, composition
         self._outcomes: list[Outcome] = []
 
-    def task(self, tree: DictConfig) -> float | None:
-        """Run one job for Hydra. Its failure is kept for `finish`: a sweep goes on with the next job."""
-        job = self._job(tree)
+    def run(self) -> int:
+        """Run every job; a sweep goes on after a failure and shows at its end what came of each. The exit code."""
         try:
-            settings = settings_of(tree, self._command, self._overrides)
+            for number, overrides in enumerate(self._composition.jobs()):
+                self._run(overrides, number if self._invocation.multirun else None)
+        except (KeyboardInterrupt, Stopped):  # who asks for a stop means all jobs
+            if self._invocation.multirun:
+                self._show_sweep()
+            raise
+        return self._finish()
+
+    def _run(self, overrides: tuple[str, ...], number: int | None) -> None:
+        try:
+            composed = self._composition.compose(overrides)
+            job = self._job(composed, number)
+            settings = settings_of(composed.tree, self._command, overrides)
             # Only now: composing, printing and refusing a configuration must not wait for torch.
             command = importlib.import_module(f"gpipe_cli.commands.{self._command}")
             release()
-            summary: Summary = command.run(settings, job)
+            self._outcomes.append(Outcome(overrides, summary=command.run(settings, job)))
         except KeyboardInterrupt:
             raise
         except Stopped as error:
-            self._outcomes.append(Outcome(job.overrides, error=error))
-            if job.number is not None:  # who asks for a stop means all jobs; Hydra lets nothing else through
-                raise KeyboardInterrupt from error
-            return None
-        except BaseException as error:  # noqa: BLE001 - a layer may raise anything; `finish` reports it
-            self._outcomes.append(Outcome(job.overrides, error=error))
-            if job.number is not None:
+            self._outcomes.append(Outcome(overrides, error=error))
+            raise
+        except BaseException as error:  # noqa: BLE001 - a layer may raise anything; `_finish` reports it
+            self._outcomes.append(Outcome(overrides, error=error))
+            if number is not None:
                 if self._invocation.debug:
                     traceback.print_exception(error)
-                sys.stderr.write(f"job {job.number} {_reason(self._outcomes[-1])}\n")
-            return None
-        self._outcomes.append(Outcome(job.overrides, summary=summary))
-        loss = summary.get("loss")
-        return float(loss) if loss is not None else None
+                sys.stderr.write(f"job {number} {_reason(self._outcomes[-1])}\n")
 
-    def finish(self) -> int:
+    def _finish(self) -> int:
         """Show what a sweep did, or raise what the one job raised; the exit code."""
         if self._invocation.multirun:
             self._show_sweep()
@@ -130,16 +134,14 @@ class Jobs:
                 sys.stdout.write(f"{json.dumps(outcome.summary)}\n")
         return 0
 
-    def _job(self, tree: DictConfig) -> Job:
-        hydra = HydraConfig.get()
-        overrides = tuple(hydra.overrides.task)
+    def _job(self, composed: Composed, number: int | None) -> Job:
         return Job(
             command=self._command,
-            overrides=overrides,
-            line=self._line(overrides),
-            tree=tree,
-            model=_model_name(hydra.runtime.choices.get("model"), tree),
-            number=hydra.job.num if self._invocation.multirun else None,
+            overrides=composed.overrides,
+            line=self._line(composed.overrides),
+            tree=composed.tree,
+            model=_model_name(composed),
+            number=number,
             json=self._invocation.json,
             dry_run=self._invocation.dry_run,
         )
@@ -157,7 +159,7 @@ class Jobs:
         return shlex.join(["gpipe", self._command, *own, *elsewhere])
 
     def _show_sweep(self) -> None:
-        if not self._outcomes:  # Hydra only printed the configuration
+        if not self._outcomes:
             return
         if self._invocation.json:
             rows = [
@@ -199,7 +201,9 @@ def _reason(outcome: Outcome) -> str | None:
     return f"FAILED ({outcome.exit_code}): {describe(outcome.error)}"
 
 
-def _model_name(choice: str | None, tree: DictConfig) -> str:
+def _model_name(composed: Composed) -> str:
+    choice = composed.choices.get("model")
     if choice not in (None, CUSTOM):
         return str(choice)
-    return str(OmegaConf.select(tree, "model._target_", default="model")).rpartition(".")[2]
+    plain: Any = OmegaConf.to_container(composed.tree)  # unresolved, as it becomes the name of a folder
+    return str((plain.get("model") or {}).get("_target_", "model")).rpartition(".")[2]

@@ -83,6 +83,6 @@ def _layer(item: Any, key: str) -> Any:
             f"{key}={item}: give the name of a submodule, or {{call: torch.flatten, start_dim: 1}}"
         )
     name = item["call"]
-    if name not in CALLS:
+    if not isinstance(name, str) or name not in CALLS:
         raise ConfigError(f"{key}.call={name}: not allowed here; {or_list(str(name), CALLS)}")
     return partial(CALLS[name], **{argument: value for argument, value in item.items() if argument != "call"})

@@ -5,11 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import final
 
+from gpipe_cli.redaction import redacted
 from gpipe_cli.training.line_file import LineFile
 
 LOGGER = "gpipe_cli"
 PIPELINE = "gpipe_cli.pipeline"
+
+
+@final
+class RedactingFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
 
 
 @contextmanager
@@ -20,7 +28,7 @@ def run_log(file: LineFile, *, partitions: bool, layers: bool) -> Iterator[loggi
     """
     logger, pipeline = logging.getLogger(LOGGER), logging.getLogger(PIPELINE)
     handler = logging.StreamHandler(file)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s"))
     before = (logger.level, logger.propagate, pipeline.level)
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)

@@ -24,6 +24,7 @@ from gpipe_cli.config.schema import Train
 from gpipe_cli.engines.meeting import LastWord, Meeting
 from gpipe_cli.errors import PeerError, Stopped
 from gpipe_cli.orphans import end_with
+from gpipe_cli.redaction import redacted
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.output import write_streams_to
 
@@ -49,13 +50,13 @@ def _word(meeting: Meeting, task: dict[str, Any]) -> LastWord:
     try:
         return LastWord(0, summary=_run(meeting, task), when=time.monotonic())
     except (Stopped, KeyboardInterrupt) as error:
-        text = describe(error) if isinstance(error, Stopped) else ""
+        text = redacted(describe(error)) if isinstance(error, Stopped) else ""
         return LastWord(exit_code(error), text, when=time.monotonic())
     except BaseException as error:  # noqa: BLE001 - the last place: whatever a layer raised is passed on
         when = time.monotonic()
         if os.environ["RANK"] != "0":  # its streams are a log
-            traceback.print_exception(error)
-        return LastWord(exit_code(error), describe(error), isinstance(error, PeerError), when)
+            sys.stderr.write(redacted("".join(traceback.format_exception(error))))
+        return LastWord(exit_code(error), redacted(describe(error)), isinstance(error, PeerError), when)
 
 
 def _run(meeting: Meeting, task: dict[str, Any]) -> dict[str, Any]:

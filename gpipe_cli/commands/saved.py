@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from gpipe_cli.errors import RunError
-from gpipe_cli.safe_files import read_regular
-
-LARGEST = 2**20
-"""Bytes of a config.yaml; gpipe writes a few thousand."""
+from gpipe_cli.config.composing import refuse_hydra
+from gpipe_cli.config.yaml_files import load_yaml
+from gpipe_cli.errors import ConfigError, RunError
 
 
 def saved_config(run: Path) -> DictConfig:
     """config.yaml of a run directory: data, nothing of it is executed."""
     path = run / "config.yaml"
     try:
-        tree = OmegaConf.load(io.StringIO(read_regular(path, LARGEST, base=run).decode()))
+        tree = load_yaml(path, base=run)
     except FileNotFoundError as error:
         raise RunError(f"{run}: is no run directory, it has no config.yaml") from error
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        raise RunError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+    except ConfigError as error:
+        raise RunError(str(error)) from error
     if not isinstance(tree, DictConfig):
         raise RunError(f"{path}: is no configuration")
+    refuse_hydra(tree, str(path))
     return tree
 
 
@@ -47,5 +44,12 @@ def with_overrides(
     )
     for path in given:
         if "." in path and path.partition(".")[0] not in given:
-            OmegaConf.update(result, path, OmegaConf.select(composed, path), force_add=True)
+            OmegaConf.update(result, path, _unresolved(now, path), force_add=True)
     return result
+
+
+def _unresolved(tree: Any, path: str) -> Any:
+    """The value of a dotted key as it was given: what a reference stands for may be a secret."""
+    for key in path.split("."):
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree

@@ -72,6 +72,13 @@ def check(settings: Shared) -> None:
             raise RunError(f"{key}={given}: no such directory")
 
 
+def check_numbers(plain: Mapping[Any, Any]) -> None:
+    """Refuse a whole number that no machine holds, before anything converts it; it is too long to be shown."""
+    for key, value in _flat(plain):
+        if isinstance(value, int) and abs(value) > LARGEST_SEED:
+            raise ConfigError(f"{key}: a whole number must be between -{LARGEST_SEED} and {LARGEST_SEED}")
+
+
 def _problems(settings: Shared) -> Iterator[str]:
     flat = dict(_flat(asdict(settings)))
     yield from _numbers(flat)
@@ -235,13 +242,13 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of every leaf."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        elif isinstance(value, list | tuple):
-            yield f"{prefix}{key}", value
-            yield from ((f"{prefix}{key}[{i}]", one) for i, one in enumerate(value))
-        else:
-            yield f"{prefix}{key}", value
+def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and value of everything that is not a mapping, lists and their elements both."""
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _flat(value, f"{path}.{key}" if path else str(key))
+        return
+    yield path, node
+    if isinstance(node, list | tuple):
+        for index, value in enumerate(node):
+            yield from _flat(value, f"{path}[{index}]")

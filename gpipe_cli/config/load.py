@@ -1,48 +1,41 @@
-"""From YAML and overrides to a typed, checked configuration; the only lower module that knows Hydra.
+"""From YAML and overrides to a typed, checked configuration.
 
-`compose_all` composes what a command line asks for before Hydra runs it, so that every mistake becomes one
-ConfigError. `settings_of` turns a composed tree into the dataclass of the command and loses no key on the way.
+`compose_all` composes what a command line asks for, so that every mistake becomes one ConfigError. `settings_of`
+turns a composed tree into the dataclass of the command and loses no key on the way.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
-from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from yaml import MarkedYAMLError, YAMLError
 
-from gpipe_cli.config.check import check
+from gpipe_cli.config.check import check, check_numbers
+from gpipe_cli.config.composing import CUSTOM, NODE, check_choices, composer
+from gpipe_cli.config.environment import watch_environment
 from gpipe_cli.config.fields import fields
-from gpipe_cli.config.locate import conf_dir, home, options, takes_recipes
+from gpipe_cli.config.locate import conf_dir, options, takes_recipes
 from gpipe_cli.config.recipes import SCALE_KEY, SMALL
+from gpipe_cli.config.references import check_references
 from gpipe_cli.config.schema import GROUPS, OPEN_GROUPS, SCHEMAS, Shared
 from gpipe_cli.config.suggest import did_you_mean, or_list
 from gpipe_cli.config.targets import check_targets
+from gpipe_cli.config.yaml_files import load_yaml
 from gpipe_cli.errors import ConfigError
 
 KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "text"}
-CUSTOM = "custom"  # the empty option of an open group: nothing but what is given
-
-
-class RecipesSearchPath(SearchPathPlugin):
-    """Makes the folder recipes/ a config group."""
-
-    def manipulate_search_path(self, search_path: Any) -> None:
-        search_path.append("gpipe", f"file://{home()}")
 
 
 @dataclass(frozen=True)
@@ -55,22 +48,52 @@ class Request:
     config_dir: str | None = None
 
 
-def register() -> None:
-    """Tell Hydra of the schemas and of recipes/."""
-    for command, schema in SCHEMAS.items():
-        ConfigStore.instance().store(f"{command}_schema", schema)
-    for group in OPEN_GROUPS:
-        ConfigStore.instance().store(group=group, name=CUSTOM, node={"_target_": "???"})
-    Plugins.instance().register(RecipesSearchPath)
+@final
+@dataclass(frozen=True)
+class Composed:
+    """The configuration of one job."""
+
+    overrides: tuple[str, ...]
+    """As they were given to Hydra: references unresolved, so they may be saved."""
+    tree: DictConfig
+    """References unresolved here too."""
+    choices: Mapping[str, Any]
+    """The option chosen of each group."""
 
 
-def compose_all(request: Request, *, complete: bool = True, multirun: bool = False) -> tuple[str, ...]:
-    """Compose and check every job of a command line; returns the overrides to hand to Hydra.
+@final
+@dataclass(frozen=True)
+class Composition:
+    """What a command line asks for: one job, or those of a sweep."""
+
+    request: Request
+    overrides: tuple[str, ...]
+    first: Composed
+
+    @property
+    def config_name(self) -> str:
+        return self.request.config_name or self.request.command
+
+    def jobs(self) -> Iterator[tuple[str, ...]]:
+        """The overrides of each job: every combination of the values given, the last key changing fastest."""
+        with composer(self.request.command, self.request.config_dir):
+            parsed = _parse(self.overrides)
+        yield from product(*(_values(one) for one in parsed))
+
+    def compose(self, overrides: tuple[str, ...]) -> Composed:
+        if overrides == self.first.overrides:
+            return self.first
+        with composer(self.request.command, self.request.config_dir), _as_config_error(self.request.command):
+            return _compose(self.request, overrides)
+
+
+def compose_all(request: Request, *, complete: bool = True, multirun: bool = False) -> Composition:
+    """Compose and check what a command line asks for.
 
     With `complete` off only the composition is judged, as `--cfg` may show an unfinished configuration.
     A sweep is checked value by value, each with the first values of the other keys.
     """
-    with _initialised(request), _as_config_error(request.command):
+    with composer(request.command, request.config_dir), _as_config_error(request.command):
         # The components may be those of an earlier run, so their keys need not be those of the defaults.
         of_a_run = request.command == "eval" or any(word.startswith("resume=") for word in request.overrides)
         asked = _forced(request.overrides, OPEN_GROUPS if of_a_run else ())
@@ -87,23 +110,26 @@ def compose_all(request: Request, *, complete: bool = True, multirun: bool = Fal
         replaced = [
             group for group in OPEN_GROUPS if any(one.key_or_group == f"{group}._target_" for one in parsed)
         ]
+        probed = []
         for overrides in _probes(parsed):
-            tree = _compose(request, _without_predecessors(overrides, replaced))
-            if newly := [group for group in _replaced(tree, request) if group not in replaced]:
+            composed = _compose(request, _without_predecessors(overrides, replaced))
+            if newly := [group for group in _replaced(composed, request) if group not in replaced]:
                 replaced += newly
-                tree = _compose(request, _without_predecessors(overrides, replaced))
-            _check_hydra_node(tree)
+                composed = _compose(request, _without_predecessors(overrides, replaced))
             if complete:
-                settings_of(tree, request.command, request.overrides)
-        return tuple(_without_predecessors(asked, replaced))
+                settings_of(composed.tree, request.command, request.overrides)
+            probed.append(composed)
+        return Composition(request, tuple(_without_predecessors(asked, replaced)), probed[0])
 
 
 def settings_of(tree: DictConfig, command: str, overrides: Sequence[str]) -> Shared:
     """The typed configuration: no key lost, none unknown, every value judged."""
+    watch_environment()
     with _as_config_error(command):
-        own = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != "hydra"])
-        plain = OmegaConf.to_container(own, resolve=True, throw_on_missing=True)
+        check_references(OmegaConf.to_container(tree))
+        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
         assert isinstance(plain, dict)
+        check_numbers(plain)
         settings = typed({str(key): value for key, value in plain.items()}, command)
     _check_allow(settings, overrides)
     check_targets(
@@ -128,7 +154,9 @@ def typed(plain: dict[str, Any], command: str) -> Shared:
 
 def _check_allow(settings: Shared, overrides: Sequence[str]) -> None:
     """`allow` opens the door to code, so only the person at the command line may set it, never a file."""
-    given = any(word.lstrip("+").startswith("allow=") for word in overrides)
+    given = [word for word in overrides if word.lstrip("+").startswith("allow=")]
+    if any("${" in word for word in given):
+        raise ConfigError(f"{given[0]}: write the names of the packages out; a reference may change unseen")
     if settings.allow and not given:
         names = ",".join(settings.allow)
         raise ConfigError(
@@ -139,19 +167,17 @@ def _check_allow(settings: Shared, overrides: Sequence[str]) -> None:
             raise ConfigError(f"allow={settings.allow}: {package!r} is no package name")
 
 
-@contextmanager
-def _initialised(request: Request) -> Iterator[None]:
-    if request.config_dir is not None and not Path(request.config_dir).is_dir():
-        raise ConfigError(f"--config-dir {request.config_dir}: no such folder")
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name=request.command):
-        yield
-
-
-def _compose(request: Request, overrides: Sequence[str]) -> DictConfig:
-    extra = [f"hydra.searchpath=[file://{Path(request.config_dir).resolve()}]"] if request.config_dir else []
-    name = request.config_name or request.command
-    return compose(name, overrides=[*overrides, *extra], return_hydra_config=True)
+def _compose(request: Request, overrides: Sequence[str]) -> Composed:
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None, "a composer is open"
+    tree = hydra.compose_config(
+        config_name=request.config_name or request.command, overrides=list(overrides), run_mode=RunMode.RUN
+    )
+    choices = dict(tree.hydra.runtime.choices)
+    check_choices(choices)
+    own = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != NODE])
+    check_references(OmegaConf.to_container(own))
+    return Composed(tuple(overrides), own, choices)
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
@@ -160,6 +186,12 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
             raise ConfigError(f"'{word}' is neither a flag nor key=value")
     parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(list(overrides))
     for one in parsed:
+        if re.split(r"[./@]", one.key_or_group)[0] == NODE or (one.package or "").partition(".")[0] == NODE:
+            raise ConfigError(
+                f"{one.input_line}: gpipe runs its jobs itself and takes no key of Hydra; leave it out"
+            )
+        if one.is_sweep_override() and not one.is_discrete_sweep():
+            raise ConfigError(f"{one.input_line}: a sweep needs single values, such as a,b or range(1,5)")
         if one.key_or_group in GROUPS and isinstance(one.value(), int | float | list | dict):
             names = [option.name for option in options(one.key_or_group)]
             hint = f"balance=manual balance.layers={one.get_value_element_as_str()}"
@@ -170,18 +202,20 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 def _probes(parsed: Sequence[Override]) -> Iterator[list[str]]:
     """One list of plain overrides for every value of every swept key."""
-    values = [list(one.sweep_string_iterator()) if one.is_discrete_sweep() else [""] for one in parsed]
-    first = [_plain(one, choices[0]) for one, choices in zip(parsed, values, strict=True)]
+    values = [_values(one) for one in parsed]
+    first = [choices[0] for choices in values]
     yield first
-    for position, (one, others) in enumerate(zip(parsed, values, strict=True)):
+    for position, others in enumerate(values):
         for value in others[1:]:
-            yield [*first[:position], _plain(one, value), *first[position + 1 :]]
+            yield [*first[:position], value, *first[position + 1 :]]
 
 
-def _plain(override: Override, value: str) -> str:
-    line = override.input_line
-    assert line is not None
-    return f"{override.get_key_element()}={value}" if override.is_discrete_sweep() else line
+def _values(override: Override) -> list[str]:
+    """The override, or one of each value it has in a sweep."""
+    if override.is_discrete_sweep():
+        return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+    assert override.input_line is not None
+    return [override.input_line]
 
 
 def _without_predecessors(overrides: Sequence[str], groups: Sequence[str]) -> list[str]:
@@ -198,47 +232,26 @@ def _forced(overrides: Sequence[str], groups: Sequence[str]) -> list[str]:
     ]
 
 
-def _replaced(tree: DictConfig, request: Request) -> list[str]:
+def _replaced(composed: Composed, request: Request) -> list[str]:
     """Open groups whose `_target_` is not the one of the option chosen: that option's keys must not linger."""
     found = []
     for group in OPEN_GROUPS:
-        choice = OmegaConf.select(tree, f"hydra.runtime.choices.{group}")
-        target = OmegaConf.select(tree, f"{group}._target_", throw_on_missing=False)
+        choice = composed.choices.get(group)
+        target = OmegaConf.select(composed.tree, f"{group}._target_", throw_on_missing=False)
         if choice not in (None, CUSTOM) and target not in (None, _own_target(request, group, choice)):
             found.append(group)
     return found
 
 
 def _own_target(request: Request, group: str, choice: str) -> str | None:
-    """What the option's file itself names, the user's folder first."""
+    """What the option's file itself names; ours come first, as in the search path."""
     folders = [Path(request.config_dir)] if request.config_dir else []
-    for folder in (*folders, conf_dir()):
+    for folder in (conf_dir(), *folders):
         path = folder / group / f"{choice}.yaml"
-        if path.is_file():
-            target: str | None = OmegaConf.select(OmegaConf.load(path), "_target_", throw_on_missing=False)
+        if path.exists():
+            target: str | None = OmegaConf.select(load_yaml(path), "_target_", throw_on_missing=False)
             return target
     return None
-
-
-def _check_hydra_node(tree: DictConfig) -> None:
-    """Hydra builds its own plugins from its node; nothing but Hydra's own may be named there."""
-    for path, value in _leaves(OmegaConf.to_container(tree.hydra, resolve=False), "hydra"):
-        name = path.rpartition(".")[2]
-        if name == "_target_" and not str(value).startswith(("hydra._internal.", "hydra_plugins.")):
-            raise ConfigError(f"{path}={value}: only Hydra's own plugins may be named there")
-        if name == "()" or (name == "class" and not str(value).startswith("logging.")):
-            raise ConfigError(f"{path}={value}: only the logging package may be named there")
-
-
-def _leaves(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(node, dict):
-        for key, value in node.items():
-            yield from _leaves(value, f"{path}.{key}")
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from _leaves(value, f"{path}[{index}]")
-    else:
-        yield path, node
 
 
 @contextmanager
@@ -252,8 +265,10 @@ def _as_config_error(command: str) -> Iterator[None]:
         raise ConfigError(
             f"{error.override}: cannot be read ({_first_line(error)}); quote it for the shell"
         ) from error
-    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, ArithmeticError) as error:
         raise ConfigError(_describe(error, command)) from error
+    except RecursionError as error:
+        raise ConfigError("configuration: references are nested too deeply, or contain themselves") from error
 
 
 def _missing_option(error: MissingConfigException) -> str:
@@ -264,14 +279,15 @@ def _missing_option(error: MissingConfigException) -> str:
         small = or_list(option, [one.name for one in options(group)])
         return f"recipe={option} {SCALE_KEY}={SMALL}: no recipe of that name has that scale, leave it out; {small}"
     label = "recipe" if group == "recipes" else group
-    wanted = f"{label}={option}: no such option" if group else f"--config-name {missing}: no such config"
+    wanted = f"{label}={option}: no such option" if group else _no_primary(missing)
     return f"{wanted}; {or_list(option, available)}" if available else wanted
 
 
+def _no_primary(name: str) -> str:
+    return f"--config-name {name}: no such config; it is looked for in the folder given as --config-dir"
+
+
 def _describe(error: Exception, command: str) -> str:
-    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
-        return f"{mark.name}:{mark.line + 1}:{mark.column + 1}: {error.problem}"
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     whole = " ".join(str(error).split())
     key = getattr(cause, "full_key", None) or ""

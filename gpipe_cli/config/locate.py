@@ -43,6 +43,12 @@ class Option:
         }
 
     @property
+    def target(self) -> str | None:
+        """The component it describes, if it describes one."""
+        found = re.search(r"^_target_: *([\w.]+)", self.path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        return None if found is None else found[1]
+
+    @property
     def facts(self) -> dict[str, str]:
         """What a line such as `# facts: parameters=11181642 layers=10` states."""
         for line in self.path.read_text(encoding="utf-8").splitlines():

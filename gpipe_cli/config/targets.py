@@ -1,8 +1,8 @@
 """What a config may name in `_target_`, and the one function that turns such a node into an object.
 
-A config is data, perhaps somebody else's. Every `_target_` of the tree is held against the allow-list of its
-group before anything is imported, and the object found is held against it again, so that an alias such as
-`torch.nn.modules.module.torch.load` does not pass. Arguments that would make torchvision download are refused.
+A config is data, perhaps somebody else's. Every `_target_` of the tree is judged by its name before anything is
+imported, and what it stands for is judged again: `admitted` says what a group takes. Arguments that would make
+torchvision download are refused, and no model opens a connection while it is built.
 """
 
 from __future__ import annotations
@@ -11,33 +11,20 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
+from gpipe_cli.config.admitted import admits_name, admits_object, described, own_targets
 from gpipe_cli.config.kinds import mismatch
-from gpipe_cli.config.suggest import or_list
-from gpipe_cli.errors import ConfigError, GpipeError
+from gpipe_cli.config.offline import offline
+from gpipe_cli.config.schema import OPEN_GROUPS
+from gpipe_cli.config.suggest import did_you_mean, or_list
+from gpipe_cli.errors import ConfigError, DataError, GpipeError
 
-# A name that ends in a dot allows all below it, any other allows itself.
-# Of torchvision's datasets those are named that read no pickle.
-ALLOWED: dict[str, tuple[str, ...]] = {
-    "model": ("torch.nn.", "torchvision.models.", "gpipe_cli.models."),
-    "data": (
-        "gpipe_cli.data.",
-        *(
-            f"torchvision.datasets.{name}"
-            for name in ("FakeData", "ImageFolder", "MNIST", "FashionMNIST", "KMNIST")
-        ),
-    ),
-    "transform": ("gpipe_cli.data.transforms.",),
-    "loss": ("torch.nn.", "gpipe_cli.losses."),
-    "logger": ("gpipe_cli.loggers.",),
-    "balance": ("gpipe_cli.balance.",),
-    "engine": ("gpipe_cli.engines.",),
-    "optimizer": ("torch.optim.",),
-    "lr_schedule": ("gpipe_cli.training.lr_schedules.",),
-}
-DOWNLOADS = frozenset({"weights", "weights_backbone", "pretrained", "pretrained_backbone", "download"})
+BUILT_OFFLINE = ("model", "loss", "optimizer")
+SHIPPED = ("gpipe_cli", "torch", "torchvision")
+_DOWNLOADS = re.compile(r"weights|pretrained|download$")
 _NAME = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")  # dotted, no segment private
 
 
@@ -55,7 +42,8 @@ def instantiate(node: Mapping[str, Any], group: str, allow: Sequence[str] = (), 
     """
     make = bind(node, group, allow, offered)
     try:
-        return make()
+        with _connected_or_not(node, group, allow):
+            return make()
     except GpipeError:
         raise
     except (TypeError, ValueError) as error:
@@ -90,7 +78,39 @@ def _bind(
     makers = {key: _maker(value, f"{path}.{key}", group, allow) for key, value in arguments.items()}
     named = inspect.signature(function).parameters
     runtime = {name: value for name, value in offered.items() if name in named}
-    return lambda: function(**{key: make() for key, make in makers.items()}, **runtime)
+
+    def make() -> Any:
+        built = {key: make_argument() for key, make_argument in makers.items()}
+        with _as_config_error(function, f"{path}: {target}"):
+            return function(**built, **runtime)
+
+    return make
+
+
+def _connected_or_not(
+    node: Mapping[str, Any], group: str, allow: Sequence[str]
+) -> AbstractContextManager[None]:
+    """Data and loggers of your own may have to fetch something; no trust makes a model do so."""
+    target = str(node["_target_"])
+    if group in BUILT_OFFLINE or (group == "data" and not _is_trusted(target, allow)):
+        return offline(f"{group}._target_={target}")
+    return nullcontext()
+
+
+@contextmanager
+def _as_config_error(function: Callable[..., Any], what: str) -> Iterator[None]:
+    """Whatever torch and torchvision raise over arguments, and that is nearly anything, is about the configuration."""
+    try:
+        yield
+    except (GpipeError, MemoryError):
+        raise
+    except Exception as error:
+        if function.__module__.partition(".")[0] not in ("torch", "torchvision") or "alloc" in str(error):
+            raise
+        if isinstance(error, OSError):
+            raise DataError(f"{what}: {error}") from error
+        reason = str(error) or type(error).__name__
+        raise ConfigError(f"{what} does not take these values: {reason}") from error
 
 
 def _maker(value: Any, path: str, group: str, allow: Sequence[str]) -> Callable[[], Any]:
@@ -122,26 +142,27 @@ def _targets(path: str, node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_name(path: str, target: Any, group: str, allow: Sequence[str]) -> None:
-    if group not in ALLOWED:
+    if group not in OPEN_GROUPS:
         raise ConfigError(f"{path}={target}: nothing is built from {group}; remove the _target_")
     if not isinstance(target, str) or not _NAME.fullmatch(target):
         raise ConfigError(
             f"{path}={target}: give the dotted name of a class or function, such as mypkg.net.build"
         )
-    if not _is_allowed(target, group, allow):
-        root = target.partition(".")[0]
-        allowed = ", ".join(f"{name}*" if name.endswith(".") else name for name in ALLOWED[group])
-        raise ConfigError(
-            f"{path}={target}: not allowed here ({group}: {allowed}); "
-            f"for a package you trust add allow=[{root}] to the command line"
-        )
+    if not admits_name(target, group) and not _is_trusted(target, allow):
+        raise ConfigError(f"{path}={target}: not allowed here; {_what_is(group, target)}")
 
 
-def _is_allowed(name: str, group: str, allow: Sequence[str]) -> bool:
-    own = tuple(f"{package}." for package in allow)
-    return any(
-        name.startswith(entry) if entry.endswith(".") else name == entry for entry in (*ALLOWED[group], *own)
-    )
+def _what_is(group: str, target: str) -> str:
+    """What a group takes, for someone who asked for something else."""
+    root = target.partition(".")[0]
+    if root in SHIPPED:
+        near = did_you_mean(target, own_targets(group))
+        return f"{group} takes {described(group)}{f'; {near}' if near else ''}"
+    return f"{group} takes {described(group)}; for a package you trust add allow=[{root}] to the command line"
+
+
+def _is_trusted(name: str, allow: Sequence[str]) -> bool:
+    return name.startswith(tuple(f"{package}." for package in allow))
 
 
 def _resolve(target: str, group: str, allow: Sequence[str]) -> Callable[..., Any]:
@@ -151,7 +172,7 @@ def _resolve(target: str, group: str, allow: Sequence[str]) -> Callable[..., Any
         importlib.import_module("gpipe_cli.vision")  # torchvision beside a CPU-only torch needs its help
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise ConfigError(
             f"{group}._target_={target}: {error}; it is looked for in the current folder too"
         ) from error
@@ -161,17 +182,15 @@ def _resolve(target: str, group: str, allow: Sequence[str]) -> Callable[..., Any
         raise ConfigError(
             f"{group}._target_={target}: {module_name} has no {attribute}; {or_list(attribute, public)}"
         )
-    home = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', '')}"
     if not (inspect.isclass(found) or inspect.isfunction(found)):
         raise ConfigError(f"{group}._target_={target}: is no class or function")
-    if not _is_allowed(home, group, allow) and not _is_allowed_member(target, group, home):
-        raise ConfigError(f"{group}._target_={target}: is really {home}, which is not allowed here")
+    home = f"{found.__module__}.{found.__qualname__}"
+    trusted = _is_trusted(target, allow) and _is_trusted(home, allow)
+    if not trusted and not admits_object(target, found, group):
+        raise ConfigError(
+            f"{group}._target_={target}: is really {home}, which is not allowed here; {_what_is(group, home)}"
+        )
     return found
-
-
-def _is_allowed_member(target: str, group: str, home: str) -> bool:
-    """A class named singly (torchvision.datasets.MNIST) lives in a module below the named package."""
-    return target in ALLOWED[group] and home.startswith(f"{target.rpartition('.')[0]}.")
 
 
 def _check_arguments(
@@ -185,8 +204,8 @@ def _check_arguments(
     parameters = inspect.signature(function).parameters
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     hints = _hints(function)
-    if target.startswith("torchvision."):
-        _refuse_downloads(parameters, target, path, arguments)
+    if function.__module__.startswith("torchvision."):
+        _refuse_downloads(function, target, path, arguments)
     for key, value in arguments.items():
         if key in offered or (key not in parameters and not takes_any):
             known = [name for name in parameters if name not in offered]
@@ -214,11 +233,23 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _refuse_downloads(
-    parameters: Mapping[str, inspect.Parameter], target: str, path: str, arguments: dict[str, Any]
+    function: Callable[..., Any], target: str, path: str, arguments: dict[str, Any]
 ) -> None:
-    for key in DOWNLOADS & arguments.keys():
-        if arguments[key] not in (None, False):
-            raise ConfigError(f"{path}.{key}={arguments[key]}: {target} would download; only null is allowed")
-    for key in DOWNLOADS & parameters.keys() - arguments.keys():
-        if parameters[key].default not in (None, False):
-            arguments[key] = None
+    for key, value in arguments.items():
+        if _DOWNLOADS.match(key) and value not in (None, False):
+            raise ConfigError(f"{path}.{key}={value}: {target} would download; only null is allowed")
+    for key, parameter in _builder(function, arguments).items():
+        if _DOWNLOADS.match(key) and parameter.default not in (None, False):
+            arguments.setdefault(key, None)
+
+
+def _builder(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of what will build the model: torchvision's `get_model` passes all it gets to another."""
+    if function.__name__ == "get_model":
+        from gpipe_cli.vision import torchvision
+
+        try:
+            function = torchvision.models.get_model_builder(str(arguments.get("name")))
+        except ValueError:  # torchvision knows no such model, which it will say itself
+            return {}
+    return inspect.signature(function).parameters

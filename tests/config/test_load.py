@@ -4,30 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from gpipe_cli.config.load import Request, compose_all, register, settings_of
-from gpipe_cli.config.locate import conf_dir, options
+from gpipe_cli.config.load import Request, compose_all, settings_of
+from gpipe_cli.config.locate import options
 from gpipe_cli.config.schema import GROUPS, SCHEMAS, Train
 from gpipe_cli.errors import ConfigError
-
-
-@pytest.fixture(autouse=True)
-def registered() -> None:
-    register()
 
 
 def settings(*overrides: str, command: str = "train", config_dir: Path | None = None) -> Any:
     """The typed configuration of a command line."""
     request = Request(command, overrides, config_dir=None if config_dir is None else str(config_dir))
-    final = compose_all(request)
-    extra = [] if config_dir is None else [f"hydra.searchpath=[file://{config_dir}]"]
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        tree = compose(command, overrides=[*final, *extra])
-        return settings_of(tree, command, final)
+    composed = compose_all(request).first
+    return settings_of(composed.tree, command, composed.overrides)
 
 
 def test_the_defaults_are_a_complete_configuration() -> None:
@@ -135,9 +124,7 @@ def test_a_broken_or_hostile_file_is_one_error(tmp_path: Path, text: str, says: 
 
 @pytest.mark.parametrize("command", SCHEMAS)
 def test_no_key_is_lost_between_yaml_and_the_typed_object(command: str) -> None:
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        tree = compose(command, overrides=["run=x"] if command == "eval" else [])
+    tree = compose_all(Request(command, ("run=x",) if command == "eval" else ()), complete=False).first.tree
     plain = OmegaConf.to_container(tree)
     assert isinstance(plain, dict)
     assert set(plain) == set(SCHEMAS[command].__dataclass_fields__)

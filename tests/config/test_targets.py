@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,8 @@ import pytest
 import torch
 
 from gpipe_cli.config.targets import accepted, check_targets, instantiate
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, DataError
+from gpipe_cli.vision import torchvision
 
 FORBIDDEN = [
     "os.system",
@@ -176,3 +178,65 @@ def test_a_default_that_would_download_is_replaced() -> None:
     node = {"_target_": "torchvision.models.segmentation.lraspp_mobilenet_v3_large"}
     with torch.device("meta"):
         assert instantiate(node, "model") is not None
+
+
+def test_no_builder_of_torchvision_has_a_default_that_would_download_under_another_name() -> None:
+    """get_model passed weights_backbone=ResNet50_Weights.DEFAULT to fcn_resnet50, which opened a connection."""
+    models = torchvision.models
+    for name in models.list_models():
+        for key, parameter in inspect.signature(models.get_model_builder(name)).parameters.items():
+            assert not isinstance(parameter.default, models.WeightsEnum) or key.startswith("weights"), (
+                name,
+                key,
+            )
+
+
+def test_a_model_that_torchvision_is_asked_for_by_name_comes_without_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        torchvision.models.WeightsEnum, "get_state_dict", lambda *args, **kwargs: pytest.fail("downloads")
+    )
+    node = {"_target_": "torchvision.models.get_model", "name": "fcn_resnet50"}
+    with torch.device("meta"):
+        assert instantiate(node, "model") is not None
+    with pytest.raises(ConfigError, match=r"model.weights_backbone=DEFAULT: .* would download"):
+        instantiate({**node, "weights_backbone": "DEFAULT"}, "model")
+
+
+def test_a_builder_that_opens_a_connection_is_stopped_although_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fetching.py").write_text(
+        "from urllib.request import urlopen\n\ndef build(url):\n    return urlopen(url)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for url in ("http://nowhere.invalid/x", "http://127.0.0.1:9/x"):
+        with pytest.raises(ConfigError, match=r"would connect to .*; nothing is downloaded"):
+            instantiate({"_target_": "fetching.build", "url": url}, "model", ["fetching"])
+    with pytest.raises(OSError, match=r"refused|resolution|not known"):  # whatever is not a model may
+        instantiate({"_target_": "fetching.build", "url": "http://127.0.0.1:9/x"}, "data", ["fetching"])
+    sys.modules.pop("fetching")
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "torch.nn.Linear", "in_features": -1, "out_features": 2},
+        {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 2, "device": "nope"},
+        {"_target_": "torch.nn.MultiheadAttention", "embed_dim": 7, "num_heads": 2},
+        {"_target_": "torch.nn.ModuleDict", "modules": {"a.b": {"_target_": "torch.nn.ReLU"}}},
+        {"_target_": "torchvision.models.ResNet", "block": 3, "layers": [1, 1, 1, 1]},
+        {"_target_": "torchvision.models.vit_b_16", "image_size": 7},
+    ],
+)
+def test_whatever_torch_raises_over_its_arguments_is_about_the_configuration(node: dict[str, Any]) -> None:
+    """A RuntimeError, a KeyError or an assertion of torch ended the command with 1 and a hint at --debug."""
+    with pytest.raises(ConfigError, match="does not take these values"):
+        instantiate(node, "model")
+
+
+def test_a_dataset_that_is_not_there_is_an_error_of_the_data() -> None:
+    node = {"_target_": "torchvision.datasets.ImageFolder", "root": "/nowhere"}
+    with pytest.raises(DataError, match="nowhere"):
+        instantiate(node, "data")

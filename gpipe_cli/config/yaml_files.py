@@ -1,0 +1,111 @@
+"""Reads YAML from files that may be hostile: regular files only, bounded in size, nodes, nesting and aliases.
+
+Every YAML file of gpipe comes through here: shipped options, recipes, --config-dir and a run's config.yaml. The
+limits are far above any configuration and low enough that OmegaConf, which is slow, stays within a few seconds.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import shorten
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.safe_files import UnsafeFile, read_regular
+
+__all__ = ["load_yaml", "parse_yaml", "read_config_text"]
+
+MOST_BYTES = 128 * 1024
+MOST_NODES = 5_000
+DEEPEST = 32
+LONGEST_NUMBER = 64
+_NUMBER = re.compile(r"[-+]?\.?\d[\w.:+-]*")
+_Events = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser where PyYAML was built with it
+
+
+def load_yaml(path: Path, *, base: Path | None = None) -> DictConfig | ListConfig:
+    """base: the run directory that the file belongs to; FileNotFoundError where it has none."""
+    return parse_yaml(read_config_text(path, base=base), str(path))
+
+
+def read_config_text(path: Path, *, base: Path | None = None) -> str:
+    """The whole file as text; a FIFO, a device or a file that is too large is refused without waiting for it."""
+    try:
+        return read_regular(path, MOST_BYTES, base=base).decode("utf-8-sig")
+    except UnsafeFile as error:
+        raise ConfigError(
+            f"{path}: {error}; a configuration is a regular file of at most {MOST_BYTES // 1024} KiB"
+        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name, or bytes that are not UTF-8
+        if base is not None and isinstance(error, FileNotFoundError):
+            raise
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def parse_yaml(text: str, name: str) -> DictConfig | ListConfig:
+    """name: of the file, for messages."""
+    try:
+        _check_limits(text, name)
+        return OmegaConf.create(text) if text.strip() else OmegaConf.create({})
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = "" if mark is None else f":{mark.line + 1}:{mark.column + 1}"
+        raise ConfigError(f"{name}{place}: {error.problem or error.context}") from error
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, ArithmeticError) as error:
+        raise ConfigError(f"{name}: cannot be read: {shorten(str(error), 200)}") from error
+    except RecursionError as error:  # interpolations may be nested too
+        raise ConfigError(f"{name}: is nested too deeply") from error
+
+
+@dataclass
+class _Node:
+    """A collection while it is read: how many values it holds and how deep, aliases replaced."""
+
+    anchor: str | None = None
+    values: int = 1
+    height: int = 1
+
+    def add(self, child: _Node) -> None:
+        self.values += child.values
+        self.height = max(self.height, child.height + 1)
+
+
+def _check_limits(text: str, name: str) -> None:
+    """Measure the text as it will be once every alias is replaced by what it stands for."""
+    open_nodes, anchored = [_Node()], dict[str | None, _Node]()
+    for event in yaml.parse(text, Loader=_Events):
+        line = event.start_mark.line + 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append(_Node(event.anchor))
+        elif isinstance(event, yaml.CollectionEndEvent | yaml.ScalarEvent | yaml.AliasEvent):
+            if isinstance(event, yaml.AliasEvent):
+                if any(node.anchor == event.anchor for node in open_nodes):
+                    raise ConfigError(f"{name}:{line}: *{event.anchor} contains itself")
+                node = anchored.get(event.anchor, _Node())
+            else:
+                node = _Node(event.anchor) if isinstance(event, yaml.ScalarEvent) else open_nodes.pop()
+                anchored[node.anchor] = node
+            open_nodes[-1].add(node)
+            if isinstance(event, yaml.ScalarEvent) and _is_long_number(event):
+                raise ConfigError(
+                    f"{name}:{line}: a number of {len(event.value)} digits; no setting takes one"
+                )
+        if len(open_nodes) + open_nodes[-1].height > DEEPEST + 2:  # the document and its scalars
+            raise ConfigError(
+                f"{name}:{line}: is nested more than {DEEPEST} levels deep, its aliases replaced"
+            )
+        if open_nodes[-1].values > MOST_NODES:
+            raise ConfigError(f"{name}:{line}: holds more than {MOST_NODES:,} values, its aliases replaced")
+
+
+def _is_long_number(event: yaml.ScalarEvent) -> bool:
+    return (
+        len(event.value) > LONGEST_NUMBER
+        and (event.implicit[0] or event.tag is not None)
+        and _NUMBER.fullmatch(event.value) is not None
+    )

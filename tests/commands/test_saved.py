@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from gpipe_cli.commands.saved import saved_config, with_overrides
+from gpipe_cli.errors import ConfigError, RunError
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: &a [*a]", "contains itself"),
+        (f"a: {'[' * 10**5}", "nested more than"),
+        (f"seed: {'9' * 400}", "a number of 400 digits"),
+        ("- 1", "is no configuration"),
+        (None, "not a regular file"),
+    ],
+)
+def test_a_config_that_cannot_be_one_is_damage_to_the_run(
+    tmp_path: Path, text: str | None, says: str
+) -> None:
+    path = tmp_path / "config.yaml"
+    if text is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(RunError, match=says):
+        saved_config(tmp_path)
+
+
+def test_the_config_of_a_run_configures_no_hydra(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("hydra: {job: {env_set: {A: b}}}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"config.yaml: sets hydra.job.env_set.A"):
+        saved_config(tmp_path)
+
+
+def test_what_is_given_anew_stays_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """resume=... data.root='${oc.env:P}' wrote what P held into the run's config.yaml."""
+    monkeypatch.setenv("P", "hunter2")
+    saved = OmegaConf.create({"data": {"root": "here", "size": 3}, "seed": 1})
+    composed = OmegaConf.create({"data": {"root": "${oc.env:P}", "size": 4}, "seed": 2})
+    tree = with_overrides(saved, composed, ["data.root=${oc.env:P}"])
+    assert OmegaConf.to_container(tree) == {"data": {"root": "${oc.env:P}", "size": 3}, "seed": 1}

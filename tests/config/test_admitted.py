@@ -1,0 +1,169 @@
+"""Every public callable of gpipe_cli, torch and torchvision, and which group's `_target_` it may be."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe_cli
+from gpipe_cli.config.admitted import admits_name, admits_object
+from gpipe_cli.config.schema import OPEN_GROUPS
+from gpipe_cli.config.targets import accepted
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.vision import torchvision
+
+OURS = {
+    "model": {
+        "gpipe_cli.models.amoebanetd.build",
+        "gpipe_cli.models.gpt.build",
+        "gpipe_cli.models.mlp.build",
+        "gpipe_cli.models.resnet.build",
+        "gpipe_cli.models.torchvision_zoo.build",
+        "gpipe_cli.models.unet.build",
+        "gpipe_cli.models.unet.build_standard",
+    },
+    "data": {
+        f"gpipe_cli.data.{name}.build"
+        for name in ("cifar", "digits", "image_folder", "mnist", "pair", "shapes", "synthetic", "text")
+    },
+    "transform": {f"gpipe_cli.data.transforms.{name}" for name in ("augment", "basic", "none")},
+    "loss": {
+        "gpipe_cli.losses.auxiliary.AuxiliaryCrossEntropy",
+        "gpipe_cli.losses.cross_entropy.CrossEntropy",
+        "gpipe_cli.losses.dice.Dice",
+        "gpipe_cli.losses.mse.MeanSquaredError",
+        "gpipe_cli.losses.token_cross_entropy.TokenCrossEntropy",
+    },
+    "balance": {
+        f"gpipe_cli.balance.{name}.balance" for name in ("manual", "params", "size", "time", "uniform")
+    },
+    "engine": {f"gpipe_cli.engines.{name}.build" for name in ("offload", "processes", "single", "threads")},
+    "optimizer": set(),
+    "lr_schedule": {
+        f"gpipe_cli.training.lr_schedules.{name}" for name in ("Constant", "Cosine", "OneCycle", "Step")
+    },
+    "logger": {f"gpipe_cli.loggers.{name}.build" for name in ("mlflow", "none", "tensorboard", "wandb")},
+}
+"""What runs have saved in their config.yaml: none of these names may ever be missing, and none be added unseen."""
+
+
+def modules() -> Iterator[ModuleType]:
+    """All of gpipe_cli and torchvision, and what of torch they import."""
+    for package in (gpipe_cli, torchvision.models, torchvision.datasets, torch.nn, torch.optim):
+        for found in pkgutil.walk_packages(
+            package.__path__, f"{package.__name__}.", onerror=lambda name: None
+        ):
+            if "._" not in found.name and "__main__" not in found.name:
+                importlib.import_module(found.name)
+    roots = ("gpipe_cli", "torch", "torchvision")
+    yield from [
+        one for name, one in sys.modules.items() if name.partition(".")[0] in roots and "._" not in name
+    ]
+
+
+@pytest.fixture(scope="module")
+def callables() -> dict[str, Any]:
+    return {
+        f"{module.__name__}.{name}": value
+        for module in modules()
+        for name, value in list(vars(module).items())
+        if not name.startswith("_") and callable(value)
+    }
+
+
+def admitted(callables: dict[str, Any], group: str) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in callables.items()
+        if admits_name(name, group)
+        and (inspect.isclass(value) or inspect.isfunction(value))
+        and admits_object(name, value, group)
+    }
+
+
+@pytest.mark.parametrize("group", OPEN_GROUPS)
+def test_of_gpipe_a_group_takes_exactly_its_builders(callables: dict[str, Any], group: str) -> None:
+    assert len(callables) > 10_000
+    assert {name for name in admitted(callables, group) if name.startswith("gpipe_cli.")} == OURS[group]
+
+
+@pytest.mark.parametrize("group", OPEN_GROUPS)
+def test_of_torch_and_torchvision_a_group_takes_a_kind(callables: dict[str, Any], group: str) -> None:
+    foreign = {
+        value for name, value in admitted(callables, group).items() if not name.startswith("gpipe_cli.")
+    }
+    layers = {one for one in vars(nn).values() if inspect.isclass(one) and issubclass(one, nn.Module)}
+    builders = {torchvision.models.get_model_builder(name) for name in torchvision.models.list_models()}
+    if group == "model":
+        assert foreign >= (layers - {nn.DataParallel}) | builders | {torchvision.models.get_model}
+        functions = {one for one in foreign if not inspect.isclass(one)}
+        assert functions == builders | {torchvision.models.get_model}
+        assert all(issubclass(one, nn.Module) for one in foreign - functions)
+        assert not {nn.DataParallel, nn.parallel.DistributedDataParallel, nn.Parameter} & foreign
+    elif group == "loss":
+        assert foreign <= layers | {one for one in foreign if one.__module__ == "torch.nn.modules.loss"}
+        assert {nn.CrossEntropyLoss, nn.L1Loss, nn.CTCLoss} < foreign and nn.Linear not in foreign
+    elif group == "optimizer":
+        assert foreign == {
+            one
+            for one in vars(torch.optim).values()
+            if inspect.isclass(one)
+            and issubclass(one, torch.optim.Optimizer)
+            and one is not torch.optim.Optimizer
+        }
+    elif group == "data":
+        assert {one.__name__ for one in foreign} == {
+            "FakeData",
+            "ImageFolder",
+            "MNIST",
+            "FashionMNIST",
+            "KMNIST",
+        }
+    else:
+        assert not foreign
+
+
+@pytest.mark.parametrize(
+    ("group", "target"),
+    [
+        ("engine", "gpipe_cli.engines.meeting.Beats"),
+        ("engine", "gpipe_cli.engines.threads.register_layer_logging_hooks"),
+        ("engine", "gpipe_cli.engines.launch.launch"),
+        ("balance", "gpipe_cli.balance.time.measured"),
+        ("logger", "gpipe_cli.loggers.protocol.Logged"),
+        ("data", "gpipe_cli.data.workers.Path"),
+        ("data", "torchvision.datasets.CIFAR10"),
+        ("data", "torchvision.datasets.DatasetFolder"),
+        ("data", "torchvision.datasets.utils.download_url"),
+        ("model", "gpipe_cli.models.weights.read_weights"),
+        ("model", "torch.nn.init.xavier_uniform_"),
+        ("model", "torch.nn.functional.relu"),
+        ("model", "torch.nn.Parameter"),
+        ("model", "torch.nn.parallel.DistributedDataParallel"),
+        ("model", "torch.nn.utils.parametrize.ParametrizationList"),
+        ("model", "torchvision.models.get_weight"),
+        ("model", "torchvision.models.list_models"),
+        ("model", "torchvision.models.get_model_builder"),
+        ("model", "torchvision.models.feature_extraction.create_feature_extractor"),
+        ("model", "torchvision.models.feature_extraction.DualGraphModule"),
+        ("model", "torchvision.models.detection.backbone_utils.resnet_fpn_backbone"),
+        ("model", "torchvision.models.ResNet18_Weights"),
+        ("loss", "torch.nn.Linear"),
+        ("optimizer", "torch.optim.Optimizer"),
+        ("optimizer", "torch.optim.lr_scheduler.StepLR"),
+        ("optimizer", "torch.optim.swa_utils.AveragedModel"),
+    ],
+)
+def test_what_is_something_else_is_refused_although_it_lives_nearby(group: str, target: str) -> None:
+    """A recipe named engines.meeting.Beats as its engine, whose constructor emptied the file it was given."""
+    with pytest.raises(ConfigError, match=rf"not allowed here; {group} takes|has no|No module named"):
+        accepted({"_target_": target}, group)
