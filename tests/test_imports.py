@@ -33,7 +33,7 @@ LEVELS = """
     sequential
     skip
     schedule torch_internals vision config.schema
-    values
+    values owned_folder
     errors version byte_size orphans collector
 """
 """Top to bottom. A room imports from itself and from lines below its own, so those of one line never meet."""
@@ -65,6 +65,7 @@ WITHOUT_TORCH = {
     "version",
     "byte_size",
     "orphans",
+    "owned_folder",
     "collector",
 }
 
