@@ -6,23 +6,20 @@ Commands are named as text and imported when called, so that help, completion an
 from __future__ import annotations
 
 import importlib
-import shutil
-import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
 from gpipe_cli.arguments import FLAGS, PLAIN_FLAGS, Invocation, parse
-from gpipe_cli.collector import hold_back
 from gpipe_cli.completion import complete
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped
 from gpipe_cli.help import COMMANDS, command_help, overview
+from gpipe_cli.owned_folder import owned_folder, remove_abandoned
 from gpipe_cli.report.failure import describe, exit_code
-from gpipe_cli.report.output import leave_stdout
+from gpipe_cli.report.output import discard_stdout
 from gpipe_cli.torch_internals import torchrun
+from gpipe_cli.training.signals import StopNow, stopped_at_once
 from gpipe_cli.version import VERSION
 
 COMPLETION = ("-sc", "--shell-completion")
@@ -32,14 +29,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command line; the exit code is returned."""
     arguments = sys.argv[1:] if argv is None else argv
     if torchrun.follows():
-        leave_stdout()
+        discard_stdout()
     try:
-        code = _dispatch(arguments)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        leave_stdout()
-        return 0
+        return _dispatch(arguments)
     except BaseException as error:  # noqa: BLE001 - the last place: whatever a layer raised ends as one line
         return _fail(error, debug="--debug" in arguments)
 
@@ -60,7 +52,9 @@ def _dispatch(arguments: list[str]) -> int:
         return _say(command_help(command))
     if COMMANDS[command].configured:
         return _configured(command, invocation)
-    importlib.import_module(f"gpipe_cli.commands.{command}").run(invocation)
+    module = importlib.import_module(f"gpipe_cli.commands.{command}")
+    with stopped_at_once():
+        module.run(invocation)
     return 0
 
 
@@ -75,6 +69,7 @@ def _configured(command: str, invocation: Invocation) -> int:
     from gpipe_cli.commands.jobs import Jobs
     from gpipe_cli.config.load import Request, compose_all, register
 
+    remove_abandoned()
     register()
     request = Request(
         command,
@@ -86,37 +81,26 @@ def _configured(command: str, invocation: Invocation) -> int:
     overrides = compose_all(request, complete=not invocation.prints_config, multirun=multirun)
     jobs = Jobs(command, invocation, overrides)
     if multirun:  # Hydra insists on a folder for its own notes on a sweep: it gets one that nobody sees
-        notes = tempfile.mkdtemp(prefix="gpipe-sweep-")
-        try:
-            _run_hydra(command, invocation.hydra, [*overrides, f"hydra.sweep.dir={notes}"], jobs.task)
-        except KeyboardInterrupt as error:
-            jobs.finish()  # what the jobs before it found is shown
-            if isinstance(error.__cause__, Stopped):
-                raise error.__cause__ from None
-            raise
-        finally:
-            shutil.rmtree(notes)
+        with owned_folder("sweep") as notes:
+            try:
+                _run_hydra(command, invocation.hydra, [*overrides, f"hydra.sweep.dir={notes}"], jobs.task)
+            except KeyboardInterrupt as error:
+                jobs.finish()  # what the jobs before it found is shown
+                if isinstance(error.__cause__, Stopped):
+                    raise error.__cause__ from None
+                raise
     else:
-        runs = not invocation.prints_config
-        _run_hydra(command, invocation.hydra, overrides, jobs.task, task_runs=runs)
+        _run_hydra(command, invocation.hydra, overrides, jobs.task)
     return jobs.finish()
 
 
 def _run_hydra(
-    command: str,
-    flags: Sequence[str],
-    overrides: Sequence[str],
-    task: Callable[..., Any],
-    *,
-    task_runs: bool = True,
+    command: str, flags: Sequence[str], overrides: Sequence[str], task: Callable[..., Any]
 ) -> None:
     import hydra
 
     from gpipe_cli.config.locate import conf_dir
 
-    if not task_runs:
-        # Hydra prints and nothing else happens: if the reader goes (`| head`), so do we, without a word.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.argv = ["gpipe", *flags, *overrides]
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=command)(task)()
@@ -129,7 +113,7 @@ def _hydra_completion(command: str, words: list[str]) -> None:
     from gpipe_cli.config.load import register
 
     register()
-    _run_hydra(command, ("-sc",), words, _no_task, task_runs=False)
+    _run_hydra(command, ("-sc",), words, _no_task)
 
 
 def _no_task(config: object) -> NoReturn:
@@ -142,6 +126,8 @@ def _say(text: str) -> int:
 
 
 def _fail(error: BaseException, *, debug: bool) -> int:
+    if isinstance(error, StopNow):
+        error = error.request.error(f"stopped by {error.request.reason}")
     if debug:
         import traceback
 
@@ -155,17 +141,10 @@ def _fail(error: BaseException, *, debug: bool) -> int:
         line = f"error: {describe(error)}{hint}"
     torchrun.leave_reason(f"gpipe: {line}", of_another=isinstance(error, PeerError))
     if not torchrun.follows():
-        with suppress(BrokenPipeError):  # nobody reads it; the exit code still tells
-            _print(f"gpipe: {line}", sys.stderr)
+        _print(f"gpipe: {line}", sys.stderr)
     return exit_code(error)
 
 
 def _print(text: str, stream: TextIO) -> None:
     stream.write(f"{text}\n")
     stream.flush()
-
-
-def script() -> NoReturn:
-    """The console script."""
-    hold_back()
-    sys.exit(main())

@@ -20,9 +20,11 @@ from gpipe_cli.collector import release
 from gpipe_cli.config.load import CUSTOM, settings_of
 from gpipe_cli.config.recipes import as_written
 from gpipe_cli.engines.meeting import Meeting
-from gpipe_cli.errors import GpipeError, Stopped
+from gpipe_cli.engines.memory import memory_watched
+from gpipe_cli.errors import Stopped
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.tables import print_rows
+from gpipe_cli.training.signals import stopped_at_once
 
 Summary = Mapping[str, Any]
 
@@ -94,9 +96,11 @@ class Jobs:
         try:
             settings = settings_of(tree, self._command, self._overrides)
             # Only now: composing, printing and refusing a configuration must not wait for torch.
-            command = importlib.import_module(f"gpipe_cli.commands.{self._command}")
+            with memory_watched():
+                command = importlib.import_module(f"gpipe_cli.commands.{self._command}")
             release()
-            summary: Summary = command.run(settings, job)
+            with stopped_at_once(), memory_watched():
+                summary: Summary = command.run(settings, job)
         except KeyboardInterrupt:
             raise
         except Stopped as error:
@@ -121,9 +125,6 @@ class Jobs:
             self._show_sweep()
             return next((one.exit_code for one in self._outcomes if one.exit_code), 0)
         for outcome in self._outcomes:
-            if isinstance(outcome.error, BrokenPipeError):
-                # Of a layer or a data worker: to `main` a broken pipe is a reader of our output that has gone.
-                raise GpipeError(describe(outcome.error)) from outcome.error
             if outcome.error is not None:
                 raise outcome.error
             if self._invocation.json:
