@@ -11,12 +11,11 @@ from gpipe_cli.training.signals import listen, stop_listening
 
 
 def script() -> NoReturn:
-    listen()
-    secure_streams()
-    hold_back()
-    # Only now: a signal during the imports must be remembered, and they may not find a stream closed.
-    from gpipe_cli.cli import main
-
+    # Before any other import: a signal that comes meanwhile is remembered, and no file takes a closed stream's number.
+    with listen().waiting(patient=True):
+        secure_streams()
+        hold_back()
+        from gpipe_cli.cli import main
     code = main()
     sys.stdout.flush()
     stop_listening()

@@ -19,7 +19,7 @@ from gpipe_cli.owned_folder import owned_folder, remove_abandoned
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.output import discard_stdout
 from gpipe_cli.torch_internals import torchrun
-from gpipe_cli.training.signals import StopNow, stopped_at_once
+from gpipe_cli.training.signals import StopNow, stop_listening, stopped_at_once
 from gpipe_cli.version import VERSION
 
 COMPLETION = ("-sc", "--shell-completion")
@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except BaseException as error:  # noqa: BLE001 - the last place: whatever a layer raised ends as one line
+        stop_listening()
         return _fail(error, debug="--debug" in arguments)
 
 

@@ -62,18 +62,19 @@ class Inbox:
         self.patient = False
         """Whether a second Ctrl-C changes nothing. One process of several may be sent the same signal twice, by a
         terminal that signals them all and by its launcher, which is the one to be impatient."""
-        self._interrupts = 0
+        self._interrupted = self._ended = False
         self._raises = False
         self._raised = False
 
     def note(self, number: int, frame: object) -> None:
         """The handler of every signal."""
-        self._interrupts += number == signal.SIGINT
+        again, self._interrupted = self._interrupted, self._interrupted or number == signal.SIGINT
         if self.first is None:
             self.first = number
             if self._raises:
                 raise self._now()
-        elif number == signal.SIGINT and self._interrupts == 2 and not self.patient:
+        elif again and number == signal.SIGINT and not self.patient and not self._ended:
+            self._ended = True
             raise KeyboardInterrupt
 
     @contextmanager
