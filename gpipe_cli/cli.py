@@ -69,12 +69,13 @@ def _configured(command: str, invocation: Invocation) -> int:
     """Check the configuration, then let Hydra compose and run it, once or as a sweep."""
     from gpipe_cli.commands.jobs import Jobs
     from gpipe_cli.config.load import Request, compose_all, register
+    from gpipe_cli.config.quoting import quoted
 
     remove_abandoned()
     register()
     request = Request(
         command,
-        invocation.words,
+        tuple(map(quoted, invocation.words)),
         config_name=invocation.value("--config-name", "-cn"),
         config_dir=invocation.value("--config-dir", "-cd"),
     )
