@@ -206,7 +206,7 @@ def pruning_is_killed() -> None:
 
 
 def slow_disk_and_a_second_signal() -> None:
-    """The first request is heeded with a save, which the second one interrupts."""
+    """The first request is heeded with a save, during which the second one comes."""
 
     left = [signal.SIGTERM]
 
