@@ -101,6 +101,7 @@ def torchrun(folder: Path, *options: str, fault: str = "") -> subprocess.Popen[s
             **os.environ,
             "PYTHONPATH": str(Path(gpipe_cli.__file__).parents[1]),
             "GLOO_SOCKET_IFNAME": "lo",
+            "TMPDIR": str(folder),  # torchrun leaves its own folder there
             FAULT: fault,
         },
         stdout=subprocess.PIPE,

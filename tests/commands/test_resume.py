@@ -115,7 +115,7 @@ def test_a_signal_ends_the_run_with_the_command_that_goes_on_with_it(
     assert answer.code == 0 and facts(tmp_path / "run") == unbroken
 
 
-def test_a_second_signal_stops_at_once_and_leaves_the_older_snapshot(
+def test_a_second_ctrl_c_stops_at_once_and_leaves_the_older_snapshot(
     tiny: Gpipe, tmp_path: Path, at_row: Any
 ) -> None:
     def twice() -> None:
