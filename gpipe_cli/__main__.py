@@ -1,6 +1,26 @@
-"""`python -m gpipe_cli` is `gpipe`."""
+"""The process `gpipe`, or `python -m gpipe_cli`: signals and streams are made safe before anything else is imported."""
 
-from gpipe_cli.cli import script
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+from gpipe_cli.collector import hold_back
+from gpipe_cli.report.output import secure_streams
+from gpipe_cli.training.signals import listen, stop_listening
+
+
+def script() -> NoReturn:
+    # Before any other import: a signal that comes meanwhile is remembered, and no file takes a closed stream's number.
+    with listen().waiting(patient=True):
+        secure_streams()
+        hold_back()
+        from gpipe_cli.cli import main
+    code = main()
+    sys.stdout.flush()
+    stop_listening()
+    sys.exit(code)
+
 
 if __name__ == "__main__":
     script()

@@ -6,21 +6,20 @@ Commands are named as text and imported when called, so that help, completion an
 from __future__ import annotations
 
 import importlib
-import signal
 import sys
-from contextlib import suppress
-from typing import NoReturn, TextIO
+from typing import TextIO
 
 from gpipe_cli.arguments import CFG, FLAGS, INFO, PLAIN_FLAGS, Invocation, parse
-from gpipe_cli.collector import hold_back
 from gpipe_cli.completion import complete
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped
 from gpipe_cli.help import COMMANDS, command_help, overview
+from gpipe_cli.owned_folder import remove_abandoned
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.failure import describe, exit_code
-from gpipe_cli.report.output import leave_stdout
+from gpipe_cli.report.output import discard_stdout
 from gpipe_cli.torch_internals import torchrun
+from gpipe_cli.training.signals import StopNow, stop_listening, stopped_at_once
 from gpipe_cli.version import VERSION
 
 COMPLETION = ("-sc", "--shell-completion")
@@ -30,15 +29,11 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command line; the exit code is returned."""
     arguments = sys.argv[1:] if argv is None else argv
     if torchrun.follows():
-        leave_stdout()
+        discard_stdout()
     try:
-        code = _dispatch(arguments)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        leave_stdout()
-        return 0
+        return _dispatch(arguments)
     except BaseException as error:  # noqa: BLE001 - the last place: whatever a layer raised ends as one line
+        stop_listening()
         return _fail(error, debug="--debug" in arguments)
 
 
@@ -58,7 +53,9 @@ def _dispatch(arguments: list[str]) -> int:
         return _say(command_help(command))
     if COMMANDS[command].configured:
         return _configured(command, invocation)
-    importlib.import_module(f"gpipe_cli.commands.{command}").run(invocation)
+    module = importlib.import_module(f"gpipe_cli.commands.{command}")
+    with stopped_at_once():
+        module.run(invocation)
     return 0
 
 
@@ -73,10 +70,12 @@ def _configured(command: str, invocation: Invocation) -> int:
     from gpipe_cli.commands.jobs import Jobs
     from gpipe_cli.config.load import Request, compose_all
     from gpipe_cli.config.printing import print_config
+    from gpipe_cli.config.quoting import quoted
 
+    remove_abandoned()
     request = Request(
         command,
-        invocation.words,
+        tuple(map(quoted, invocation.words)),
         config_name=invocation.value("--config-name", "-cn"),
         config_dir=invocation.value("--config-dir", "-cd"),
     )
@@ -84,7 +83,6 @@ def _configured(command: str, invocation: Invocation) -> int:
     composition = compose_all(request, complete=not shows, multirun=invocation.multirun)
     if not shows:
         return Jobs(command, invocation, composition).run()
-    _end_with_reader()
     print_config(
         composition,
         invocation.value(*CFG),
@@ -98,14 +96,8 @@ def _configured(command: str, invocation: Invocation) -> int:
 def _hydra_completion(command: str, words: list[str]) -> None:
     from gpipe_cli.config.composing import composer
 
-    _end_with_reader()
     with composer(command) as hydra:
         hydra.shell_completion(config_name=command, overrides=words)
-
-
-def _end_with_reader() -> None:
-    """Something is printed and nothing else happens: if the reader goes (`| head`), so do we, without a word."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def _say(text: str) -> int:
@@ -114,6 +106,8 @@ def _say(text: str) -> int:
 
 
 def _fail(error: BaseException, *, debug: bool) -> int:
+    if isinstance(error, StopNow):
+        error = error.request.error(f"stopped by {error.request.reason}")
     if debug:
         import traceback
 
@@ -127,17 +121,10 @@ def _fail(error: BaseException, *, debug: bool) -> int:
         line = f"error: {describe(error)}{hint}"
     torchrun.leave_reason(redacted(f"gpipe: {line}"), of_another=isinstance(error, PeerError))
     if not torchrun.follows():
-        with suppress(BrokenPipeError):  # nobody reads it; the exit code still tells
-            _print(f"gpipe: {line}", sys.stderr)
+        _print(f"gpipe: {line}", sys.stderr)
     return exit_code(error)
 
 
 def _print(text: str, stream: TextIO) -> None:
     stream.write(f"{text}\n")
     stream.flush()
-
-
-def script() -> NoReturn:
-    """The console script."""
-    hold_back()
-    sys.exit(main())

@@ -126,9 +126,9 @@ def in_layer(does: Callable[[], Any]) -> Inject:
 
 def interrupted_twice() -> None:
     """The second Ctrl-C comes as soon as the first has been taken notice of."""
-    note, noted, left = signals.StopRequests.note, threading.Event(), [1]
+    note, noted, left = signals.Inbox.note, threading.Event(), [1]
 
-    def heard(self: signals.StopRequests, number: int, frame: object) -> None:
+    def heard(self: signals.Inbox, number: int, frame: object) -> None:
         noted.set()
         note(self, number, frame)
 
@@ -139,7 +139,7 @@ def interrupted_twice() -> None:
             noted.wait()
             os.kill(os.getpid(), signal.SIGINT)
 
-    signals.StopRequests.note = heard  # type: ignore[method-assign]
+    signals.Inbox.note = heard  # type: ignore[method-assign]
     in_layer(does)()
 
 
@@ -206,7 +206,7 @@ def pruning_is_killed() -> None:
 
 
 def slow_disk_and_a_second_signal() -> None:
-    """The first request is heeded with a save, which the second one interrupts."""
+    """The first request is heeded with a save, during which the second one comes."""
 
     left = [signal.SIGTERM]
 

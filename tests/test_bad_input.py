@@ -101,6 +101,19 @@ CASES: list[tuple[str, int, str]] = [
     ("train devices=[gpu]", 2, "'gpu' is no device"),
     ("train devices=[]", 2, "devices=[]: a list of names or numbers is needed"),
     ("train devices=0", 2, "devices=0: must be auto, a number of devices or a list"),
+    ("train threads=1000000000", 2, "threads=1000000000: must be at most 1024"),
+    ("train devices=1000000000", 2, "devices=1000000000: must be at most 1024"),
+    ("train run_dir=a(b", 2, "put it in quotes that the shell leaves alone: \"run_dir='a(b'\""),
+    (
+        "train model=mlp model.width=10000000000000",
+        6,
+        "out of memory while building the model: 122,880,000,000,000,000 bytes could not be had; choose a smaller",
+    ),
+    (
+        "train model=mlp data=synthetic data.shape=[100000000,1000000]",
+        6,
+        "out of memory while loading the data: 4,000,000,000,000,000 bytes could not be had; choose a smaller data",
+    ),
     ("train threads=some", 2, "threads=some: must be auto or a whole number from 1"),
     (
         "train engine=single balance=manual balance.layers=[10]",

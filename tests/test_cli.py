@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -204,6 +206,63 @@ def until(stream: IO[str] | None, line: str) -> None:
 
 def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def listens(pid: int) -> bool:
+    """Whether a process has a handler of its own for SIGTERM."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for handlers in /proc")
+def test_signals_while_it_starts_stop_it_in_good_order(
+    tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    """SIGTERM in the first two seconds used to kill it with 143: nobody listened before torch was imported."""
+    process = subprocess.Popen(
+        [*GPIPE, "train", "run_dir=run"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=environment(),
+    )
+    started.append(process)
+    while not listens(process.pid):
+        assert process.poll() is None
+        os.sched_yield()
+    assert "torch" not in Path(f"/proc/{process.pid}/maps").read_text(), "it listens before it imports torch"
+    for number in [signal.SIGTERM] * 6 + [signal.SIGHUP] * 2:
+        process.send_signal(number)
+    out, error = process.communicate(timeout=120)
+    assert (process.returncode, out) == (75, "")
+    assert re.fullmatch(r"gpipe: stopped by SIG(TERM|HUP)\n", error) and not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="terminals are those of Linux")
+def test_a_run_whose_terminal_closes_goes_on_without_a_screen(
+    folder: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    """Where no SIGHUP asks it to stop, it trains to its end. The panel used to raise OSError from the dead terminal."""
+    leader, follower = pty.openpty()
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.Popen(
+            [*GPIPE, "train", "model._target_=own.tells", *SMALL, "steps=30", "run_dir=run"],
+            stdout=full,
+            stderr=follower,
+            text=True,
+            cwd=folder,
+            env=environment(TERM="xterm"),
+        )
+    started.append(process)
+    os.close(follower)
+    shown = b""
+    while b"samples/s" not in shown:
+        shown += os.read(leader, 4096)
+    os.close(leader)
+    assert process.wait(timeout=120) == 0
+    assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == 30
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for children in /proc")

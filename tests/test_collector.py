@@ -36,7 +36,7 @@ def test_a_command_runs_with_the_collector_at_work() -> None:
     code = (
         "import gc, sys\n"
         "from gpipe_cli.commands import balance\n"
-        "from gpipe_cli.cli import script\n"
+        "from gpipe_cli.__main__ import script\n"
         "balance.run = lambda *_: sys.exit(f'{gc.isenabled()} {gc.get_freeze_count() > 0}')\n"
         "sys.argv = ['gpipe', 'balance', '--by', 'uniform']\n"
         "script()\n"

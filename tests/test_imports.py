@@ -33,7 +33,7 @@ LEVELS = """
     sequential
     skip
     schedule torch_internals vision config.schema
-    values safe_files
+    values safe_files owned_folder
     errors version byte_size orphans collector redaction
 """
 """Top to bottom. A room imports from itself and from lines below its own, so those of one line never meet."""
@@ -67,6 +67,7 @@ WITHOUT_TORCH = {
     "version",
     "byte_size",
     "orphans",
+    "owned_folder",
     "collector",
     "redaction",
 }

@@ -36,6 +36,7 @@ from gpipe_cli.config.schema import OPEN_GROUPS, Costed, Driven, Running, Shared
 from gpipe_cli.config.targets import accepted, bind, instantiate
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_threads
+from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.protocol import measure_of
@@ -60,6 +61,8 @@ ENGINE_KEYS = {
     "log.layers": "log_layers",
     "log.partitions": "log_layers",
 }
+
+FOR_A_MODEL = "choose a smaller model, or keep it on disk with engine=offload engine.to=disk"
 
 # What a balance method may ask for; `within` is the memory to keep within, where a limit is given.
 BALANCE_OFFERS = ("module", "layer_count", "partitions", "sample", "course", "memory", "within", "profiles")
@@ -120,6 +123,7 @@ def open_own_packages(settings: Shared) -> None:
         sys.path.insert(0, str(Path.cwd()))
 
 
+@memory_watched("building the model", FOR_A_MODEL)
 def make_model(settings: Shared, feed: Feed) -> nn.Sequential:
     """The model, initialised from the seed; without `num_classes` it gets as many as the data has."""
     torch.manual_seed(settings.seed if isinstance(settings, Train) else 0)
@@ -137,6 +141,7 @@ def make_model(settings: Shared, feed: Feed) -> nn.Sequential:
     return as_sequence(model, _cutting(settings), torch.stack([input, input]))
 
 
+@memory_watched("balancing the model")
 def split_model(settings: Shared, model: nn.Sequential, feed: Feed) -> Split:
     """The balance the settings ask for, and one device per partition."""
     if isinstance(settings, Driven) and not uses_partitions(settings):
@@ -220,6 +225,7 @@ def make_sample(settings: Shared, feed: Feed) -> Sample:
     return Sample(input, target, instantiate(settings.loss, "loss", settings.allow))
 
 
+@memory_watched("building engine and optimizer", FOR_A_MODEL)
 def make_engine(settings: Running, parts: Assembly, *, gauged: bool = False) -> Engine:
     """The engine, with what its `build` asks for; gauged: somebody watches how busy its partitions are."""
     split = parts.split

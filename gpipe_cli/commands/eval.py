@@ -19,7 +19,7 @@ from gpipe_cli.distributed.team import Team
 from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.training.loop import evaluate
-from gpipe_cli.training.signals import INTERRUPT, StopRequested, stop_requests
+from gpipe_cli.training.signals import StopRequested, stop_requests
 from gpipe_cli.training.snapshot.finding import is_snapshot, run_of, snapshot_paths
 from gpipe_cli.training.snapshot.manifest import BUFFERS, MODEL
 
@@ -53,10 +53,10 @@ def _evaluated(settings: Eval, job: Job, chosen: Chosen | None, team: Team) -> S
     try:
         if not in_memory:
             fill_slice_by_slice(engine, parts.model, settings.weights, chosen)
-        with stop_requests(INTERRUPT, agree=team.largest, patient=team.size > 1) as stops:
+        with stop_requests(agree=team.largest, patient=team.size > 1) as stops:
             found, seconds = evaluate(engine, stops.heeded(parts.feed.ordered(settings.split)))
     except StopRequested as request:
-        raise KeyboardInterrupt from request
+        raise request.error(f"stopped by {request.reason}") from request
     finally:
         engine.close()
     summary = {

@@ -13,6 +13,7 @@ from gpipe_cli.data.datasets import Data, Samples
 from gpipe_cli.data.loading import batch_count, batches
 from gpipe_cli.data.transforms import Transform, Transforms
 from gpipe_cli.distributed.team import Team
+from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError, DataError
 
@@ -79,6 +80,9 @@ class Feed:
             yield input, target
 
 
+@memory_watched(
+    "loading the data", "choose a smaller data set, or samples that are read from files one by one"
+)
 def make_feed(settings: Shared) -> Feed:
     data = instantiate(settings.data, "data", settings.allow)
     if not isinstance(data, Data):

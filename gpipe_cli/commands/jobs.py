@@ -20,9 +20,11 @@ from gpipe_cli.config.composing import CUSTOM
 from gpipe_cli.config.load import Composed, Composition, settings_of
 from gpipe_cli.config.recipes import as_written
 from gpipe_cli.engines.meeting import Meeting
-from gpipe_cli.errors import GpipeError, Stopped
+from gpipe_cli.engines.memory import memory_watched
+from gpipe_cli.errors import Stopped
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.tables import print_rows
+from gpipe_cli.training.signals import stopped_at_once
 
 Summary = Mapping[str, Any]
 
@@ -104,9 +106,11 @@ class Jobs:
             job = self._job(composed, number)
             settings = settings_of(composed.tree, self._command, overrides)
             # Only now: composing, printing and refusing a configuration must not wait for torch.
-            command = importlib.import_module(f"gpipe_cli.commands.{self._command}")
+            with memory_watched():
+                command = importlib.import_module(f"gpipe_cli.commands.{self._command}")
             release()
-            self._outcomes.append(Outcome(overrides, summary=command.run(settings, job)))
+            with stopped_at_once(), memory_watched():
+                self._outcomes.append(Outcome(overrides, summary=command.run(settings, job)))
         except KeyboardInterrupt:
             raise
         except Stopped as error:
@@ -125,9 +129,6 @@ class Jobs:
             self._show_sweep()
             return next((one.exit_code for one in self._outcomes if one.exit_code), 0)
         for outcome in self._outcomes:
-            if isinstance(outcome.error, BrokenPipeError):
-                # Of a layer or a data worker: to `main` a broken pipe is a reader of our output that has gone.
-                raise GpipeError(describe(outcome.error)) from outcome.error
             if outcome.error is not None:
                 raise outcome.error
             if self._invocation.json:

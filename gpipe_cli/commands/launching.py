@@ -24,13 +24,16 @@ from gpipe_cli.engines.launch import Crew, Failed, launch
 from gpipe_cli.engines.meeting import LastWord, Meeting
 from gpipe_cli.errors import ConfigError, Interrupted, PeerError, Stopped
 from gpipe_cli.report.output import say
-from gpipe_cli.training.signals import ALL, INTERRUPT, StopRequested, StopRequests, stop_requests
+from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 
 __all__ = ["launched"]
 
 # The child imports what its launcher does, from where it does: neither the current folder nor an installed
-# package of the same name comes first.
-START = "import sys; sys.path[:] = sys.argv[2:]; from gpipe_cli.commands.rank import main; main(sys.argv[1])"
+# package of the same name comes first. A signal that comes while it imports torch is remembered.
+START = (
+    "import sys; sys.path[:] = sys.argv[2:]; from gpipe_cli.training.signals import listen; listen(); "
+    "from gpipe_cli.commands.rank import main; main(sys.argv[1])"
+)
 
 
 def launched(settings: Running, job: Job, parts: Assembly, began: float) -> Summary:
@@ -42,7 +45,7 @@ def launched(settings: Running, job: Job, parts: Assembly, began: float) -> Summ
         say(f"balance {split.balance}: {split.origin}")
     who = places(len(split.balance), split.devices, settings.data_parallel)
     run: Path | None = None
-    with stop_requests(ALL if isinstance(settings, Train) else INTERRUPT) as stops:
+    with stop_requests() as stops:
         crew = Crew(who, settings.step_timeout, lambda: stops.signal)
         while True:
             try:
@@ -85,7 +88,7 @@ def _result(word: LastWord) -> Summary:
 
 def _end_if_asked(stops: StopRequests, failed: Failed, settings: Running, run: Path | None) -> None:
     """A signal finds ranks that are not listening yet, and ends them: that is no failure of theirs."""
-    if isinstance(failed.cause, Interrupted):  # a second one
+    if isinstance(failed.cause, Interrupted):  # a second Ctrl-C
         raise _stopped(stops, " at once", settings, run) from failed
     if stops.signal is not None and isinstance(failed.cause, PeerError):
         raise _stopped(stops, f", which broke what was under way ({failed})", settings, run) from failed
@@ -93,7 +96,6 @@ def _end_if_asked(stops: StopRequests, failed: Failed, settings: Running, run: P
 
 def _stopped(stops: StopRequests, how: str, settings: Running, run: Path | None) -> Stopped:
     request = stops.request or StopRequested("Ctrl-C")
-    kind = Interrupted if request.by_keyboard else Stopped
     if run is None or not isinstance(settings, Train):
-        return kind(f"stopped by {request.reason}{how}")
-    return kind(f"stopped by {request.reason}{how}; go on with: {resume_command(run, settings)}")
+        return request.error(f"stopped by {request.reason}{how}")
+    return request.error(f"stopped by {request.reason}{how}; go on with: {resume_command(run, settings)}")

@@ -22,11 +22,12 @@ from gpipe_cli.commands.jobs import Job, Rank
 from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import Train
 from gpipe_cli.engines.meeting import LastWord, Meeting
+from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.errors import PeerError, Stopped
 from gpipe_cli.orphans import end_with
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.failure import describe, exit_code
-from gpipe_cli.report.output import write_streams_to
+from gpipe_cli.report.output import secure_streams, write_streams_to
 
 __all__ = ["main"]
 
@@ -36,6 +37,7 @@ def main(folder: str) -> NoReturn:
     meeting, rank = Meeting(Path(folder)), int(os.environ["RANK"])
     task = json.loads(meeting.task.read_text(encoding="utf-8"))
     end_with(task["launcher"])
+    secure_streams()
     faulthandler.enable()
     if rank:
         write_streams_to(meeting.output_of(rank), meeting.folder)
@@ -78,4 +80,5 @@ def _run(meeting: Meeting, task: dict[str, Any]) -> dict[str, Any]:
     if run is not None:  # after a failure all ranks go on from what was saved
         assert isinstance(settings, Train)
         settings = replace(settings, resume="auto", run_dir=run)
-    return dict(importlib.import_module(f"gpipe_cli.commands.{command}").run(settings, job))
+    with memory_watched():
+        return dict(importlib.import_module(f"gpipe_cli.commands.{command}").run(settings, job))

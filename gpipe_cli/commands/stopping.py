@@ -9,7 +9,7 @@ from pathlib import Path
 from gpipe_cli.commands.resume import resume_command
 from gpipe_cli.config.schema import Train
 from gpipe_cli.distributed.team import Team
-from gpipe_cli.errors import DataError, Interrupted, Stopped
+from gpipe_cli.errors import DataError, Stopped
 from gpipe_cli.report.failure import describe
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 from gpipe_cli.training.snapshot.finding import snapshot_paths
@@ -23,7 +23,7 @@ def stopping(directory: Path, settings: Train, deadline: float | None, team: Tea
             yield stops
         except StopRequested as request:
             raise _stopped(request, "", directory, settings) from request
-        except KeyboardInterrupt as error:  # a second signal
+        except KeyboardInterrupt as error:  # a second Ctrl-C
             first = stops.request or StopRequested("Ctrl-C")
             raise _stopped(first, " at once", directory, settings) from error
         except DataError as error:
@@ -35,11 +35,10 @@ def stopping(directory: Path, settings: Train, deadline: float | None, team: Tea
 
 
 def _stopped(request: StopRequested, how: str, directory: Path, settings: Train) -> Stopped:
-    kind = Interrupted if request.by_keyboard else Stopped
     reason = f"time_limit={settings.time_limit}" if request.reason == "time_limit" else request.reason
     saved = snapshot_paths(directory)
     if not saved:
-        return kind(f"stopped by {reason}{how}, before anything was saved in {directory}")
-    return kind(
+        return request.error(f"stopped by {reason}{how}, before anything was saved in {directory}")
+    return request.error(
         f"stopped by {reason}{how}; saved in {saved[0]}; go on with: {resume_command(directory, settings)}"
     )

@@ -35,6 +35,7 @@ from gpipe_cli.errors import RunError
 from gpipe_cli.report.progress import on_terminal
 from gpipe_cli.training.loop import Evaluated, Plan, train
 from gpipe_cli.training.run_directory import check_run_dir, planned_run_directory
+from gpipe_cli.training.signals import stopped_at_boundaries
 from gpipe_cli.training.snapshot.keeper import Keeper, Retention
 from gpipe_cli.training.survival import survive
 
@@ -76,6 +77,8 @@ def run(settings: Train, job: Job) -> Summary:
             held.callback(engine.close)
             warning = warning if runs_in_ranks(settings) else room()
             _restore(engine, again)
+            # From here on a stop waits for the first step: the run has a directory, and something to save.
+            held.enter_context(stopped_at_boundaries())
             begun = begin_together(settings, job, again, held, team)
             if team.leads:
                 write_launch(begun.directory, launch)

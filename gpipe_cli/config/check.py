@@ -56,6 +56,8 @@ AT_LEAST = {
     "top": 1,
     "seconds": 0,
 }
+AT_MOST = dict.fromkeys(("threads", "devices", "partitions", "data_parallel"), 1024)
+"""Threads, workers or processes to be started: above the cores of the largest machines and the GPUs of a large job."""
 POSITIVE = ("clip_grad_norm", "step_timeout", "plan.budget", "plan.verify_budget")
 LARGEST_SEED = 2**63 - 1
 OFFLOAD = "gpipe_cli.engines.offload.build"
@@ -112,6 +114,9 @@ def _numbers(flat: Mapping[str, Any]) -> Iterator[str]:
     for key, least in AT_LEAST.items():
         if _is_count(flat.get(key)) and flat[key] < least:
             yield f"{key}={flat[key]}: must be at least {least}"
+    for key, most in AT_MOST.items():
+        if _is_count(flat.get(key)) and flat[key] > most:
+            yield f"{key}={flat[key]}: must be at most {most}"
     for key in POSITIVE:
         if flat.get(key) is not None and not flat[key] > 0:
             yield f"{key}={flat[key]}: must be positive, or null for none"

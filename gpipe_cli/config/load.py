@@ -262,8 +262,10 @@ def _as_config_error(command: str) -> Iterator[None]:
     except MissingConfigException as error:
         raise ConfigError(_missing_option(error)) from error
     except OverrideParseException as error:
+        key, _, value = str(error.override).partition("=")
         raise ConfigError(
-            f"{error.override}: cannot be read ({_first_line(error)}); quote it for the shell"
+            f"{error.override}: cannot be read ({_first_line(error)}); if the value is text, put it in quotes that the "
+            f"shell leaves alone: \"{key}='{value}'\""
         ) from error
     except (HydraException, OmegaConfBaseException, ValueError, ArithmeticError) as error:
         raise ConfigError(_describe(error, command)) from error

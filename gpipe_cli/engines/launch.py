@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from gpipe_cli.engines.blame import End, failure, frozen
 from gpipe_cli.engines.meeting import LastWord, Meeting
 from gpipe_cli.engines.watch import Watch
 from gpipe_cli.errors import GpipeError, Interrupted, PeerError, PeerRaised
+from gpipe_cli.owned_folder import owned_folder
 
 __all__ = ["Crew", "Failed", "launch"]
 
@@ -75,8 +75,8 @@ class Failed(Exception):
 def launch(crew: Crew, entry: Entry) -> LastWord:
     """Start the ranks and wait for their end; what rank 0 said at its own."""
     ranks = range(len(crew.places))
-    with tempfile.TemporaryDirectory(prefix="gpipe-ranks-") as folder, _quiet_agent():
-        meeting = Meeting(Path(folder))
+    with owned_folder("ranks") as folder, _quiet_agent():
+        meeting = Meeting(folder)
         handler = _rendezvous(meeting)
         agent = _agent(handler, len(ranks), entry(meeting))
 

@@ -1,8 +1,9 @@
 """A thread of the launcher that sees ranks die, freeze or be asked to stop, and acts where torch would wait.
 
 torch's agent gives ranks 30 seconds to end after one has failed, and a rank that waits for a frozen one does not hear
-a signal. Here the others are killed soon after a first failure, and all of them when a step takes too long. Decides
-when; who is to blame is decided elsewhere, from what is seen here.
+a signal. Here the others are killed soon after a first failure, and all of them when a step takes too long or a rank
+is stopped for too long, whatever it was doing. Decides when; who is to blame is decided elsewhere, from what is seen
+here.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ GRACE = 2.0
 """Seconds the others have to notice that a rank has failed, and to say so."""
 LOOKS = 0.1
 """Seconds between two looks at beats and requests; deaths are told by the system at once."""
+LONGEST = 1.0
+"""Seconds between two looks that count. If more have passed this process was stopped itself, as its ranks: Ctrl-Z."""
+
+STOPPED = -1.0
+"""In place of a beat, of a rank that is stopped outside of a step."""
 
 Pids = Callable[[], Mapping[int, int]]
 """Process ids by rank; none before the ranks have started."""
@@ -45,13 +51,16 @@ class Watch:
         self.killed: set[int] = set()
         """By us."""
         self.late: list[int] = []
-        """Ranks that kept a step from ending in time."""
+        """Ranks that were stopped for too long, or kept a step from ending in time."""
         self.stopped = False
         """Whether those are held by a signal."""
         self._meeting, self._pids, self._asked, self._step_timeout = meeting, pids, asked, step_timeout
         self._beats = Beats(meeting.beats, ranks)
         self._handles: dict[int, int] = {}
         self._of_process: dict[int, int] = {}
+        self._looked, self._clock = time.monotonic(), 0.0
+        self._unchanged: dict[int, tuple[float, float]] = {}
+        """What each rank was seen at, and since when by our clock."""
         self._forwarded = False
         self._kill_at: float | None = None
         self._over = threading.Event()
@@ -74,7 +83,7 @@ class Watch:
                 continue
             self._note_deaths()
             self._forward()
-            self._look_at_beats()
+            self._look_for_frozen()
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._kill_all()
         if self._handles:
@@ -108,18 +117,31 @@ class Watch:
             for rank in self._handles:
                 self._send(rank, number)
 
-    def _look_at_beats(self) -> None:
+    def _look_for_frozen(self) -> None:
         if self._step_timeout is None or self.late:
             return
-        since = self._beats.since()
         now = time.monotonic()
-        if not any(one != NOT_IN_A_STEP and now - one > self._step_timeout for one in since):
-            return
+        self._clock += min(now - self._looked, LONGEST)
+        self._looked = now
+        beats = self._beats.since()
         held = [rank for rank, process in self._of_process.items() if _is_stopped(process)]
-        absent = [rank for rank, one in enumerate(since) if one == NOT_IN_A_STEP]
+        overdue = [rank for rank in self._of_process if self._is_overdue(rank, beats[rank], rank in held)]
+        if not overdue:
+            return
+        absent = [rank for rank, beat in enumerate(beats) if beat == NOT_IN_A_STEP]
         self.stopped = bool(held)
         self.late = held or absent or list(self._of_process)
         self._kill_all()
+
+    def _is_overdue(self, rank: int, beat: float, stopped: bool) -> bool:
+        """Whether it has been stopped, or in one and the same step, for longer than a step may take."""
+        assert self._step_timeout is not None
+        state = STOPPED if stopped and beat == NOT_IN_A_STEP else beat
+        before, since = self._unchanged.get(rank, (NOT_IN_A_STEP, 0.0))
+        if state != before:
+            since = self._clock
+            self._unchanged[rank] = state, since
+        return state != NOT_IN_A_STEP and self._clock - since > self._step_timeout
 
     def _kill_all(self) -> None:
         self._kill_at = None

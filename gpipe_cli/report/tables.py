@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from gpipe_cli.report.numbers import readable
-from gpipe_cli.report.output import leave_stdout
 from gpipe_cli.report.text import plain
 
 WIDE = 500
@@ -66,8 +65,5 @@ def show(*parts: RenderableType, soft_wrap: bool = False) -> None:
     console = Console(width=WIDE)
     with console.capture() as captured:
         console.print(*parts, sep="\n", soft_wrap=soft_wrap)
-    try:
-        sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
-        sys.stdout.flush()
-    except BrokenPipeError:
-        leave_stdout()
+    sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+    sys.stdout.flush()

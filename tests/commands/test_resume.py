@@ -115,18 +115,18 @@ def test_a_signal_ends_the_run_with_the_command_that_goes_on_with_it(
     assert answer.code == 0 and facts(tmp_path / "run") == unbroken
 
 
-def test_a_second_signal_stops_at_once_and_leaves_the_older_snapshot(
+def test_a_second_ctrl_c_stops_at_once_and_leaves_the_older_snapshot(
     tiny: Gpipe, tmp_path: Path, at_row: Any
 ) -> None:
     def twice() -> None:
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
     at_row(3, twice)
     answer = tiny("train", *WORDS, "run_dir=run")
     # The save of step 2 may be in flight, and is given up.
-    assert answer.code == 75
-    assert re.search(r"stopped by SIGTERM at once; saved in run/snapshots/step-0000000[12]; ", answer.err)
+    assert answer.code == 130
+    assert re.search(r"stopped by Ctrl-C at once; saved in run/snapshots/step-0000000[12]; ", answer.err)
     assert not list(tmp_path.glob("run/snapshots/*.tmp"))
 
 

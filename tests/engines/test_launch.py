@@ -7,12 +7,14 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import gpipe_cli
+from gpipe_cli.engines import watch
 from gpipe_cli.engines.launch import Crew, Failed, launch
-from gpipe_cli.engines.meeting import LastWord, Meeting
+from gpipe_cli.engines.meeting import Beats, LastWord, Meeting
 from gpipe_cli.errors import GpipeError, NumericError, PeerError, PeerRaised, StepTimeout
 
 RANK = Path(__file__).with_name("acting_rank.py")
@@ -56,6 +58,16 @@ def test_what_rank_0_found_comes_back() -> None:
         ("finds nan", NumericError, r"rank 1 \(partition 1\): the loss is nan"),
         ("raises", PeerRaised, r"rank 1 \(partition 1\): ValueError: broken"),
         ("is stopped", StepTimeout, r"rank 1 \(partition 1\): stopped .* within step_timeout=0.5 seconds"),
+        (
+            "is stopped while it starts",
+            StepTimeout,
+            r"rank 1 \(partition 1\): stopped .* within step_timeout=0.5",
+        ),
+        (
+            "is stopped between steps",
+            StepTimeout,
+            r"rank 1 \(partition 1\): stopped .* within step_timeout=0.5",
+        ),
         ("waits for ever", StepTimeout, r"rank 0 .* and rank 1 .*: in a step that does not end"),
     ],
 )
@@ -64,6 +76,24 @@ def test_one_rank_brings_all_down_and_is_named(part: str, kind: type[GpipeError]
         started(part, step_timeout=0.5 if "step" in says else None)
     assert type(failed.value.cause) is kind
     assert failed.value.may_pass == (kind in (PeerError, StepTimeout))
+
+
+def test_a_launcher_that_was_stopped_itself_does_not_count_that_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-Z stops the launcher and all its ranks; `fg` an hour later used to end them as too slow."""
+    meeting, now = Meeting(tmp_path), [0.0]
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    watching = watch.Watch(meeting, 1, lambda: {0: os.getpid()}, 2.0, lambda: None)
+    assert watching._meet_ranks()
+    monkeypatch.setattr(watching, "_kill_all", lambda: None)
+    Beats(meeting.beats, 1).begin(0)
+    late = []
+    for passed in (0.1, 3600, 0.5, 0.6):
+        now[0] += passed
+        watching._look_for_frozen()
+        late.append(watching.late)
+    assert late == [[], [], [], [0]]
 
 
 def test_a_signal_to_the_launcher_reaches_every_rank() -> None:

@@ -4,10 +4,22 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
-from gpipe_cli.training.signals import ALL, StopRequested, StopRequests, stop_requests
+from gpipe_cli.errors import Interrupted, Stopped
+from gpipe_cli.training.signals import (
+    ALL,
+    Inbox,
+    StopNow,
+    StopRequested,
+    StopRequests,
+    listening,
+    stop_requests,
+    stopped_at_boundaries,
+    stopped_at_once,
+)
 
 
 class Destroyed:
@@ -28,16 +40,72 @@ def test_a_signal_inside_a_destructor_is_not_lost() -> None:
     assert taken == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("number", ALL)
-def test_the_first_signal_waits_for_the_next_boundary_and_the_second_for_nothing(number: int) -> None:
-    reached = []
-    with stop_requests() as stops, pytest.raises(KeyboardInterrupt):
-        for _ in stops.heeded(range(9)):
+@pytest.mark.parametrize("number", ALL[1:])
+def test_a_burst_of_signals_is_one_request(number: int) -> None:
+    """bash and the kernel each send SIGHUP when a terminal closes; the second used to count as "end at once"."""
+    taken = []
+    with stop_requests() as stops, pytest.raises(StopRequested, match=signal.Signals(number).name):
+        for item in stops.heeded(range(9)):
+            for _ in range(6):
+                signal.raise_signal(number)
+            taken.append(item)
+    assert taken == [0]
+
+
+def test_the_second_ctrl_c_waits_for_nothing_and_further_ones_change_nothing() -> None:
+    with stop_requests() as stops:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        for _ in range(4):
+            signal.raise_signal(signal.SIGINT)
+        assert stops.request is not None and stops.request.by_keyboard
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(signal.SIGINT, Interrupted), (signal.SIGTERM, Stopped), (signal.SIGHUP, Stopped)]
+)
+def test_where_nothing_can_be_saved_the_first_signal_ends_the_command(
+    number: int, kind: type[Stopped]
+) -> None:
+    """SIGTERM while a plan was searched or layers were timed used to kill the process with 143."""
+    with pytest.raises(StopNow) as stopped, stopped_at_once():
+        try:
             signal.raise_signal(number)
-            reached.append(stops.request.reason if stops.request else None)
-            signal.raise_signal(number)
-            reached.append("after the second")
-    assert reached == ["Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name]
+        finally:
+            signal.raise_signal(signal.SIGTERM)  # the rest of a burst does not disturb the clean-up
+            cleaned_up = True
+    assert cleaned_up and type(stopped.value.request.error("")) is kind
+
+
+def test_a_signal_from_before_the_imports_is_heeded_after_them() -> None:
+    with listening(), pytest.raises(StopNow, match="SIGTERM"):
+        signal.raise_signal(signal.SIGTERM)
+        with stopped_at_once():
+            raise AssertionError("the command must not begin")
+
+
+def test_what_somebody_makes_of_the_interruption_does_not_hide_it() -> None:
+    with pytest.raises(StopNow, match="SIGTERM"), stopped_at_once():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except StopNow as error:
+            raise ImportError("a C extension that was interrupted") from error
+
+
+def test_an_interruption_that_was_swallowed_is_heeded_at_the_next_boundary() -> None:
+    with stopped_at_once():
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        with stop_requests() as stops, pytest.raises(StopRequested, match="SIGTERM"):
+            next(stops.heeded(range(9)))
+
+
+def test_while_a_run_has_something_to_save_no_signal_raises() -> None:
+    with stopped_at_once(), stopped_at_boundaries():
+        signal.raise_signal(signal.SIGTERM)
+        with stop_requests() as stops:
+            assert stops.request is not None
 
 
 def test_a_time_limit_is_a_request_as_soon_as_stopping_would_take_the_rest_of_it() -> None:
@@ -65,7 +133,7 @@ def test_whatever_makes_the_items_is_ended_when_somebody_asks_to_stop() -> None:
 def test_who_listened_before_listens_again() -> None:
     before = [signal.getsignal(one) for one in ALL]
     with stop_requests() as stops:
-        assert [signal.getsignal(one) for one in ALL] == [stops.note] * len(ALL)
+        assert not {signal.getsignal(one) for one in ALL} & set(before)
         assert list(stops.heeded("abc")) == ["a", "b", "c"]
     assert [signal.getsignal(one) for one in ALL] == before
 
@@ -101,7 +169,7 @@ def test_processes_heed_what_any_of_them_was_asked_and_ask_each_other_until_then
         asked.append(number)
         return signal.SIGUSR1 if len(asked) == 2 else number
 
-    stops = StopRequests(agree=agree)
+    stops = StopRequests(Inbox(), agree=agree)
     assert stops.agreed() is None and stops.request is None
     for _ in range(2):  # agreed upon is agreed upon: nobody asks again
         request = stops.agreed()
@@ -109,8 +177,8 @@ def test_processes_heed_what_any_of_them_was_asked_and_ask_each_other_until_then
     assert asked == [0, 0] and stops.request is not None
 
 
-def test_a_patient_process_leaves_the_second_signal_to_its_launcher() -> None:
-    stops = StopRequests(patient=True)
-    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
-        stops.note(number, None)
-    assert stops.signal == signal.SIGTERM
+def test_a_patient_process_leaves_the_second_ctrl_c_to_its_launcher() -> None:
+    with stop_requests(patient=True) as stops:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        assert stops.signal == signal.SIGINT
