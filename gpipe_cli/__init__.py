@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from gpipe_cli.pipeline.context import current_microbatch, is_checkpointing, is_recomputing
     from gpipe_cli.pipeline.gpipe import GPipe
     from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
+    from gpipe_cli.pipeline.microbatch import NoChunk
 
 __all__ = [
     "GPipe",
+    "NoChunk",
     "__version__",
     "current_microbatch",
     "is_checkpointing",
@@ -26,6 +28,7 @@ __all__ = [
 
 _HOMES = {
     "GPipe": "gpipe_cli.pipeline.gpipe",
+    "NoChunk": "gpipe_cli.pipeline.microbatch",
     "current_microbatch": "gpipe_cli.pipeline.context",
     "is_checkpointing": "gpipe_cli.pipeline.context",
     "is_recomputing": "gpipe_cli.pipeline.context",

@@ -6,7 +6,8 @@ the sequence is cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Self
 
 import torch
@@ -37,6 +38,9 @@ class WorkedSequence(WrappedSequence):
             refuse_hooks(view, f"pipe.partitions[{index}]")
         # Not a registered child: the layers already are children of `module`, under their own names.
         self.__dict__["partitions"] = views
+
+    def _holders(self) -> list[Iterable[nn.Module]]:
+        return [self.module, chain(*self.partitions)]
 
     def _forward(self, input: Value) -> Value:
         batch = MiniBatch.of(input, self.chunks, key=None)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import zip_longest
 from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias, overload
 
@@ -54,8 +55,11 @@ class WrappedSequence(nn.Module):
         refuse_hooks(module, "pipe.module")
         self.module = module
         self._layers = layers_of(module)
+        self._layer_modules = [layer.module for layer in self._layers]
         self._batch_norms = tuple(deferred_batch_norms(module))
+        self._prefix = ""
         self.register_load_state_dict_pre_hook(_loaded_by_a_parent)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_report_own_names)  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return len(self.module)
@@ -119,10 +123,16 @@ class WrappedSequence(nn.Module):
         # Without layers there is nothing to split the input for.
         return self._outside(self._forward(input)) if self._layers else input
 
+    def _holders(self) -> list[Iterable[nn.Module]]:
+        """The containers in which users see the layers, and could replace them."""
+        return [self.module]
+
     def _check_layers(self) -> None:
         """What is known of the layers was found when the pipe was made."""
-        if len(self.module) != len(self._layers) or any(
-            child is not layer.module for child, layer in zip(self.module, self._layers, strict=True)
+        if any(
+            child is not layer
+            for holder in self._holders()
+            for child, layer in zip_longest(holder, self._layer_modules)
         ):
             raise RuntimeError(
                 "a layer of the pipe was replaced, added or removed after the pipe was made. Make a new pipe of the "
@@ -215,3 +225,15 @@ def _loaded_by_a_parent(
     for key in [key for key in state_dict if key.startswith(prefix)]:
         own = pipe._own_name(key.removeprefix(prefix))
         state_dict[f"{prefix}module.{own}"] = state_dict.pop(key)
+    pipe._prefix = prefix
+
+
+def _report_own_names(pipe: WrappedSequence, incompatible_keys: Any) -> None:
+    """What a parent says of keys that are missing or too many goes by the names it knows."""
+    for keys in incompatible_keys:
+        keys[:] = [
+            pipe._prefix + key.removeprefix(f"{pipe._prefix}module.")
+            if key.startswith(f"{pipe._prefix}module.")
+            else key
+            for key in keys
+        ]

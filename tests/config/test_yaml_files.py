@@ -65,7 +65,7 @@ def test_only_a_regular_file_of_bounded_size_is_read(tmp_path: Path, kind: str) 
         path.mkdir()
     elif kind == "large":
         path.write_bytes(b"#" * (MOST_BYTES + 1))
-        says = "larger than 128 KiB"
+        says = "at most 128 KiB"
     elif kind == "dangling":
         path.symlink_to(tmp_path / "nowhere")
         says = "No such file"

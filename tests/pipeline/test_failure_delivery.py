@@ -28,9 +28,9 @@ DIAGNOSIS = [
     "gpipe_cli.pipeline.culprit:complaint",
     "gpipe_cli.pipeline.culprit:has_run",
     "gpipe_cli.pipeline.culprit:number_of",
-    "gpipe_cli.pipeline.partition:failed_in_backward",
+    "gpipe_cli.pipeline.layer_run:failed_in_backward",
+    "gpipe_cli.pipeline.layer_run:LayerRun.whereabouts",
     "gpipe_cli.pipeline.partition:Partition.whereabouts",
-    "gpipe_cli.pipeline.partition:Partition.whereabouts_in_backward",
     "gpipe_cli.pipeline.walk:failure_note",
     "gpipe_cli.pipeline.layer:Layer.__repr__",
 ]
