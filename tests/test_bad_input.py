@@ -151,7 +151,11 @@ CASES: list[tuple[str, int, str]] = [
     ("train model.num_classes=${foo}", 2, "model.num_classes: interpolation key 'foo' not found"),
     ("train model.num_classes=ten", 2, "model.num_classes=ten: expected a whole number"),
     ("train model._target_=os.system", 2, "model._target_=os.system: not allowed here"),
-    ("train model._target_=gpipe_cli.models.nothing.build", 2, "model._target_=gpipe_cli.models.nothing.build: not allowed here"),
+    (
+        "train model._target_=gpipe_cli.models.nothing.build",
+        2,
+        "gpipe_cli.models.nothing.build: not allowed here",
+    ),
     ("train allow=['a;b']", 2, "is no package name"),
     ("train data=mnist data.root=nowhere", 3, "nowhere"),
     ("train data.size=0", 2, "data.size=0"),
