@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from gpipe_cli.cli import main
 # `pytest --hypothesis-profile=default`.
 settings.register_profile("gpipe", deadline=None, derandomize=True)
 settings.load_profile("gpipe")
+# A shell starts what it runs in the background with these ignored, and what a test starts would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Some virtual machines announce AMX and then refuse its instructions; torch reads this at its first bfloat16 product.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
