@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from torch.autograd import graph
 
 from gpipe_cli.pipeline.layer import Layer
-from gpipe_cli.torch_internals.graph_progress import Node, complaint, has_run, number_of
+from gpipe_cli.torch_internals.graph_progress import Node, complaint, has_run, nodes_behind, number_of
 
 __all__ = ["failed_in_backward"]
 
@@ -79,15 +79,9 @@ def _with_the_same_words(nodes: dict[Node, int], error: BaseException) -> Node |
     return next((node for node in nodes if words and complaint(node) == words), None)
 
 
-def _made_here(stack: list[Node], marks: Sequence[int]) -> dict[Node, int]:
-    """The nodes behind `stack` that layers made, with their numbers: leaves' accumulators have none of these."""
-    seen: set[Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack.extend(following for following, _ in node.next_functions if following is not None)
-    numbers = {node: number_of(node) for node in seen}
+def _made_here(roots: Sequence[Node], marks: Sequence[int]) -> dict[Node, int]:
+    """The nodes behind `roots` that layers made, with their numbers: leaves' accumulators have none of these."""
+    numbers = {node: number_of(node) for node in nodes_behind(roots)}
     return {node: number for node, number in numbers.items() if marks[0] <= number < marks[-1]}
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
 from gpipe_cli.pipeline.boundary import ANCHOR
 from gpipe_cli.torch_internals.engine import capture_gradients, run_backward
+from gpipe_cli.torch_internals.graph_progress import Node, nodes_behind
 from gpipe_cli.torch_internals.graph_task import without_hooks
 from gpipe_cli.torch_internals.tensor_version import version_of
 
@@ -60,19 +61,10 @@ class Collected:
         return self.accumulated is None or id(leaf) in self.leaves or id(leaf) in self.accumulated
 
 
-def leaves_behind(nodes: Sequence[Any]) -> Iterator[Tensor]:
+def leaves_behind(nodes: Sequence[Node]) -> list[Tensor]:
     """The leaves of the graph that begins with `nodes`."""
-    seen: set[Any] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
-        stack.extend(following for following, _ in node.next_functions if following is not None)
+    leaves = (getattr(node, "variable", None) for node in nodes_behind(nodes))
+    return [leaf for leaf in leaves if leaf is not None]
 
 
 @final

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Node", "complaint", "has_run", "next_number", "number_of", "saved_behind"]
+__all__ = ["Node", "complaint", "has_run", "next_number", "nodes_behind", "number_of", "saved_behind"]
 
 Node: TypeAlias = Any
 """torch.autograd.graph.Node, whose stubs do not know the attributes of its kinds."""
@@ -56,15 +56,21 @@ def _saved(node: Node) -> list[str]:
     return [name.removeprefix("_raw") for name in dir(node) if name.startswith("_raw_saved_")]
 
 
-def saved_behind(nodes: Sequence[Node]) -> Iterator[Tensor]:
-    """What the nodes of the graph that begins with `nodes` saved, as far as no hook has put it elsewhere."""
+def nodes_behind(nodes: Sequence[Node]) -> Iterator[Node]:
+    """The nodes of the graph that begins with `nodes`, once each."""
     seen: set[Node] = set()
     stack = list(nodes)
     while stack:
         node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+        if node not in seen:
+            seen.add(node)
+            yield node
+            stack.extend(following for following, _ in node.next_functions if following is not None)
+
+
+def saved_behind(nodes: Sequence[Node]) -> Iterator[Tensor]:
+    """What the nodes of the graph that begins with `nodes` saved, as far as no hook has put it elsewhere."""
+    for node in nodes_behind(nodes):
         for name in _saved(node):
             # A tensor that was written in place cannot be had; its node will say so in backward.
             saved = None
@@ -72,4 +78,3 @@ def saved_behind(nodes: Sequence[Node]) -> Iterator[Tensor]:
                 saved = getattr(node, name)
             members = saved if isinstance(saved, tuple | list) else [saved]
             yield from (member for member in members if isinstance(member, Tensor))
-        stack.extend(following for following, _ in node.next_functions if following is not None)
