@@ -98,13 +98,14 @@ def _mentions(module: nn.Module, owner: str) -> bool:
     pending = [
         member
         for part in module.modules()
-        for member in (*vars(type(part)).values(), *vars(part).values())
+        for holder in (part, *type(part).__mro__[:-1])
+        for member in vars(holder).values()
         if isinstance(member, types.FunctionType)
     ]
     seen: set[types.FunctionType] = set()
     while pending:
         function = pending.pop()
-        if function in seen or function.__module__.startswith("torch."):
+        if function in seen or (function.__module__ or "").startswith("torch."):
             continue
         seen.add(function)
         names = set(_names(function.__code__))
