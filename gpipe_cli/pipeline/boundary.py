@@ -7,7 +7,7 @@ Knows nothing of threads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
@@ -90,8 +90,10 @@ class Parcel(NamedTuple):
         }
         return self._replace(needs_grad=needs_grad, aliases=tracked)
 
-    def linked_skips(self) -> set[int]:
+    def linked_skips(self) -> Collection[int]:
         """Which skips share memory with another tensor of the parcel, in a way that autograd knows."""
+        if not self.aliases:
+            return ()
         linked = {place for alias in self.aliases.items() for place in (alias[0], alias[1].of)}
         return {place - self.values for place in linked if place >= self.values}
 

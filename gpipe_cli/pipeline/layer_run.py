@@ -7,8 +7,7 @@ known of it when it raises. Knows nothing of what a partition keeps.
 from __future__ import annotations
 
 import bisect
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import final
@@ -104,15 +103,11 @@ class LayerRun:
             random.source = INPUT
         return Ran(values, template, skips.sent(), tuple(marks))
 
-    @contextlib.contextmanager
-    def in_backward(self, kept: Kept) -> Iterator[None]:
-        """What nodes draw in backward is keyed by the layer that made them."""
+    def in_backward(self, kept: Kept) -> KeyedRandom:
+        """Context manager: what nodes draw in backward is keyed by the layer that made them."""
         self._random.source = BACKWARD
         self._marks = kept.marks
-        seed_of = partial(self._seed_of_node, kept)
-        with self._random.seeded_by(seed_of), kept.visit.batch.state.without_autocast():
-            yield
-        self._random.source = INPUT
+        return self._random.seeded_by(partial(self._seed_of_node, kept))
 
     def whereabouts(self, phase: str, kept: Kept | None, error: BaseException) -> str:
         """Where `error` was raised, in words."""
@@ -122,7 +117,9 @@ class LayerRun:
 
     def _running_layer(self) -> str:
         source = self._random.source
-        return f"layer {source!r}" if isinstance(source, Layer) else str(source)
+        if isinstance(source, Layer):
+            return f"layer {source!r}"
+        return source if isinstance(source, str) else INPUT
 
     def _seed_of_layer(self, visit: Visit, source: Layer | str) -> int:
         position = source.position if isinstance(source, Layer) else self._after_last

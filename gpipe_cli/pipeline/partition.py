@@ -7,6 +7,7 @@ queues or order.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
@@ -39,6 +40,8 @@ from gpipe_cli.torch_internals.storage import storage_of
 
 __all__ = ["Partition"]
 
+_AS_THEY_ARE = contextlib.nullcontext()
+
 
 @final
 @dataclass(slots=True)
@@ -55,8 +58,10 @@ class Partition:
     others: Sequence[nn.Module] = ()
     """The layers of all other partitions: their tensors may only come through a boundary."""
     _run_layers: LayerRun = field(init=False)
-    _mode: tuple[Any, ...] = ()
+    _all_habits: dict[tuple[Any, ...], dict[tuple[Any, ...], Habits]] = field(default_factory=dict)
+    """By modes and requires_grad of what the layers hold, and by what a visit asks for."""
     _habits: dict[tuple[Any, ...], Habits] = field(default_factory=dict)
+    """Those of this mini-batch."""
     _before: tuple[SavedBuffer, ...] = ()
     _tensors: ModuleTensors = field(init=False)
     sources: tuple[int, ...] = field(init=False)
@@ -78,14 +83,15 @@ class Partition:
         modules = [layer.module for layer in self.layers]
         self._tensors = ModuleTensors(modules)
         self._run_layers.begin()
-        self._mode = (
+        mode = (
             self._tensors.training,
             tuple([parameter.requires_grad for parameter in self._tensors.parameters]),
         )
+        self._habits = self._all_habits.setdefault(mode, {})
 
     def forward(self, parcels: tuple[Parcel, ...], visit: Visit) -> tuple[tuple[Parcel, ...], Kept | None]:
         needs_grad = tuple([parcel.needs_grad for parcel in parcels])
-        mode = (*self._mode, needs_grad, visit.batch.state.grad, visit.attached, visit.head is None)
+        mode = (needs_grad, visit.batch.state.grad, visit.attached, visit.head is None)
         habits = self._habits.get(mode)
         if habits is None:
             return self._forward_learning(parcels, visit, mode)
@@ -93,8 +99,9 @@ class Partition:
             return self._forward_checkpointed(parcels, visit, habits)
         kept = _kept(parcels, visit)
         kept.holds_caller = habits.graph_holds_caller
-        visit.caller_written.update(habits.writes_caller)
-        with WrittenApart(habits.writes):
+        if habits.writes_caller:
+            visit.caller_written.update(habits.writes_caller)
+        with WrittenApart(habits.writes) if habits.writes else _AS_THEY_ARE:
             ran = self._run_layers(parcels, self._enter(parcels, kept), visit)
         return self._outputs(ran, kept), None if visit.attached else kept
 
@@ -262,7 +269,7 @@ class Partition:
         pairs = _pairs(kept, gradients)
         if pairs:
             roots, root_gradients = zip(*pairs, strict=True)
-            with kept.mailbox, self._run_layers.in_backward(kept):
+            with kept.mailbox, self._run_layers.in_backward(kept), kept.visit.batch.state.without_autocast():
                 if collected is not None:
                     collected.run(roots, root_gradients, keep_graph=keep_graph)
                 else:
@@ -274,7 +281,7 @@ class Partition:
         split = SplitBackward(_pairs(kept, gradients), kept.mailbox)
         if not split.possible:
             return self.backward(kept, gradients, keep_graph=keep_graph)
-        with self._run_layers.in_backward(kept):
+        with self._run_layers.in_backward(kept), kept.visit.batch.state.without_autocast():
             split.run_input_half()
         kept.split = split
         return kept.mailbox.take()
@@ -283,7 +290,7 @@ class Partition:
         """The other half, if it is still to be done."""
         split, kept.split = kept.split, None
         if split is not None:
-            with self._run_layers.in_backward(kept):
+            with self._run_layers.in_backward(kept), kept.visit.batch.state.without_autocast():
                 split.run_weight_half(keep_graph=keep_graph)
 
     def whereabouts(self, phase: str, kept: Kept | None, error: BaseException) -> str:
@@ -294,7 +301,7 @@ class Partition:
         """Forget what was learnt, and give buffers the values they had before this mini-batch."""
         restore(self._before)
         self._before = ()
-        self._habits.clear()
+        self._all_habits.clear()
 
     def _outputs(self, ran: Ran, kept: Kept) -> tuple[Parcel, ...]:
         """What leaves, by destination; where its gradients arrive is kept."""

@@ -96,7 +96,9 @@ class Routes:
                 self._flight.outputs[micro_batch] = parcel
                 continue
             shipment = ship(parcel.tensors, self._partitions[destination].device)
-            versions = [skip_version(tensor) for tensor in parcel.tensors]
+            # Nobody can write what goes to the next partition before that has it.
+            passes_by = destination > partition.index + 1
+            versions = [skip_version(tensor) for tensor in parcel.tensors] if passes_by else []
             self._forward[partition.index, destination].put((parcel, shipment, versions))
 
     def receive_gradients(self, partition: Partition, micro_batch: int) -> Gradients:

@@ -324,7 +324,9 @@ def test_an_error_that_cannot_be_described_reaches_the_caller_all_the_same(backw
     ):
         caught: BaseException | None = None
         try:
-            each.step(torch.ones(4, 2), torch.ones(4, 2), functional.mse_loss)
+            # Closed, because the error and the graph that holds it keep each other, and the pipe, alive.
+            with each as pipe:
+                pipe.step(torch.ones(4, 2), torch.ones(4, 2), functional.mse_loss)
         except Unspeakable as found:
             caught = found
         assert caught is error
