@@ -57,9 +57,9 @@ def save(buffers: Sequence[Buffer]) -> tuple[SavedBuffer, ...]:
     return tuple(SavedBuffer(buffer, buffer.get(), buffer.get().clone()) for buffer in buffers)
 
 
-def changed(saved: Sequence[SavedBuffer]) -> tuple[Buffer, ...]:
-    """All buffers of the modules that changed any: a mean that happened to stay will move the next time."""
-    modules = {
+def changed(saved: Sequence[SavedBuffer], written: Sequence[Buffer] = ()) -> tuple[Buffer, ...]:
+    """All buffers of the modules that changed or wrote any: a mean that happened to stay will move the next time."""
+    modules = {buffer.module for buffer in written} | {
         item.buffer.module
         for item in saved
         if item.buffer.get() is not item.original or not torch.equal(item.original, item.value)

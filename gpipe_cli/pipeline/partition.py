@@ -128,7 +128,7 @@ class Partition:
             tuple(parcel.needs_grad for parcel in outputs),
             tuple(parcel.aliases for parcel in outputs),
             any(written),
-            changed(before),
+            changed(before, apart.written),
             apart.written,
             *self._traces_of_caller(parcels, written, kept),
         )

@@ -120,9 +120,10 @@ def _as_own_node(value: Tensor | None) -> Tensor | None:
     """The same tensor, for autograd one step further.
 
     The gradients of all uses of a skip are summed before they meet those of the value's other uses, and after them:
-    so the order of the sum, and its bits, are the same whether or not the skip leaves its partition.
+    so the order of the sum, and its bits, are the same whether or not the skip leaves its partition. Also without a
+    gradient, so that a checkpointed forward passes on what its recomputation will.
     """
-    return value if value is None or not value.requires_grad else value.view_as(value)
+    return None if value is None else value.view_as(value)
 
 
 def named_skippables(module: nn.Module, name: str = "") -> Iterator[tuple[str, Skippable]]:
