@@ -12,6 +12,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+from gpipe_cli.pipeline.aliasing import is_dense
+
 __all__ = ["ALIGNMENT", "Layout", "Place", "as_bytes", "padded"]
 
 ALIGNMENT = 64
@@ -47,7 +49,7 @@ class Layout:
         self.places: list[Place] = []
         end = 0
         for tensor in tensors:
-            dense = tensor.is_contiguous() or _is_dense(tensor)
+            dense = tensor.is_contiguous() or is_dense(tensor)
             stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
             place = Place(end, tensor.dtype, tuple(tensor.shape), tuple(stride), tensor.nbytes)
             self.places.append(place)
@@ -62,13 +64,3 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory in some order of the dimensions, such as channels last."""
-    expected = 1
-    for stride, side in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if side != 1 and stride != expected:
-            return False
-        expected *= side
-    return True

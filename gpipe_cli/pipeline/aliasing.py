@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpipe_cli.torch_internals.storage import storage_of
 
-__all__ = ["Alias", "find_aliases"]
+__all__ = ["Alias", "find_aliases", "is_dense"]
 
 
 @final
@@ -70,7 +70,7 @@ def _base(tensors: Sequence[Tensor]) -> Tensor | None:
     # Autograd knows one base for all views of it; among tensors that are no views of each other the first will do.
     base = next((tensor._base for tensor in tensors if tensor._base is not None), tensors[0])
     same_dtype = all(tensor.dtype == base.dtype for tensor in tensors)
-    return base if same_dtype and _is_dense(base) else None
+    return base if same_dtype and is_dense(base) else None
 
 
 def _alias(place: int, base: Tensor, tensor: Tensor) -> Alias:
@@ -83,8 +83,8 @@ def _alias(place: int, base: Tensor, tensor: Tensor) -> Alias:
     )
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a copy has the same strides, so that aliases can be made from the copy."""
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory in some order of the dimensions: then a copy has the same strides."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
