@@ -13,7 +13,7 @@ from typing import Any, final
 import yaml
 
 from gpipe_cli.config.locate import options
-from gpipe_cli.config.schema import Train
+from gpipe_cli.config.schema import TrainConfig
 
 
 @final
@@ -34,7 +34,7 @@ class Line:
 
 def published_lines(recipe: str) -> list[Line]:
     text = _text(recipe)
-    settings = {"checkpoint": Train.checkpoint, **yaml.safe_load(text)}
+    settings = {"checkpoint": TrainConfig.checkpoint, **yaml.safe_load(text)}
     rows = re.findall(r"^#   (\S+) +(\S+)(?:  (.+))?$", text, flags=re.MULTILINE)
     return [_line(name, figure, tuple(words.split()), settings) for name, figure, words in rows]
 

@@ -9,7 +9,7 @@ from gpipe_cli.commands import train
 from gpipe_cli.commands.jobs import Job
 from gpipe_cli.commands.saved import saved_config
 from gpipe_cli.config.load import settings_of
-from gpipe_cli.config.schema import Train
+from gpipe_cli.config.schema import TrainConfig
 from tests.fault_injection import ALLOW, TEMPLATE, TRAIN
 
 ENGINES = {"engine=processes", "engine=single", "engine=threads"}
@@ -26,7 +26,7 @@ def composed(words: list[str]) -> int:
     job = Job("train", tuple(overrides), "gpipe train", tree, "model", None, json=False, dry_run=False)
     try:
         settings = settings_of(tree, "train", overrides)
-        assert isinstance(settings, Train)
+        assert isinstance(settings, TrainConfig)
         train.run(settings, job)
     except BaseException as error:  # noqa: BLE001 - as in `main`
         return cli._fail(error, debug=False)

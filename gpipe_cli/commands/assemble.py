@@ -32,7 +32,14 @@ from gpipe_cli.commands.feed import Feed, make_feed
 from gpipe_cli.commands.layers import CUTTING_KEYS, as_sequence, check_layers
 from gpipe_cli.commands.sketch import sketched
 from gpipe_cli.config.locate import default_options
-from gpipe_cli.config.schema import OPEN_GROUPS, Costed, Driven, Running, Shared, Train
+from gpipe_cli.config.schema import (
+    COMPONENT_GROUPS,
+    CostConfig,
+    EngineConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from gpipe_cli.config.targets import accepted, bind, instantiate
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_threads
@@ -101,7 +108,7 @@ class Assembly:
         return partition_rows(self.model, self.split.balance, self.split.devices)
 
 
-def assemble(settings: Shared, overrides: Sequence[str], *, storage: bool = True) -> Assembly:
+def assemble(settings: ModelConfig, overrides: Sequence[str], *, storage: bool = True) -> Assembly:
     """Check every component, then make data, model and partitions; the model with or without its numbers."""
     open_own_packages(settings)
     check_components(settings, overrides)
@@ -110,23 +117,23 @@ def assemble(settings: Shared, overrides: Sequence[str], *, storage: bool = True
     def make() -> nn.Sequential:
         return make_model(settings, feed)
 
-    if storage and isinstance(settings, Running) and keeps_on_disk(settings):
+    if storage and isinstance(settings, RunConfig) and keeps_on_disk(settings):
         built = built_on(DiskTier(scratch_folder(settings)), make)
         return Assembly(feed, built.model, split_model(settings, built.model, feed), built)
     model = make() if storage else sketched(make)
     return Assembly(feed, model, split_model(settings, model, feed))
 
 
-def open_own_packages(settings: Shared) -> None:
+def open_own_packages(settings: ModelConfig) -> None:
     """Packages allowed on the command line may lie in the current folder."""
     if settings.allow:
         sys.path.insert(0, str(Path.cwd()))
 
 
 @memory_watched("building the model", FOR_A_MODEL)
-def make_model(settings: Shared, feed: Feed) -> nn.Sequential:
+def make_model(settings: ModelConfig, feed: Feed) -> nn.Sequential:
     """The model, initialised from the seed; without `num_classes` it gets as many as the data has."""
-    torch.manual_seed(settings.seed if isinstance(settings, Train) else 0)
+    torch.manual_seed(settings.seed if isinstance(settings, TrainConfig) else 0)
     node = _chosen(settings, "model")
     offered: dict[str, Any] = {"input_shape": feed.data.shape}
     if "num_classes" not in node:
@@ -142,12 +149,12 @@ def make_model(settings: Shared, feed: Feed) -> nn.Sequential:
 
 
 @memory_watched("balancing the model")
-def split_model(settings: Shared, model: nn.Sequential, feed: Feed) -> Split:
+def split_model(settings: ModelConfig, model: nn.Sequential, feed: Feed) -> Split:
     """The balance the settings ask for, and one device per partition."""
-    if isinstance(settings, Driven) and not uses_partitions(settings):
+    if isinstance(settings, EngineConfig) and not uses_partitions(settings):
         return _undivided(settings, model)
     layers = settings.balance.get("layers")
-    replicas = settings.data_parallel if isinstance(settings, Running) else 1
+    replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
     default = len(layers) if layers else default_partitions(settings.devices, replicas)
     partitions = settings.partitions or default
     if partitions > len(model):
@@ -170,15 +177,15 @@ def split_model(settings: Shared, model: nn.Sequential, feed: Feed) -> Split:
 
 
 def _balance(
-    settings: Shared, model: nn.Sequential, feed: Feed, devices: list[torch.device], course: Course
+    settings: ModelConfig, model: nn.Sequential, feed: Feed, devices: list[torch.device], course: Course
 ) -> Split:
     """By the method chosen, within the memory limit if there is one; only what the method asks for is made."""
     takes = accepted(settings.balance, "balance", settings.allow)
-    limits = isinstance(settings, Costed) and settings.device_memory is not None
+    limits = isinstance(settings, CostConfig) and settings.device_memory is not None
     offered: dict[str, Any] = {"module": model, "layer_count": len(model), "partitions": course.partitions}
     memory = None
     # Whoever asks for a balance wants it measured; a run may use what was measured before.
-    profiles = ProfileCache(default_folder(), reuse=isinstance(settings, Running), say=say)
+    profiles = ProfileCache(default_folder(), reuse=isinstance(settings, RunConfig), say=say)
     with ExitStack() as judging:
         if limits or takes & {"sample", "memory"}:
             offered["sample"] = make_sample(settings, feed).to(devices[0])
@@ -203,7 +210,7 @@ def _balance(
     return Split(balanced, devices, course, memory, profiles.origin)
 
 
-def _undivided(settings: Driven, model: nn.Sequential) -> Split:
+def _undivided(settings: EngineConfig, model: nn.Sequential) -> Split:
     """All layers on one device, for an engine without partitions."""
     devices = resolve_devices(settings.devices, 1)
     if len(devices) > 1:
@@ -214,19 +221,19 @@ def _undivided(settings: Driven, model: nn.Sequential) -> Split:
     return Split(Balanced.of([len(model)], [1] * len(model), "layers"), devices, course)
 
 
-def measures(settings: Shared) -> bool:
+def measures(settings: ModelConfig) -> bool:
     """Whether the balance method runs the model, for which it needs its numbers."""
     return "sample" in accepted(settings.balance, "balance", settings.allow)
 
 
-def make_sample(settings: Shared, feed: Feed) -> Sample:
+def make_sample(settings: ModelConfig, feed: Feed) -> Sample:
     """One micro-batch with its loss, to measure with."""
     input, target = feed.micro_batch(settings.chunks)
     return Sample(input, target, instantiate(settings.loss, "loss", settings.allow))
 
 
 @memory_watched("building engine and optimizer", FOR_A_MODEL)
-def make_engine(settings: Running, parts: Assembly, *, gauged: bool = False) -> Engine:
+def make_engine(settings: RunConfig, parts: Assembly, *, gauged: bool = False) -> Engine:
     """The engine, with what its `build` asks for; gauged: somebody watches how busy its partitions are."""
     split = parts.split
     engine: Engine = instantiate(
@@ -243,10 +250,10 @@ def make_engine(settings: Running, parts: Assembly, *, gauged: bool = False) -> 
         chunks=settings.chunks,
         eval_chunks=settings.eval_chunks or settings.chunks,
         checkpoint=checkpoint_of(settings, len(split.balance)),
-        deferred_batch_norm=isinstance(settings, Train) and settings.deferred_batch_norm,
+        deferred_batch_norm=isinstance(settings, TrainConfig) and settings.deferred_batch_norm,
         step_timeout=settings.step_timeout,
         data_parallel=settings.data_parallel,
-        log_layers=isinstance(settings, Train) and settings.log.layers,
+        log_layers=isinstance(settings, TrainConfig) and settings.log.layers,
         gauged=gauged,
         scratch=scratch_folder(settings),
         make_sample=lambda: make_sample(settings, parts.feed),
@@ -257,9 +264,9 @@ def make_engine(settings: Running, parts: Assembly, *, gauged: bool = False) -> 
     return engine
 
 
-def make_objective(settings: Running) -> Objective:
+def make_objective(settings: RunConfig) -> Objective:
     loss = instantiate(settings.loss, "loss", settings.allow)
-    if not isinstance(settings, Train):
+    if not isinstance(settings, TrainConfig):
         return Objective(loss, measure_of(loss), precision=settings.precision)
 
     return Objective(
@@ -271,26 +278,26 @@ def make_objective(settings: Running) -> Objective:
     )
 
 
-def check_components(settings: Shared, overrides: Sequence[str]) -> None:
+def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
     """Look at the arguments of every component before any is built."""
     offers = {
         "model": dict.fromkeys(("num_classes", "input_shape")),
         "transform": {"data": None},
         "balance": dict.fromkeys(BALANCE_OFFERS),
-        "engine": dict.fromkeys(_takes(settings)) if isinstance(settings, Driven) else {},
+        "engine": dict.fromkeys(_takes(settings)) if isinstance(settings, EngineConfig) else {},
         "optimizer": {"params": None},
     }
-    for group in OPEN_GROUPS:
+    for group in COMPONENT_GROUPS:
         if hasattr(settings, group):
             node = _chosen(settings, group)
             offered = {name: one for name, one in offers.get(group, {}).items() if name not in node}
             bind(node, group, settings.allow, offered)
     check_layers(_cutting(settings))
-    if isinstance(settings, Driven):
+    if isinstance(settings, EngineConfig):
         _refuse_unused(settings, overrides)
 
 
-def _refuse_unused(settings: Driven, overrides: Sequence[str]) -> None:
+def _refuse_unused(settings: EngineConfig, overrides: Sequence[str]) -> None:
     """A key the engine does not look at, if given, is a mistake."""
     takes = _takes(settings)
     for key, argument in ENGINE_KEYS.items():
@@ -298,7 +305,7 @@ def _refuse_unused(settings: Driven, overrides: Sequence[str]) -> None:
             raise ConfigError(f"{key}: has no effect with {engine_name(settings)}; leave it out")
 
 
-def _chosen(settings: Shared, group: str) -> dict[str, Any]:
+def _chosen(settings: ModelConfig, group: str) -> dict[str, Any]:
     """A component's node; a `num_classes` of null is left to the data."""
     node: dict[str, Any] = getattr(settings, group)
     cutting = _cutting(settings) if group == "model" else {}
@@ -309,7 +316,7 @@ def _chosen(settings: Shared, group: str) -> dict[str, Any]:
     }
 
 
-def _cutting(settings: Shared) -> dict[str, Any]:
+def _cutting(settings: ModelConfig) -> dict[str, Any]:
     """What the model's node says about its layers, where the model's target does not see to that itself."""
     node: dict[str, Any] = settings.model
     if not any(key in node for key in CUTTING_KEYS):
@@ -318,39 +325,39 @@ def _cutting(settings: Shared) -> dict[str, Any]:
     return {key: node[key] for key in CUTTING_KEYS if key in node and key not in own}
 
 
-def uses_partitions(settings: Driven) -> bool:
+def uses_partitions(settings: EngineConfig) -> bool:
     """Whether the engine divides the model at all."""
     return "balance" in _takes(settings)
 
 
-def runs_in_ranks(settings: Driven) -> bool:
+def runs_in_ranks(settings: EngineConfig) -> bool:
     """Whether the engine runs in several processes, which somebody has to start."""
     return "max_restarts" in _takes(settings)
 
 
-def _takes(settings: Driven) -> frozenset[str]:
+def _takes(settings: EngineConfig) -> frozenset[str]:
     return accepted(settings.engine, "engine", settings.allow)
 
 
-def engine_name(settings: Driven) -> str:
+def engine_name(settings: EngineConfig) -> str:
     return f"engine={settings.engine['_target_'].split('.')[-2]}"
 
 
-def balance_name(settings: Shared) -> str:
+def balance_name(settings: ModelConfig) -> str:
     """The method's file, which is the name of its option too."""
     return str(settings.balance["_target_"].split(".")[-2])
 
 
-def _is_given(settings: Driven, key: str, overrides: Sequence[str]) -> bool:
+def _is_given(settings: EngineConfig, key: str, overrides: Sequence[str]) -> bool:
     """On the command line, or by a recipe that moved it from its default.
 
     An evaluation, or a resumed run, has the settings of its run, which nobody gave it.
     """
     if any(re.match(rf"[+~]*{re.escape(key)}[.=]", word) for word in overrides):
         return True
-    if not isinstance(settings, Train) or settings.resume is not None:
+    if not isinstance(settings, TrainConfig) or settings.resume is not None:
         return False
     if key == "balance":
         return default_options("train")["balance"].name != balance_name(settings)
     value = attrgetter(key)
-    return bool(value(settings) != value(Train()))
+    return bool(value(settings) != value(TrainConfig()))

@@ -10,7 +10,7 @@ from gpipe_cli.balance.solver import sums
 from gpipe_cli.commands.assemble import Assembly, assemble, balance_name, make_sample, measures
 from gpipe_cli.commands.course import make_memory, sample_must_fit
 from gpipe_cli.commands.jobs import Job, Summary
-from gpipe_cli.config.schema import Balance
+from gpipe_cli.config.schema import BalanceConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.report.numbers import readable
 from gpipe_cli.report.output import say
@@ -21,7 +21,7 @@ OWN_COLUMNS = ("ms",)
 """Units that have a column; the others are in the table already."""
 
 
-def run(settings: Balance, job: Job) -> Summary:
+def run(settings: BalanceConfig, job: Job) -> Summary:
     parts = assemble(settings, job.overrides, storage=measures(settings))
     balanced = parts.split.balanced
     memory = _memory(settings, parts)
@@ -38,7 +38,7 @@ def run(settings: Balance, job: Job) -> Summary:
     return summary
 
 
-def _memory(settings: Balance, parts: Assembly) -> list[float] | None:
+def _memory(settings: BalanceConfig, parts: Assembly) -> list[float] | None:
     """Bytes of each partition; unknown where a layer cannot be judged without running it."""
     split, memory = parts.split, parts.split.memory
     if memory is None:
@@ -62,7 +62,9 @@ def _figure(value: float, unit: str) -> str:
     return readable("bytes", int(value)) if unit == "bytes" else f"{value:.4g} {unit}"
 
 
-def _summary(balanced: Balanced, memory: list[float] | None, settings: Balance, job: Job) -> dict[str, Any]:
+def _summary(
+    balanced: Balanced, memory: list[float] | None, settings: BalanceConfig, job: Job
+) -> dict[str, Any]:
     found = shlex.join(["balance=manual", f"balance.layers={str(balanced.layers).replace(' ', '')}"])
     return {
         "balance": balanced.layers,

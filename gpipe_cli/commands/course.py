@@ -12,7 +12,7 @@ from torch import nn
 from gpipe_cli.balance.memory import Memory
 from gpipe_cli.balance.size import TrainedBytes, memory_of
 from gpipe_cli.byte_size import byte_count
-from gpipe_cli.config.schema import Costed, Running, Shared
+from gpipe_cli.config.schema import CostConfig, ModelConfig, RunConfig
 from gpipe_cli.config.targets import instantiate
 from gpipe_cli.engines.devices import available_cores
 from gpipe_cli.engines.stepping import DTYPES
@@ -25,7 +25,7 @@ from gpipe_cli.schedule.checkpoint import Checkpoint, settled
 from gpipe_cli.schedule.course import Course
 
 
-def make_course(settings: Shared, partitions: int, devices: Sequence[torch.device]) -> Course:
+def make_course(settings: ModelConfig, partitions: int, devices: Sequence[torch.device]) -> Course:
     return Course(
         schedule=settings.schedule.name,
         partitions=partitions,
@@ -36,9 +36,9 @@ def make_course(settings: Shared, partitions: int, devices: Sequence[torch.devic
     )
 
 
-def checkpoint_of(settings: Shared, partitions: int) -> Checkpoint:
+def checkpoint_of(settings: ModelConfig, partitions: int) -> Checkpoint:
     """One mode, or one for each partition; what does not train recomputes nothing."""
-    if not isinstance(settings, Costed):
+    if not isinstance(settings, CostConfig):
         return "never"
     try:
         return settled(settings.checkpoint, partitions)
@@ -46,22 +46,22 @@ def checkpoint_of(settings: Shared, partitions: int) -> Checkpoint:
         raise ConfigError(f"checkpoint={settings.checkpoint}: {error}") from error
 
 
-def make_memory(settings: Shared, model: nn.Sequential, sample: Sample, course: Course) -> Memory:
+def make_memory(settings: ModelConfig, model: nn.Sequential, sample: Sample, course: Course) -> Memory:
     """What partitions of the model would need, and the limit if there is one."""
     with precision_of(settings):
         return memory_of(model, sample, course, trained_bytes(settings, model), memory_limit(settings))
 
 
-def memory_limit(settings: Shared) -> int | None:
+def memory_limit(settings: ModelConfig) -> int | None:
     """Bytes that a device may need at most."""
-    given = settings.device_memory if isinstance(settings, Costed) else None
+    given = settings.device_memory if isinstance(settings, CostConfig) else None
     return None if given is None else byte_count(given)
 
 
-def trained_bytes(settings: Shared, model: nn.Module) -> TrainedBytes:
+def trained_bytes(settings: ModelConfig, model: nn.Module) -> TrainedBytes:
     """What a parameter needs: itself, its gradient, the optimizer's state where there is one."""
     state = dict[nn.Parameter, int]()
-    if isinstance(settings, Costed):
+    if isinstance(settings, CostConfig):
         parameters = list(model.parameters())
         state = dict(zip(parameters, state_bytes(optimizer_factory(settings), parameters), strict=True))
 
@@ -71,12 +71,12 @@ def trained_bytes(settings: Shared, model: nn.Module) -> TrainedBytes:
     return trained
 
 
-def precision_of(settings: Shared, kind: str = "cpu") -> AbstractContextManager[Any]:
+def precision_of(settings: ModelConfig, kind: str = "cpu") -> AbstractContextManager[Any]:
     """The autocast of a run, for what is said of it before it begins.
 
     Tensors without values say they are on the CPU, whatever kind of device the run will use.
     """
-    dtype = DTYPES.get(settings.precision) if isinstance(settings, Running) else None
+    dtype = DTYPES.get(settings.precision) if isinstance(settings, RunConfig) else None
     return nullcontext() if dtype is None else torch.autocast(kind, dtype=dtype)
 
 
@@ -92,7 +92,7 @@ def sample_must_fit(sample: Sample) -> Iterator[None]:
         ) from error
 
 
-def optimizer_factory(settings: Costed) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+def optimizer_factory(settings: CostConfig) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = instantiate(
             settings.optimizer, "optimizer", settings.allow, params=parameters

@@ -14,7 +14,7 @@ from gpipe_cli.commands.launching import launched
 from gpipe_cli.commands.membership import as_rank, assemble_together, joined, leads, starts_ranks, watched
 from gpipe_cli.commands.saved import saved_config, with_overrides
 from gpipe_cli.config.load import settings_of
-from gpipe_cli.config.schema import Eval
+from gpipe_cli.config.schema import EvalConfig
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
@@ -27,7 +27,7 @@ OWN_KEYS = ("run", "snapshot", "weights", "split")
 """Keys of an evaluation that are not those of its run, even where they have the same name."""
 
 
-def run(settings: Eval, job: Job) -> Summary:
+def run(settings: EvalConfig, job: Job) -> Summary:
     trained = _as_trained(settings, job)
     chosen = _chosen(settings, large=trained is not None and keeps_on_disk(trained))
     settings = settings if trained is None else trained
@@ -36,7 +36,7 @@ def run(settings: Eval, job: Job) -> Summary:
         return _evaluated(settings, job, chosen, team)
 
 
-def _evaluated(settings: Eval, job: Job, chosen: Chosen | None, team: Team) -> Summary:
+def _evaluated(settings: EvalConfig, job: Job, chosen: Chosen | None, team: Team) -> Summary:
     parts = assemble_together(settings, job, team)
     weights = str(settings.weights if chosen is None else chosen.snapshot.path / MODEL)
     in_memory = not keeps_on_disk(settings)
@@ -78,7 +78,7 @@ def _shown(summary: Summary, job: Job) -> Summary:
     return summary
 
 
-def _chosen(settings: Eval, *, large: bool) -> Chosen | None:
+def _chosen(settings: EvalConfig, *, large: bool) -> Chosen | None:
     """The snapshot to evaluate, in memory unless it is large; None where a file of weights is given."""
     for key, value in (("run", settings.run), ("snapshot", settings.snapshot)):
         if value is not None:
@@ -86,7 +86,7 @@ def _chosen(settings: Eval, *, large: bool) -> Chosen | None:
     return None
 
 
-def _as_trained(settings: Eval, job: Job) -> Eval | None:
+def _as_trained(settings: EvalConfig, job: Job) -> EvalConfig | None:
     """The run's own settings, with what was given for the evaluation in their place; None where there is no run."""
     path = settings.run or settings.snapshot
     run = None if path is None else run_of(Path(path)) if is_snapshot(Path(path)) else Path(path)
@@ -94,5 +94,5 @@ def _as_trained(settings: Eval, job: Job) -> Eval | None:
         return None
     tree = with_overrides(saved_config(run), job.tree, job.overrides, OWN_KEYS)
     found = settings_of(tree, job.command, job.overrides)
-    assert isinstance(found, Eval)
+    assert isinstance(found, EvalConfig)
     return found

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import final
 
-from gpipe_cli.config.schema import Running, Shared, Train
+from gpipe_cli.config.schema import ModelConfig, RunConfig, TrainConfig
 from gpipe_cli.config.targets import instantiate
 from gpipe_cli.data.checks import check_batch, check_labels
 from gpipe_cli.data.datasets import Data, Samples
@@ -83,7 +83,7 @@ class Feed:
 @memory_watched(
     "loading the data", "choose a smaller data set, or samples that are read from files one by one"
 )
-def make_feed(settings: Shared) -> Feed:
+def make_feed(settings: ModelConfig) -> Feed:
     data = instantiate(settings.data, "data", settings.allow)
     if not isinstance(data, Data):
         raise ConfigError(
@@ -95,8 +95,8 @@ def make_feed(settings: Shared) -> Feed:
             raise DataError(f"data._target_={settings.data['_target_']}: has no samples to {split} on")
     transforms = instantiate(settings.transform, "transform", settings.allow, data=data)
     classes = settings.model.get("num_classes") or data.classes
-    seed = settings.seed if isinstance(settings, Train) else 0
-    replicas = settings.data_parallel if isinstance(settings, Running) else 1
+    seed = settings.seed if isinstance(settings, TrainConfig) else 0
+    replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
     return Feed(data, transforms, classes, settings.batch_size, seed, _replica(replicas), replicas)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import final
 
 from gpipe_cli.commands.logs import run_log
-from gpipe_cli.config.schema import Log
+from gpipe_cli.config.schema import LogConfig
 from gpipe_cli.report.output import write_streams_to
 from gpipe_cli.safe_files import writing
 from gpipe_cli.training.line_file import LineFile
@@ -30,7 +30,7 @@ class Follower:
 
     @staticmethod
     @contextmanager
-    def open(directory: Path, rank: int, settings: Log, start: Position) -> Iterator[Follower]:
+    def open(directory: Path, rank: int, settings: LogConfig, start: Position) -> Iterator[Follower]:
         path = directory / FOLDER / f"rank-{rank}.log"
         with writing(path):
             path.parent.mkdir(exist_ok=True)

@@ -12,7 +12,7 @@ from typing import Any, final
 from gpipe_cli.byte_size import byte_text
 from gpipe_cli.commands.logs import run_log
 from gpipe_cli.commands.relay import Relay
-from gpipe_cli.config.schema import Log
+from gpipe_cli.config.schema import LogConfig
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.report.numbers import readable
 from gpipe_cli.report.output import say
@@ -38,7 +38,7 @@ class Journal:
     def open(
         directory: Path,
         plan: Plan,
-        settings: Log,
+        settings: LogConfig,
         start: Position = Position(),  # noqa: B008 - immutable
         *,
         relay: Relay,

@@ -12,7 +12,7 @@ from gpipe_cli.byte_size import byte_count
 from gpipe_cli.commands.assemble import Assembly
 from gpipe_cli.commands.course import optimizer_factory
 from gpipe_cli.commands.jobs import Job
-from gpipe_cli.config.schema import Costed
+from gpipe_cli.config.schema import CostConfig
 from gpipe_cli.errors import RunError
 from gpipe_cli.profiling.memory import resident_memory
 from gpipe_cli.safe_files import parse_json, read_regular
@@ -25,7 +25,7 @@ LARGEST = 16 * 2**20
 
 
 def launch_of(
-    settings: Costed,
+    settings: CostConfig,
     job: Job,
     parts: Assembly,
     activations: Sequence[int] | None = None,
@@ -67,7 +67,7 @@ def _commands_before(run: Path) -> list[str]:
         ) from error
 
 
-def _rows(settings: Costed, parts: Assembly, activations: Sequence[int] | None) -> list[dict[str, Any]]:
+def _rows(settings: CostConfig, parts: Assembly, activations: Sequence[int] | None) -> list[dict[str, Any]]:
     rows = parts.partitions
     try:
         resident = resident_memory(parts.model, parts.split.balance, optimizer_factory(settings))
@@ -83,7 +83,7 @@ def _rows(settings: Costed, parts: Assembly, activations: Sequence[int] | None) 
 
 def _profile_line(commands: Sequence[str]) -> str | None:
     """What records a step of the same pipeline; None where a recipe has a say, which a profile does not take."""
-    taken = {"engine", *(field.name for field in fields(Costed))}
+    taken = {"engine", *(field.name for field in fields(CostConfig))}
     words: dict[str, str] = {}
     for line in commands:
         given = shlex.split(line)[2:]

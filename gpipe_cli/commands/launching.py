@@ -19,7 +19,7 @@ from gpipe_cli.commands.assemble import Assembly
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.membership import places
 from gpipe_cli.commands.resume import resume_command
-from gpipe_cli.config.schema import Running, Train
+from gpipe_cli.config.schema import RunConfig, TrainConfig
 from gpipe_cli.engines.launch import Crew, Failed, launch
 from gpipe_cli.engines.meeting import LastWord, Meeting
 from gpipe_cli.errors import ConfigError, Interrupted, PeerError, Stopped
@@ -36,7 +36,7 @@ START = (
 )
 
 
-def launched(settings: Running, job: Job, parts: Assembly, began: float) -> Summary:
+def launched(settings: RunConfig, job: Job, parts: Assembly, began: float) -> Summary:
     """Run the job in ranks; what rank 0 found. began: when the command did, for its time limit."""
     if not hasattr(os, "pidfd_open"):
         raise ConfigError("engine=processes: starts its ranks on Linux only; start them with torchrun here")
@@ -86,7 +86,7 @@ def _result(word: LastWord) -> Summary:
     return word.summary
 
 
-def _end_if_asked(stops: StopRequests, failed: Failed, settings: Running, run: Path | None) -> None:
+def _end_if_asked(stops: StopRequests, failed: Failed, settings: RunConfig, run: Path | None) -> None:
     """A signal finds ranks that are not listening yet, and ends them: that is no failure of theirs."""
     if isinstance(failed.cause, Interrupted):  # a second Ctrl-C
         raise _stopped(stops, " at once", settings, run) from failed
@@ -94,8 +94,8 @@ def _end_if_asked(stops: StopRequests, failed: Failed, settings: Running, run: P
         raise _stopped(stops, f", which broke what was under way ({failed})", settings, run) from failed
 
 
-def _stopped(stops: StopRequests, how: str, settings: Running, run: Path | None) -> Stopped:
+def _stopped(stops: StopRequests, how: str, settings: RunConfig, run: Path | None) -> Stopped:
     request = stops.request or StopRequested("Ctrl-C")
-    if run is None or not isinstance(settings, Train):
+    if run is None or not isinstance(settings, TrainConfig):
         return request.error(f"stopped by {request.reason}{how}")
     return request.error(f"stopped by {request.reason}{how}; go on with: {resume_command(run, settings)}")

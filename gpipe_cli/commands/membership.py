@@ -19,7 +19,7 @@ from torch import distributed
 
 from gpipe_cli.commands.assemble import Assembly, assemble, engine_name, measures, runs_in_ranks
 from gpipe_cli.commands.jobs import Job
-from gpipe_cli.config.schema import Eval, Running
+from gpipe_cli.config.schema import EvalConfig, RunConfig
 from gpipe_cli.distributed.groups import setup_process_groups
 from gpipe_cli.distributed.place import check_placement
 from gpipe_cli.distributed.team import Team
@@ -36,7 +36,7 @@ OF_A_LOST_PEER = ("gloo", "Connection closed by peer", "Connection reset by peer
 LONGER_THAN_THE_WATCH = 60.0
 """Seconds; where a launcher watches the ranks, it is the one to say that a step takes too long."""
 AS_GOOD_AS_EVER = timedelta(days=7)
-Settings = TypeVar("Settings", bound=Running)
+Settings = TypeVar("Settings", bound=RunConfig)
 
 
 def is_rank() -> bool:
@@ -48,7 +48,7 @@ def leads() -> bool:
     return not is_rank() or os.environ["RANK"] == "0"
 
 
-def starts_ranks(settings: Running) -> bool:
+def starts_ranks(settings: RunConfig) -> bool:
     """Whether the job is to be run by processes that are not there yet."""
     return runs_in_ranks(settings) and not is_rank()
 
@@ -79,7 +79,7 @@ def with_balance(settings: Settings, layers: list[int]) -> Settings:
 
 
 @contextmanager
-def joined(settings: Running, job: Job) -> Iterator[Team]:
+def joined(settings: RunConfig, job: Job) -> Iterator[Team]:
     """Inside, the ranks of the job are connected, with the groups `data` and `pipe`; a job of one process has none."""
     if not is_rank():
         yield Team()
@@ -94,7 +94,7 @@ def joined(settings: Running, job: Job) -> Iterator[Team]:
 
 
 @contextmanager
-def _connected(settings: Running, job: Job) -> Iterator[Team]:
+def _connected(settings: RunConfig, job: Job) -> Iterator[Team]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size % settings.data_parallel:
         raise ConfigError(
@@ -137,12 +137,12 @@ def _lost_a_peer(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(part in str(error) for part in OF_A_LOST_PEER)
 
 
-def assemble_together(settings: Running, job: Job, team: Team) -> Assembly:
+def assemble_together(settings: RunConfig, job: Job, team: Team) -> Assembly:
     """Data, model and partitions; where the balance is measured, rank 0 does so for all."""
     if not team.leads and measures(settings):
         settings = with_balance(settings, json.loads(team.of_leader("")))
     only_looks = job.dry_run or starts_ranks(settings)
-    needed = isinstance(settings, Eval) or measures(settings)
+    needed = isinstance(settings, EvalConfig) or measures(settings)
     parts = assemble(settings, job.overrides, storage=needed or not only_looks)
     if team.leads and measures(settings):
         team.of_leader(json.dumps(parts.split.balance))
@@ -173,7 +173,7 @@ def places(partitions: int, devices: Sequence[torch.device], replicas: int) -> l
     return found
 
 
-def _check_size(settings: Running, partitions: int, width: int, size: int) -> None:
+def _check_size(settings: RunConfig, partitions: int, width: int, size: int) -> None:
     """As many ranks as the partitions need: torchrun starts what it is told to."""
     wanted = width * settings.data_parallel
     if size != wanted:
@@ -183,7 +183,7 @@ def _check_size(settings: Running, partitions: int, width: int, size: int) -> No
         )
 
 
-def _timeout(settings: Running, job: Job) -> timedelta | None:
+def _timeout(settings: RunConfig, job: Job) -> timedelta | None:
     if job.rank is None:  # torch's own, unless something else was asked for
         return None if settings.step_timeout is None else timedelta(seconds=settings.step_timeout)
     if settings.step_timeout is None:

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from gpipe_cli.commands.jobs import Job
 from gpipe_cli.commands.resume import Resumed, differences
-from gpipe_cli.config.schema import Train
+from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.report.environment import environment
 from gpipe_cli.safe_files import writing
@@ -39,7 +39,9 @@ class Begun:
         return Position() if self.record is None else self.record.position
 
 
-def begin_together(settings: Train, job: Job, again: Resumed | None, held: ExitStack, team: Team) -> Begun:
+def begin_together(
+    settings: TrainConfig, job: Job, again: Resumed | None, held: ExitStack, team: Team
+) -> Begun:
     """The run of a team: rank 0 makes its directory, and all know which it is."""
     record = None if again is None or again.snapshot is None else again.snapshot.record
     begun = begin_run(settings, job, again, held) if team.leads else None
@@ -51,7 +53,7 @@ def begin_together(settings: Train, job: Job, again: Resumed | None, held: ExitS
     return begun
 
 
-def begin_run(settings: Train, job: Job, again: Resumed | None, held: ExitStack) -> Begun:
+def begin_run(settings: TrainConfig, job: Job, again: Resumed | None, held: ExitStack) -> Begun:
     """The run and its directory, this process its only writer for as long as `held` is."""
     if again is not None:
         return _go_on(again)

@@ -11,7 +11,7 @@ from gpipe_cli.commands.feed import Feed
 from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.report import PAGE
 from gpipe_cli.commands.resume import Resumed, allow_words
-from gpipe_cli.config.schema import Train
+from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.errors import ResourceError, RunError
 from gpipe_cli.report.output import say
 from gpipe_cli.report.page.files import Files, number, whole
@@ -76,7 +76,7 @@ def write_summary(run: Path, summary: Summary) -> None:
         say(f"warning: {error}")
 
 
-def show(summary: Summary, settings: Train) -> None:
+def show(summary: Summary, settings: TrainConfig) -> None:
     """To the person; with what a newcomer would type next."""
     run = Path(str(summary.get("run_dir")))
     print_facts("", {**summary, **_best(run), "report": str(run / PAGE), **_next(run, settings)})
@@ -93,7 +93,7 @@ def _best(run: Path) -> dict[str, str]:
     return {"best_epoch": f"{epoch + 1} (step {row.get('step')}, loss {loss:.4g})"}
 
 
-def _next(run: Path, settings: Train) -> dict[str, str]:
+def _next(run: Path, settings: TrainConfig) -> dict[str, str]:
     """Each works as it is printed."""
     longer = f"epochs={2 * settings.epochs}" if settings.steps is None else f"steps={2 * settings.steps}"
     allow = allow_words(settings)

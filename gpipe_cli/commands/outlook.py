@@ -10,7 +10,7 @@ from typing import Any
 from gpipe_cli.commands.assemble import Assembly, make_sample
 from gpipe_cli.commands.course import optimizer_factory, precision_of
 from gpipe_cli.commands.jobs import Job, Summary
-from gpipe_cli.config.schema import Train
+from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.memory import PartitionMemory, partition_memory
@@ -22,7 +22,7 @@ from gpipe_cli.report.tables import print_facts
 __all__ = ["outlook"]
 
 
-def outlook(settings: Train, job: Job, parts: Assembly, steps: int) -> Summary:
+def outlook(settings: TrainConfig, job: Job, parts: Assembly, steps: int) -> Summary:
     """Layers, partitions, what crosses between them, and the memory each will need."""
     facts = _facts(settings, parts)
     layers = [] if facts is None else counted_rows(facts, parts.split.balance)
@@ -35,7 +35,7 @@ def outlook(settings: Train, job: Job, parts: Assembly, steps: int) -> Summary:
     return {"layers": layers, "partitions": partitions, "steps": steps, "command": job.line}
 
 
-def _facts(settings: Train, parts: Assembly) -> ModelFacts | None:
+def _facts(settings: TrainConfig, parts: Assembly) -> ModelFacts | None:
     """None where a layer cannot be judged without running it: the rest of a dry run is worth having."""
     try:
         with precision_of(settings):
@@ -45,7 +45,7 @@ def _facts(settings: Train, parts: Assembly) -> ModelFacts | None:
         return None
 
 
-def _memory(settings: Train, parts: Assembly, facts: ModelFacts) -> list[PartitionMemory]:
+def _memory(settings: TrainConfig, parts: Assembly, facts: ModelFacts) -> list[PartitionMemory]:
     split = parts.split
     return partition_memory(parts.model, facts, split.balance, split.course, optimizer_factory(settings))
 

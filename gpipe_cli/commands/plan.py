@@ -14,7 +14,7 @@ from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.commands.planning import Planned, Planner
 from gpipe_cli.commands.sketch import sketched
 from gpipe_cli.commands.timeline import as_step
-from gpipe_cli.config.schema import Plan
+from gpipe_cli.config.schema import PlanConfig
 from gpipe_cli.config.targets import instantiate
 from gpipe_cli.engines.devices import available_cores
 from gpipe_cli.errors import ConfigError
@@ -44,7 +44,7 @@ MOST_LINES = 16
 """Partitions of a picture; beyond, nobody can read it."""
 
 
-def run(settings: Plan, job: Job) -> Summary:
+def run(settings: PlanConfig, job: Job) -> Summary:
     if job.dry_run:
         raise ConfigError("--dry-run: gpipe plan changes nothing and writes nothing; leave it out")
     if any(word.startswith(("balance=", "balance.")) for word in job.overrides):

@@ -16,7 +16,7 @@ from gpipe_cli.commands.feed import make_feed
 from gpipe_cli.commands.jobs import Job
 from gpipe_cli.commands.membership import is_rank
 from gpipe_cli.commands.planning import Planner
-from gpipe_cli.config.schema import Planning, Schedule, Train
+from gpipe_cli.config.schema import PlanSearchConfig, ScheduleConfig, TrainConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.advice import advice
 from gpipe_cli.plan.prediction import Prediction
@@ -28,7 +28,7 @@ BESIDE = 5
 """How many plans are compared: the plain run should be among them, for the word about it."""
 
 
-def with_best_plan(settings: Train, job: Job) -> tuple[Train, Job]:
+def with_best_plan(settings: TrainConfig, job: Job) -> tuple[TrainConfig, Job]:
     if is_rank():
         raise ConfigError(
             "plan=auto: every process that torchrun started would plan for itself; "
@@ -54,16 +54,16 @@ def with_best_plan(settings: Train, job: Job) -> tuple[Train, Job]:
     return _settled(settings, best, devices), _saved(job, best, devices)
 
 
-def _settled(settings: Train, plan: Prediction, devices: list[str]) -> Train:
+def _settled(settings: TrainConfig, plan: Prediction, devices: list[str]) -> TrainConfig:
     return replace(
         settings,
         balance=_balance(plan),
         chunks=plan.shape.chunks,
-        schedule=Schedule(plan.shape.schedule),
+        schedule=ScheduleConfig(plan.shape.schedule),
         checkpoint=plan.checkpoint,
         devices=devices,
         partitions=plan.shape.partitions,
-        plan=Planning(auto=False),
+        plan=PlanSearchConfig(auto=False),
     )
 
 

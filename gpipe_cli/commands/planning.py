@@ -25,7 +25,7 @@ from gpipe_cli.commands.course import (
     trained_bytes,
 )
 from gpipe_cli.commands.feed import Feed
-from gpipe_cli.config.schema import Plan, Train
+from gpipe_cli.config.schema import PlanConfig, TrainConfig
 from gpipe_cli.config.targets import instantiate
 from gpipe_cli.engines.devices import available, available_cores, default_partitions, resolve_devices
 from gpipe_cli.engines.protocol import Batch
@@ -73,14 +73,14 @@ class Planned:
 @final
 class Planner:
     def __init__(
-        self, settings: Plan | Train, overrides: Sequence[str], feed: Feed, model: nn.Sequential
+        self, settings: PlanConfig | TrainConfig, overrides: Sequence[str], feed: Feed, model: nn.Sequential
     ) -> None:
         self._settings, self._overrides, self._feed, self._model = settings, overrides, feed, model
-        name = settings.device if isinstance(settings, Plan) else None
+        name = settings.device if isinstance(settings, PlanConfig) else None
         self._elsewhere: Device | None = DEVICES[name] if name else None
         self.devices = self._here()
         # Who only plans may mean machines like this one by a number; workers that share this one are a list of cpu.
-        counted = isinstance(settings, Plan) and isinstance(settings.devices, int)
+        counted = isinstance(settings, PlanConfig) and isinstance(settings.devices, int)
         self.apart = counted and self.devices[0].type == "cpu"
         shares = not self.apart and self.devices[0].type == "cpu"
         self._cores = available_cores() if shares and self._elsewhere is None else None

@@ -18,7 +18,7 @@ from gpipe_cli.commands.origin import write_origin
 from gpipe_cli.commands.recorded import with_slices
 from gpipe_cli.commands.report import PAGE, leave_page
 from gpipe_cli.commands.timeline import Seen, show_timeline, watch
-from gpipe_cli.config.schema import Profile
+from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Batch
 from gpipe_cli.profiling.facts import model_facts
@@ -36,7 +36,7 @@ Rows = list[dict[str, Any]]
 TABLES = ("layers", "timeline")  # parts of the summary that are printed in a form of their own
 
 
-def run(settings: Profile, job: Job) -> Summary:
+def run(settings: ProfileConfig, job: Job) -> Summary:
     check_run_dir(settings.run_dir, job.number)
     parts = assemble(settings, job.overrides, storage=settings.measure and not job.dry_run)
     parts = with_slices(settings, parts)

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.commands.jobs import Job, Rank
 from gpipe_cli.config.load import settings_of
-from gpipe_cli.config.schema import Train
+from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.engines.meeting import LastWord, Meeting
 from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.errors import PeerError, Stopped
@@ -78,7 +78,7 @@ def _run(meeting: Meeting, task: dict[str, Any]) -> dict[str, Any]:
     )
     settings = settings_of(tree, command, overrides)
     if run is not None:  # after a failure all ranks go on from what was saved
-        assert isinstance(settings, Train)
+        assert isinstance(settings, TrainConfig)
         settings = replace(settings, resume="auto", run_dir=run)
     with memory_watched():
         return dict(importlib.import_module(f"gpipe_cli.commands.{command}").run(settings, job))

@@ -12,7 +12,7 @@ from typing import Any
 from gpipe_cli.balance.result import Balanced
 from gpipe_cli.commands.assemble import Assembly, Split, make_sample, uses_partitions
 from gpipe_cli.commands.course import optimizer_factory
-from gpipe_cli.config.schema import Profile
+from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.engines.offload import Slicing
 from gpipe_cli.engines.protocol import Objective
 from gpipe_cli.engines.threads import take_away
@@ -25,7 +25,7 @@ from gpipe_cli.schedule.by_slice import NAME
 __all__ = ["recorded_pipe", "with_slices"]
 
 
-def with_slices(settings: Profile, parts: Assembly) -> Assembly:
+def with_slices(settings: ProfileConfig, parts: Assembly) -> Assembly:
     """The same parts, cut as engine=offload would; as they are for an engine with partitions."""
     if uses_partitions(settings):
         return parts
@@ -38,7 +38,7 @@ def with_slices(settings: Profile, parts: Assembly) -> Assembly:
 
 
 @contextmanager
-def recorded_pipe(settings: Profile, parts: Assembly, sample: Sample) -> Iterator[WorkedSequence]:
+def recorded_pipe(settings: ProfileConfig, parts: Assembly, sample: Sample) -> Iterator[WorkedSequence]:
     split, scratch = parts.split, Path(settings.run_dir or "runs")
     with ExitStack() as held:
         if not uses_partitions(settings):
@@ -69,12 +69,12 @@ def recorded_pipe(settings: Profile, parts: Assembly, sample: Sample) -> Iterato
         )
 
 
-def _slicing(settings: Profile, parts: Assembly, sample: Sample) -> Slicing:
+def _slicing(settings: ProfileConfig, parts: Assembly, sample: Sample) -> Slicing:
     given = {key: value for key, value in settings.engine.items() if key != "_target_"}
     task = _task(settings, sample)
     return Slicing(parts.model, task, settings.chunks, settings.checkpoint, lambda: sample, **given)
 
 
-def _task(settings: Profile, sample: Sample) -> Objective:
+def _task(settings: ProfileConfig, sample: Sample) -> Objective:
     assert sample.loss is not None, "a configured command has a loss"
     return Objective(sample.loss, lambda output, target: {}, optimizer_factory(settings))

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from gpipe_cli.commands.jobs import Job
 from gpipe_cli.commands.origin import Begun
-from gpipe_cli.config.schema import Train
+from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.config.targets import instantiate
 from gpipe_cli.errors import GpipeError, ResourceError
 from gpipe_cli.loggers.protocol import Logged, Logger
@@ -24,7 +24,7 @@ PLACE = ("step", "epoch", "split", "seconds")
 
 @final
 class Relay:
-    def __init__(self, settings: Train) -> None:
+    def __init__(self, settings: TrainConfig) -> None:
         self._logger: Logger = instantiate(settings.logger, "logger", settings.allow)
         self._failed = False
 

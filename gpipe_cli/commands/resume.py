@@ -22,7 +22,7 @@ from gpipe_cli.commands.chosen import choose, tell_damaged
 from gpipe_cli.commands.jobs import Job
 from gpipe_cli.commands.saved import saved_config, with_overrides
 from gpipe_cli.config.load import settings_of
-from gpipe_cli.config.schema import Train
+from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.errors import ConfigError, DataError, RunError
 from gpipe_cli.training.lock import only_writer
@@ -49,13 +49,13 @@ class Resumed:
     run: Path
     snapshot: Snapshot | None
     """None: it was started and has saved nothing that can be used, so it begins anew in its place."""
-    settings: Train
+    settings: TrainConfig
     tree: DictConfig
     changes: list[str]
     """What is given otherwise than before, as `key: before -> now`."""
 
 
-def resumption(settings: Train, job: Job, held: ExitStack, *, writes: bool = True) -> Resumed | None:
+def resumption(settings: TrainConfig, job: Job, held: ExitStack, *, writes: bool = True) -> Resumed | None:
     """The run that goes on, this process its only writer while `held`, if it writes; None where a new one begins."""
     run = _directory(settings, job)
     if run is None:
@@ -65,7 +65,7 @@ def resumption(settings: Train, job: Job, held: ExitStack, *, writes: bool = Tru
     saved = saved_config(run)
     tree = with_overrides(saved, job.tree, job.overrides, OF_THE_LAUNCH)
     now = settings_of(tree, job.command, job.overrides)
-    assert isinstance(now, Train)
+    assert isinstance(now, TrainConfig)
     changes = _changes(saved, tree)
     _refuse(changes)
     told = [f"{key}: {_told(before)} -> {_told(after)}" for key, (before, after) in changes.items()]
@@ -85,12 +85,12 @@ def agree_on_snapshot(again: Resumed | None, team: Team) -> None:
         )
 
 
-def resume_command(run: Path, settings: Train) -> str:
+def resume_command(run: Path, settings: TrainConfig) -> str:
     """The settings are in the run; trust in a package is given anew each time."""
     return shlex.join(["gpipe", "train", f"resume={run}", *allow_words(settings)])
 
 
-def allow_words(settings: Train) -> list[str]:
+def allow_words(settings: TrainConfig) -> list[str]:
     return [f"allow=[{','.join(settings.allow)}]"] if settings.allow else []
 
 
@@ -121,7 +121,7 @@ def differences(record: Record) -> list[str]:
     ]
 
 
-def _directory(settings: Train, job: Job) -> Path | None:
+def _directory(settings: TrainConfig, job: Job) -> Path | None:
     if settings.resume is None:
         return None
     if settings.resume != "auto":
@@ -134,7 +134,7 @@ def _directory(settings: Train, job: Job) -> Path | None:
     return path if (path / "config.yaml").exists() else None
 
 
-def _snapshot(settings: Train, run: Path, *, large: bool) -> Snapshot | None:
+def _snapshot(settings: TrainConfig, run: Path, *, large: bool) -> Snapshot | None:
     """large: whether it may not fit into memory."""
     wanted = () if large else FILES
     opened = open_large_snapshot if large else open_snapshot

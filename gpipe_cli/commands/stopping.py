@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gpipe_cli.commands.resume import resume_command
-from gpipe_cli.config.schema import Train
+from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.errors import DataError, Stopped
 from gpipe_cli.report.failure import describe
@@ -16,7 +16,9 @@ from gpipe_cli.training.snapshot.finding import snapshot_paths
 
 
 @contextmanager
-def stopping(directory: Path, settings: Train, deadline: float | None, team: Team) -> Iterator[StopRequests]:
+def stopping(
+    directory: Path, settings: TrainConfig, deadline: float | None, team: Team
+) -> Iterator[StopRequests]:
     """Inside, signals and the time limit are requests; what they lead to leaves it as Stopped, exit code 75 or 130."""
     with stop_requests(deadline=deadline, agree=team.largest, patient=team.size > 1) as stops:
         try:
@@ -34,7 +36,7 @@ def stopping(directory: Path, settings: Train, deadline: float | None, team: Tea
             raise _stopped(cause, told, directory, settings) from error
 
 
-def _stopped(request: StopRequested, how: str, directory: Path, settings: Train) -> Stopped:
+def _stopped(request: StopRequested, how: str, directory: Path, settings: TrainConfig) -> Stopped:
     reason = f"time_limit={settings.time_limit}" if request.reason == "time_limit" else request.reason
     saved = snapshot_paths(directory)
     if not saved:

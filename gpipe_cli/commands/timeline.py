@@ -8,7 +8,7 @@ from typing import Any, final
 
 from gpipe_cli.commands.assemble import Assembly, uses_partitions
 from gpipe_cli.commands.recorded import recorded_pipe
-from gpipe_cli.config.schema import Profile
+from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.pipeline.microbatch import moved
 from gpipe_cli.profiling.bottleneck import verdict
 from gpipe_cli.profiling.layers import Sample
@@ -33,7 +33,11 @@ class Seen:
 
 
 def watch(
-    settings: Profile, parts: Assembly, sample: Sample, ideal: Simulation, activations: Sequence[int] | None
+    settings: ProfileConfig,
+    parts: Assembly,
+    sample: Sample,
+    ideal: Simulation,
+    activations: Sequence[int] | None,
 ) -> Seen:
     """Run some steps as training would, and judge the median one; `activations` are the partitions', if known."""
     assert sample.loss is not None, "a configured command has a loss"

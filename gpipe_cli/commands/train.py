@@ -27,7 +27,7 @@ from gpipe_cli.commands.resume import Resumed, agree_on_snapshot, check_plan, re
 from gpipe_cli.commands.room import check_room
 from gpipe_cli.commands.stopping import stopping
 from gpipe_cli.config.durations import seconds
-from gpipe_cli.config.schema import Train
+from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.config.targets import instantiate
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.protocol import Engine
@@ -42,7 +42,7 @@ from gpipe_cli.training.survival import survive
 Rows = Sequence[Mapping[str, Any]]
 
 
-def run(settings: Train, job: Job) -> Summary:
+def run(settings: TrainConfig, job: Job) -> Summary:
     began = time.monotonic() if job.rank is None else job.rank.began
     with ExitStack() as held:
         again = resumption(settings, job, held, writes=leads())
@@ -98,7 +98,7 @@ def run(settings: Train, job: Job) -> Summary:
 
 
 def _journal(
-    settings: Train, plan: Plan, begun: Begun, team: Team, relay: Relay, partitions: Rows
+    settings: TrainConfig, plan: Plan, begun: Begun, team: Team, relay: Relay, partitions: Rows
 ) -> AbstractContextManager[Journal | Follower]:
     if team.leads:
         directory, start = begun.directory, begun.position
@@ -128,7 +128,7 @@ def _restore(engine: Engine, again: Resumed | None) -> None:
 
 
 def _train(
-    settings: Train,
+    settings: TrainConfig,
     feed: Feed,
     plan: Plan,
     engine: Engine,
@@ -156,7 +156,7 @@ def _train(
         return journal.follow(survive(facts, keeper, stops))
 
 
-def _tell(journal: Journal | Follower, settings: Train, begun: Begun, warning: str | None) -> None:
+def _tell(journal: Journal | Follower, settings: TrainConfig, begun: Begun, warning: str | None) -> None:
     for line in (f"run directory: {begun.directory}", *begun.news):
         journal.say(line)
     if settings.chunks > settings.batch_size:
@@ -168,12 +168,12 @@ def _tell(journal: Journal | Follower, settings: Train, begun: Begun, warning: s
         journal.say(warning)
 
 
-def _retention(settings: Train) -> Retention:
+def _retention(settings: TrainConfig) -> Retention:
     every = settings.snapshot.every
     return Retention(None if every == "epoch" else every, settings.snapshot.keep, settings.snapshot.monitor)
 
 
-def _plan(settings: Train, feed: Feed) -> Plan:
+def _plan(settings: TrainConfig, feed: Feed) -> Plan:
     return Plan(
         steps=settings.steps or settings.epochs * feed.steps_per_epoch,
         steps_per_epoch=feed.steps_per_epoch,

@@ -16,16 +16,16 @@ from gpipe_cli.byte_size import byte_count
 from gpipe_cli.config.durations import seconds
 from gpipe_cli.config.locate import options
 from gpipe_cli.config.schema import (
-    OPEN_GROUPS,
+    COMPONENT_GROUPS,
     SCHEMAS,
-    Costed,
-    Driven,
-    Eval,
-    Plan,
-    Profile,
-    Running,
-    Shared,
-    Train,
+    CostConfig,
+    EngineConfig,
+    EvalConfig,
+    ModelConfig,
+    PlanConfig,
+    ProfileConfig,
+    RunConfig,
+    TrainConfig,
 )
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError, RunError
@@ -63,12 +63,12 @@ LARGEST_SEED = 2**63 - 1
 OFFLOAD = "gpipe_cli.engines.offload.build"
 
 
-def check(settings: Shared) -> None:
+def check(settings: ModelConfig) -> None:
     """Raise one ConfigError that names every problem."""
     problems = list(_problems(settings))
     if problems:
         raise ConfigError("; ".join(problems))
-    for key in ("run", "snapshot") if isinstance(settings, Eval) else ():
+    for key in ("run", "snapshot") if isinstance(settings, EvalConfig) else ():
         given = getattr(settings, key)
         if given is not None and not Path(given).is_dir():
             raise RunError(f"{key}={given}: no such directory")
@@ -81,7 +81,7 @@ def check_numbers(plain: Mapping[Any, Any]) -> None:
             raise ConfigError(f"{key}: a whole number must be between -{LARGEST_SEED} and {LARGEST_SEED}")
 
 
-def _problems(settings: Shared) -> Iterator[str]:
+def _problems(settings: ModelConfig) -> Iterator[str]:
     flat = dict(_flat(asdict(settings)))
     yield from _numbers(flat)
     yield from _choices(flat)
@@ -89,20 +89,24 @@ def _problems(settings: Shared) -> Iterator[str]:
     yield from _balance(settings)
     yield from _memory(settings)
     yield from _checkpoint(settings)
-    for group in OPEN_GROUPS:
+    for group in COMPONENT_GROUPS:
         if hasattr(settings, group) and not getattr(settings, group).get("_target_"):
             yield f"{group}: nothing chosen; give {group}=<option>, see `gpipe {_command(settings)} --help`"
-    if isinstance(settings, Train) and settings.optimizer.get("_target_") and "lr" not in settings.optimizer:
+    if (
+        isinstance(settings, TrainConfig)
+        and settings.optimizer.get("_target_")
+        and "lr" not in settings.optimizer
+    ):
         yield "optimizer.lr: must be given; lr_schedule multiplies it"
-    if isinstance(settings, Profile) and settings.timeline and not settings.measure:
+    if isinstance(settings, ProfileConfig) and settings.timeline and not settings.measure:
         yield "timeline=true: runs the model, and measure=false runs nothing; leave one of them out"
-    if isinstance(settings, Profile):
+    if isinstance(settings, ProfileConfig):
         yield from _timeline(settings)
-    if isinstance(settings, Train):
+    if isinstance(settings, TrainConfig):
         yield from _survival(settings)
-    if isinstance(settings, Plan) and settings.device is not None:
+    if isinstance(settings, PlanConfig) and settings.device is not None:
         yield from _elsewhere(settings, settings.device)
-    if isinstance(settings, Eval):
+    if isinstance(settings, EvalConfig):
         given = [key for key in ("run", "snapshot", "weights") if getattr(settings, key) is not None]
         if not given:
             yield "run: say which run to evaluate, run=runs/train/..., or snapshot=..., or weights=..."
@@ -139,7 +143,7 @@ def _choices(flat: Mapping[str, Any]) -> Iterator[str]:
         yield f"schedule.name={flat['schedule.name']}: {or_list(flat['schedule.name'], schedules)}"
 
 
-def _devices(settings: Shared) -> Iterator[str]:
+def _devices(settings: ModelConfig) -> Iterator[str]:
     devices = settings.devices
     if devices == "auto":
         return
@@ -154,9 +158,9 @@ def _devices(settings: Shared) -> Iterator[str]:
         yield from _one_each(settings, devices)
 
 
-def _one_each(settings: Shared, devices: int) -> Iterator[str]:
+def _one_each(settings: ModelConfig, devices: int) -> Iterator[str]:
     partitions, interleaved = settings.partitions, settings.schedule.name == "interleaved"
-    replicas = settings.data_parallel if isinstance(settings, Running) else 1
+    replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
     if replicas > 1 and devices % replicas:
         yield (
             f"data_parallel={replicas}: devices={settings.devices} are {devices}; every replica needs as many of them"
@@ -177,7 +181,7 @@ def _one_each(settings: Shared, devices: int) -> Iterator[str]:
     )
 
 
-def _balance(settings: Shared) -> Iterator[str]:
+def _balance(settings: ModelConfig) -> Iterator[str]:
     layers = settings.balance.get("layers")
     if not isinstance(layers, list):
         return
@@ -187,28 +191,28 @@ def _balance(settings: Shared) -> Iterator[str]:
         yield f"partitions={settings.partitions}: balance.layers={layers} makes {len(layers)} partitions"
 
 
-def _memory(settings: Shared) -> Iterator[str]:
-    if isinstance(settings, Costed) and settings.device_memory is not None:
+def _memory(settings: ModelConfig) -> Iterator[str]:
+    if isinstance(settings, CostConfig) and settings.device_memory is not None:
         try:
             byte_count(settings.device_memory)
         except ValueError as error:
             yield f"device_memory={settings.device_memory}: {error}, or null for no limit"
 
 
-def _checkpoint(settings: Shared) -> Iterator[str]:
-    if not isinstance(settings, Costed):
+def _checkpoint(settings: ModelConfig) -> Iterator[str]:
+    if not isinstance(settings, CostConfig):
         return
     given = settings.checkpoint
     for mode in given if isinstance(given, list) else [given]:
         if mode not in MODES:
             yield f"checkpoint={given}: {or_list(str(mode), MODES)}"
             return
-    slices = isinstance(settings, Driven) and settings.engine.get("_target_") == OFFLOAD
+    slices = isinstance(settings, EngineConfig) and settings.engine.get("_target_") == OFFLOAD
     if isinstance(given, list) and slices:
         yield f"checkpoint={given}: engine=offload has slices, not partitions; give one mode for all of them"
 
 
-def _elsewhere(settings: Plan, device: str) -> Iterator[str]:
+def _elsewhere(settings: PlanConfig, device: str) -> Iterator[str]:
     if device not in DEVICES:
         yield f"device={device}: {or_list(device, DEVICES)}"
     if not _is_count(settings.devices):
@@ -217,7 +221,7 @@ def _elsewhere(settings: Plan, device: str) -> Iterator[str]:
         yield f"verify=true: device={device} is not here, so nothing can be run on it; leave one of them out"
 
 
-def _timeline(settings: Profile) -> Iterator[str]:
+def _timeline(settings: ProfileConfig) -> Iterator[str]:
     name = settings.engine.get("_target_", "").removeprefix("gpipe_cli.engines.").removesuffix(".build")
     if not settings.timeline and (name != "threads" or settings.engine.get("offload") is not None):
         yield f"engine={name}: is for the steps that timeline=true runs; add it, or leave this out"
@@ -225,7 +229,7 @@ def _timeline(settings: Profile) -> Iterator[str]:
         yield f"engine={name}: has no timeline; one of: {', '.join(RECORDED)}"
 
 
-def _survival(settings: Train) -> Iterator[str]:
+def _survival(settings: TrainConfig) -> Iterator[str]:
     every = settings.snapshot.every
     if every != "epoch" and not _is_count(every):
         yield f"snapshot.every={every}: must be a number of steps, or epoch"
@@ -239,7 +243,7 @@ def _survival(settings: Train) -> Iterator[str]:
         yield f"run_dir={settings.run_dir}: a resumed run goes on in its own directory; leave it out"
 
 
-def _command(settings: Shared) -> str:
+def _command(settings: ModelConfig) -> str:
     return next(command for command, schema in SCHEMAS.items() if isinstance(settings, schema))
 
 

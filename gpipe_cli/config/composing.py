@@ -25,7 +25,7 @@ from hydra.version import setbase
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.config.locate import conf_dir, home
-from gpipe_cli.config.schema import OPEN_GROUPS, SCHEMAS
+from gpipe_cli.config.schema import COMPONENT_GROUPS, SCHEMAS
 from gpipe_cli.config.yaml_files import parse_yaml, read_config_text
 from gpipe_cli.errors import ConfigError
 
@@ -153,7 +153,7 @@ def _register() -> None:
     """Tell Hydra of the schemas and of our way to read files."""
     for command, schema in SCHEMAS.items():
         ConfigStore.instance().store(f"{command}_schema", schema)
-    for group in OPEN_GROUPS:
+    for group in COMPONENT_GROUPS:
         ConfigStore.instance().store(group=group, name=CUSTOM, node={"_target_": "???"})
     Plugins.instance().register(YamlFolder)
 

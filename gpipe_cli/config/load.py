@@ -29,7 +29,7 @@ from gpipe_cli.config.fields import fields
 from gpipe_cli.config.locate import conf_dir, options, takes_recipes
 from gpipe_cli.config.recipes import SCALE_KEY, SMALL
 from gpipe_cli.config.references import check_references
-from gpipe_cli.config.schema import GROUPS, OPEN_GROUPS, SCHEMAS, Shared
+from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, SCHEMAS, ModelConfig
 from gpipe_cli.config.suggest import did_you_mean, or_list
 from gpipe_cli.config.targets import check_targets
 from gpipe_cli.config.yaml_files import load_yaml
@@ -96,7 +96,7 @@ def compose_all(request: Request, *, complete: bool = True, multirun: bool = Fal
     with composer(request.command, request.config_dir), _as_config_error(request.command):
         # The components may be those of an earlier run, so their keys need not be those of the defaults.
         of_a_run = request.command == "eval" or any(word.startswith("resume=") for word in request.overrides)
-        asked = _forced(request.overrides, OPEN_GROUPS if of_a_run else ())
+        asked = _forced(request.overrides, COMPONENT_GROUPS if of_a_run else ())
         recipe = any(word.startswith("recipes=") for word in asked)
         if recipe and (not takes_recipes(request.command) or (of_a_run and "resume=auto" not in asked)):
             who = f"{request.command} resume=..." if request.command == "train" else request.command
@@ -108,7 +108,9 @@ def compose_all(request: Request, *, complete: bool = True, multirun: bool = Fal
                 f"{several[0].input_line}: several values need -m (a sweep), or [..] for a list"
             )
         replaced = [
-            group for group in OPEN_GROUPS if any(one.key_or_group == f"{group}._target_" for one in parsed)
+            group
+            for group in COMPONENT_GROUPS
+            if any(one.key_or_group == f"{group}._target_" for one in parsed)
         ]
         probed = []
         for overrides in _probes(parsed):
@@ -122,7 +124,7 @@ def compose_all(request: Request, *, complete: bool = True, multirun: bool = Fal
         return Composition(request, tuple(_without_predecessors(asked, replaced)), probed[0])
 
 
-def settings_of(tree: DictConfig, command: str, overrides: Sequence[str]) -> Shared:
+def settings_of(tree: DictConfig, command: str, overrides: Sequence[str]) -> ModelConfig:
     """The typed configuration: no key lost, none unknown, every value judged."""
     watch_environment()
     with _as_config_error(command):
@@ -133,13 +135,14 @@ def settings_of(tree: DictConfig, command: str, overrides: Sequence[str]) -> Sha
         settings = typed({str(key): value for key, value in plain.items()}, command)
     _check_allow(settings, overrides)
     check_targets(
-        {group: getattr(settings, group) for group in OPEN_GROUPS if hasattr(settings, group)}, settings.allow
+        {group: getattr(settings, group) for group in COMPONENT_GROUPS if hasattr(settings, group)},
+        settings.allow,
     )
     check(settings)
     return settings
 
 
-def typed(plain: dict[str, Any], command: str) -> Shared:
+def typed(plain: dict[str, Any], command: str) -> ModelConfig:
     """The command's dataclass from a plain mapping that must hold each of its keys and no other."""
     schema = SCHEMAS[command]
     for name in schema.__dataclass_fields__:
@@ -148,11 +151,11 @@ def typed(plain: dict[str, Any], command: str) -> Shared:
     # Merging into the schema raises on an unknown key, where to_object alone would drop it silently.
     merged = OmegaConf.merge(OmegaConf.structured(schema), plain)
     settings = OmegaConf.to_object(merged)
-    assert isinstance(settings, Shared)
+    assert isinstance(settings, ModelConfig)
     return settings
 
 
-def _check_allow(settings: Shared, overrides: Sequence[str]) -> None:
+def _check_allow(settings: ModelConfig, overrides: Sequence[str]) -> None:
     """`allow` opens the door to code, so only the person at the command line may set it, never a file."""
     given = [word for word in overrides if word.lstrip("+").startswith("allow=")]
     if any("${" in word for word in given):
@@ -235,7 +238,7 @@ def _forced(overrides: Sequence[str], groups: Sequence[str]) -> list[str]:
 def _replaced(composed: Composed, request: Request) -> list[str]:
     """Open groups whose `_target_` is not the one of the option chosen: that option's keys must not linger."""
     found = []
-    for group in OPEN_GROUPS:
+    for group in COMPONENT_GROUPS:
         choice = composed.choices.get(group)
         target = OmegaConf.select(composed.tree, f"{group}._target_", throw_on_missing=False)
         if choice not in (None, CUSTOM) and target not in (None, _own_target(request, group, choice)):

@@ -12,13 +12,13 @@ from typing import Any
 
 
 @dataclass
-class Schedule:
+class ScheduleConfig:
     name: str = "gpipe"
     """Order of forward and backward actions: see `gpipe ls schedules`."""
 
 
 @dataclass
-class Planning:
+class PlanSearchConfig:
     auto: bool = False
     """Whether balance, chunks, schedule and checkpoint are searched for; those given are kept."""
     budget: float = 60.0
@@ -30,7 +30,7 @@ class Planning:
 
 
 @dataclass
-class Log:
+class LogConfig:
     every: int = 10
     """Steps between two rows of metrics.jsonl and two lines of output."""
     partitions: bool = False
@@ -40,7 +40,7 @@ class Log:
 
 
 @dataclass
-class Snapshots:
+class SnapshotConfig:
     every: Any = "epoch"
     """Steps between two snapshots, or `epoch`; the last step and the best evaluation are always saved."""
     keep: int = 3
@@ -50,7 +50,7 @@ class Snapshots:
 
 
 @dataclass
-class Shared:
+class ModelConfig:
     """The keys of every configured command: a model, samples for it, and how it is divided."""
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Shared:
     """What is minimised; its time counts as the last layer's."""
     balance: dict[str, Any] = field(default_factory=dict)
     """How layers are divided among partitions; `--by X` is short for balance=X."""
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """In which order the workers run their actions."""
     chunks: int = 4
     """Micro-batches per mini-batch."""
@@ -80,7 +80,7 @@ class Shared:
 
 
 @dataclass
-class Driven(Shared):
+class EngineConfig(ModelConfig):
     """The keys of whatever runs steps."""
 
     engine: dict[str, Any] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Driven(Shared):
 
 
 @dataclass
-class Running(Driven):
+class RunConfig(EngineConfig):
     """The keys that training and evaluation have in common."""
 
     data_parallel: int = 1
@@ -102,7 +102,7 @@ class Running(Driven):
 
 
 @dataclass
-class Costed(Shared):
+class CostConfig(ModelConfig):
     """The keys that decide, besides those of the model and its division, what a step of training takes."""
 
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -114,12 +114,12 @@ class Costed(Shared):
 
 
 @dataclass
-class Train(Running, Costed):
+class TrainConfig(RunConfig, CostConfig):
     """gpipe train"""
 
     lr_schedule: dict[str, Any] = field(default_factory=dict)
     """How the learning rate moves over the run."""
-    plan: Planning = field(default_factory=Planning)
+    plan: PlanSearchConfig = field(default_factory=PlanSearchConfig)
     """Whether the best balance, chunks, schedule and checkpoint mode are searched for first."""
     epochs: int = 3
     """Passes over the training data."""
@@ -135,9 +135,9 @@ class Train(Running, Costed):
     """Directory of the run; null: runs/<command>/<model>/<time>."""
     logger: dict[str, Any] = field(default_factory=dict)
     """Where else metrics go, besides metrics.jsonl."""
-    log: Log = field(default_factory=Log)
+    log: LogConfig = field(default_factory=LogConfig)
     """What is written while it runs."""
-    snapshot: Snapshots = field(default_factory=Snapshots)
+    snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     """When the state of training is saved, and how many such snapshots stay."""
     resume: str | None = None
     """Go on with a run: its directory or one of its snapshots; auto: with `run_dir`, if there is anything in it."""
@@ -148,7 +148,7 @@ class Train(Running, Costed):
 
 
 @dataclass
-class Eval(Running):
+class EvalConfig(RunConfig):
     """gpipe eval"""
 
     run: str | None = None
@@ -162,12 +162,12 @@ class Eval(Running):
 
 
 @dataclass
-class Balance(Costed):
+class BalanceConfig(CostConfig):
     """gpipe balance"""
 
 
 @dataclass
-class Profile(Driven, Costed):
+class ProfileConfig(EngineConfig, CostConfig):
     """gpipe profile"""
 
     measure: bool = True
@@ -187,10 +187,10 @@ class Profile(Driven, Costed):
 
 
 @dataclass
-class Plan(Costed):
+class PlanConfig(CostConfig):
     """gpipe plan"""
 
-    plan: Planning = field(default_factory=Planning)
+    plan: PlanSearchConfig = field(default_factory=PlanSearchConfig)
     """How long planning may take."""
     device: str | None = None
     """A device that is not here, such as a100: costs are estimated; null: they are measured on this machine."""
@@ -200,14 +200,14 @@ class Plan(Costed):
     """How many plans to show."""
 
 
-SCHEMAS: dict[str, type[Shared]] = {
-    "train": Train,
-    "eval": Eval,
-    "balance": Balance,
-    "profile": Profile,
-    "plan": Plan,
+SCHEMAS: dict[str, type[ModelConfig]] = {
+    "train": TrainConfig,
+    "eval": EvalConfig,
+    "balance": BalanceConfig,
+    "profile": ProfileConfig,
+    "plan": PlanConfig,
 }
-OPEN_GROUPS = (
+COMPONENT_GROUPS = (
     "model",
     "data",
     "transform",
@@ -218,4 +218,4 @@ OPEN_GROUPS = (
     "lr_schedule",
     "logger",
 )
-GROUPS = (*OPEN_GROUPS, "schedule", "plan")
+GROUPS = (*COMPONENT_GROUPS, "schedule", "plan")

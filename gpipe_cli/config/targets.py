@@ -18,7 +18,7 @@ from typing import Any
 from gpipe_cli.config.admitted import admits_name, admits_object, described, own_targets
 from gpipe_cli.config.kinds import mismatch
 from gpipe_cli.config.offline import offline
-from gpipe_cli.config.schema import OPEN_GROUPS
+from gpipe_cli.config.schema import COMPONENT_GROUPS
 from gpipe_cli.config.suggest import did_you_mean, or_list
 from gpipe_cli.errors import ConfigError, DataError, GpipeError
 
@@ -142,7 +142,7 @@ def _targets(path: str, node: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_name(path: str, target: Any, group: str, allow: Sequence[str]) -> None:
-    if group not in OPEN_GROUPS:
+    if group not in COMPONENT_GROUPS:
         raise ConfigError(f"{path}={target}: nothing is built from {group}; remove the _target_")
     if not isinstance(target, str) or not _NAME.fullmatch(target):
         raise ConfigError(

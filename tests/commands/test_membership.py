@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from gpipe_cli.commands.jobs import Job, Rank
 from gpipe_cli.commands.membership import as_rank, leads, places
-from gpipe_cli.config.schema import Schedule, Train
+from gpipe_cli.config.schema import ScheduleConfig, TrainConfig
 from gpipe_cli.engines.meeting import Meeting
 from gpipe_cli.errors import ConfigError
 
@@ -17,8 +17,8 @@ JOB = Job("train", (), "gpipe train", OmegaConf.create(), "model", None, json=Tr
 CPU = torch.device("cpu")
 
 
-def settings(engine: str = "processes", **more: Any) -> Train:
-    return Train(engine={"_target_": f"gpipe_cli.engines.{engine}.build"}, **more)
+def settings(engine: str = "processes", **more: Any) -> TrainConfig:
+    return TrainConfig(engine={"_target_": f"gpipe_cli.engines.{engine}.build"}, **more)
 
 
 @pytest.fixture
@@ -54,13 +54,15 @@ def test_a_rank_takes_the_balance_that_was_found_for_it(torchrun: None) -> None:
         (settings(partitions=4, data_parallel=2), "need 8 processes, torchrun started 4"),
     ],
 )
-def test_a_number_of_processes_that_does_not_fit_is_refused(torchrun: None, given: Train, says: str) -> None:
+def test_a_number_of_processes_that_does_not_fit_is_refused(
+    torchrun: None, given: TrainConfig, says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         as_rank(given, JOB)
 
 
 def test_interleaved_partitions_may_be_more_than_the_processes(torchrun: None) -> None:
-    given = settings(partitions=8, schedule=Schedule("interleaved"))
+    given = settings(partitions=8, schedule=ScheduleConfig("interleaved"))
     assert len(as_rank(given, JOB).devices) == 4
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import gpipe_cli
 from gpipe_cli.config.admitted import admits_name, admits_object
-from gpipe_cli.config.schema import OPEN_GROUPS
+from gpipe_cli.config.schema import COMPONENT_GROUPS
 from gpipe_cli.config.targets import accepted
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.vision import torchvision
@@ -90,13 +90,13 @@ def admitted(callables: dict[str, Any], group: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("group", OPEN_GROUPS)
+@pytest.mark.parametrize("group", COMPONENT_GROUPS)
 def test_of_gpipe_a_group_takes_exactly_its_builders(callables: dict[str, Any], group: str) -> None:
     assert len(callables) > 10_000
     assert {name for name in admitted(callables, group) if name.startswith("gpipe_cli.")} == OURS[group]
 
 
-@pytest.mark.parametrize("group", OPEN_GROUPS)
+@pytest.mark.parametrize("group", COMPONENT_GROUPS)
 def test_of_torch_and_torchvision_a_group_takes_a_kind(callables: dict[str, Any], group: str) -> None:
     foreign = {
         value for name, value in admitted(callables, group).items() if not name.startswith("gpipe_cli.")

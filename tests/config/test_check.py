@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe_cli.config.check import check
-from gpipe_cli.config.schema import OPEN_GROUPS, Eval, Log, Schedule, Train
+from gpipe_cli.config.schema import COMPONENT_GROUPS, EvalConfig, LogConfig, ScheduleConfig, TrainConfig
 from gpipe_cli.errors import ConfigError
 
-CHOSEN: dict[str, Any] = {group: {"_target_": "a.b"} for group in OPEN_GROUPS}
-TRAIN = Train(**{**CHOSEN, "optimizer": {"_target_": "a.b", "lr": 0.1}})
-EVAL = Eval(**{group: node for group, node in CHOSEN.items() if group in Eval.__dataclass_fields__}, run=".")
+CHOSEN: dict[str, Any] = {group: {"_target_": "a.b"} for group in COMPONENT_GROUPS}
+TRAIN = TrainConfig(**{**CHOSEN, "optimizer": {"_target_": "a.b", "lr": 0.1}})
+EVAL = EvalConfig(
+    **{group: node for group, node in CHOSEN.items() if group in EvalConfig.__dataclass_fields__}, run="."
+)
 
 
 def test_the_defaults_pass() -> None:
@@ -28,7 +30,7 @@ def test_the_defaults_pass() -> None:
         ({"chunks": 0}, "chunks=0: must be at least 1"),
         ({"eval_chunks": 0}, "eval_chunks=0: must be at least 1"),
         ({"partitions": 0}, "partitions=0: must be at least 1"),
-        ({"log": Log(every=0)}, "log.every=0: must be at least 1"),
+        ({"log": LogConfig(every=0)}, "log.every=0: must be at least 1"),
         ({"seed": 2**63}, f"seed={2**63}: must be at most {2**63 - 1}"),
         ({"step_timeout": 0.0}, "step_timeout=0.0: must be positive, or null for none"),
         ({"clip_grad_norm": math.nan}, "clip_grad_norm=nan: must be positive"),
@@ -42,7 +44,7 @@ def test_the_defaults_pass() -> None:
             {"checkpoint": ["always"], "engine": {"_target_": "gpipe_cli.engines.offload.build"}},
             "engine=offload has slices, not partitions; give one mode for all of them",
         ),
-        ({"schedule": Schedule(name="gpip")}, "schedule.name=gpip: did you mean 'gpipe'"),
+        ({"schedule": ScheduleConfig(name="gpip")}, "schedule.name=gpip: did you mean 'gpipe'"),
         ({"devices": "cpu"}, "devices=cpu: must be auto, a number of devices or a list"),
         ({"devices": True}, "devices=True: must be auto"),
         ({"devices": [1.5]}, r"devices=\[1.5\]: a list of names or numbers is needed"),
@@ -52,7 +54,7 @@ def test_the_defaults_pass() -> None:
             "partitions=2: devices=3 are 3; one device per partition is needed",
         ),
         (
-            {"devices": ["cpu"] * 3, "partitions": 2, "schedule": Schedule("interleaved")},
+            {"devices": ["cpu"] * 3, "partitions": 2, "schedule": ScheduleConfig("interleaved")},
             "partitions=2: devices=.* are 3",
         ),
         ({"balance": {"_target_": "a.b", "layers": [2, 0]}}, r"balance.layers=\[2, 0\]: every entry"),
@@ -76,7 +78,7 @@ def test_every_problem_is_named_with_its_key_and_value(change: dict[str, Any], s
     [
         {"devices": 2, "partitions": 2},
         {"devices": ["cpu", 0]},
-        {"devices": 2, "partitions": 4, "schedule": Schedule("interleaved")},
+        {"devices": 2, "partitions": 4, "schedule": ScheduleConfig("interleaved")},
         {"threads": 3, "step_timeout": 0.5, "clip_grad_norm": 1.0},
         {"balance": {"_target_": "a.b", "layers": [2, 3]}, "partitions": 2},
         {"model": {"_target_": "a.b", "num_classes": None}},

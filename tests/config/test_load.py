@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from gpipe_cli.config.load import Request, compose_all, settings_of
 from gpipe_cli.config.locate import options
-from gpipe_cli.config.schema import GROUPS, SCHEMAS, Train
+from gpipe_cli.config.schema import GROUPS, SCHEMAS, TrainConfig
 from gpipe_cli.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def settings(*overrides: str, command: str = "train", config_dir: Path | None = 
 
 def test_the_defaults_are_a_complete_configuration() -> None:
     made = settings()
-    assert isinstance(made, Train)
+    assert isinstance(made, TrainConfig)
     assert made.model["name"] == "resnet18"
     assert made.data["_target_"] == "gpipe_cli.data.digits.build"
 
@@ -37,7 +37,7 @@ EVERY_OPTION = [
 @pytest.mark.parametrize("choice", EVERY_OPTION)
 def test_every_yaml_composes(choice: str) -> None:
     needs = {"data=pair": ["data.train={}", "data.test={}", "data.classes=2"]}.get(choice, [])
-    assert isinstance(settings(choice, *needs), Train)
+    assert isinstance(settings(choice, *needs), TrainConfig)
 
 
 @pytest.mark.parametrize("group", GROUPS)
