@@ -27,6 +27,52 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
+TINY = """
+from torch import nn
+
+
+def build(num_classes: int, width: int = 4) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.ReLU(inplace=True), nn.Dropout(0.2),
+        nn.Conv2d(width, width, 3), nn.ReLU(), nn.Flatten(), nn.Linear(width * 16, num_classes),
+    )
+
+
+def broken(num_classes: int) -> nn.Sequential:
+    class Broken(nn.Module):
+        def forward(self, input):
+            raise ZeroDivisionError("as \\x1b[31mwritten")
+
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes), Broken())
+
+
+def piped(num_classes: int) -> nn.Sequential:
+    class Piped(nn.Module):
+        def forward(self, input):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes), Piped())
+"""
+HUGE = """
+from torch import nn
+
+
+def build(num_classes: int, width: int = 80_000) -> nn.Sequential:
+    hidden = [module for _ in range(4) for module in (nn.Linear(width, width), nn.ReLU(inplace=True))]
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, width), *hidden, nn.Linear(width, num_classes))
+"""
+TINY_RUN = (
+    "model._target_=tiny_for_tests.build",
+    "allow=[tiny_for_tests]",
+    "data=synthetic",
+    "data.shape=[3,8,8]",
+    "data.length=64",
+    "batch_size=20",
+    "chunks=3",
+)
+TINY_TRAINING = (*TINY_RUN, "epochs=2", "log.every=1", "snapshot.keep=1", "snapshot.monitor=null")
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a command line gave."""
@@ -67,3 +113,24 @@ def gpipe(
         return Answer(code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def tiny(gpipe: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """gpipe, with a tiny model in the current folder and the words that train it; later words win."""
+    (tmp_path / "tiny_for_tests.py").write_text(TINY, encoding="utf-8")
+
+    def run(command: str, *words: str) -> Any:
+        given = {word.partition("=")[0] for word in words}
+        base = {"train": TINY_TRAINING, "profile": TINY_RUN, "balance": TINY_RUN}.get(command, ())
+        return gpipe(command, *(word for word in base if word.partition("=")[0] not in given), *words)
+
+    return run
+
+
+@pytest.fixture
+def huge(gpipe: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """A model of 100 GB in the current folder, and the words that name it."""
+    (tmp_path / "huge_for_tests.py").write_text(HUGE, encoding="utf-8")
+    words = ("model._target_=huge_for_tests.build", "allow=[huge_for_tests]", "data=synthetic")
+    return lambda command, *more: gpipe(command, *words, "data.shape=[3,8,8]", "data.length=64", *more)

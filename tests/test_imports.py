@@ -22,6 +22,7 @@ LEVELS = """
     completion
     help
     commands
+    run
     arguments
     config
     plan training report
@@ -44,11 +45,18 @@ ASIDE = {
     "losses": {"values", "errors"},
     "loggers": {"safe_files", "errors"},
 }
-"""Rooms beside the levels, and what they import; reached from `commands` and by `_target_` in a config."""
+"""Rooms beside the levels, and what they import; reached from `run` and by `_target_` in a config."""
 
 ONLY_IN = {
     "hydra": {"config.composing", "config.load", "config.printing"},
-    "omegaconf": {"config.composing", "config.environment", "config.load", "config.yaml_files", "commands"},
+    "omegaconf": {
+        "config.composing",
+        "config.environment",
+        "config.load",
+        "config.yaml_files",
+        "commands",
+        "run",
+    },
     "torchvision": {"vision"},
 }
 """Packages that only these know; the others say `from gpipe_cli.vision import torchvision`."""
@@ -124,7 +132,7 @@ def is_allowed(importer: str, imported: str) -> bool:
     if here in ASIDE:
         return there in ASIDE[here]
     if there in ASIDE:
-        return here == "commands"
+        return here == "run"
     return LEVEL_OF[here] < LEVEL_OF[there]
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 from gpipe_cli.balance.result import Balanced
 from gpipe_cli.balance.solver import sums
-from gpipe_cli.commands.assemble import Assembly, assemble, balance_name, make_sample, measures
-from gpipe_cli.commands.course import make_memory, sample_must_fit
-from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.config.schema import BalanceConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.report.numbers import readable
 from gpipe_cli.report.output import say
 from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
+from gpipe_cli.run.build import Assembly, assemble, balance_name, make_sample, measures
+from gpipe_cli.run.job import Job, Summary
+from gpipe_cli.run.pipeline_spec import make_memory, sample_must_fit
 
 OWN_COLUMNS = ("ms",)
 """Units that have a column; the others are in the table already."""

@@ -5,19 +5,19 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from gpipe_cli.commands.assemble import make_engine
-from gpipe_cli.commands.away import keeps_on_disk
-from gpipe_cli.commands.chosen import Chosen, choose
-from gpipe_cli.commands.filling import fill, fill_slice_by_slice
-from gpipe_cli.commands.jobs import Job, Summary
-from gpipe_cli.commands.launching import launched
-from gpipe_cli.commands.membership import as_rank, assemble_together, joined, leads, starts_ranks, watched
-from gpipe_cli.commands.saved import saved_config, with_overrides
 from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import EvalConfig
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
+from gpipe_cli.run.away import keeps_on_disk
+from gpipe_cli.run.build import make_engine
+from gpipe_cli.run.chosen import Chosen, choose
+from gpipe_cli.run.job import Job, Summary
+from gpipe_cli.run.launcher import launched
+from gpipe_cli.run.rank_setup import as_rank, assemble_together, joined, leads, starts_ranks, watched
+from gpipe_cli.run.saved_run import saved_config, with_overrides
+from gpipe_cli.run.weights import fill, fill_slice_by_slice
 from gpipe_cli.training.loop import evaluate
 from gpipe_cli.training.signals import StopRequested, stop_requests
 from gpipe_cli.training.snapshot.finding import is_snapshot, run_of, snapshot_paths

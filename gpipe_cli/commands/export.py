@@ -11,10 +11,10 @@ import sys
 from pathlib import Path
 
 from gpipe_cli.arguments import Invocation
-from gpipe_cli.commands.chosen import choose
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError, ResourceError, RunError
 from gpipe_cli.report.tables import print_facts
+from gpipe_cli.run.chosen import choose
 from gpipe_cli.training.snapshot.durable import write_file
 from gpipe_cli.training.snapshot.header import BadTensors, read_header
 from gpipe_cli.training.snapshot.manifest import MODEL

@@ -4,72 +4,26 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import shlex
 import sys
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.collector import release
 from gpipe_cli.config.composing import CUSTOM
 from gpipe_cli.config.load import Composed, Composition, settings_of
 from gpipe_cli.config.recipes import as_written
-from gpipe_cli.engines.meeting import Meeting
 from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.errors import Stopped
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.tables import print_rows
+from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.training.signals import stopped_at_once
-
-Summary = Mapping[str, Any]
-
-
-@final
-@dataclass(frozen=True)
-class Rank:
-    """One of the processes that a launcher started for a job."""
-
-    meeting: Meeting
-    balance: list[int]
-    """Layers per partition, found once by the launcher."""
-    began: float
-    """When the command did, by the monotonic clock, which all processes of a machine share."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a command is told besides its settings."""
-
-    command: str
-    overrides: tuple[str, ...]
-    line: str
-    """The command that repeats it."""
-    tree: DictConfig
-    """The composed configuration as it is saved: references unresolved, so no secret is written."""
-    model: str
-    """The option chosen, for names."""
-    number: int | None
-    """Its place in a sweep."""
-    json: bool
-    dry_run: bool
-    rank: Rank | None = None
-    """What this process is told besides, if a launcher started it as one of several."""
-
-    @property
-    def shows_result(self) -> bool:
-        """Whether its result is printed as soon as it is known; a sweep prints all of them at its end."""
-        return not self.json and self.number is None
-
-    def training_without(self, keys: Collection[str]) -> str:
-        """The command that trains with what was said here, but for some keys and what is below them."""
-        words = shlex.split(self.line)[2:]
-        kept = [word for word in words if re.split(r"[.=]", word.lstrip("+~"))[0] not in keys]
-        return shlex.join(["gpipe", "train", *kept])
 
 
 @dataclass(frozen=True)

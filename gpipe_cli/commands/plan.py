@@ -8,12 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gpipe_cli.commands.assemble import check_components, make_model, open_own_packages
-from gpipe_cli.commands.feed import make_feed
-from gpipe_cli.commands.jobs import Job, Summary
-from gpipe_cli.commands.planning import Planned, Planner
-from gpipe_cli.commands.sketch import sketched
-from gpipe_cli.commands.timeline import as_step
 from gpipe_cli.config.schema import PlanConfig
 from gpipe_cli.config.targets import instantiate
 from gpipe_cli.engines.devices import available_cores
@@ -26,6 +20,12 @@ from gpipe_cli.report.output import say
 from gpipe_cli.report.plans import print_device_memory, print_plans
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.timeline import print_picture
+from gpipe_cli.run.build import check_components, make_model, open_own_packages
+from gpipe_cli.run.data import make_feed
+from gpipe_cli.run.job import Job, Summary
+from gpipe_cli.run.planning import Planned, Planner
+from gpipe_cli.run.sketch import sketched
+from gpipe_cli.run.timeline import as_step
 
 OF_PLANNING = (
     "plan",

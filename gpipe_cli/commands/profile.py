@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.balance.time import partition_costs
-from gpipe_cli.commands.assemble import Assembly, assemble, make_sample
-from gpipe_cli.commands.jobs import Job, Summary
-from gpipe_cli.commands.launch import launch_of, write_launch
-from gpipe_cli.commands.origin import write_origin
-from gpipe_cli.commands.recorded import with_slices
-from gpipe_cli.commands.report import PAGE, leave_page
-from gpipe_cli.commands.timeline import Seen, show_timeline, watch
+from gpipe_cli.commands.report import leave_page
 from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Batch
@@ -25,9 +19,16 @@ from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import LayerProfile, Sample, profile_layers
 from gpipe_cli.profiling.memory import activation_bytes
 from gpipe_cli.report.layers import counted_rows, csv_text, layer_rows, print_layers
+from gpipe_cli.report.page.document import PAGE
 from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.trace import trace_text
+from gpipe_cli.run.build import Assembly, assemble, make_sample
+from gpipe_cli.run.job import Job, Summary
+from gpipe_cli.run.launch_record import launch_of, write_launch
+from gpipe_cli.run.recorded import with_slices
+from gpipe_cli.run.setup import write_origin
+from gpipe_cli.run.timeline import Seen, show_timeline, watch
 from gpipe_cli.schedule.course import Course
 from gpipe_cli.schedule.simulate import Simulation
 from gpipe_cli.training.run_directory import check_run_dir, make_run_directory, write_json, write_text

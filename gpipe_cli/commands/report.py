@@ -16,16 +16,15 @@ from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.report.failure import describe
 from gpipe_cli.report.output import say
-from gpipe_cli.report.page.document import GENERATOR, page
+from gpipe_cli.report.page.document import GENERATOR, PAGE, page
 from gpipe_cli.report.page.facts import Run
 from gpipe_cli.report.page.reading import read_run
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.safe_files import UnsafeFile, open_regular
 from gpipe_cli.training.run_directory import write_text
 
-__all__ = ["PAGE", "leave_page", "run"]
+__all__ = ["leave_page", "run"]
 
-PAGE = "report.html"
 COMPARISON = "comparison.html"
 
 

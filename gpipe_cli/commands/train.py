@@ -9,23 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gpipe_cli.commands.assemble import Split, make_engine, runs_in_ranks
-from gpipe_cli.commands.feed import Feed
-from gpipe_cli.commands.follower import Follower
-from gpipe_cli.commands.jobs import Job, Summary
-from gpipe_cli.commands.journal import Journal
-from gpipe_cli.commands.launch import launch_of, write_launch
-from gpipe_cli.commands.launching import launched
-from gpipe_cli.commands.membership import as_rank, assemble_together, joined, leads, starts_ranks, watched
-from gpipe_cli.commands.origin import Begun, begin_together
-from gpipe_cli.commands.outcome import finished_before, show, summary_of, write_summary
-from gpipe_cli.commands.outlook import outlook
-from gpipe_cli.commands.planned_run import with_best_plan
-from gpipe_cli.commands.relay import Relay
 from gpipe_cli.commands.report import leave_page
-from gpipe_cli.commands.resume import Resumed, agree_on_snapshot, check_plan, resumption
-from gpipe_cli.commands.room import check_room
-from gpipe_cli.commands.stopping import stopping
 from gpipe_cli.config.durations import seconds
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.config.targets import instantiate
@@ -33,6 +17,22 @@ from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import RunError
 from gpipe_cli.report.progress import on_terminal
+from gpipe_cli.run.auto_plan import with_best_plan
+from gpipe_cli.run.build import Split, make_engine, runs_in_ranks
+from gpipe_cli.run.data import Feed
+from gpipe_cli.run.dry_run import outlook
+from gpipe_cli.run.follower import Follower
+from gpipe_cli.run.job import Job, Summary
+from gpipe_cli.run.launch_record import launch_of, write_launch
+from gpipe_cli.run.launcher import launched
+from gpipe_cli.run.rank_setup import as_rank, assemble_together, joined, leads, starts_ranks, watched
+from gpipe_cli.run.recorder import Journal
+from gpipe_cli.run.relay import Relay
+from gpipe_cli.run.resume import Resumed, agree_on_snapshot, check_plan, resumption
+from gpipe_cli.run.room import check_room
+from gpipe_cli.run.setup import Begun, begin_together
+from gpipe_cli.run.stopping import stopping
+from gpipe_cli.run.summary import finished_before, show, summary_of, write_summary
 from gpipe_cli.training.loop import Evaluated, Plan, train
 from gpipe_cli.training.run_directory import check_run_dir, planned_run_directory
 from gpipe_cli.training.signals import stopped_at_boundaries

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpipe_cli.commands import eval as evaluation
-from gpipe_cli.commands import filling
+from gpipe_cli.run import weights as filling
 
 Gpipe = Callable[..., Any]
 ALLOW = "allow=[tiny_for_tests]"

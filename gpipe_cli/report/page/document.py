@@ -20,8 +20,9 @@ from gpipe_cli.report.page.html import Child, Html, join, tag
 from gpipe_cli.report.page.origins import differences, origin
 from gpipe_cli.report.page.timelines import timelines
 
-__all__ = ["GENERATOR", "page"]
+__all__ = ["GENERATOR", "PAGE", "page"]
 
+PAGE = "report.html"
 GENERATOR = '<meta name="generator" content="gpipe">'
 """How a page of ours is told from another file of that name."""
 PROFILE = "gpipe profile timeline=true"

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpipe_cli.commands.resume import resume_command
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.errors import DataError, Stopped
 from gpipe_cli.report.failure import describe
+from gpipe_cli.run.resume import resume_command
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 from gpipe_cli.training.snapshot.finding import snapshot_paths
 

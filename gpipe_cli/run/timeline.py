@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
-from gpipe_cli.commands.assemble import Assembly, uses_partitions
-from gpipe_cli.commands.recorded import recorded_pipe
 from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.pipeline.microbatch import moved
 from gpipe_cli.profiling.bottleneck import verdict
@@ -17,6 +15,8 @@ from gpipe_cli.profiling.timeline import Step, median_step, record_steps
 from gpipe_cli.report.numbers import readable
 from gpipe_cli.report.tables import print_facts, print_rows
 from gpipe_cli.report.timeline import print_picture
+from gpipe_cli.run.build import Assembly, uses_partitions
+from gpipe_cli.run.recorded import recorded_pipe
 from gpipe_cli.schedule.simulate import Simulation
 
 __all__ = ["Seen", "as_step", "show_timeline", "watch"]

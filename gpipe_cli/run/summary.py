@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.commands.feed import Feed
-from gpipe_cli.commands.jobs import Job, Summary
-from gpipe_cli.commands.report import PAGE
-from gpipe_cli.commands.resume import Resumed, allow_words
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.errors import ResourceError, RunError
 from gpipe_cli.report.output import say
+from gpipe_cli.report.page.document import PAGE
 from gpipe_cli.report.page.files import Files, number, whole
 from gpipe_cli.report.tables import print_facts
+from gpipe_cli.run.data import Feed
+from gpipe_cli.run.job import Job, Summary
+from gpipe_cli.run.resume import Resumed, allow_words
 from gpipe_cli.safe_files import parse_json, read_regular
 from gpipe_cli.training.loop import Evaluated, Plan
 from gpipe_cli.training.run_directory import write_json

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_cli.commands.layers import as_sequence, check_layers
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.run.model import as_sequence, check_layers
 
 SOURCE = """
 import torch

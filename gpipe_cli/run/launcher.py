@@ -15,15 +15,15 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from gpipe_cli.commands.assemble import Assembly
-from gpipe_cli.commands.jobs import Job, Summary
-from gpipe_cli.commands.membership import places
-from gpipe_cli.commands.resume import resume_command
 from gpipe_cli.config.schema import RunConfig, TrainConfig
 from gpipe_cli.engines.launch import Crew, Failed, launch
 from gpipe_cli.engines.meeting import LastWord, Meeting
 from gpipe_cli.errors import ConfigError, Interrupted, PeerError, Stopped
 from gpipe_cli.report.output import say
+from gpipe_cli.run.build import Assembly
+from gpipe_cli.run.job import Job, Summary
+from gpipe_cli.run.rank_setup import places
+from gpipe_cli.run.resume import resume_command
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 
 __all__ = ["launched"]
@@ -32,7 +32,7 @@ __all__ = ["launched"]
 # package of the same name comes first. A signal that comes while it imports torch is remembered.
 START = (
     "import sys; sys.path[:] = sys.argv[2:]; from gpipe_cli.training.signals import listen; listen(); "
-    "from gpipe_cli.commands.rank import main; main(sys.argv[1])"
+    "from gpipe_cli.run.rank_main import main; main(sys.argv[1])"
 )
 
 

@@ -8,14 +8,14 @@ from typing import Any, final
 
 from omegaconf import OmegaConf
 
-from gpipe_cli.commands.jobs import Job
-from gpipe_cli.commands.origin import Begun
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.config.targets import instantiate
 from gpipe_cli.errors import GpipeError, ResourceError
 from gpipe_cli.loggers.protocol import Logged, Logger
 from gpipe_cli.report.failure import describe
 from gpipe_cli.report.output import say
+from gpipe_cli.run.job import Job
+from gpipe_cli.run.setup import Begun
 
 __all__ = ["Relay"]
 

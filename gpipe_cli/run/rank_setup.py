@@ -17,8 +17,6 @@ from typing import TypeVar
 import torch
 from torch import distributed
 
-from gpipe_cli.commands.assemble import Assembly, assemble, engine_name, measures, runs_in_ranks
-from gpipe_cli.commands.jobs import Job
 from gpipe_cli.config.schema import EvalConfig, RunConfig
 from gpipe_cli.distributed.groups import setup_process_groups
 from gpipe_cli.distributed.place import check_placement
@@ -29,6 +27,8 @@ from gpipe_cli.engines.meeting import Beats
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, PeerError, Stopped
 from gpipe_cli.report.failure import describe
+from gpipe_cli.run.build import Assembly, assemble, engine_name, measures, runs_in_ranks
+from gpipe_cli.run.job import Job
 from gpipe_cli.schedule.placement import partitions_of
 
 OF_A_LOST_PEER = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket Timeout")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from gpipe_cli.commands.saved import saved_config, with_overrides
 from gpipe_cli.errors import ConfigError, RunError
+from gpipe_cli.run.saved_run import saved_config, with_overrides
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from typing import final
 
 from omegaconf import OmegaConf
 
-from gpipe_cli.commands.jobs import Job
-from gpipe_cli.commands.resume import Resumed, differences
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.report.environment import environment
+from gpipe_cli.run.job import Job
+from gpipe_cli.run.resume import Resumed, differences
 from gpipe_cli.safe_files import writing
 from gpipe_cli.training.lock import only_writer
 from gpipe_cli.training.loop import Position

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, final
 
 from gpipe_cli.byte_size import byte_text
-from gpipe_cli.commands.logs import run_log
-from gpipe_cli.commands.relay import Relay
 from gpipe_cli.config.schema import LogConfig
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.report.numbers import readable
 from gpipe_cli.report.output import say
 from gpipe_cli.report.progress import Watcher, watcher
+from gpipe_cli.run.logs import run_log
+from gpipe_cli.run.relay import Relay
 from gpipe_cli.training.line_file import LineFile
 from gpipe_cli.training.loop import Evaluated, Fact, Plan, Position, Trained
 from gpipe_cli.training.metrics import MetricsFile

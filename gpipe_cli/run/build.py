@@ -19,18 +19,6 @@ from torch import nn
 
 from gpipe_cli.balance.memory import Memory
 from gpipe_cli.balance.result import Balanced
-from gpipe_cli.commands.away import keeps_on_disk, scratch_folder
-from gpipe_cli.commands.course import (
-    checkpoint_of,
-    make_course,
-    make_memory,
-    optimizer_factory,
-    precision_of,
-    sample_must_fit,
-)
-from gpipe_cli.commands.feed import Feed, make_feed
-from gpipe_cli.commands.layers import CUTTING_KEYS, as_sequence, check_layers
-from gpipe_cli.commands.sketch import sketched
 from gpipe_cli.config.locate import default_options
 from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
@@ -53,6 +41,18 @@ from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.report.output import say
 from gpipe_cli.report.partitions import partition_rows
+from gpipe_cli.run.away import keeps_on_disk, scratch_folder
+from gpipe_cli.run.data import Feed, make_feed
+from gpipe_cli.run.model import CUTTING_KEYS, as_sequence, check_layers
+from gpipe_cli.run.pipeline_spec import (
+    checkpoint_of,
+    make_course,
+    make_memory,
+    optimizer_factory,
+    precision_of,
+    sample_must_fit,
+)
+from gpipe_cli.run.sketch import sketched
 from gpipe_cli.schedule.course import Course
 
 # Keys that only some engines use, each with the argument of an engine's `build` that shows it does.

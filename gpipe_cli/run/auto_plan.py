@@ -11,16 +11,16 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from gpipe_cli.commands.assemble import check_components, make_model, open_own_packages, uses_partitions
-from gpipe_cli.commands.feed import make_feed
-from gpipe_cli.commands.jobs import Job
-from gpipe_cli.commands.membership import is_rank
-from gpipe_cli.commands.planning import Planner
 from gpipe_cli.config.schema import PlanSearchConfig, ScheduleConfig, TrainConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.advice import advice
 from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.report.output import say
+from gpipe_cli.run.build import check_components, make_model, open_own_packages, uses_partitions
+from gpipe_cli.run.data import make_feed
+from gpipe_cli.run.job import Job
+from gpipe_cli.run.planning import Planner
+from gpipe_cli.run.rank_setup import is_rank
 
 __all__ = ["with_best_plan"]
 

@@ -17,14 +17,14 @@ from typing import Any, final
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.commands.away import keeps_on_disk
-from gpipe_cli.commands.chosen import choose, tell_damaged
-from gpipe_cli.commands.jobs import Job
-from gpipe_cli.commands.saved import saved_config, with_overrides
 from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.errors import ConfigError, DataError, RunError
+from gpipe_cli.run.away import keeps_on_disk
+from gpipe_cli.run.chosen import choose, tell_damaged
+from gpipe_cli.run.job import Job
+from gpipe_cli.run.saved_run import saved_config, with_overrides
 from gpipe_cli.training.lock import only_writer
 from gpipe_cli.training.loop import Plan
 from gpipe_cli.training.run_directory import explicit_run_directory

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from torch import nn
 
-from gpipe_cli.commands.course import optimizer_factory
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.engines.state import module_state
 from gpipe_cli.profiling.optimizer_state import state_bytes
+from gpipe_cli.run.pipeline_spec import optimizer_factory
 from gpipe_cli.training.loop import Plan
 from gpipe_cli.training.snapshot.keeper import Retention
 from gpipe_cli.training.snapshot.space import check_space

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.commands.chosen import Chosen
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import EngineState, load_module, module_state
 from gpipe_cli.errors import RunError
 from gpipe_cli.models.weights import check_weights, load_weights, read_weights
+from gpipe_cli.run.chosen import Chosen
 from gpipe_cli.training.snapshot.contents import open_large_snapshot, tensors_of
 from gpipe_cli.training.snapshot.manifest import BUFFERS, MODEL
 from gpipe_cli.training.snapshot.tensors import BadTensors, TensorFile

@@ -7,11 +7,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from gpipe_cli.commands.jobs import Job, Rank
-from gpipe_cli.commands.membership import as_rank, leads, places
 from gpipe_cli.config.schema import ScheduleConfig, TrainConfig
 from gpipe_cli.engines.meeting import Meeting
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.run.job import Job, Rank
+from gpipe_cli.run.rank_setup import as_rank, leads, places
 
 JOB = Job("train", (), "gpipe train", OmegaConf.create(), "model", None, json=True, dry_run=False)
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_cli.commands.sketch import sketched
+from gpipe_cli.run.sketch import sketched
 
 
 def test_nothing_of_a_sketch_has_storage_and_ties_hold() -> None:

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.balance.result import Balanced
-from gpipe_cli.commands.assemble import Assembly, Split, make_sample, uses_partitions
-from gpipe_cli.commands.course import optimizer_factory
 from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.engines.offload import Slicing
 from gpipe_cli.engines.protocol import Objective
@@ -20,6 +18,8 @@ from gpipe_cli.offload.sizing import border_bytes, layer_bytes
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.worked import WorkedSequence
 from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.run.build import Assembly, Split, make_sample, uses_partitions
+from gpipe_cli.run.pipeline_spec import optimizer_factory
 from gpipe_cli.schedule.by_slice import NAME
 
 __all__ = ["recorded_pipe", "with_slices"]

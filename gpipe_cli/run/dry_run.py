@@ -7,9 +7,6 @@ from dataclasses import asdict
 from itertools import accumulate, pairwise
 from typing import Any
 
-from gpipe_cli.commands.assemble import Assembly, make_sample
-from gpipe_cli.commands.course import optimizer_factory, precision_of
-from gpipe_cli.commands.jobs import Job, Summary
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
@@ -18,6 +15,9 @@ from gpipe_cli.report.layers import counted_rows, print_layers
 from gpipe_cli.report.output import say
 from gpipe_cli.report.partitions import print_memory, print_partitions
 from gpipe_cli.report.tables import print_facts
+from gpipe_cli.run.build import Assembly, make_sample
+from gpipe_cli.run.job import Job, Summary
+from gpipe_cli.run.pipeline_spec import optimizer_factory, precision_of
 
 __all__ = ["outlook"]
 

@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.commands.jobs import Job, Rank
 from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.engines.meeting import LastWord, Meeting
@@ -28,6 +27,7 @@ from gpipe_cli.orphans import end_with
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.output import secure_streams, write_streams_to
+from gpipe_cli.run.job import Job, Rank
 
 __all__ = ["main"]
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.byte_size import byte_count
-from gpipe_cli.commands.assemble import Assembly
-from gpipe_cli.commands.course import optimizer_factory
-from gpipe_cli.commands.jobs import Job
 from gpipe_cli.config.schema import CostConfig
 from gpipe_cli.errors import RunError
 from gpipe_cli.profiling.memory import resident_memory
+from gpipe_cli.run.build import Assembly
+from gpipe_cli.run.job import Job
+from gpipe_cli.run.pipeline_spec import optimizer_factory
 from gpipe_cli.safe_files import parse_json, read_regular
 from gpipe_cli.training.run_directory import write_json
 

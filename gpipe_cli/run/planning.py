@@ -17,14 +17,6 @@ from torch import nn
 
 from gpipe_cli.balance.memory import Memory
 from gpipe_cli.balance.size import memory_from
-from gpipe_cli.commands.course import (
-    memory_limit,
-    optimizer_factory,
-    precision_of,
-    sample_must_fit,
-    trained_bytes,
-)
-from gpipe_cli.commands.feed import Feed
 from gpipe_cli.config.schema import PlanConfig, TrainConfig
 from gpipe_cli.config.targets import instantiate
 from gpipe_cli.engines.devices import available, available_cores, default_partitions, resolve_devices
@@ -43,6 +35,14 @@ from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.memory import partition_memory
 from gpipe_cli.report.output import say
+from gpipe_cli.run.data import Feed
+from gpipe_cli.run.pipeline_spec import (
+    memory_limit,
+    optimizer_factory,
+    precision_of,
+    sample_must_fit,
+    trained_bytes,
+)
 from gpipe_cli.schedule.course import Course
 
 __all__ = ["Planned", "Planner"]

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from gpipe_cli.commands.logs import run_log
 from gpipe_cli.config.schema import LogConfig
 from gpipe_cli.report.output import write_streams_to
+from gpipe_cli.run.logs import run_log
 from gpipe_cli.safe_files import writing
 from gpipe_cli.training.line_file import LineFile
 from gpipe_cli.training.loop import Evaluated, Fact, Position
