@@ -139,7 +139,7 @@ class RankPipe(WrappedSequence):
             batch,
             [Parcel.of(tensors, batch.template) for tensors in batch.inputs],
             self._tied,
-            [tuple(islice(rest, length)) for length in self._lengths],
+            [[tuple(islice(rest, length)) for length in self._lengths]],
             batch.checkpoint_stops(self._checkpoint, len(self._lengths), recomputes),
             head,
         )

@@ -73,7 +73,7 @@ class _Crossing:
         handed_on = [
             one for one in asked if has_hooks(one) or (not everything and (one in tied or is_captured(one)))
         ]
-        aliases = flight.all_aliases
+        (aliases,) = flight.aliases_by_layer
         leaves = {id(one): _leaves(one, aliases, one in tied) for one in handed_on}
         if handed_on or not everything:
             flight.collected = Collected(

@@ -33,8 +33,8 @@ class Flight:
     batch: MiniBatch
     inputs: list[Parcel]
     tied: TiedParameters
-    aliases: list[tuple[Aliases, ...]]
-    """By partition, for each of its layers."""
+    aliases: list[list[tuple[Aliases, ...]]]
+    """By partition, for each of its layers; one such list for all micro-batches, or one for each."""
     checkpoint_stops: Sequence[int]
     """By partition: micro-batches before this one are checkpointed."""
     head: Head | None = None
@@ -66,13 +66,14 @@ class Flight:
         return tuple(torch.ones_like(loss) for loss in self.outputs[micro_batch].tensors if loss is not None)
 
     def visit(self, partition: int, micro_batch: int) -> Visit:
-        last = partition == len(self.aliases) - 1
+        aliases = self.aliases[micro_batch % len(self.aliases)]
+        last = partition == len(aliases) - 1
         return Visit(
             batch=self.batch,
             micro_batch=self.micro_batches[micro_batch],
             checkpointed=micro_batch < self.checkpoint_stops[partition],
             head=self.head if last else None,
-            aliases=self.aliases[partition],
+            aliases=aliases[partition],
             attached=self.attached,
             written=self.written[micro_batch],
             caller_written=self.caller_written,
@@ -97,9 +98,9 @@ class Flight:
         return [(output.present, output.template) for output in outputs]
 
     @property
-    def all_aliases(self) -> list[Aliases]:
-        """Of every layer."""
-        return list(chain.from_iterable(self.aliases))
+    def aliases_by_layer(self) -> list[list[Aliases]]:
+        """Of every layer; one such list for all micro-batches, or one for each."""
+        return [list(chain.from_iterable(by_partition)) for by_partition in self.aliases]
 
     @property
     def parameters(self) -> list[nn.Parameter]:

@@ -79,7 +79,8 @@ class Runner:
                     _backward_attached(flight)
                 else:
                     self.executor.step(flight)
-            flight.tied.add_up(flight.all_aliases)
+            for aliases in flight.aliases_by_layer:
+                flight.tied.add_up(aliases)
             if not attached:
                 flight.count_writes()
                 _give_to_inputs(flight)
@@ -111,13 +112,15 @@ class Runner:
         tied = TiedParameters([layer.module for layer in self._layers])
         if attached:
             inputs = [Parcel(tensors, (), batch.template, len(tensors)) for tensors in batch.inputs]
-            aliases = [NO_ALIASES] * len(self._layers)
         else:
             inputs = [Parcel.of(tensors, batch.template) for tensors in batch.inputs]
-            aliases = tied.aliases() if batch.state.grad else [NO_ALIASES] * len(self._layers)
-        rest = iter(aliases)
-        by_partition = [tuple(islice(rest, len(partition.layers))) for partition in self._partitions]
-        return Flight(batch, inputs, tied, by_partition, checkpoint_stops, head, attached)
+        untied = attached or not batch.state.grad
+        sets = len(batch.micro_batches) if head is not None and tied.any_hooks else 1
+        aliases = []
+        for _ in range(sets):
+            rest = iter([NO_ALIASES] * len(self._layers) if untied else tied.aliases())
+            aliases.append([tuple(islice(rest, len(partition.layers))) for partition in self._partitions])
+        return Flight(batch, inputs, tied, aliases, checkpoint_stops, head, attached)
 
 
 def joined(flight: Flight) -> Value:

@@ -2,8 +2,9 @@
 
 Decides that each layer uses an alias of its own, so that no two workers add to one gradient, and that the aliases'
 gradients are summed once per mini-batch, in the order of the layers: the bits are the same however the layers are
-divided. The sum reaches the parameter through autograd, as any gradient does: hooks run, and an existing `.grad` is
-added to. Who shares what is found anew for every mini-batch, because users tie, load and parametrise at any time.
+divided. Only if a shared parameter has hooks, a step sums once per micro-batch: what a hook makes of a sum is not the sum
+of what it makes of the parts. The sum reaches the parameter through autograd, as any gradient does: hooks run, and an
+existing `.grad` is added to. Who shares what is found anew for every mini-batch, because users tie, load and parametrise at any time.
 Knows nothing of workers or partitions.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gpipe_cli.torch_internals.engine import run_backward
+from gpipe_cli.torch_internals.graph_task import has_hooks
 
 __all__ = ["NO_ALIASES", "Aliases", "TiedParameters", "accumulate"]
 
@@ -80,8 +82,13 @@ class TiedParameters:
         shared = {parameter for parameter, _ in self.users}
         self._uses = [_uses(layer, shared) for layer in layers] if shared else [[] for _ in layers]
 
+    @property
+    def any_hooks(self) -> bool:
+        """Whether a hook runs when a gradient reaches a shared parameter."""
+        return any(has_hooks(parameter) for parameter, _ in self.users)
+
     def aliases(self) -> list[Aliases]:
-        """Fresh ones for one mini-batch, one per layer."""
+        """Fresh ones, one per layer."""
         return [Aliases(uses) if uses else NO_ALIASES for uses in self._uses]
 
     def total(self, parameter: nn.Parameter, aliases: Sequence[Aliases]) -> Tensor | None:
