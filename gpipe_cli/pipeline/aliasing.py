@@ -50,27 +50,56 @@ def find_aliases(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], dict[i
         if tensor is not None:
             by_memory.setdefault(storage_of(tensor), {})[place] = tensor
     for members in by_memory.values():
-        base = _base(list(members.values())) if len(members) > 1 else None
-        if base is None:
-            continue
-        base_place = next((place for place, tensor in members.items() if tensor is base), None)
-        if base_place is None:
-            base_place = len(tensors) + len(bases)
-            bases.append(base)
-        for place, tensor in members.items():
-            if place != base_place:
-                aliases[place] = _alias(base_place, base, tensor)
+        for group in _overlapping(members):
+            base = _base(list(group.values()))
+            if base is None:
+                continue
+            base_place = next((place for place, tensor in group.items() if tensor is base), None)
+            if base_place is None:
+                base_place = len(tensors) + len(bases)
+                bases.append(base)
+            for place, tensor in group.items():
+                if place != base_place:
+                    aliases[place] = _alias(base_place, base, tensor)
     return bases, aliases
 
 
+def _overlapping(members: dict[int, Tensor]) -> list[dict[int, Tensor]]:
+    """The tensors of one storage in groups of two or more that overlap. Disjoint slices of it are in no group."""
+    groups: list[dict[int, Tensor]] = []
+    if len(members) == 1:
+        return groups
+    for place, tensor in members.items():
+        group = {place: tensor}
+        for other in groups.copy():
+            if any(_overlap(tensor, member) for member in other.values()):
+                groups.remove(other)
+                group = other | group
+        groups.append(group)
+    return [group for group in groups if len(group) > 1]
+
+
 def _base(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensor that all of them can be made from; None if they do not overlap, or cannot."""
-    if not any(_overlap(first, second) for index, first in enumerate(tensors) for second in tensors[:index]):
+    """The tensor that all of them can be made from, or None."""
+    # Autograd knows one base for all views of it. Tensors that are no views of each other are made from the largest.
+    views = (tensor._base for tensor in tensors if tensor._base is not None)
+    base = next(views, max(tensors, key=Tensor.numel))
+    if any(tensor.dtype != base.dtype for tensor in tensors) or not is_dense(base):
         return None
-    # Autograd knows one base for all views of it; among tensors that are no views of each other the first will do.
-    base = next((tensor._base for tensor in tensors if tensor._base is not None), tensors[0])
-    same_dtype = all(tensor.dtype == base.dtype for tensor in tensors)
-    return base if same_dtype and is_dense(base) else None
+    spans = [_span(tensor) for tensor in (base, *tensors)]
+    begin, end = min(begin for begin, _ in spans), max(end for _, end in spans)
+    if (begin, end) == spans[0]:
+        return base
+    # No tensor holds the memory of all. Without gradients, a tensor made for it does.
+    if any(tensor.requires_grad for tensor in tensors):
+        return None
+    return base.as_strided((end - begin,), (1,), begin)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """From the first element in memory to behind the last one."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset()), int(tensor.storage_offset() + reach + 1)
 
 
 def _alias(place: int, base: Tensor, tensor: Tensor) -> Alias:

@@ -119,3 +119,28 @@ def test_a_write_to_one_of_two_overlapping_slices_has_its_gradient_on_both_sides
 def test_windows_that_overlap_across_rows_are_not_taken_for_strangers() -> None:
     flat = torch.arange(24)
     assert find_aliases([flat.unfold(0, 3, 6), flat[5:].unfold(0, 3, 6)])[1]
+
+
+def test_slices_that_do_not_overlap_cross_on_their_own_beside_tensors_that_do() -> None:
+    """Halves of one tensor entered a pipe, the first twice: the second half was made from the first, past its end."""
+    both = torch.arange(24.0)
+    first, second = both[:12], both[12:]
+    bases, aliases = find_aliases([first.detach(), second.detach(), first.detach()])
+    assert bases == []
+    assert {place: alias.of for place, alias in aliases.items()} == {2: 0}
+
+
+def test_a_part_is_made_from_the_whole_and_never_the_whole_from_a_part() -> None:
+    whole = torch.arange(6.0)
+    _, aliases = find_aliases([whole[2:4].detach(), whole.detach()])
+    assert {place: alias.of for place, alias in aliases.items()} == {0: 1}
+
+
+def test_tensors_of_which_none_holds_the_others_are_made_from_the_memory_of_all() -> None:
+    whole = torch.arange(8.0)
+    bases, aliases = find_aliases([whole[1:4].detach(), whole[2:7].detach()])
+    (base,) = bases
+    assert torch.equal(base, whole[1:7])
+    made = [aliases[place].made_from(base.clone()) for place in (0, 1)]
+    assert torch.equal(made[0], whole[1:4])
+    assert torch.equal(made[1], whole[2:7])
