@@ -1,11 +1,10 @@
 """Parameters that several layers share.
 
-Decides that each layer uses an alias of its own, so that no two workers add to one gradient, and that the aliases'
-gradients are summed once per mini-batch, in the order of the layers: the bits are the same however the layers are
-divided. Only if a shared parameter has hooks, a step sums once per micro-batch: what a hook makes of a sum is not the sum
-of what it makes of the parts. The sum reaches the parameter through autograd, as any gradient does: hooks run, and an
-existing `.grad` is added to. Who shares what is found anew for every mini-batch, because users tie, load and parametrise at any time.
-Knows nothing of workers or partitions.
+Each layer uses an alias of its own, so no two workers add to one gradient. The aliases' gradients are summed in the
+order of the layers, so the bits are the same for every balance: once per mini-batch, or, in a step, once per
+micro-batch if the parameter has hooks, because a hook need not be linear. The sum reaches the parameter through
+autograd: hooks run, and an existing `.grad` is added to. Users tie, load and parametrize at any time, so the pipe
+looks for shared parameters in every mini-batch.
 """
 
 from __future__ import annotations
