@@ -29,8 +29,8 @@ from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.pytree import Template, flatten, unflatten
 from gpipe_cli.pipeline.skips import PartitionSkips
-from gpipe_cli.sequential.by_tracing.meta_clone import clone_with
-from gpipe_cli.skip.name import SkipName
+from gpipe_cli.sequential.meta_clone import clone_with
+from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.skip.tracker import use_skip_tracker
 from gpipe_cli.torch_internals.fake_tensors import NEEDS_VALUES, fake_tensors, fake_twin
 from gpipe_cli.torch_internals.tensor_version import version_of

@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.sequential.by_tracing.meta_clone import meta_twin
+from gpipe_cli.sequential.meta_clone import meta_like
 
 __all__ = ["keep_only"]
 
@@ -33,5 +33,5 @@ def keep_only(module: nn.Sequential, own: Sequence[nn.Module], device: torch.dev
         for name, tensor in list(held):
             if id(tensor) not in kept and not tensor.is_meta:
                 replaced.append(tensor)
-                twin = twins.setdefault(id(tensor), meta_twin(tensor))
+                twin = twins.setdefault(id(tensor), meta_like(tensor))
                 setattr(part, name, twin)

@@ -28,7 +28,7 @@ from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.visit import Kept
 from gpipe_cli.pipeline.walk import failure_note
 from gpipe_cli.schedule.action import Action, Kind
-from gpipe_cli.skip.name import SkipName
+from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.torch_internals.function import apply
 
 __all__ = ["Stage"]

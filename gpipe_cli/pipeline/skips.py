@@ -12,7 +12,7 @@ from typing import final
 from torch import Tensor
 
 from gpipe_cli.skip.layout import SkipRoute
-from gpipe_cli.skip.name import SkipName
+from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.torch_internals.storage import storage_of
 from gpipe_cli.torch_internals.tensor_version import version_of
 

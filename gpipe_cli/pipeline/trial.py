@@ -17,7 +17,7 @@ from gpipe_cli.pipeline.context import MicroBatch, Running
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.pipeline.pytree import flatten
 from gpipe_cli.sequential import layer_names
-from gpipe_cli.sequential.by_tracing.meta_clone import meta_clone, meta_twin
+from gpipe_cli.sequential.meta_clone import meta_clone, meta_like
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 
 __all__ = ["check_fit", "check_outputs"]
@@ -55,7 +55,7 @@ def check_fit(sequence: nn.Sequential, sample: Tensor, cure: str) -> None:
 
 def _run_without_storage(sequence: nn.Sequential, sample: Tensor) -> None:
     with torch.device("meta"):
-        _run(meta_clone(sequence), layer_names(sequence), meta_twin(sample))
+        _run(meta_clone(sequence), layer_names(sequence), meta_like(sample))
 
 
 @torch.no_grad()

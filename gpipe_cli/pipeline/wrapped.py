@@ -23,9 +23,9 @@ from gpipe_cli.pipeline.loss import LossFunction, StepLoss
 from gpipe_cli.pipeline.microbatch import Value, gather
 from gpipe_cli.pipeline.minibatch import MiniBatch
 from gpipe_cli.pipeline.pytree import flatten, unflatten
-from gpipe_cli.sequential import outside
-from gpipe_cli.sequential.original_paths import at, layer_paths
-from gpipe_cli.skip.verify import verify_skippables
+from gpipe_cli.sequential import original_output
+from gpipe_cli.sequential.original_paths import find_original, layer_paths
+from gpipe_cli.skip.skippable import verify_skippables
 
 __all__ = ["WrappedSequence"]
 
@@ -104,7 +104,7 @@ class WrappedSequence(nn.Module):
         batch = MiniBatch.of(input, self.chunks, key)
 
         def loss_of(output: Value, target: Value) -> Tensor:
-            return loss_fn(outside(self.module, output), target)
+            return loss_fn(original_output(self.module, output), target)
 
         def make_loss() -> StepLoss:
             return StepLoss(loss_of, target, batch.rows, len(batch.inputs), keeps_outputs=return_output)
@@ -143,7 +143,7 @@ class WrappedSequence(nn.Module):
         """What the original model gives; nothing where the last layer is in another process."""
         if isinstance(value, tuple) and not value:
             return ()
-        output: Output = outside(self.module, value)
+        output: Output = original_output(self.module, value)
         return output
 
     @abstractmethod
@@ -202,7 +202,7 @@ class WrappedSequence(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
-            found = None if module is None else at(module, name)
+            found = None if module is None else find_original(module, name)
             if found is None:
                 raise
             return found

@@ -28,9 +28,9 @@ from gpipe_cli.pipeline.pytree import flatten, map_tensors
 from gpipe_cli.profiling.flops import FlopsPerLayer, LayerFlops, flop_counter
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.seen import LayerFacts, Seen, Shape
-from gpipe_cli.sequential import layer_names, outside
-from gpipe_cli.sequential.by_tracing.meta_clone import clone_with
-from gpipe_cli.skip.name import SkipName
+from gpipe_cli.sequential import layer_names, original_output
+from gpipe_cli.sequential.meta_clone import clone_with
+from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.skip.tracker import use_skip_tracker
 from gpipe_cli.torch_internals.fake_tensors import NEEDS_VALUES, fake_tensors, fake_twin
 from gpipe_cli.torch_internals.storage import storage_of
@@ -142,7 +142,7 @@ class _Run:
                 self.flops.ran(index, *tensors_of(value), *self.skips.of_layer())
         if sample.loss is None or sample.target is None:
             return tensors_of(value)
-        output = outside(self._module, value)
+        output = original_output(self._module, value)
         loss = self.seen[-1].watching(sample.loss)(output, _faked(sample.target))
         self.flops.ran(len(self._module) - 1)
         return (loss,)

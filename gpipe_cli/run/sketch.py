@@ -9,7 +9,7 @@ from torch import nn
 
 from gpipe_cli.profiling.without_storage import without_storage
 from gpipe_cli.report.output import say
-from gpipe_cli.sequential.by_tracing.meta_clone import meta_clone
+from gpipe_cli.sequential.meta_clone import meta_clone
 
 __all__ = ["sketched"]
 

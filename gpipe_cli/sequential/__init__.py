@@ -2,6 +2,13 @@
 
 from gpipe_cli.sequential.by_list import flatten_model, partition_uniform
 from gpipe_cli.sequential.by_tracing import to_sequential
-from gpipe_cli.sequential.sequence import Sequence, layer_names, outside
+from gpipe_cli.sequential.sequence import Sequence, layer_names, original_output
 
-__all__ = ["Sequence", "flatten_model", "layer_names", "outside", "partition_uniform", "to_sequential"]
+__all__ = [
+    "Sequence",
+    "flatten_model",
+    "layer_names",
+    "original_output",
+    "partition_uniform",
+    "to_sequential",
+]

@@ -1,38 +1,31 @@
-"""A sequence of layers that speaks the names of the model it was made from.
+"""A sequence of layers that keeps the names of the model it was made from.
 
-A layer is a child called "0", "1", ... as in any nn.Sequential, because a child's name cannot hold a dot and
-a cut may go through a nested module. What stands inside a layer keeps its place relative to a *path* of the
-original model: the layer at path "layer1.2" holds "conv1.weight" where the original has
-"layer1.2.conv1.weight", and a layer at path "" holds pieces of the root under their own names. So the whole
-table from layer key to original key is one path per layer.
+Layers are children named "0", "1", ... as in any nn.Sequential, because a child's name cannot contain a dot and a
+cut may go through a nested module. The content of a layer keeps its place relative to a *path* of the original
+model: the layer at path "layer1.2" holds "conv1.weight" where the original has "layer1.2.conv1.weight", and a layer
+at path "" holds parts of the root under their own names. So one path per layer maps every layer key ("3.conv1.weight")
+to its original name.
 
-`state_dict`, `load_state_dict`, `named_parameters` and `named_buffers` speak the original names in the
-original order. `named_modules` and `get_submodule` speak of the sequence as it is built, so that they agree.
-Inside another module the state_dict still holds the original names; for the rest ask the sequence itself.
-
-Where the original returns a dict, the last layer gives a tuple, because tensors and tuples are what a pipe
-carries; `outside` makes it a dict again for whoever called the sequence or the pipe.
-
-This file decides names. It knows nothing of how layers are found or run; how a state_dict is taken in is
-told in `loading`.
+`state_dict`, `load_state_dict`, `named_parameters` and `named_buffers` use the original names in the original order.
+`named_modules` and `get_submodule` use layer keys, so that they agree with each other. Inside a larger module the
+state_dict still has the original names.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, TypeVar, final, overload
+from typing import Any, Protocol, TypeVar, final, overload
 
 from torch import Tensor, nn
 
-from gpipe_cli.sequential import loading
 from gpipe_cli.torch_internals.state_version import adopt_version, repeat_versions
 
-__all__ = ["Sequence", "layer_names", "outside"]
-
 Member = TypeVar("Member", bound=Tensor)
-NO_DICT: Mapping[bool, tuple[str, ...]] = MappingProxyType({})
+NO_OUTPUT_NAMES: Mapping[bool, tuple[str, ...]] = MappingProxyType({})
 
 
 @final
@@ -40,10 +33,10 @@ class Sequence(nn.Sequential):
     """nn.Sequential whose keys are those of the original model.
 
     layers: the layers in the order they run.
-    paths: where the content of each stood in the original; by default its index.
-    names: what each is called for people; by default its path, or its index where the path is empty.
-    original: read once, for the order of its names and to see that none is lost; by default layer by layer.
-    output_names: in training and in evaluation the keys of the dict the original returns, if it does.
+    paths: where the content of each layer is in the original; by default the layer's index.
+    names: what to call each layer in messages; by default its path, or its index if the path is empty.
+    original: read once, for the order of its names and to check that none is lost; by default names are in layer order.
+    output_names: if the original returns a dict, its keys in training (True) and in evaluation (False).
     """
 
     def __init__(
@@ -53,45 +46,46 @@ class Sequence(nn.Sequential):
         paths: Iterable[str] | None = None,
         names: Iterable[str] | None = None,
         original: nn.Module | None = None,
-        output_names: Mapping[bool, tuple[str, ...]] = NO_DICT,
+        output_names: Mapping[bool, tuple[str, ...]] = NO_OUTPUT_NAMES,
     ) -> None:
         super().__init__(*layers)
         self.output_names = dict(output_names)
         indices = [str(index) for index in range(len(self))]
         self.paths = tuple(indices if paths is None else paths)
         _check_length("paths", self.paths, len(self))
-        by_default = (path or index for path, index in zip(self.paths, indices, strict=True))
-        self.layer_names = tuple(by_default if names is None else names)
+        default_names = (path or index for path, index in zip(self.paths, indices, strict=True))
+        self.layer_names = tuple(default_names if names is None else names)
         _check_length("names", self.layer_names, len(self))
-        _check_agreement(self)
+        _check_no_collisions(self)
         self._positions: dict[str, int] = {}
         if original is not None:
-            self._positions = {name: position for position, name in enumerate(_member_names(original))}
+            names_in_order = (name for name, _ in _named_tensors(original))
+            self._positions = {name: position for position, name in enumerate(names_in_order)}
             _check_completeness(self, self._positions)
             self.training = original.training
             adopt_version(self, original)
-        self.register_state_dict_post_hook(_speak_original_names)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(loading.take_original_names)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(loading.report_original_names)  # type: ignore[no-untyped-call]
-        self.loading: loading.Load | None = None
+        self.register_state_dict_post_hook(_save_original_names)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_load_original_names)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_report_original_names)  # type: ignore[no-untyped-call]
+        self.load_in_progress: _Load | None = None
 
     def forward(self, input: Any) -> Any:
-        return outside(self, super().forward(input))  # type: ignore[no-untyped-call]
+        return original_output(self, super().forward(input))  # type: ignore[no-untyped-call]
 
     def original_key(self, key: str) -> str:
-        """The original model's name for what this sequence holds at `key`, such as "3.conv1.weight"."""
+        """Return the original model's name for what this sequence holds at `key`, such as "3.conv1.weight"."""
         if len(self) != len(self.paths):
             raise RuntimeError(
-                f"a Sequence of {len(self.paths)} layers now has {len(self)}: its names no longer fit; "
-                "make a new Sequence instead of adding or removing layers"
+                f"this Sequence was made of {len(self.paths)} layers and now has {len(self)}, so its names no longer "
+                "match; make a new Sequence instead of adding or removing layers"
             )
         index, _, rest = key.partition(".")
         if not index.isdecimal():
-            return key  # not in a layer: somebody hung it on the sequence itself
+            return key  # not in a layer: a caller attached it to the sequence itself
         return ".".join(filter(None, (self.paths[int(index)], rest)))
 
     def in_original_order(self, names: Iterable[str]) -> list[str]:
-        """Sorted as in the original; names it did not have come last, in the order given."""
+        """Sort names as in the original; names that the original lacks come last, in the given order."""
         return sorted(names, key=lambda name: self._positions.get(name, len(self._positions)))
 
     def named_parameters(
@@ -109,14 +103,14 @@ class Sequence(nn.Sequential):
     def _renamed(
         self, members: Iterable[tuple[str, Member]], prefix: str, remove_duplicate: bool
     ) -> Iterator[tuple[str, Member]]:
-        # Of a tensor with two names the original gives the first in its own order: sort, then drop.
+        # For a tensor with two names the original yields the first in its own order: sort, then drop duplicates.
         by_name = {self.original_key(key): member for key, member in members}
-        seen: set[int] = set()
+        yielded: set[int] = set()
         for name in self.in_original_order(by_name):
             member = by_name[name]
-            if remove_duplicate and id(member) in seen:
+            if remove_duplicate and id(member) in yielded:
                 continue
-            seen.add(id(member))
+            yielded.add(id(member))
             yield f"{prefix}.{name}" if prefix else name, member
 
     @overload
@@ -131,16 +125,22 @@ class Sequence(nn.Sequential):
         return part
 
 
-def _speak_original_names(module: Sequence, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    ours = [key for key in state_dict if key.startswith(prefix)]
-    renamed = {module.original_key(key.removeprefix(prefix)): state_dict.pop(key) for key in ours}
-    for name in module.in_original_order(renamed):
-        state_dict[prefix + name] = renamed[name]
-    repeat_versions(state_dict, prefix, module.original_key)
+def layer_names(module: nn.Sequential) -> tuple[str, ...]:
+    """What to call the layers of any nn.Sequential in messages."""
+    return module.layer_names if isinstance(module, Sequence) else tuple(dict(module.named_children()))
 
 
-def _members(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer, tied and non-persistent ones included, in the order of a state_dict."""
+def original_output(module: nn.Sequential, output: Any) -> Any:
+    """Turn the last layer's output back into a dict if the original model returns one.
+
+    Pipelines carry tensors and tuples only, so the last layer of such a model returns the values as a tuple.
+    """
+    names = module.output_names.get(module.training) if isinstance(module, Sequence) else None
+    return output if names is None else dict(zip(names, output, strict=True))
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and buffer, tied and non-persistent ones included, in the order of a state_dict."""
     for path, part in module.named_modules(remove_duplicate=False):
         yield from chain(
             part.named_parameters(path, recurse=False, remove_duplicate=False),
@@ -148,39 +148,131 @@ def _members(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         )
 
 
-def _member_names(module: nn.Module) -> list[str]:
-    return [name for name, _ in _members(module)]
-
-
-def _check_length(what: str, given: tuple[str, ...], layers: int) -> None:
+def _check_length(argument: str, given: tuple[str, ...], layers: int) -> None:
     if len(given) != layers:
-        raise ValueError(f"{len(given)} {what} for {layers} layers ({what}: {list(given)})")
+        raise ValueError(f"{len(given)} {argument} for {layers} layers ({argument}: {list(given)})")
 
 
-def _check_agreement(sequence: Sequence) -> None:
-    """Two layers may hold one tensor under one name; two tensors under one name would lose one of them."""
+def _check_no_collisions(sequence: Sequence) -> None:
+    """Two layers may hold the same tensor under the same name, but not different tensors."""
     first: dict[str, tuple[str, Tensor]] = {}
-    for key, tensor in _members(sequence):
+    for key, tensor in _named_tensors(sequence):
         name = sequence.original_key(key)
         other_key, other = first.setdefault(name, (key, tensor))
         if other is not tensor:
-            raise ValueError(f"'{other_key}' and '{key}' are different tensors, and both are called '{name}'")
+            raise ValueError(f"'{other_key}' and '{key}' are different tensors with the same name '{name}'")
 
 
-def _check_completeness(sequence: Sequence, expected: Iterable[str]) -> None:
-    names = {sequence.original_key(key): None for key in _member_names(sequence)}
-    lost = [name for name in expected if name not in names]
-    new = [name for name in names if name not in set(expected)]
-    if lost or new:
-        raise ValueError(f"the layers do not hold what the original holds: lost {lost}, new {new}")
+def _check_completeness(sequence: Sequence, expected: Mapping[str, int]) -> None:
+    names = {sequence.original_key(key): None for key, _ in _named_tensors(sequence)}
+    missing = [name for name in expected if name not in names]
+    extra = [name for name in names if name not in expected]
+    if missing or extra:
+        raise ValueError(
+            f"the layers do not hold the same tensors as the original: missing {missing}, extra {extra}"
+        )
 
 
-def layer_names(module: nn.Sequential) -> tuple[str, ...]:
-    """What to call the layers of any sequence: its children's names, unless it knows better ones."""
-    return module.layer_names if isinstance(module, Sequence) else tuple(dict(module.named_children()))
+# Hooks for state_dict and load_state_dict. torch passes a state_dict down the module tree by the names of children, so
+# loading needs two hooks: before it, original names become layer keys; after it, the layer keys that the layers
+# reported as missing, unexpected or of the wrong shape become original names again. As hooks, they also work where
+# the sequence is part of a larger model.
 
 
-def outside(module: nn.Sequential, output: Any) -> Any:
-    """What the last layer of any sequence gave, as the original model gives it: by name where it returns a dict."""
-    names = module.output_names.get(module.training) if isinstance(module, Sequence) else None
-    return output if names is None else dict(zip(names, output, strict=True))
+class _IncompatibleKeys(Protocol):
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@final
+@dataclass(frozen=True)
+class _Load:
+    """Where the reports of one load begin: torch collects those of all modules in the same three lists."""
+
+    prefix: str
+    missing_start: int
+    unexpected_start: int
+    messages_start: int
+    messages: list[str]
+
+
+def _save_original_names(module: Sequence, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    own_keys = [key for key in state_dict if key.startswith(prefix)]
+    renamed = {module.original_key(key.removeprefix(prefix)): state_dict.pop(key) for key in own_keys}
+    for name in module.in_original_order(renamed):
+        state_dict[prefix + name] = renamed[name]
+    repeat_versions(state_dict, prefix, module.original_key)
+
+
+def _load_original_names(
+    sequence: Sequence,
+    state_dict: dict[str, Any],
+    prefix: str,
+    _metadata: Any,
+    _strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    messages: list[str],
+) -> None:
+    # Remove all keys before adding any: the original name of one tensor may be the layer key of another.
+    given = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
+    layer_keys = _layer_keys(sequence)
+    for key, value in given.items():
+        name = key.removeprefix(prefix)
+        keys = layer_keys.get(name) or _keys_at_owner(sequence, name)
+        if not keys:
+            unexpected_keys.append(key)
+        state_dict.update({prefix + layer_key: value for layer_key in keys})
+    sequence.load_in_progress = _Load(
+        prefix, len(missing_keys), len(unexpected_keys), len(messages), messages
+    )
+
+
+def _report_original_names(sequence: Sequence, incompatible: _IncompatibleKeys) -> None:
+    load, sequence.load_in_progress = sequence.load_in_progress, None
+    assert load is not None, "the hook before loading has run"
+
+    def original(key: str) -> str:
+        return load.prefix + sequence.original_key(key.removeprefix(load.prefix))
+
+    for reported, start in (
+        (incompatible.missing_keys, load.missing_start),
+        (incompatible.unexpected_keys, load.unexpected_start),
+    ):
+        # A dict drops duplicates: two layers that hold the same tensor both report it, under the same name.
+        reported[start:] = dict.fromkeys(map(original, reported[start:]))
+    names = {
+        load.prefix + key: load.prefix + name for name, keys in _layer_keys(sequence).items() for key in keys
+    }
+    load.messages[load.messages_start :] = [
+        re.sub(r'[^\s":]+', lambda match: names.get(match[0], match[0]), message)
+        for message in load.messages[load.messages_start :]
+    ]
+
+
+def _layer_keys(sequence: Sequence) -> dict[str, list[str]]:
+    """Map each original name to its layer keys; there are several if layers share a tensor."""
+    layer_keys: dict[str, list[str]] = {}
+    for index, layer in enumerate(sequence):
+        for key in layer.state_dict(keep_vars=True):
+            layer_key = f"{index}.{key}"
+            layer_keys.setdefault(sequence.original_key(layer_key), []).append(layer_key)
+    return layer_keys
+
+
+def _keys_at_owner(sequence: Sequence, name: str) -> list[str]:
+    """Return the key at the innermost module that `name` is in.
+
+    That module may accept the name even though it holds no such tensor: some modules of torchvision convert the
+    names of their older versions in `_load_from_state_dict`.
+    """
+    modules = {
+        sequence.original_key(path): path
+        for path, module in sequence.named_modules(remove_duplicate=False)
+        if module is not sequence
+    }
+    owner = name
+    while owner := owner.rpartition(".")[0]:
+        if owner in modules:
+            return [modules[owner] + name.removeprefix(owner)]
+    return []

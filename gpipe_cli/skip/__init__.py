@@ -1,4 +1,4 @@
-"""Skip connections that jump straight from the partition that stashes to the one that pops.
+"""Skip connections that go straight from the partition that stashes a tensor to the one that pops it.
 
     @skippable(stash=["skip"])
     class Begin(nn.Module):
@@ -12,18 +12,15 @@
             skip = yield pop("skip")
             return self.layer(input) + skip
 
-Layers written so also work in a plain `nn.Sequential`. How a skip travels between partitions is not known
-here: the pipeline lends a `SkipTracker` to the thread that runs a layer.
+Such layers also work in a plain `nn.Sequential`.
 """
 
 from __future__ import annotations
 
-from gpipe_cli.skip.command import pop, stash
 from gpipe_cli.skip.layout import SkipLayout, SkipRoute, skip_layout
-from gpipe_cli.skip.name import Namespace, SkipName
-from gpipe_cli.skip.skippable import Skippable, skippable
+from gpipe_cli.skip.namespace import Namespace, SkipName
+from gpipe_cli.skip.skippable import Skippable, pop, skippable, stash, verify_skippables
 from gpipe_cli.skip.tracker import SkipTracker, use_skip_tracker
-from gpipe_cli.skip.verify import verify_skippables
 
 __all__ = [
     "Namespace",

@@ -1,23 +1,23 @@
-"""Which skips cross from which partition to which. Taken from what layers declare; nothing is run.
+"""Which skips cross from which partition to which, derived from what the layers declare.
 
-Skips within one partition do not appear: they need no transport. Expects what `verify_skippables` let pass.
+Skips within a partition do not appear: they need no transport. Run `verify_skippables` first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from torch import nn
 
-from gpipe_cli.skip.name import SkipName
-from gpipe_cli.skip.skippable import Skippable, named_skippables
+from gpipe_cli.skip.namespace import SkipName
+from gpipe_cli.skip.skippable import named_skippables
 
 
 @final
 class SkipRoute(NamedTuple):
-    """A skip that leaves its partition, with the partition at the other end."""
+    """A skip that leaves its partition, and the partition at the other end."""
 
     name: SkipName
     partition: int
@@ -33,31 +33,26 @@ class SkipLayout:
 
 
 def skip_layout(partitions: Sequence[nn.Module]) -> SkipLayout:
-    """The routes of all skips that one partition stashes and another pops."""
-    sources = _places(partitions, Skippable.stashable)
-    destinations = _places(partitions, Skippable.poppable)
+    """Return the routes of all skips that one partition stashes and another pops."""
+    stashed_in: dict[SkipName, int] = {}
+    popped_in: dict[SkipName, int] = {}
+    for index, partition in enumerate(partitions):
+        for _, module in named_skippables(partition):
+            stashed_in.update(dict.fromkeys(module.stashable(), index))
+            popped_in.update(dict.fromkeys(module.poppable(), index))
     return SkipLayout(
-        sends=_routes(sources, destinations, len(partitions)),
-        receives=_routes(destinations, sources, len(partitions)),
+        sends=_routes(stashed_in, popped_in, len(partitions)),
+        receives=_routes(popped_in, stashed_in, len(partitions)),
     )
 
 
-def _places(
-    partitions: Sequence[nn.Module], names_of: Callable[[Skippable], Iterable[SkipName]]
-) -> dict[SkipName, int]:
-    return {
-        name: index
-        for index, partition in enumerate(partitions)
-        for _, module in named_skippables(partition)
-        for name in names_of(module)
-    }
-
-
 def _routes(
-    here: dict[SkipName, int], there: dict[SkipName, int], count: int
+    near: dict[SkipName, int], far: dict[SkipName, int], partitions: int
 ) -> tuple[tuple[SkipRoute, ...], ...]:
-    crossing = sorted(name for name in here if name in there and here[name] != there[name])
+    """For each partition at the `near` end its routes to the `far` end."""
+    # Sorted: both ends of a boundary must send and receive their skips in the same order.
+    crossing = sorted(name for name in near if name in far and near[name] != far[name])
     return tuple(
-        tuple(SkipRoute(name, there[name]) for name in crossing if here[name] == index)
-        for index in range(count)
+        tuple(SkipRoute(name, far[name]) for name in crossing if near[name] == index)
+        for index in range(partitions)
     )

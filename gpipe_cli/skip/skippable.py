@@ -1,29 +1,53 @@
-"""The decorator `@skippable`, and the module it makes of a class whose forward is a generator.
+"""`@skippable`, the commands `stash` and `pop`, and the check that the skips of a model match.
 
-Decides what a layer may stash and pop and under which names. Whether the layers of a model fit each other is
-`verify`'s matter, where the tensors go the tracker's.
+`Skippable` runs a forward that is a generator and carries out the commands it yields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any, ClassVar, Self, TypeAlias
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, TypeAlias, final
 
 from torch import Tensor, nn
 
-from gpipe_cli.skip.command import pop, stash
-from gpipe_cli.skip.name import DEFAULT, Namespace, SkipName
+from gpipe_cli.skip.namespace import DEFAULT_NAMESPACE, Namespace, SkipName
 from gpipe_cli.skip.tracker import current_skip_tracker
 
+
+# Commands are classes in lower case because they read as verbs: `yield stash("skip", tensor)`.
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class stash:
+    """`yield stash("skip", tensor)` stores a tensor, or None, for the layer that pops it."""
+
+    name: str
+    value: Tensor | None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.value, Tensor | None):
+            raise TypeError(
+                f"stash({self.name!r}, ...) takes a Tensor or None, got {type(self.value).__name__}"
+            )
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class pop:
+    """`tensor = yield pop("skip")` returns the stashed value; a value can be popped once."""
+
+    name: str
+
+
 Commands: TypeAlias = Generator[stash | pop, Tensor | None, Any]
-"""What calling a skippable layer's own forward gives."""
+"""The return type of a skippable module's own forward."""
 
 
 def skippable(
     stash: Iterable[str] = (), pop: Iterable[str] = ()
 ) -> Callable[[type[nn.Module]], type[Skippable]]:
     """Declare which names the decorated module's forward stashes and which it pops."""
-    stashable, poppable = _names("stash", stash), _names("pop", pop)
+    stashable, poppable = _name_set("stash", stash), _name_set("pop", pop)
 
     def decorate(module_class: type[nn.Module]) -> type[Skippable]:
         attributes = {
@@ -34,7 +58,7 @@ def skippable(
             "stashable_names": stashable,
             "poppable_names": poppable,
         }
-        # The decorated name now means the new class; pickle finds the old one as its attribute.
+        # The decorated name now refers to the new class; pickle finds the original class as its attribute.
         module_class.__qualname__ += ".module_class"
         return type(module_class.__name__, (Skippable,), attributes)
 
@@ -42,7 +66,7 @@ def skippable(
 
 
 class Skippable(nn.Module):
-    """Runs `module`, carrying out the commands its forward yields. Made by `@skippable` only."""
+    """Runs `module` and carries out the commands that its forward yields. Created by `@skippable` only."""
 
     module_class: ClassVar[type[nn.Module]]
     stashable_names: ClassVar[frozenset[str]]
@@ -54,9 +78,9 @@ class Skippable(nn.Module):
         self._namespaces: dict[str, Namespace] = {}
 
     def isolate(self, namespace: Namespace, *, only: Iterable[str] | None = None) -> Self:
-        """Put all skips of this layer, or `only` those named, into a namespace."""
+        """Put all skips of this layer, or `only` the named ones, into a namespace."""
         declared = self.stashable_names | self.poppable_names
-        names = declared if only is None else _names("only", only)
+        names = declared if only is None else _name_set("only", only)
         if unknown := sorted(names - declared):
             raise ValueError(f"'{unknown[0]}' to isolate has not been declared as stashable or poppable")
         self._namespaces.update(dict.fromkeys(names, namespace))
@@ -71,15 +95,17 @@ class Skippable(nn.Module):
     def forward(self, input: Any) -> Any:
         unstashed, unpopped = set(self.stashable_names), set(self.poppable_names)
         output = self.module(input)
-        # A forward without any yield is no generator, and what it returns is the output.
+        # A forward without any yield is not a generator function: its return value is the output.
         if isinstance(output, Generator):
-            output = self._carry_out_all(output, unstashed, unpopped)
-        _require_none("stashed", unstashed)
-        _require_none("popped", unpopped)
+            output = self._run_commands(output, unstashed, unpopped)
+        for names, participle in ((unstashed, "stashed"), (unpopped, "popped")):
+            if names:
+                listed = ", ".join(f"'{name}'" for name in sorted(names))
+                raise RuntimeError(f"{listed} must be {participle} but have not")
         return output
 
-    def _carry_out_all(self, commands: Commands, unstashed: set[str], unpopped: set[str]) -> Any:
-        """Answer each command until the forward returns; the sets lose what was done."""
+    def _run_commands(self, commands: Commands, unstashed: set[str], unpopped: set[str]) -> Any:
+        """Answer each command until the forward returns, and remove its name from the set."""
         answer: Tensor | None = None
         while True:
             try:
@@ -99,7 +125,14 @@ class Skippable(nn.Module):
     def _stash(self, command: stash) -> None:
         if command.name not in self.stashable_names:
             raise RuntimeError(f"'{command.name}' has not been declared as stashable")
-        current_skip_tracker().save(self._full_name(command.name), _as_own_node(command.value))
+        value = command.value
+        if value is not None:
+            # A view gives the skip an autograd node of its own. Autograd then sums the gradients of all uses of the
+            # skip first and adds that sum to the gradients of the value's other uses, so the order of the additions,
+            # and with it the bits, do not depend on whether the skip crosses to another partition. This also holds
+            # without gradients: a checkpointed forward must pass on the same kind of tensor as its recomputation.
+            value = value.view_as(value)
+        current_skip_tracker().save(self._full_name(command.name), value)
 
     def _pop(self, command: pop) -> Tensor | None:
         if command.name not in self.poppable_names:
@@ -110,36 +143,60 @@ class Skippable(nn.Module):
             raise RuntimeError(f"'{command.name}' has not been stashed") from error
 
     def _full_name(self, name: str) -> SkipName:
-        return SkipName(self._namespaces.get(name, DEFAULT), name)
+        return SkipName(self._namespaces.get(name, DEFAULT_NAMESPACE), name)
 
     def __repr__(self) -> str:
         return f"@skippable({self.module})"
 
 
-def _as_own_node(value: Tensor | None) -> Tensor | None:
-    """The same tensor, for autograd one step further.
-
-    The gradients of all uses of a skip are summed before they meet those of the value's other uses, and after them:
-    so the order of the sum, and its bits, are the same whether or not the skip leaves its partition. Also without a
-    gradient, so that a checkpointed forward passes on what its recomputation will.
-    """
-    return None if value is None else value.view_as(value)
+def _name_set(parameter: str, names: Iterable[str]) -> frozenset[str]:
+    if isinstance(names, str):
+        raise TypeError(f"{parameter} takes a list of names, got the string {names!r}; write [{names!r}]")
+    return frozenset(names)
 
 
 def named_skippables(module: nn.Module, name: str = "") -> Iterator[tuple[str, Skippable]]:
-    """The skippable modules in a module, itself included, with their paths; one used twice comes twice."""
+    """Yield the skippable modules in a module, itself included, with their paths; duplicates are not removed."""
     for path, nested in module.named_modules(prefix=name, remove_duplicate=False):
         if isinstance(nested, Skippable):
             yield path, nested
 
 
-def _names(word: str, names: Iterable[str]) -> frozenset[str]:
-    if isinstance(names, str):
-        raise TypeError(f"{word} takes a list of names, got the string {names!r}; write [{names!r}]")
-    return frozenset(names)
+def verify_skippables(module: nn.Module) -> None:
+    """Raise TypeError unless one layer stashes each skip and the same or a later layer pops it.
+
+    Within a layer the order in which nested modules run is not known here; a pop that comes too early there
+    raises when it runs.
+    """
+    stashed: set[SkipName] = set()
+    popped: set[SkipName] = set()
+    problems: list[str] = []
+    for name, layer in module.named_children():
+        problems += _layer_problems(name, layer, stashed, popped)
+    problems += [
+        f"no module declared '{skip.name}' as poppable but stashed" for skip in sorted(stashed - popped)
+    ]
+    if problems:
+        listed = "\n".join(f"* {problem}" for problem in problems)
+        raise TypeError(f"one or more pairs of stash and pop do not match:\n\n{listed}")
 
 
-def _require_none(word: str, names: set[str]) -> None:
-    if names:
-        listed = ", ".join(f"'{name}'" for name in sorted(names))
-        raise RuntimeError(f"{listed} must be {word} but have not")
+def _layer_problems(
+    name: str, layer: nn.Module, stashed: set[SkipName], popped: set[SkipName]
+) -> Iterator[str]:
+    """Yield what is wrong with a layer, given the skips of the layers before it; add its own to the sets."""
+    nested = list(named_skippables(layer, name))
+    for path, module in nested:
+        for both in sorted(module.stashable_names & module.poppable_names):
+            yield f"'{path}' declared '{both}' both as stashable and as poppable"
+        for skip in module.stashable():
+            if skip in stashed:
+                yield f"'{path}' redeclared '{skip.name}' as stashable but not isolated by namespace"
+            stashed.add(skip)
+    for path, module in nested:
+        for skip in module.poppable():
+            if skip not in stashed:
+                yield f"'{path}' declared '{skip.name}' as poppable but it was not stashed"
+            if skip in popped:
+                yield f"'{path}' redeclared '{skip.name}' as poppable but not isolated by namespace"
+            popped.add(skip)

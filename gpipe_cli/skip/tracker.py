@@ -1,7 +1,7 @@
 """Where a layer's skips go: to the tracker of the thread that runs the layer.
 
-Without a pipeline that is a plain dictionary per thread. The pipeline lends its own, one per partition and
-micro-batch, and alone knows how skips travel.
+Outside a pipeline that is a dictionary per thread. The pipeline installs its own tracker for each partition and
+micro-batch; only that tracker knows how skips travel between partitions.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Protocol, final
 
 from torch import Tensor
 
-from gpipe_cli.skip.name import SkipName
+from gpipe_cli.skip.namespace import SkipName
 
 
 class SkipTracker(Protocol):
     def save(self, name: SkipName, value: Tensor | None) -> None:
-        """Keep what a layer stashes."""
+        """Store a stashed value."""
 
     def load(self, name: SkipName) -> Tensor | None:
-        """Give what was saved and forget it; KeyError if there is nothing."""
+        """Return a stored value and drop it; raise KeyError if there is none."""
 
 
 @final
 class DictionarySkipTracker:
-    """Keeps skips until they are popped, or stashed anew."""
+    """Stores skips until a layer pops them or stashes a new value under the same name."""
 
     def __init__(self) -> None:
         self._values: dict[SkipName, Tensor | None] = {}
@@ -38,6 +38,7 @@ class DictionarySkipTracker:
 
 @final
 class _Current(threading.local):
+    # threading.local calls __init__ in each thread that first reads it, so every thread gets its own dictionary.
     def __init__(self) -> None:
         self.tracker: SkipTracker = DictionarySkipTracker()
 
@@ -51,7 +52,10 @@ def current_skip_tracker() -> SkipTracker:
 
 @final
 class use_skip_tracker:
-    """Let the layers that this thread runs inside the block stash to and pop from `tracker`."""
+    """Make layers that this thread runs inside the `with` block use `tracker`.
+
+    A class instead of a `@contextmanager` generator, because workers enter it for every layer they run.
+    """
 
     __slots__ = ("_previous", "_tracker")
 

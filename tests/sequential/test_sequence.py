@@ -1,4 +1,4 @@
-"""A Sequence has the names of the model it was made from, whatever is done to it."""
+"""A Sequence keeps the names of the model it was made from, through copies, conversions and loading."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class Original(nn.Module):
-    """Everything that makes names hard: nesting, members of the root, a tie, a buffer that is not saved."""
+    """What makes names hard to keep: nesting, members of the root, a tie, a buffer that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Original(nn.Module):
 
 
 class Start(nn.Module):
-    """The part of the root that runs first, under the names it has there."""
+    """The part of the root that runs first, with the names it has there."""
 
     def __init__(self, original: Original) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def sequence(original: Original) -> Sequence:
     return make_sequence(original)
 
 
-def through_pickle(module: nn.Module) -> nn.Module:
+def pickle_round_trip(module: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(module, file)
     file.seek(0)
@@ -101,7 +101,7 @@ def test_names_values_and_order_are_those_of_the_original(sequence: Sequence, or
     assert same_members(sequence.named_parameters("pipe"), original.named_parameters("pipe"))
 
 
-@pytest.mark.parametrize("change", [copy.deepcopy, through_pickle, nn.Module.double, nn.Module.eval])
+@pytest.mark.parametrize("change", [copy.deepcopy, pickle_round_trip, nn.Module.double, nn.Module.eval])
 def test_names_survive_copies_and_conversions(
     change: Callable[[nn.Module], nn.Module], sequence: Sequence, original: Original
 ) -> None:
@@ -112,7 +112,7 @@ def test_names_survive_copies_and_conversions(
     assert changed.state_dict()["head.weight"].data_ptr() == changed.state_dict()["first.weight"].data_ptr()
 
 
-def test_a_copy_renames_by_itself_and_leaves_the_first_alone(sequence: Sequence) -> None:
+def test_loading_into_a_copy_leaves_the_first_alone(sequence: Sequence) -> None:
     clone = copy.deepcopy(sequence)
     clone.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in clone.state_dict().items()})
     assert not clone.state_dict()["blocks.1.linear.weight"].any()
@@ -183,7 +183,7 @@ def test_inside_another_module_keys_carry_its_prefix(sequence: Sequence, origina
 
 
 class Renamed(nn.Linear):
-    """Like several modules of torchvision, it accepts what it was called in an older version."""
+    """Like several modules of torchvision, it accepts the names of an older version."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: object) -> None:
         if prefix + "matrix" in state_dict:
@@ -210,7 +210,7 @@ def test_one_module_in_two_layers_has_one_name() -> None:
     assert torch.equal(sequence(torch.randn(2, 4)), torch.ones(2, 4))
 
 
-def test_original_names_that_look_like_layer_keys_are_not_mixed_up() -> None:
+def test_original_names_that_look_like_layer_keys_are_told_apart() -> None:
     layers = [nn.Linear(1, 1, bias=False) for _ in range(12)]
     original = nn.Sequential(*reversed(layers))
     sequence = Sequence(layers, paths=[str(11 - index) for index in range(12)], original=original)
@@ -225,7 +225,7 @@ def test_a_plain_list_of_layers_has_the_names_of_nn_sequential() -> None:
     assert_same_names_and_values(Sequence(layers), nn.Sequential(*layers))
 
 
-def test_layers_have_names_for_people(sequence: Sequence) -> None:
+def test_layer_names_default_to_paths_and_indices(sequence: Sequence) -> None:
     assert sequence.layer_names == ("0", "blocks.0", "blocks.1", "head")
     assert Sequence([nn.ReLU(), nn.ReLU()], names=["stem", "end"]).layer_names == ("stem", "end")
 
@@ -240,29 +240,31 @@ def test_a_slice_keeps_the_names_of_its_layers(sequence: Sequence, original: Ori
 
 
 def test_hooks_of_torch_see_the_original_names(sequence: Sequence, original: Original) -> None:
-    seen: list[list[str]] = []
-    sequence.register_state_dict_post_hook(lambda module, state, prefix, metadata: seen.append(list(state)))
+    recorded: list[list[str]] = []
+    sequence.register_state_dict_post_hook(
+        lambda module, state, prefix, metadata: recorded.append(list(state))
+    )
     sequence.register_forward_hook(lambda module, arguments, output: output + 1)
     sequence.state_dict()
-    assert seen == [list(original.state_dict())]
+    assert recorded == [list(original.state_dict())]
     input = torch.randn(3, 4)
     assert torch.equal(sequence.eval()(input), original.eval()(input) + 1)
 
 
-def test_what_does_not_fit_together_is_refused(original: Original) -> None:
+def test_inconsistent_arguments_are_refused(original: Original) -> None:
     with pytest.raises(ValueError, match=r"1 paths for 2 layers \(paths: \['a'\]\)"):
         Sequence([nn.ReLU(), nn.ReLU()], paths=["a"])
     with pytest.raises(ValueError, match="3 names for 1 layers"):
         Sequence([nn.ReLU()], names=["a", "b", "c"])
-    with pytest.raises(ValueError, match=r"'0\.weight' and '1\.weight' are different tensors.* 'a\.weight'"):
+    with pytest.raises(ValueError, match=r"'0\.weight' and '1\.weight' are different tensors .*'a\.weight'"):
         Sequence([nn.Linear(1, 1), nn.Linear(1, 1)], paths=["a", "a"])
-    with pytest.raises(ValueError, match=r"lost \['offset', .*new \['tail\.weight'\]"):
+    with pytest.raises(ValueError, match=r"missing \['offset', .*extra \['tail\.weight'\]"):
         Sequence([original.head], paths=["tail"], original=original)
 
 
-def test_a_sequence_that_grew_says_that_its_names_no_longer_fit(sequence: Sequence) -> None:
+def test_a_sequence_with_an_added_layer_refuses_to_name_its_tensors(sequence: Sequence) -> None:
     sequence.append(nn.Linear(4, 4))
-    with pytest.raises(RuntimeError, match="a Sequence of 4 layers now has 5"):
+    with pytest.raises(RuntimeError, match="made of 4 layers and now has 5"):
         sequence.state_dict()
 
 
@@ -276,19 +278,19 @@ trees = st.recursive(
 )
 
 
-def grow(tree: Tree) -> nn.Module:
+def build_module(tree: Tree) -> nn.Module:
     if tree is None:
         return nn.BatchNorm1d(2)
     module = nn.Module()
     for name, child in tree.items():
-        module.add_module(name, grow(child))
+        module.add_module(name, build_module(child))
     return module
 
 
 @settings(max_examples=60)
 @given(tree=trees, seed=st.integers(0, 1000))
 def test_any_tree_cut_at_its_leaves_in_any_order_keeps_its_names(tree: Tree, seed: int) -> None:
-    original = grow({"root": tree})
+    original = build_module({"root": tree})
     leaves = [(path, part) for path, part in original.named_modules() if isinstance(part, nn.BatchNorm1d)]
     random.Random(seed).shuffle(leaves)
     sequence = Sequence([part for _, part in leaves], paths=[path for path, _ in leaves], original=original)
@@ -302,17 +304,17 @@ def test_any_tree_cut_at_its_leaves_in_any_order_keeps_its_names(tree: Tree, see
 
 
 class Versioned(nn.Module):
-    """Converts what an older version saved, as torchvision's MNASNet does."""
+    """Converts weights that an older version saved, as torchvision's MNASNet does."""
 
     _version = 3
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)
-        self.seen: list[object] = []
+        self.loaded_versions: list[object] = []
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
-        self.seen.append(metadata.get("version"))
+        self.loaded_versions.append(metadata.get("version"))
         super()._load_from_state_dict(state_dict, prefix, metadata, *rest)
 
 
@@ -320,7 +322,7 @@ def test_what_a_sequence_saves_has_the_version_of_the_original() -> None:
     original = Versioned()
     sequence = Sequence([original.layer], paths=["layer"], original=original)
     original.load_state_dict(sequence.state_dict())
-    assert original.seen == [3]
+    assert original.loaded_versions == [3]
     outer = nn.ModuleDict({"inner": Sequence([Versioned(), nn.BatchNorm1d(2)], paths=["a.b", "norm"])})
     versions = outer.state_dict()._metadata
     assert versions["inner.a.b"] == {"version": 3} and versions["inner.norm"] == {"version": 2}

@@ -1,4 +1,4 @@
-"""Layers that only declare skips, for what is decided without running a model."""
+"""Layers that only declare skips, for tests that do not run a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpipe_cli.skip import Skippable, skippable
 
 @pytest.fixture
 def layer() -> Callable[..., Skippable]:
-    """Makes a layer that declares each letter as a name."""
+    """Returns a function that makes a layer with each letter declared as a name."""
 
     def declare(*, stash: str = "", pop: str = "") -> Skippable:
         return skippable(stash=list(stash), pop=list(pop))(type("Layer", (nn.Module,), {}))()

@@ -1,17 +1,17 @@
-"""Layers with skips in a plain nn.Sequential: what they do, and every way to use them wrongly."""
+"""Layers with skips in a plain nn.Sequential, every way to misuse them, and `verify_skippables`."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.skip import Namespace, pop, skippable, stash
+from gpipe_cli.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
 
 
 @skippable(stash=["skip"])
@@ -45,14 +45,14 @@ def test_a_skip_reaches_its_pop_with_its_gradient() -> None:
     assert torch.equal(gradient, expected_gradient)
 
 
-def test_constructor_arguments_reach_the_module_and_the_class_keeps_its_name_and_text() -> None:
+def test_constructor_arguments_reach_the_module_and_the_class_keeps_its_name_and_docstring() -> None:
     layer = Begin(5, bias=False)
     assert layer.module.linear.weight.shape == (5, 5)
     assert layer.module.linear.bias is None
     assert (Begin.__name__, Begin.__doc__, Begin.__module__) == ("Begin", "Stashes its input.", __name__)
 
 
-def test_it_is_shown_with_its_module() -> None:
+def test_repr_shows_the_module() -> None:
     assert repr(Begin()) == (
         "@skippable(Begin(\n  (linear): Linear(in_features=3, out_features=3, bias=True)\n))"
     )
@@ -64,9 +64,9 @@ def test_copies_and_pickles_work_and_stay_in_their_namespace() -> None:
     for layer in pair:
         layer.isolate(namespace)
     input = torch.randn(2, 3)
-    for twin in (copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))):  # noqa: S301 - our own bytes
-        assert torch.equal(twin(input), pair(input))
-        assert torch.equal(nn.Sequential(pair[0], twin[1])(input), pair(input))
+    for duplicate in (copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))):  # noqa: S301 - our own bytes
+        assert torch.equal(duplicate(input), pair(input))
+        assert torch.equal(nn.Sequential(pair[0], duplicate[1])(input), pair(input))
 
 
 def test_none_may_be_stashed() -> None:
@@ -133,7 +133,7 @@ def test_a_forward_without_yield_is_a_plain_layer() -> None:
     assert torch.equal(Plain()(torch.zeros(2)), torch.ones(2))
 
 
-def undeclared(*commands: Any, stashes: tuple[str, ...] = (), pops: tuple[str, ...] = ()) -> nn.Module:
+def yielding(*commands: Any, stashes: tuple[str, ...] = (), pops: tuple[str, ...] = ()) -> nn.Module:
     @skippable(stash=stashes, pop=pops)
     class Layer(nn.Module):
         def forward(self, input: Tensor) -> Generator[Any, Any, Tensor]:
@@ -146,12 +146,12 @@ def undeclared(*commands: Any, stashes: tuple[str, ...] = (), pops: tuple[str, .
 @pytest.mark.parametrize(
     ("layer", "error", "message"),
     [
-        (undeclared(pop("x"), pops=("x",)), RuntimeError, "^'x' has not been stashed$"),
-        (undeclared(stash("x", None)), RuntimeError, "^'x' has not been declared as stashable$"),
-        (undeclared(pop("x")), RuntimeError, "^'x' has not been declared as poppable$"),
-        (undeclared(stashes=("y", "x")), RuntimeError, "^'x', 'y' must be stashed but have not$"),
-        (undeclared(pops=("x",)), RuntimeError, "^'x' must be popped but have not$"),
-        (undeclared("hello"), TypeError, "^'hello' is not a command from @skippable$"),
+        (yielding(pop("x"), pops=("x",)), RuntimeError, "^'x' has not been stashed$"),
+        (yielding(stash("x", None)), RuntimeError, "^'x' has not been declared as stashable$"),
+        (yielding(pop("x")), RuntimeError, "^'x' has not been declared as poppable$"),
+        (yielding(stashes=("y", "x")), RuntimeError, "^'x', 'y' must be stashed but have not$"),
+        (yielding(pops=("x",)), RuntimeError, "^'x' must be popped but have not$"),
+        (yielding("hello"), TypeError, "^'hello' is not a command from @skippable$"),
     ],
 )
 def test_a_forward_that_breaks_its_declaration_is_an_error(
@@ -167,12 +167,12 @@ def test_a_skip_is_popped_once_only() -> None:
         model(torch.zeros(2, 3))
 
 
-def test_something_else_than_a_tensor_cannot_be_stashed() -> None:
+def test_only_tensors_and_none_can_be_stashed() -> None:
     with pytest.raises(TypeError, match=r"stash\('x', ...\) takes a Tensor or None, got list"):
         stash("x", [])  # type: ignore[arg-type]
 
 
-def test_a_string_in_the_place_of_a_list_of_names_is_refused() -> None:
+def test_a_string_instead_of_a_list_of_names_is_refused() -> None:
     with pytest.raises(
         TypeError, match=r"pop takes a list of names, got the string 'skip'; write \['skip'\]"
     ):
@@ -182,3 +182,72 @@ def test_a_string_in_the_place_of_a_list_of_names_is_refused() -> None:
 def test_isolating_a_name_that_was_not_declared_is_refused() -> None:
     with pytest.raises(ValueError, match="'skap' to isolate has not been declared"):
         Begin().isolate(Namespace(), only=["skap"])
+
+
+def problems(*layers: nn.Module) -> list[str]:
+    with pytest.raises(TypeError) as caught:
+        verify_skippables(nn.Sequential(*layers))
+    first, empty, *bullets = str(caught.value).split("\n")
+    assert (first, empty) == ("one or more pairs of stash and pop do not match:", "")
+    return bullets
+
+
+def test_matching_pairs_pass_verification(layer: Callable[..., Skippable]) -> None:
+    verify_skippables(nn.Sequential())
+    verify_skippables(nn.Sequential(layer(stash="a"), layer(stash="b"), nn.ReLU(), layer(pop="ab")))
+    verify_skippables(nn.Sequential(layer(stash="a"), layer(pop="a", stash="b"), layer(pop="b")))
+
+
+def test_matching_pairs_nested_in_other_modules_pass_verification(layer: Callable[..., Skippable]) -> None:
+    verify_skippables(
+        nn.Sequential(nn.Sequential(layer(stash="a")), nn.Sequential(nn.Sequential(layer(pop="a"))))
+    )
+
+
+def test_pairs_of_the_same_name_pass_verification_when_isolated(layer: Callable[..., Skippable]) -> None:
+    outer, inner = Namespace(), Namespace()
+    begins, ends = (layer(stash="a"), layer(stash="a")), (layer(pop="a"), layer(pop="a"))
+    isolated = [begin.isolate(space) for begin, space in zip(begins, (outer, inner), strict=True)]
+    isolated += [end.isolate(space) for end, space in zip(ends, (outer, inner), strict=True)]
+    verify_skippables(nn.Sequential(*isolated))
+
+
+def test_a_stash_without_pop_is_listed(layer: Callable[..., Skippable]) -> None:
+    assert problems(layer(stash="a")) == ["* no module declared 'a' as poppable but stashed"]
+
+
+def test_a_pop_without_or_before_its_stash_is_listed(layer: Callable[..., Skippable]) -> None:
+    assert problems(layer(pop="a")) == ["* '0' declared 'a' as poppable but it was not stashed"]
+    assert (
+        problems(layer(pop="a"), layer(stash="a"))[0]
+        == "* '0' declared 'a' as poppable but it was not stashed"
+    )
+
+
+def test_a_second_stash_or_pop_of_one_name_is_listed(layer: Callable[..., Skippable]) -> None:
+    assert problems(layer(stash="a"), layer(stash="a"), layer(pop="a"), nn.Sequential(layer(pop="a"))) == [
+        "* '1' redeclared 'a' as stashable but not isolated by namespace",
+        "* '3.0' redeclared 'a' as poppable but not isolated by namespace",
+    ]
+
+
+def test_a_layer_used_twice_is_listed(layer: Callable[..., Skippable]) -> None:
+    twice = layer(stash="a")
+    assert problems(nn.Sequential(twice, twice), layer(pop="a")) == [
+        "* '0.1' redeclared 'a' as stashable but not isolated by namespace"
+    ]
+
+
+def test_a_layer_that_stashes_and_pops_one_name_is_listed(layer: Callable[..., Skippable]) -> None:
+    assert problems(layer(stash="a", pop="a")) == ["* '0' declared 'a' both as stashable and as poppable"]
+
+
+def test_isolating_only_one_end_leaves_both_ends_unmatched(layer: Callable[..., Skippable]) -> None:
+    assert problems(layer(stash="a").isolate(Namespace()), layer(pop="a")) == [
+        "* '1' declared 'a' as poppable but it was not stashed",
+        "* no module declared 'a' as poppable but stashed",
+    ]
+
+
+def test_all_problems_are_listed_at_once(layer: Callable[..., Skippable]) -> None:
+    assert len(problems(layer(stash="ab"), layer(pop="cd"))) == 4

@@ -19,12 +19,12 @@ from gpipe_cli.sequential.by_tracing.cuts import choose_cuts
 from gpipe_cli.sequential.by_tracing.flow import Flow
 from gpipe_cli.sequential.by_tracing.layer import Stretch
 from gpipe_cli.sequential.by_tracing.leaves import Leaves
-from gpipe_cli.sequential.by_tracing.meta_clone import meta_clone
 from gpipe_cli.sequential.by_tracing.modes import unified
 from gpipe_cli.sequential.by_tracing.names import layer_names
 from gpipe_cli.sequential.by_tracing.outputs import output_names
 from gpipe_cli.sequential.by_tracing.tracer import trace
 from gpipe_cli.sequential.by_tracing.values import follow
+from gpipe_cli.sequential.meta_clone import meta_clone
 from gpipe_cli.sequential.sequence import Sequence
 
 __all__ = ["to_sequential"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.sequential.by_tracing.meta_clone import meta_twin
+from gpipe_cli.sequential.meta_clone import meta_like
 from gpipe_cli.torch_internals.storage import storage_of
 from gpipe_cli.torch_internals.tensor_version import version_of
 
@@ -79,7 +79,7 @@ def _run(
     run = _Run(clone.train(training), graph, device="meta")
     try:
         with torch.no_grad(), torch.device("meta"):
-            run.run(*map(meta_twin, sample))
+            run.run(*map(meta_like, sample))
     except Exception as error:  # any code of the model's may be unable to do without values
         if any(tensor.is_meta for tensor in (*sample, *model.parameters())):
             raise ConfigError(_refusal(run.place, sample, error)) from error
@@ -134,7 +134,7 @@ class _Run(fx.Interpreter):
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
         return (
-            meta_twin(value)
+            meta_like(value)
             if isinstance(value, Tensor) and self._device == "meta" and not value.is_meta
             else value
         )
