@@ -1,8 +1,8 @@
-"""Every model of torchvision for classification, segmentation and video becomes a sequence: names and cuts for
-all, bits for each family.
+"""Every model of torchvision for classification, segmentation and video becomes a Sequence.
 
-The bits of all the others are compared under `-m slow`, or by `python -m benchmarks.tracing`, which prints the
-score; one model at a time, because the largest need 8 GB.
+By default one model of each family is traced: the smallest is compared with the original to the bit where it takes
+small inputs, otherwise only its names and cuts are checked, on the meta device. `-m slow` does both for every model;
+`python -m benchmarks.tracing` does so one process per model, since the largest need 8 GB.
 """
 
 from __future__ import annotations
@@ -28,13 +28,20 @@ from gpipe_cli.vision import torchvision
 CONF = Path(__file__).resolve().parents[2] / "conf" / "model"
 FILES = [path for path in sorted(CONF.glob("*.yaml")) if "torchvision_zoo" in path.read_text()]
 NAMES = [name for task in TASKS for name in torchvision_zoo.names(task)]
-SMALLEST = """
+COMPARED = """
     alexnet convnext_tiny densenet121 efficientnet_b0 googlenet mnasnet0_5 mobilenet_v2 mobilenet_v3_small
     regnet_y_400mf resnet18 shufflenet_v2_x0_5 squeezenet1_1 swin_t swin_v2_t vgg11 vit_b_32
     lraspp_mobilenet_v3_large mc3_18 swin3d_t
 """.split()  # noqa: SIM905 - a list of words reads better as words
-"""Of each family that takes images of 64x64 or clips of them; inception_v3, maxvit_t, mvit and s3d do not."""
-NUMERIC = [name if name in SMALLEST else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+"""The smallest of each family that takes images of 64x64, or clips of them."""
+TRACED = """
+    deeplabv3_mobilenet_v3_large efficientnet_v2_s fcn_resnet50 inception_v3 maxvit_t mvit_v1_b s3d
+""".split()  # noqa: SIM905
+"""One of each remaining family; `prove` checks names and cuts too, so those of COMPARED are not repeated here."""
+
+
+def slow_unless_in(default: list[str]) -> list[Any]:
+    return [name if name in default else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
 
 
 class WithoutStorage(TorchFunctionMode):
@@ -48,22 +55,18 @@ class WithoutStorage(TorchFunctionMode):
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """So small an input gains nothing from two, and loses much where other work wants the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def free_memory() -> Iterator[None]:
     yield
-    torch.set_num_threads(before)
     gc.collect()
 
 
 def test_there_are_eighty_and_fifteen_of_them_at_least() -> None:
     counts = [len(torchvision_zoo.names(task)) for task in TASKS]
     assert all(count >= least for count, least in zip(counts, (80, 6, 9), strict=True))
-    assert set(SMALLEST) <= set(NAMES)
+    assert {*COMPARED, *TRACED} <= set(NAMES)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_unless_in(TRACED))
 def test_it_is_cut_and_keeps_its_names(name: str) -> None:
     is_usual = name in torchvision_zoo.names() and name not in SMALLEST_SHAPES
     shape = (3, 224, 224) if is_usual else smallest_shape(name)
@@ -79,7 +82,7 @@ def test_it_is_cut_and_keeps_its_names(name: str) -> None:
         other.load_state_dict(of.state_dict(), assign=True)
 
 
-@pytest.mark.parametrize("name", NUMERIC)
+@pytest.mark.parametrize("name", slow_unless_in(COMPARED))
 def test_its_bits_are_the_originals_alone_and_in_a_pipe(name: str) -> None:
     prove(name)
 

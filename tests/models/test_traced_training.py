@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -41,14 +40,6 @@ def mvit() -> nn.Module:
 
 
 MODELS = {"densenet": (densenet, (4, 3, 32, 32)), "mvit": (mvit, (4, 3, 4, 16, 16))}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def two_steps(model: nn.Module, input: Tensor) -> None:
