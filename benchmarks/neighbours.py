@@ -24,7 +24,7 @@ from gpipe_cli.balance.nearby import neighbours
 from gpipe_cli.balance.time import balance
 from gpipe_cli.engines.devices import available_cores
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 CASES = ("resnet50", "transformer")
 PARTITIONS = (2, 4)
@@ -60,8 +60,8 @@ def main() -> int:
 
 def _balance(case: Case, partitions: int, seconds: float) -> tuple[int, ...]:
     sample = Sample(case.input.tensor_split(CHUNKS)[0], case.target.tensor_split(CHUNKS)[0], case.loss)
-    course = Course("gpipe", partitions, CHUNKS, cores=available_cores())
-    return tuple(balance(case.model, sample, partitions, course, seconds=seconds).layers)
+    spec = PipelineSpec("gpipe", partitions, CHUNKS, cores=available_cores())
+    return tuple(balance(case.model, sample, partitions, spec, seconds=seconds).layers)
 
 
 def _beside_neighbours(case: Case, chosen: tuple[int, ...], rounds: int) -> tuple[tuple[int, ...], float]:

@@ -111,8 +111,8 @@ class Bench:
 
     def predicted(self, shape: Shape, balance: Sequence[int]) -> list[float]:
         """Of each round."""
-        course = shape.course(available_cores())
-        return [step_ms(course, self._costs(shape, phases), balance) for phases in self.rounds]
+        spec = shape.spec(available_cores())
+        return [step_ms(spec, self._costs(shape, phases), balance) for phases in self.rounds]
 
     def _costs(self, shape: Shape, phases: Mapping[tuple[int, int], Phases]) -> Costs:
         taken = phases[shape.chunks, shape.partitions]

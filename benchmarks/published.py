@@ -111,10 +111,10 @@ def _estimates(model: Model, lines: Sequence[Line]) -> list[float]:
     for line in lines:
         costs = estimate(list(layers), facts, DEVICES["p40"], line.batch / line.chunks / ROWS)
         shape = Shape(line.devices, line.devices, line.chunks, "gpipe", line.checkpoint)
-        course, fit = shape.course(), Fit({line.checkpoint: None})
-        start = lowest(costs, course, fit)
+        spec, fit = shape.spec(), Fit({line.checkpoint: None})
+        start = lowest(costs, spec, fit)
         assert start is not None, "without a limit every model fits"
-        found.append(1000 * line.batch / best_balance(costs, course, fit, start, ACTIONS).step_ms)
+        found.append(1000 * line.batch / best_balance(costs, spec, fit, start, ACTIONS).step_ms)
     return found
 
 

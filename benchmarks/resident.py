@@ -79,7 +79,7 @@ def _measure(name: str, shape: Shape) -> list[int]:
     balance = solve(sizes, shape.partitions).balance
     rows = [one.tensor_split(shape.chunks)[0] for one in (case.input, case.target)]
     facts = model_facts(case.model, Sample(rows[0], rows[1], case.loss), count_flops=False)
-    activations = sum(activation_bytes(facts, balance, shape.course()))
+    activations = sum(activation_bytes(facts, balance, shape.spec()))
     gradients = sum(one.nbytes for one in case.model.parameters())
     before = _resident("VmRSS")
     FORGET.write_text("5")  # what was the most so far

@@ -16,7 +16,7 @@ from typing import final
 from gpipe_cli.balance.solver import Objective, minimise, sums
 from gpipe_cli.byte_size import byte_text
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 
 @final
@@ -71,7 +71,7 @@ class Memory:
     def __init__(
         self,
         layers: Sequence[LayerBytes],
-        course: Course,
+        spec: PipelineSpec,
         limit: int | None = None,
         skips: Sequence[SkipBytes] = (),
     ) -> None:
@@ -80,13 +80,13 @@ class Memory:
         self.limit = limit
         self.costs = [sum(one.resident.values()) + sum(one.saved.values()) for one in layers]
         """A number for each layer, as if one micro-batch were alive and it shared nothing."""
-        self._layers, self._course, self._skips = layers, course, skips
+        self._layers, self._spec, self._skips = layers, spec, skips
         self._resident = _Together([one.resident for one in layers])
         self._saved = _Together([one.saved for one in layers])
 
     def cost(self, partition: int, begin: int, end: int) -> float:
         arriving = sum(one.bytes for one in self._skips if one.begin < begin <= one.end < end)
-        kept = self._course.kept[partition].bytes(
+        kept = self._spec.peaks[partition].bytes(
             self._saved.sum(begin, end), self._layers[begin].input + arriving
         )
         return self._resident.sum(begin, end) + kept
@@ -100,7 +100,7 @@ class Memory:
 
     @property
     def limit_per_partition(self) -> float | None:
-        return None if self.limit is None else self.limit / self._course.partitions_per_device
+        return None if self.limit is None else self.limit / self._spec.partitions_per_device
 
     def most(self, graphs: int, inputs: int) -> int:
         """What no partition exceeds, however many layers it has, if so many graphs and inputs are alive."""
@@ -112,10 +112,10 @@ class Memory:
         limit = self.limit_per_partition
         return limit is None or self.cost(partition, begin, end) <= limit
 
-    def under(self, course: Course) -> Memory:
-        """The same layers and limit, on another course; what has been added up is shared."""
+    def under(self, spec: PipelineSpec) -> Memory:
+        """The same layers and limit, on another spec; what has been added up is shared."""
         other = copy.copy(self)
-        other._course = course
+        other._spec = spec
         return other
 
     def fits(self, balance: Sequence[int]) -> bool:
@@ -123,9 +123,9 @@ class Memory:
 
     def refusal(self, balance: Sequence[int] | None = None) -> ConfigError:
         """Why the limit cannot be kept, by this balance or by any, with the smallest that would do."""
-        best = minimise(self, self._course.partitions)
+        best = minimise(self, self._spec.partitions)
         assert best is not None and self.limit is not None, "only a limit refuses"
-        enough = byte_text(best.largest * self._course.partitions_per_device)
+        enough = byte_text(best.largest * self._spec.partitions_per_device)
         given = f"device_memory={byte_text(self.limit)}"
         paste = f"balance=manual balance.layers={str(best.balance).replace(' ', '')}"
         if balance is None:
@@ -133,7 +133,7 @@ class Memory:
                 f"{given}: no balance of {len(best.balance)} partitions needs so little; the smallest limit that "
                 f"would do is {enough}, with {paste}"
             )
-        needed = byte_text(max(sums(self, balance)) * self._course.partitions_per_device)
+        needed = byte_text(max(sums(self, balance)) * self._spec.partitions_per_device)
         return ConfigError(
             f"{given}: balance {list(balance)} needs {needed}; the smallest limit that would do is {enough}, "
             f"with {paste}"

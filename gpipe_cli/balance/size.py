@@ -19,7 +19,7 @@ from gpipe_cli.pipeline.microbatch import Value, tensors_of
 from gpipe_cli.pipeline.pytree import map_tensors
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 TrainedBytes = Callable[[nn.Parameter], int]
 """What a parameter needs that is trained: itself, its gradient, the optimizer's state."""
@@ -31,20 +31,24 @@ def balance(memory: Memory, partitions: int) -> Balanced:
 
 
 def memory_of(
-    module: nn.Sequential, sample: Sample, course: Course, trained: TrainedBytes, limit: int | None = None
+    module: nn.Sequential, sample: Sample, spec: PipelineSpec, trained: TrainedBytes, limit: int | None = None
 ) -> Memory:
     """What partitions of the module need for micro-batches like the sample."""
-    return memory_from(module, model_facts(module, sample, count_flops=False), course, trained, limit)
+    return memory_from(module, model_facts(module, sample, count_flops=False), spec, trained, limit)
 
 
 def memory_from(
-    module: nn.Sequential, facts: ModelFacts, course: Course, trained: TrainedBytes, limit: int | None = None
+    module: nn.Sequential,
+    facts: ModelFacts,
+    spec: PipelineSpec,
+    trained: TrainedBytes,
+    limit: int | None = None,
 ) -> Memory:
     """The same, where the facts of such a micro-batch are known."""
     inputs = [facts.input.bytes, *(one.output_bytes for one in facts.layers[:-1])]
     resident = [_resident(layer, trained) for layer in module]
     layers = [LayerBytes(*one) for one in zip(resident, inputs, facts.storages, strict=True)]
-    return Memory(layers, course, limit, [SkipBytes(one.begin, one.end, one.bytes) for one in facts.skips])
+    return Memory(layers, spec, limit, [SkipBytes(one.begin, one.end, one.bytes) for one in facts.skips])
 
 
 def _resident(layer: nn.Module, trained: TrainedBytes) -> dict[int, int]:
@@ -96,7 +100,7 @@ def balance_by_size(
     memory = memory_of(
         module,
         Sample(piece),
-        Course("gpipe", partitions, chunks, checkpoint="except_last"),
+        PipelineSpec("gpipe", partitions, chunks, checkpoint="except_last"),
         lambda parameter: round(param_scale * parameter.nbytes),
     )
     return balance(memory, partitions).layers

@@ -21,7 +21,7 @@ from gpipe_cli.pipeline.devices import Device, device_here
 from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
 from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 
 AS_GOOD = 1.01
@@ -42,7 +42,7 @@ def balance(
     module: nn.Sequential,
     sample: Sample,
     partitions: int,
-    course: Course | None = None,
+    spec: PipelineSpec | None = None,
     within: Memory | None = None,
     profiles: ProfileCache | None = None,
     seconds: float = 3.0,
@@ -52,8 +52,8 @@ def balance(
     require_layers(len(module), partitions)
     known = profiles if profiles is not None and cache else ProfileCache(None)
     layers = known.times(module, sample, seconds)
-    course = course or Course("gpipe", partitions, micro_batches=1)
-    objective = _objective(layers, course)
+    spec = spec or PipelineSpec("gpipe", partitions, micro_batches=1)
+    objective = _objective(layers, spec)
     found = best(objective, partitions, within)
 
     def as_good(balance: Sequence[int]) -> bool:
@@ -64,22 +64,21 @@ def balance(
     chosen = best_nearby(
         tuple(found.balance),
         as_good,
-        lambda balance: course.simulate(partition_costs(layers, balance)).step,
-        budget=max(1, SIMULATED_ACTIONS // sum(map(len, course.order))),
+        lambda balance: spec.simulate(partition_costs(layers, balance)).step,
+        budget=max(1, SIMULATED_ACTIONS // sum(map(len, spec.order))),
     )
-    costs = layer_costs(layers, statistics.fmean(course.checkpoint_stops) / course.micro_batches)
+    costs = layer_costs(layers, statistics.fmean(spec.checkpoint_stops) / spec.micro_batches)
     return Balanced.of(chosen, costs, "ms", found.largest, objective)
 
 
-def _objective(layers: Sequence[Timed], course: Course) -> Objective:
+def _objective(layers: Sequence[Timed], spec: PipelineSpec) -> Objective:
     """What a layer costs depends on its partition where not all of them recompute as much."""
     by_stop = {
-        stop: Additive(layer_costs(layers, stop / course.micro_batches))
-        for stop in set(course.checkpoint_stops)
+        stop: Additive(layer_costs(layers, stop / spec.micro_batches)) for stop in set(spec.checkpoint_stops)
     }
     if len(by_stop) == 1:
-        return by_stop[course.checkpoint_stops[0]]
-    return ByPlace([by_stop[stop] for stop in course.checkpoint_stops])
+        return by_stop[spec.checkpoint_stops[0]]
+    return ByPlace([by_stop[stop] for stop in spec.checkpoint_stops])
 
 
 def layer_costs(layers: Sequence[Timed], recomputed: float) -> list[float]:

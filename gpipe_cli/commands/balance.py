@@ -45,7 +45,7 @@ def _memory(settings: BalanceConfig, parts: Assembly) -> list[float] | None:
         sample = make_sample(settings, parts.feed)
         with sample_must_fit(sample):
             try:
-                memory = make_memory(settings, parts.model, sample, split.course)
+                memory = make_memory(settings, parts.model, sample, split.spec)
             except ConfigError as error:
                 say(f"memory is left out: {error}")
                 return None

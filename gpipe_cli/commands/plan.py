@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpipe_cli.config.schema import PlanConfig
-from gpipe_cli.config.targets import instantiate
+from gpipe_cli.config.targets import add_current_folder, instantiate
 from gpipe_cli.engines.devices import available_cores
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.advice import advice
@@ -20,7 +20,7 @@ from gpipe_cli.report.output import say
 from gpipe_cli.report.plans import print_device_memory, print_plans
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.timeline import print_picture
-from gpipe_cli.run.build import check_components, make_model, open_own_packages
+from gpipe_cli.run.build import check_components, make_model
 from gpipe_cli.run.data import make_feed
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.planning import Planned, Planner
@@ -51,7 +51,7 @@ def run(settings: PlanConfig, job: Job) -> Summary:
         raise ConfigError(
             "balance: gpipe plan searches for it; leave it out, or use gpipe profile to see one"
         )
-    open_own_packages(settings)
+    add_current_folder(settings.allow)
     check_components(settings, job.overrides)
     feed = make_feed(settings)
     elsewhere = settings.device is not None
@@ -102,9 +102,9 @@ def _show(plans: Sequence[Prediction], planned: Planned, summary: dict[str, Any]
     print_plans(f"the best plans ({planned.origin})", summary["candidates"])
     print_device_memory(summary["best"]["memory"])
     best = plans[0]
-    course = best.shape.course(planned.cores)
+    spec = best.shape.spec(planned.cores)
     if best.shape.actions <= MOST_ACTIONS and best.shape.partitions <= MOST_LINES:
-        step = as_step(course.simulate(planned.costs(best.shape).partitions(best.balance, course)))
+        step = as_step(spec.simulate(planned.costs(best.shape).partitions(best.balance, spec)))
         print_picture(f"predicted: {best.step_ms:.1f} ms", step, best.shape.partitions, step.seconds)
     if planned.left_out:
         say(

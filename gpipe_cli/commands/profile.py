@@ -29,7 +29,7 @@ from gpipe_cli.run.launch_record import launch_of, write_launch
 from gpipe_cli.run.recorded import with_slices
 from gpipe_cli.run.setup import write_origin
 from gpipe_cli.run.timeline import Seen, show_timeline, watch
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import Simulation
 from gpipe_cli.training.run_directory import check_run_dir, make_run_directory, write_json, write_text
 
@@ -52,15 +52,15 @@ def run(settings: ProfileConfig, job: Job) -> Summary:
     if settings.measure:
         layers = profile_layers(parts.model, sample, seconds=settings.seconds)
         rows = _rows(layers, parts.split.balance)
-        ideal = parts.split.course.simulate(partition_costs(layers, parts.split.balance))
-        summary |= {**_sums(rows), **_prediction(ideal, parts.split.course)}
+        ideal = parts.split.spec.simulate(partition_costs(layers, parts.split.balance))
+        summary |= {**_sums(rows), **_prediction(ideal, parts.split.spec)}
         activations = _activations(parts, sample)
         if settings.timeline:
             seen = watch(settings, parts, sample, ideal, activations)
             summary["timeline"] = seen.summary
     else:
         facts = model_facts(parts.model, sample)
-        activations = activation_bytes(facts, parts.split.balance, parts.split.course)
+        activations = activation_bytes(facts, parts.split.balance, parts.split.spec)
         rows = counted_rows(facts, parts.split.balance)
         summary |= _sums(rows)
     summary |= {"layers": rows, "command": job.line}
@@ -84,7 +84,7 @@ def _activations(parts: Assembly, sample: Sample) -> list[int] | None:
         facts = model_facts(parts.model, sample, count_flops=False)
     except ConfigError:
         return None
-    return activation_bytes(facts, parts.split.balance, parts.split.course)
+    return activation_bytes(facts, parts.split.balance, parts.split.spec)
 
 
 def _write(directory: Path, summary: dict[str, Any], seen: Seen | None) -> None:
@@ -106,10 +106,10 @@ def _sums(rows: Rows) -> dict[str, Any]:
     return {key: sum(row[key] for row in rows) for key in (*costs, *sizes) if key in rows[0]}
 
 
-def _prediction(ideal: Simulation, course: Course) -> dict[str, Any]:
+def _prediction(ideal: Simulation, spec: PipelineSpec) -> dict[str, Any]:
     """What a step of the whole mini-batch would take with this balance and schedule, by simulation."""
     return {
         "predicted_step_ms": ideal.step,
         "predicted_bubble": ideal.bubble,
-        "predicted_speedup": len(course.order) * (1 - ideal.bubble),
+        "predicted_speedup": len(spec.order) * (1 - ideal.bubble),
     }

@@ -28,8 +28,10 @@ from gpipe_cli.config.schema import (
     TrainConfig,
 )
 from gpipe_cli.config.suggest import or_list
+from gpipe_cli.config.targets import add_current_folder, allows_module
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.plan.devices import DEVICES
+from gpipe_cli.schedule import names, traits
 from gpipe_cli.schedule.checkpoint import MODES
 
 CHOICES = {
@@ -85,7 +87,10 @@ def _problems(settings: ModelConfig) -> Iterator[str]:
     flat = dict(_flat(asdict(settings)))
     yield from _numbers(flat)
     yield from _choices(flat)
-    yield from _devices(settings)
+    if wrong_schedule := _schedule(settings):
+        yield wrong_schedule
+    else:
+        yield from _devices(settings)
     yield from _balance(settings)
     yield from _memory(settings)
     yield from _checkpoint(settings)
@@ -138,9 +143,24 @@ def _choices(flat: Mapping[str, Any]) -> Iterator[str]:
     for key, choices in CHOICES.items():
         if key in flat and flat[key] not in choices:
             yield f"{key}={flat[key]}: {or_list(str(flat[key]), choices)}"
-    schedules = [option.name for option in options("schedule")]
-    if flat["schedule.name"] not in schedules:
-        yield f"schedule.name={flat['schedule.name']}: {or_list(flat['schedule.name'], schedules)}"
+
+
+def _schedule(settings: ModelConfig) -> str | None:
+    """What is wrong with the schedule's name; imports a module of yours only if the command line allows it."""
+    name = settings.schedule.name
+    shipped = [option.name for option in options("schedule")]
+    if name in shipped:
+        return None
+    if not allows_module(name, settings.allow):
+        root = name.partition(".")[0]
+        yours = f"; for a package you trust add allow=[{root}] to the command line" if "." in name else ""
+        return f"schedule.name={name}: {or_list(name, shipped)}{yours}"
+    add_current_folder(settings.allow)
+    try:
+        traits(name)
+    except ValueError as error:
+        return f"schedule.name={name}: {error}"
+    return None
 
 
 def _devices(settings: ModelConfig) -> Iterator[str]:
@@ -159,7 +179,7 @@ def _devices(settings: ModelConfig) -> Iterator[str]:
 
 
 def _one_each(settings: ModelConfig, devices: int) -> Iterator[str]:
-    partitions, interleaved = settings.partitions, settings.schedule.name == "interleaved"
+    partitions, several = settings.partitions, traits(settings.schedule.name).several_per_device
     replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
     if replicas > 1 and devices % replicas:
         yield (
@@ -167,7 +187,7 @@ def _one_each(settings: ModelConfig, devices: int) -> Iterator[str]:
         )
         return
     of_one = devices // max(1, replicas)
-    if partitions is None or partitions == of_one or (interleaved and partitions > of_one):
+    if partitions is None or partitions == of_one or (several and partitions > of_one):
         return
     if replicas > 1:
         yield (
@@ -177,7 +197,7 @@ def _one_each(settings: ModelConfig, devices: int) -> Iterator[str]:
         return
     yield (
         f"partitions={partitions}: devices={settings.devices} are {devices}; one device per partition is needed "
-        f"(only schedule=interleaved puts several partitions on one)"
+        f"(only schedule={'|'.join(names(several_per_device=True))} puts several partitions on one)"
     )
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -159,6 +161,18 @@ def _what_is(group: str, target: str) -> str:
         near = did_you_mean(target, own_targets(group))
         return f"{group} takes {described(group)}{f'; {near}' if near else ''}"
     return f"{group} takes {described(group)}; for a package you trust add allow=[{root}] to the command line"
+
+
+def allows_module(name: str, allow: Sequence[str]) -> bool:
+    """Whether the command line allows this module, or the package it is in."""
+    return name in allow or _is_trusted(name, allow)
+
+
+def add_current_folder(allow: Sequence[str]) -> None:
+    """Make the current folder importable: allowed packages may be in it."""
+    folder = str(Path.cwd())
+    if allow and folder not in sys.path:
+        sys.path.insert(0, folder)
 
 
 def _is_trusted(name: str, allow: Sequence[str]) -> bool:

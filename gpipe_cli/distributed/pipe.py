@@ -15,9 +15,10 @@ from itertools import islice
 from typing import final
 
 from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe
 
 from gpipe_cli.distributed.borders import Border, Sketch
-from gpipe_cli.distributed.flushes import Flush, flushes
+from gpipe_cli.distributed.flushes import Flush, TorchScheduleClass, flushes, torch_schedule_class
 from gpipe_cli.distributed.place import Place
 from gpipe_cli.distributed.replicas import Replicas
 from gpipe_cli.distributed.schedules import TorchSchedule
@@ -36,6 +37,7 @@ from gpipe_cli.pipeline.runner import joined
 from gpipe_cli.pipeline.tied import Aliases, TiedParameters
 from gpipe_cli.pipeline.visit import Head
 from gpipe_cli.pipeline.wrapped import WrappedSequence
+from gpipe_cli.schedule import traits
 from gpipe_cli.schedule.checkpoint import Checkpoint
 
 __all__ = ["RankPipe"]
@@ -60,7 +62,7 @@ class RankPipe(WrappedSequence):
         super().__init__(module, chunks, deferred_batch_norm)
         self.place = place
         self._checkpoint = checkpoint
-        self._schedule = schedule
+        self._traits, self._torch_schedule = traits(schedule), torch_schedule_class(schedule)
         self._sketch = Sketch(self.module, balance, place.device)
         # Not registered children: the layers already are children of `module`, under their own names.
         self.__dict__["partitions"] = cut(self.module, self._layers, balance)
@@ -92,8 +94,8 @@ class RankPipe(WrappedSequence):
         batch = self._mini_batch(MiniBatch.of(input, self.chunks, key=None))
         if not batch.rows:
             return ()
-        # Without backward any schedule is gpipe, unless a process has several partitions.
-        schedule = "interleaved" if self._schedule == "interleaved" else "gpipe"
+        # Without backward any schedule does what ScheduleGPipe does, unless a process has several partitions.
+        schedule = self._torch_schedule if self._traits.several_per_device else ScheduleGPipe
         with committed(self._own_batch_norms):
             flight = self._fly(batch, schedule, None)
         if not self.place.has_output:
@@ -109,7 +111,7 @@ class RankPipe(WrappedSequence):
         aliases = self._tied.aliases()
         with committed(self._own_batch_norms):
             if batch.rows:
-                self._fly(batch, self._schedule, loss.weighted, aliases)
+                self._fly(batch, self._torch_schedule, loss.weighted, aliases)
             self._replicas.merge_moments(self._own_batch_norms)
         self._settle(aliases)
         self._replicas.merge_buffers(before, batch.rows / total)
@@ -129,7 +131,7 @@ class RankPipe(WrappedSequence):
     def _fly(
         self,
         batch: MiniBatch,
-        schedule: str,
+        schedule: TorchScheduleClass,
         head: Head | None,
         aliases: Sequence[Aliases] = (),
     ) -> Flight:
@@ -167,7 +169,14 @@ class RankPipe(WrappedSequence):
         key = (flush.schedule, flush.count, borders, training)
         found = self._schedules.pop(key, None)
         if found is None:
-            found = TorchSchedule(flush, self._own, borders, self.place, training=training)
+            found = TorchSchedule(
+                flush,
+                self._own,
+                borders,
+                self.place,
+                training=training,
+                splits_backward=self._traits.splits_backward,
+            )
         self._schedules[key] = found
         while len(self._schedules) > _MOST_SCHEDULES:
             del self._schedules[next(iter(self._schedules))]

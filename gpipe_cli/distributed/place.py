@@ -1,6 +1,6 @@
 """Where a process stands: which partitions of which replica are its own.
 
-Decides that partitions are dealt to the processes of a pipe round robin, as `schedule.placement` deals them to workers
+Decides that partitions are dealt to the processes of a pipe round robin, as `schedule.action` deals them to workers
 and torch's schedules deal stages to ranks. Knows nothing of what the processes do.
 """
 
@@ -14,9 +14,11 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
+from gpipe_cli.distributed.flushes import torch_schedule_class
 from gpipe_cli.distributed.groups import get_group
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.schedule.placement import partitions_of
+from gpipe_cli.schedule import names, traits
+from gpipe_cli.schedule.action import partitions_of
 
 __all__ = ["Place", "check_placement"]
 
@@ -76,10 +78,12 @@ class Place:
 
 
 def check_placement(schedule: str, partitions: int, ranks: int) -> None:
-    """Raise ConfigError where torch could not run so many partitions in so many processes."""
+    """Raise ConfigError if torch cannot run the schedule, or not so many partitions in so many processes."""
     given = f"schedule={schedule}: {partitions} partitions for {ranks} processes"
-    if schedule != "interleaved" and partitions != ranks:
-        raise ConfigError(f"{given}; each runs one (only schedule=interleaved gives it several)")
+    torch_schedule_class(schedule)
+    if not traits(schedule).several_per_device and partitions != ranks:
+        several = "|".join(names(several_per_device=True))
+        raise ConfigError(f"{given}; each runs one (only schedule={several} gives it several)")
     if partitions % ranks:
         raise ConfigError(f"{given}; each must get as many as the others, so give a multiple of {ranks}")
     if ranks == 1 and partitions > 1:

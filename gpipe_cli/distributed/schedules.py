@@ -1,13 +1,8 @@
 """Our schedules by the classes torch has for them, and the stages they run.
 
-    gpipe         ScheduleGPipe                    forward and backward in ascending order
-    1f1b          Schedule1F1B
-    interleaved   ScheduleInterleaved1F1B          several partitions per process
-    zero_bubble   ScheduleInterleavedZeroBubble    with one partition per process
-
-All of them add gradients up in the order of the micro-batches; torch's LoopedBFS does not, so it is not here. A stage
-object keeps the receive buffers of one shape and one mode: torch would infer shapes anew whenever training and
-evaluation alternate, so each has its own. Only public names of `torch.distributed.pipelining` are used.
+A schedule's traits name its class. All of them sum gradients in the order of the micro-batches; torch's LoopedBFS does
+not, so no schedule names it. A stage object keeps the receive buffers of one shape and one mode: torch would infer
+shapes again whenever training and evaluation alternate, so each has its own.
 """
 
 from __future__ import annotations
@@ -19,13 +14,8 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from gpipe_cli.distributed.borders import Border
 from gpipe_cli.distributed.flushes import Flush
@@ -36,11 +26,6 @@ from gpipe_cli.pipeline.partition import Partition
 
 __all__ = ["TorchSchedule"]
 
-_OF_ONE_STAGE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_OF_SEVERAL: dict[str, Any] = {
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero_bubble": ScheduleInterleavedZeroBubble,
-}
 _NUMBER = torch.empty((), device="meta", requires_grad=True)
 """What the last stage gives torch: the loss. It goes nowhere, so in evaluation its shape does not matter."""
 _torch_log = logging.getLogger("torch.distributed.pipelining.schedules")
@@ -58,25 +43,26 @@ class TorchSchedule:
         place: Place,
         *,
         training: bool,
+        splits_backward: bool,
     ) -> None:
         self._count = flush.count
         self._training = training
         self._has_output = place.has_output
         following = [*borders[1:], None]
+        # Only torch's schedules of several stages ask a stage for the second half of its backward.
+        several_stages = issubclass(flush.schedule, PipelineScheduleMulti)
+        split = splits_backward and several_stages
         self._stages = [
-            Stage(one, borders[one.index], following[one.index], split=flush.schedule == "zero_bubble")
-            for one in partitions
+            Stage(one, borders[one.index], following[one.index], split=split) for one in partitions
         ]
         torch_stages = [
             _torch_stage(stage, one.index, borders[one.index], following[one.index], place)
             for stage, one in zip(self._stages, partitions, strict=True)
         ]
-        options = {"loss_fn": _given if training else None, "scale_grads": False}
-        if flush.schedule in _OF_ONE_STAGE:
-            (only,) = torch_stages
-            self._schedule = _OF_ONE_STAGE[flush.schedule](only, flush.count, **options)
-        else:
-            self._schedule = _OF_SEVERAL[flush.schedule](torch_stages, flush.count, **options)
+        stages: Any = torch_stages if several_stages else torch_stages[0]
+        self._schedule: Any = flush.schedule(
+            stages, flush.count, loss_fn=_given if training else None, scale_grads=False
+        )
 
     def run(self, flight: Flight, first: int) -> None:
         """Take so many micro-batches of the flight from `first` on through the pipeline."""

@@ -21,8 +21,8 @@ from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
 from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.schedule.action import partitions_of
 from gpipe_cli.schedule.checkpoint import Checkpoint, checkpoint_stops
-from gpipe_cli.schedule.placement import partitions_of
 
 
 def build(

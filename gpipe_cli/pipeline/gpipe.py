@@ -20,13 +20,11 @@ from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.residence import Residence
 from gpipe_cli.pipeline.runner import Runner
 from gpipe_cli.pipeline.worked import WorkedSequence
-from gpipe_cli.schedule import names as schedule_names
-from gpipe_cli.schedule import order
+from gpipe_cli.schedule import order, traits
 from gpipe_cli.schedule.checkpoint import settled
 
 __all__ = ["GPipe"]
 
-_REPEATS_DEVICES = "interleaved"
 _RECIPE = "Find one with gpipe_cli.balance, for example balance_by_time(module, sample, partitions=2)."
 
 
@@ -60,11 +58,10 @@ class GPipe(WorkedSequence):
         self.balance = list(balance)
         self.checkpoint = settled(checkpoint, len(self.balance))
         self.schedule = str(schedule)
-        if self.schedule not in schedule_names():
-            raise ValueError(f"schedule is not one of {', '.join(schedule_names())} ({schedule!r})")
+        repeats_devices = traits(self.schedule).several_per_device
         self._check_balance()
         count = len(self.balance)
-        self.devices = choose_devices(devices, count, repeats=self.schedule == _REPEATS_DEVICES)
+        self.devices = choose_devices(devices, count, repeats=repeats_devices)
         views = cut(self.module, self._layers, self.balance)
         self._keep_views(views)
         self._place(views, only_buffers=bool(residences))

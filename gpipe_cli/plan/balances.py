@@ -19,7 +19,7 @@ from gpipe_cli.plan.costs import Costs
 from gpipe_cli.plan.fit import Fit
 from gpipe_cli.plan.steps import step_ms
 from gpipe_cli.schedule.checkpoint import Checkpoint
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 __all__ = ["Found", "best_balance", "lowest"]
 
@@ -41,16 +41,18 @@ class Found:
     """No balance of this shape that fits has a shorter step; the step itself where all of them were judged."""
 
 
-def lowest(costs: Costs, course: Course, fit: Fit) -> tuple[float, Balance] | None:
+def lowest(costs: Costs, spec: PipelineSpec, fit: Fit) -> tuple[float, Balance] | None:
     """A bound below all balances that fit, and the one that has it; None where none fits."""
-    solution = minimise(StepBound(costs, course, fit), course.partitions)
+    solution = minimise(StepBound(costs, spec, fit), spec.partitions)
     return None if solution is None else (solution.largest, tuple(solution.balance))
 
 
-def best_balance(costs: Costs, course: Course, fit: Fit, start: tuple[float, Balance], budget: int) -> Found:
+def best_balance(
+    costs: Costs, spec: PipelineSpec, fit: Fit, start: tuple[float, Balance], budget: int
+) -> Found:
     """`start` is what `lowest` gave; `budget` is how many actions may be simulated."""
     bound, balance = start
-    actions = 2 * course.partitions * course.micro_batches
+    actions = 2 * spec.partitions * spec.micro_batches
 
     checkpoint_of = cache(fit.checkpoint)
 
@@ -58,7 +60,7 @@ def best_balance(costs: Costs, course: Course, fit: Fit, start: tuple[float, Bal
     def price(balance: Balance) -> float:
         checkpoint = checkpoint_of(balance)
         assert checkpoint is not None, "what does not fit is not judged"
-        return step_ms(replace(course, checkpoint=checkpoint), costs, balance)
+        return step_ms(replace(spec, checkpoint=checkpoint), costs, balance)
 
     def fits(balance: Balance) -> bool:
         return checkpoint_of(balance) is not None
@@ -69,7 +71,7 @@ def best_balance(costs: Costs, course: Course, fit: Fit, start: tuple[float, Bal
         return Found(balance, checkpoint, price(balance), min(bound, price(balance)))
 
     best = best_nearby(balance, fits, price, budget=max(1, min(NEARBY, budget // actions)))
-    judged = _Judged(costs, course, fit, price(best))
+    judged = _Judged(costs, spec, fit, price(best))
     if not judged.possible:
         return found(best, bound)
     for number, other in enumerate(judged.balances()):
@@ -85,10 +87,10 @@ def best_balance(costs: Costs, course: Course, fit: Fit, start: tuple[float, Bal
 class _Judged:
     """The balances that no partition rules out."""
 
-    def __init__(self, costs: Costs, course: Course, fit: Fit, limit: float) -> None:
+    def __init__(self, costs: Costs, spec: PipelineSpec, fit: Fit, limit: float) -> None:
         self.limit = limit * ROUNDING
-        self._layers, self._partitions = costs.layers, course.partitions
-        self._bound = StepBound(costs, course, fit)
+        self._layers, self._partitions = costs.layers, spec.partitions
+        self._bound = StepBound(costs, spec, fit)
         self.possible = self._partitions * self._layers**2 <= MOST_SEGMENTS
         self._reachable = self._completions() if self.possible else []
 

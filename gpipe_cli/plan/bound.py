@@ -16,11 +16,10 @@ from typing import final
 from gpipe_cli.plan.costs import Costs, Sums
 from gpipe_cli.plan.fit import Fit
 from gpipe_cli.schedule.checkpoint import MODES, checkpoint_stops
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
-__all__ = ["SPLITS_BACKWARD", "StepBound", "least_step"]
+__all__ = ["StepBound", "least_step"]
 
-SPLITS_BACKWARD = ("zero_bubble",)
 LARGEST = sys.float_info.max
 """Short of what does not fit, which takes for ever."""
 
@@ -29,15 +28,15 @@ LARGEST = sys.float_info.max
 class StepBound:
     """For the solver: no step is shorter in which some partition has the layers from `begin` up to `end`."""
 
-    def __init__(self, costs: Costs, course: Course, fit: Fit) -> None:
+    def __init__(self, costs: Costs, spec: PipelineSpec, fit: Fit) -> None:
         self.layers = costs.layers
         self._costs, self._sums, self._fit = costs, _sums(costs, fit), fit
-        self._micro_batches = course.micro_batches
-        self._recomputed = {mode: checkpoint_stops(mode, 1, course.micro_batches)[0] for mode in fit.modes}
-        self._splits = course.schedule in SPLITS_BACKWARD
-        self._least_split = _least_split(costs, course)
+        self._micro_batches = spec.micro_batches
+        self._recomputed = {mode: checkpoint_stops(mode, 1, spec.micro_batches)[0] for mode in fit.modes}
+        self._splits = spec.traits.splits_backward
+        self._least_split = _least_split(costs, spec)
         self._part_going_back = min(1.0, costs.split.input_grad)
-        self._work = _work(costs, self._sums, course, min(self._recomputed.values()))
+        self._work = _work(costs, self._sums, spec, min(self._recomputed.values()))
         self._free = fit.only
         # A layer in front shortens the way to the partition by less than it adds to it. But it may be one with a
         # smaller input, so that less must be recomputed.
@@ -105,27 +104,25 @@ class StepBound:
         ]
 
 
-def least_step(costs: Costs, course: Course) -> float:
+def least_step(costs: Costs, spec: PipelineSpec) -> float:
     """Below which no step is, whatever is recomputed: known without a look at the layers."""
     there, back = costs.least
-    stops = (
-        checkpoint_stops(course.checkpoint, 1, course.micro_batches) if course.checkpoint in MODES else (0,)
-    )
-    work = _work(costs, costs.least, course, stops[0])
-    part = min(1.0, costs.split.input_grad) if course.schedule in SPLITS_BACKWARD else 1.0
+    stops = checkpoint_stops(spec.checkpoint, 1, spec.micro_batches) if spec.checkpoint in MODES else (0,)
+    work = _work(costs, costs.least, spec, stops[0])
+    part = min(1.0, costs.split.input_grad) if spec.traits.splits_backward else 1.0
     return max(work, there[-1] + part * back[-1])
 
 
-def _work(costs: Costs, sums: Sums, course: Course, recomputed: int) -> float:
+def _work(costs: Costs, sums: Sums, spec: PipelineSpec, recomputed: int) -> float:
     """All work, evenly shared."""
-    workers = min(course.devices or course.partitions, course.cores or course.partitions)
-    once = sums.forward[-1] + sums.backward[-1] * _least_split(costs, course)
-    return (course.micro_batches * once + recomputed * costs.recompute[-1]) / workers
+    workers = min(spec.devices or spec.partitions, spec.cores or spec.partitions)
+    once = sums.forward[-1] + sums.backward[-1] * _least_split(costs, spec)
+    return (spec.micro_batches * once + recomputed * costs.recompute[-1]) / workers
 
 
-def _least_split(costs: Costs, course: Course) -> float:
+def _least_split(costs: Costs, spec: PipelineSpec) -> float:
     """What a backward takes at least, as a multiple of the whole: the first partition's is not split."""
-    if course.schedule not in SPLITS_BACKWARD:
+    if not spec.traits.splits_backward:
         return 1.0
     return min(1.0, costs.split.input_grad + costs.split.weight_grad)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple, final
 
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 
 __all__ = ["Costs", "Split", "Sums"]
@@ -77,11 +77,11 @@ class Costs:
             weight_grad=split.weight_grad * backward,
         )
 
-    def partitions(self, balance: Sequence[int], course: Course) -> list[PartitionCost]:
+    def partitions(self, balance: Sequence[int], spec: PipelineSpec) -> list[PartitionCost]:
         borders = pairwise([0, *accumulate(balance)])
         return [
             self.partition(begin, end, stop)
-            for (begin, end), stop in zip(borders, course.checkpoint_stops, strict=True)
+            for (begin, end), stop in zip(borders, spec.checkpoint_stops, strict=True)
         ]
 
 

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
-from gpipe_cli.plan.bound import SPLITS_BACKWARD
 from gpipe_cli.plan.costs import Costs
 from gpipe_cli.plan.search import Answer
 from gpipe_cli.plan.shape import Shape
 from gpipe_cli.plan.steps import simulated
 from gpipe_cli.profiling.memory import PartitionMemory
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 
 __all__ = ["Limit", "Prediction", "limit_of", "predict"]
@@ -115,9 +114,9 @@ def predict(
 ) -> Prediction:
     """`memory` is each partition's; `without_limit_ms` is the best step if memory did not matter."""
     shape, found = answer.shape, answer.found
-    course = shape.course(cores)
-    parts = costs.partitions(found.balance, course)
-    work = _work(course, parts)
+    spec = shape.spec(cores)
+    parts = costs.partitions(found.balance, spec)
+    work = _work(spec, parts)
     busy = work / (shape.devices * found.step_ms) if found.step_ms else 1.0
     at_once = min(shape.devices, cores or shape.devices)
     return Prediction(
@@ -128,12 +127,12 @@ def predict(
         bubble=max(0.0, 1 - busy),
         samples_per_second=1000 * rows / found.step_ms if found.step_ms else 0.0,
         memory=_by_device(memory, shape.devices),
-        limit=limit_of(course, parts, found.step_ms, work / at_once, without_limit_ms),
+        limit=limit_of(spec, parts, found.step_ms, work / at_once, without_limit_ms),
     )
 
 
 def limit_of(
-    course: Course,
+    spec: PipelineSpec,
     parts: Sequence[PartitionCost],
     step_ms: float,
     work_ms: float,
@@ -141,9 +140,9 @@ def limit_of(
 ) -> Limit:
     """`work_ms` is the step in which every device, or core, is always busy."""
     still = [replace(one, transfer=0.0) for one in parts]
-    alike = [_mean(still, course)] * len(still)
-    without_transfers = simulated(course, still)
-    even = min(without_transfers, simulated(replace(course, checkpoint="always"), alike))
+    alike = [_mean(still, spec)] * len(still)
+    without_transfers = simulated(spec, still)
+    even = min(without_transfers, simulated(replace(spec, checkpoint="always"), alike))
     shares = {
         "transfers": step_ms - without_transfers,
         "slowest partition": without_transfers - even,
@@ -155,24 +154,24 @@ def limit_of(
     return Limit(name, share) if share > SMALL else Limit("work", 0.0)
 
 
-def _work(course: Course, parts: Sequence[PartitionCost]) -> float:
+def _work(spec: PipelineSpec, parts: Sequence[PartitionCost]) -> float:
     """Of all devices together."""
-    splits = course.schedule in SPLITS_BACKWARD
+    splits = spec.traits.splits_backward
     return sum(
-        course.micro_batches * (one.forward + (sum(one.split) if splits else one.backward))
+        spec.micro_batches * (one.forward + (sum(one.split) if splits else one.backward))
         + stop * one.recompute
-        for one, stop in zip(parts, course.checkpoint_stops, strict=True)
+        for one, stop in zip(parts, spec.checkpoint_stops, strict=True)
     )
 
 
-def _mean(parts: Sequence[PartitionCost], course: Course) -> PartitionCost:
+def _mean(parts: Sequence[PartitionCost], spec: PipelineSpec) -> PartitionCost:
     """A partition that always recomputes, but no more than all of them do together."""
     count = len(parts)
-    recomputed = sum(stop * one.recompute for stop, one in zip(course.checkpoint_stops, parts, strict=True))
+    recomputed = sum(stop * one.recompute for stop, one in zip(spec.checkpoint_stops, parts, strict=True))
     return PartitionCost(
         sum(one.forward for one in parts) / count,
         sum(one.backward for one in parts) / count,
-        recompute=recomputed / course.micro_batches / count,
+        recompute=recomputed / spec.micro_batches / count,
         input_grad=sum(one.split[0] for one in parts) / count,
         weight_grad=sum(one.split[1] for one in parts) / count,
     )

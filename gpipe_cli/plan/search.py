@@ -83,17 +83,17 @@ def search(
             cannot += len(queue)
             break
         bound, _, one = heappop(queue)
-        course = one.shape.course(cores)
+        spec = one.shape.spec(cores)
         if one.fit is None or one.start is None:
             fit = fit_of(one.shape)
-            start = lowest(one.costs, course, fit)
+            start = lowest(one.costs, spec, fit)
             if start is None:
                 too_large += 1
             else:
                 number += 1
                 heappush(queue, (max(bound, start[0]), number, replace(one, fit=fit, start=start)))
             continue
-        found = best_balance(one.costs, course, one.fit, one.start, ACTIONS)
+        found = best_balance(one.costs, spec, one.fit, one.start, ACTIONS)
         answer = Answer(replace(one.shape, checkpoint=found.checkpoint), found)
         # Where what fits is the same everywhere, it is a shape of its own.
         if all(answer.shape != other.shape for other in answers):
@@ -110,10 +110,10 @@ def _by_their_bounds(
     queue = []
     cannot = 0
     for number, shape in enumerate(shapes):
-        course = shape.course(cores)
-        if can_be_simulated(course):
+        spec = shape.spec(cores)
+        if can_be_simulated(spec):
             costs = costs_of(shape)
-            queue.append((least_step(costs, course), number, _Waiting(shape, costs)))
+            queue.append((least_step(costs, spec), number, _Waiting(shape, costs)))
         else:
             cannot += 1
     heapify(queue)

@@ -9,17 +9,17 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
+from gpipe_cli.schedule import names, traits
 from gpipe_cli.schedule.checkpoint import Checkpoint
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
-__all__ = ["CHECKPOINTS", "FITTED", "Shape", "Space", "powers_of_two"]
+__all__ = ["CHECKPOINTS", "FITTED", "Shape", "Space", "powers_of_two", "searched_schedules"]
 
 CHECKPOINTS = ("never", "except_last", "always")
-SCHEDULES = ("1f1b", "gpipe", "zero_bubble", "interleaved")
 FITTED = "fitted"
 """Not a mode: every partition has one of its own, that which recomputes least among those that fit its memory."""
 TURNS = (2, 4)
-"""Partitions of one device under `interleaved`; with one it is 1f1b."""
+"""Partitions per device for a schedule that runs several; with one it is the same as one that does not."""
 
 
 @final
@@ -32,8 +32,8 @@ class Shape:
     checkpoint: Checkpoint
     """FITTED: to be found for each balance."""
 
-    def course(self, cores: int | None = None) -> Course:
-        return Course(self.schedule, self.partitions, self.chunks, self.checkpoint, self.devices, cores)
+    def spec(self, cores: int | None = None) -> PipelineSpec:
+        return PipelineSpec(self.schedule, self.partitions, self.chunks, self.checkpoint, self.devices, cores)
 
     @property
     def actions(self) -> int:
@@ -49,7 +49,7 @@ class Space:
     devices: Sequence[int]
     """How many of them may be used."""
     chunks: Sequence[int]
-    schedules: Collection[str] = SCHEDULES
+    schedules: Collection[str] = field(default_factory=lambda: searched_schedules())
     checkpoints: Collection[str] = CHECKPOINTS
     partitions: int | None = None
     """Fixed, where given."""
@@ -67,16 +67,21 @@ class Space:
                     yield from self._pipelines(devices, chunks)
 
     def _alone(self, chunks: int) -> Iterator[Shape]:
-        if self.partitions not in (None, 1) or not {"1f1b", "gpipe"} & set(self.schedules):
+        plain = [
+            name
+            for name in self.schedules
+            if not (traits(name).splits_backward or traits(name).several_per_device)
+        ]
+        if self.partitions not in (None, 1) or not plain:
             return
-        # 1f1b and gpipe take the same time on one device, and 1f1b needs less memory.
-        schedule = "1f1b" if "1f1b" in self.schedules else "gpipe"
+        # On one device all of them take the same time, so the one that keeps the fewest micro-batches alive is best.
+        schedule = min(plain, key=lambda name: PipelineSpec(name, 1, chunks).peaks[0].bytes(graph=1, input=0))
         for checkpoint in self._modes(chunks):
             yield Shape(1, 1, chunks, schedule, checkpoint)
 
     def _pipelines(self, devices: int, chunks: int) -> Iterator[Shape]:
         for schedule in self.schedules:
-            for turns in self._turns if schedule == "interleaved" else (1,):
+            for turns in self._turns if traits(schedule).several_per_device else (1,):
                 partitions = devices * turns
                 if partitions > self.layers or self.partitions not in (None, partitions):
                     continue
@@ -88,6 +93,11 @@ class Space:
         """With one micro-batch `except_last` is `never`, which every space that has one of them may name."""
         modes = [mode for mode in CHECKPOINTS if mode in self.checkpoints]
         return [mode for mode in modes if not (chunks == 1 and mode == "except_last" and "never" in modes)]
+
+
+def searched_schedules() -> list[str]:
+    """All shipped ones, simple ones first: of equally good plans the first is shown."""
+    return sorted(names(), key=lambda name: (traits(name).several_per_device, traits(name).splits_backward))
 
 
 def powers_of_two(most: int) -> list[int]:

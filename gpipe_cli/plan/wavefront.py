@@ -1,6 +1,6 @@
 """The step of a pipeline too long to be simulated action by action: thousands of devices, millions of actions.
 
-    long_step(Course("1f1b", partitions=4096, micro_batches=16384), costs)
+    long_step(PipelineSpec("1f1b", partitions=4096, micro_batches=16384), costs)
 
 In these schedules every action has a place on a clock, and what it needs stands one tick earlier on the neighbouring
 device. So all devices are advanced together, tick by tick, with one array operation each. Beyond `MOST_TICKS` the
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 
 __all__ = ["long_step", "takes"]
@@ -28,33 +28,32 @@ STEADY = 3
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def takes(course: Course) -> bool:
-    """Whether the course has a clock, and devices enough for its workers."""
-    devices = course.devices or course.partitions
-    if course.schedule == "interleaved":
-        return course.cores is None and course.partitions % devices == 0
-    return course.cores is None and course.schedule in ("gpipe", "1f1b") and course.partitions == devices
+def takes(spec: PipelineSpec) -> bool:
+    """Whether the spec has a clock, and devices enough for its workers."""
+    devices = spec.devices or spec.partitions
+    on_a_clock = spec.traits.ticks_per_micro_batch is not None
+    return spec.cores is None and on_a_clock and spec.partitions % devices == 0
 
 
-def long_step(course: Course, costs: Sequence[PartitionCost]) -> float:
+def long_step(spec: PipelineSpec, costs: Sequence[PartitionCost]) -> float:
     """Milliseconds, or whatever unit the costs are in."""
-    assert takes(course), "asked only where it can answer"
-    devices = course.devices or course.partitions
-    rounds = _rounds_left_out(course, devices)
+    assert takes(spec), "asked only where it can answer"
+    devices = spec.devices or spec.partitions
+    rounds = _rounds_left_out(spec, devices)
     if rounds == 0:
-        return _Clock(course, costs).run()
+        return _Clock(spec, costs).run()
     shorter = [
-        replace(course, micro_batches=course.micro_batches - out * devices) for out in (rounds, rounds + 1)
+        replace(spec, micro_batches=spec.micro_batches - out * devices) for out in (rounds, rounds + 1)
     ]
     step, before = (_Clock(one, costs).run() for one in shorter)
     return step + rounds * (step - before)
 
 
-def _rounds_left_out(course: Course, devices: int) -> int:
+def _rounds_left_out(spec: PipelineSpec, devices: int) -> int:
     """How many rounds of one micro-batch per device are added instead of run."""
-    per_micro_batch = 2 * course.partitions // devices
+    per_micro_batch = 2 * spec.partitions // devices
     most = max((STEADY + 1) * devices, MOST_TICKS // per_micro_batch - 2 * devices)
-    return max(0, -(-(course.micro_batches - most) // devices))
+    return max(0, -(-(spec.micro_batches - most) // devices))
 
 
 class _Wave(NamedTuple):
@@ -100,12 +99,12 @@ class _Direction:
 
 @final
 class _Clock:
-    def __init__(self, course: Course, costs: Sequence[PartitionCost]) -> None:
-        self._devices = course.devices or course.partitions
-        self._turns = course.partitions // self._devices
-        self._micro_batches = course.micro_batches
-        # gpipe: every device acts at every tick; the others: there and back in turn.
-        self._stride = 1 if course.schedule == "gpipe" else 2
+    def __init__(self, spec: PipelineSpec, costs: Sequence[PartitionCost]) -> None:
+        self._devices = spec.devices or spec.partitions
+        self._turns = spec.partitions // self._devices
+        self._micro_batches = spec.micro_batches
+        # 1: every device acts at every tick; 2: forwards and backwards alternate.
+        self._stride = spec.traits.ticks_per_micro_batch or 2
 
         def by_turn(numbers: Iterable[float]) -> Numbers:
             return np.array(list(numbers)).reshape(self._turns, self._devices)
@@ -121,8 +120,8 @@ class _Clock:
             self._micro_batches,
         )
         self._recompute = by_turn(one.recompute for one in back)
-        self._recomputes = any(course.checkpoint_stops)
-        self._stops = by_turn(reversed(course.checkpoint_stops))
+        self._recomputes = any(spec.checkpoint_stops)
+        self._stops = by_turn(reversed(spec.checkpoint_stops))
         self._free = np.zeros(self._devices)
         self._free_from_behind = self._free[::-1]  # the same numbers
 

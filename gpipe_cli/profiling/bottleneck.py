@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import final
 
 from gpipe_cli.profiling.timeline import PartitionTime
-from gpipe_cli.schedule import by_slice
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule import by_slice, zero_bubble
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 __all__ = ["Verdict", "verdict"]
 
@@ -28,29 +28,30 @@ class Verdict:
 
 
 def verdict(
-    partitions: Sequence[PartitionTime], course: Course, *, bubble: float, ideal_bubble: float, rows: int
+    partitions: Sequence[PartitionTime], spec: PipelineSpec, *, bubble: float, ideal_bubble: float, rows: int
 ) -> Verdict:
     """`rows` is the size of a mini-batch, which bounds the number of micro-batches."""
     busiest = max(range(len(partitions)), key=lambda index: partitions[index].busy)
-    advice = list(_advice(partitions, course, bubble, ideal_bubble, rows))
+    advice = list(_advice(partitions, spec, bubble, ideal_bubble, rows))
     return Verdict(busiest, advice or ["nothing stands out"])
 
 
 def _advice(
-    partitions: Sequence[PartitionTime], course: Course, bubble: float, ideal_bubble: float, rows: int
+    partitions: Sequence[PartitionTime], spec: PipelineSpec, bubble: float, ideal_bubble: float, rows: int
 ) -> Iterator[str]:
-    if course.schedule == by_slice.NAME:
+    if spec.schedule == by_slice.TRAITS.name:
         yield from _of_slices(partitions, bubble)
         return
+    splits, several = spec.traits.splits_backward, spec.traits.several_per_device
     busy = [one.busy for one in partitions]
     if max(busy) > UNEVEN * sum(busy) / len(busy):
         yield "balance=time divides the layers by their time"
-    if ideal_bubble > LARGE_BUBBLE and 2 * course.micro_batches <= rows:
-        yield f"chunks={2 * course.micro_batches} shortens the bubble that any schedule has at both ends"
-    if ideal_bubble > LARGE_BUBBLE and course.schedule in ("gpipe", "1f1b") and len(partitions) > 1:
-        yield "schedule=zero_bubble fills a part of it"
+    if ideal_bubble > LARGE_BUBBLE and 2 * spec.micro_batches <= rows:
+        yield f"chunks={2 * spec.micro_batches} shortens the bubble that any schedule has at both ends"
+    if ideal_bubble > LARGE_BUBBLE and not (splits or several) and len(partitions) > 1:
+        yield f"schedule={zero_bubble.TRAITS.name} fills a part of it"
     if bubble > ideal_bubble + ABOVE_IDEAL:
-        yield _above_ideal(course)
+        yield _above_ideal(spec)
     if max(one.recompute for one in partitions) > MUCH_RECOMPUTATION:
         yield "checkpoint=never saves the recomputation, if memory allows"
 
@@ -63,7 +64,7 @@ def _of_slices(slices: Sequence[PartitionTime], bubble: float) -> Iterator[str]:
         yield "checkpoint=never saves the recomputation, if memory allows"
 
 
-def _above_ideal(course: Course) -> str:
-    if course.cores is not None and course.partitions > course.cores:
-        return f"partitions={course.cores} is as many as there are cores: more of them take turns"
+def _above_ideal(spec: PipelineSpec) -> str:
+    if spec.cores is not None and spec.partitions > spec.cores:
+        return f"partitions={spec.cores} is as many as there are cores: more of them take turns"
     return "fewer chunks or a larger batch_size make pieces that outweigh their handing over"

@@ -25,6 +25,7 @@ from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
 from gpipe_cli.profiling.left_as_found import left_as_found, staying_at_home
 from gpipe_cli.profiling.record import recording
 from gpipe_cli.profiling.seen import LayerFacts, Seen
+from gpipe_cli.schedule import interleaved
 from gpipe_cli.sequential import layer_names
 from gpipe_cli.torch_internals.storage import storage_of
 
@@ -97,7 +98,8 @@ def _layer_by_layer(module: nn.Sequential, sample: Sample) -> Iterator[GPipe]:
     """A pipe in which each layer is a partition, all on one worker."""
     device = tensors_of(sample.input)[0].device
     with staying_at_home(module), left_as_found(module):
-        pipe = GPipe(module, [1] * len(module), devices=[device], checkpoint="never", schedule="interleaved")
+        schedule = interleaved.TRAITS.name
+        pipe = GPipe(module, [1] * len(module), devices=[device], checkpoint="never", schedule=schedule)
         with pipe:
             yield pipe
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from gpipe_cli.profiling.facts import ModelFacts
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 __all__ = ["PartitionMemory", "activation_bytes", "partition_memory", "resident_memory"]
 
@@ -34,11 +34,11 @@ class PartitionMemory:
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.activation_bytes
 
 
-def activation_bytes(facts: ModelFacts, balance: Sequence[int], course: Course) -> list[int]:
+def activation_bytes(facts: ModelFacts, balance: Sequence[int], spec: PipelineSpec) -> list[int]:
     """The most that each partition keeps for backward at once."""
     return [
         kept.bytes(facts.saved_bytes(begin, end), facts.arriving(begin, end).bytes)
-        for (begin, end), kept in zip(_borders(balance), course.kept, strict=True)
+        for (begin, end), kept in zip(_borders(balance), spec.peaks, strict=True)
     ]
 
 
@@ -46,12 +46,12 @@ def partition_memory(
     module: nn.Sequential,
     facts: ModelFacts,
     balance: Sequence[int],
-    course: Course,
+    spec: PipelineSpec,
     optimizer: MakeOptimizer,
 ) -> list[PartitionMemory]:
     """One per partition of the balance."""
     resident = resident_memory(module, balance, optimizer)
-    activations = activation_bytes(facts, balance, course)
+    activations = activation_bytes(facts, balance, spec)
     return [replace(one, activation_bytes=kept) for one, kept in zip(resident, activations, strict=True)]
 
 

@@ -28,8 +28,9 @@ from gpipe_cli.pipeline.pytree import map_tensors
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.left_as_found import left_as_found, staying_at_home
 from gpipe_cli.profiling.record import recording
+from gpipe_cli.schedule import one_f_one_b, zero_bubble
 from gpipe_cli.schedule.action import Kind
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 
 __all__ = ["Phases", "Ran", "measure_phases", "measure_plain_phases"]
@@ -75,8 +76,8 @@ def measure_phases(
     """
     run = _Steps(module, sample, balance, devices, chunks, seconds / 3, cores).run
     with staying_at_home(module), left_as_found(module):
-        plain, checkpointed = run("1f1b", "never"), run("1f1b", "always")
-        halves = run("zero_bubble", "never") if split and len(balance) > 1 else None
+        plain, checkpointed = run(one_f_one_b.TRAITS.name, "never"), run(one_f_one_b.TRAITS.name, "always")
+        halves = run(zero_bubble.TRAITS.name, "never") if split and len(balance) > 1 else None
     later = plain.sum("backward", first=1) if halves else 0.0
     beyond, checkpointed_beyond = plain.beyond_simulated(), checkpointed.beyond_simulated()
     return Phases(
@@ -101,7 +102,9 @@ def measure_plain_phases(
 ) -> tuple[float, float]:
     """The forward and backward of `measure_phases` alone, from the fewest steps."""
     with staying_at_home(module), left_as_found(module):
-        plain = _Steps(module, sample, balance, devices, chunks, 0.0, cores).run("1f1b", "never")
+        plain = _Steps(module, sample, balance, devices, chunks, 0.0, cores).run(
+            one_f_one_b.TRAITS.name, "never"
+        )
     beyond = plain.beyond_simulated()
     return plain.sum("forward") * beyond, plain.sum("backward") * beyond
 
@@ -132,16 +135,16 @@ class _Steps:
             checkpoint=checkpoint,
             schedule=schedule,
         )
-        course = Course(schedule, len(self.balance), count, checkpoint, cores=self.cores)
-        return _run(pipe, course, batch, self.seconds)
+        spec = PipelineSpec(schedule, len(self.balance), count, checkpoint, cores=self.cores)
+        return _run(pipe, spec, batch, self.seconds)
 
 
 @final
 @dataclass(frozen=True)
 class Ran:
-    """What some steps of a course took, in milliseconds."""
+    """What some steps of a spec took, in milliseconds."""
 
-    course: Course
+    spec: PipelineSpec
     step: float
     pieces: Mapping[tuple[int, str, Kind], float]
     """Of every partition, phase and kind of action."""
@@ -162,15 +165,15 @@ class Ran:
                 self._of(partition, "backward", Kind.BACKWARD),
                 recompute=self._of(partition, "recompute", Kind.BACKWARD),
             )
-            for partition in range(self.course.partitions)
+            for partition in range(self.spec.partitions)
         ]
-        return self.step / self.course.simulate(parts).step
+        return self.step / self.spec.simulate(parts).step
 
     def _of(self, partition: int, phase: str, kind: Kind) -> float:
         return self.pieces.get((partition, phase, kind), 0.0)
 
 
-def _run(pipe: GPipe, course: Course, sample: Sample, seconds: float) -> Ran:
+def _run(pipe: GPipe, spec: PipelineSpec, sample: Sample, seconds: float) -> Ran:
     """Medians, without those of the first steps: new threads have new memory."""
     assert sample.loss is not None and sample.target is not None, "a step ends with a loss"
     pieces: dict[tuple[int, str, Kind], list[float]] = defaultdict(list)
@@ -187,7 +190,7 @@ def _run(pipe: GPipe, course: Course, sample: Sample, seconds: float) -> Ran:
         for piece in record.pieces():
             pieces[piece.action.partition, piece.phase, piece.action.kind].append(piece.end - piece.begin)
     medians = {what: 1000 * statistics.median(durations) for what, durations in pieces.items()}
-    return Ran(course, 1000 * statistics.median(steps), medians)
+    return Ran(spec, 1000 * statistics.median(steps), medians)
 
 
 def _repeated(value: Value, times: int) -> Value:

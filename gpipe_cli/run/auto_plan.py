@@ -12,11 +12,12 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from gpipe_cli.config.schema import PlanSearchConfig, ScheduleConfig, TrainConfig
+from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.advice import advice
 from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.report.output import say
-from gpipe_cli.run.build import check_components, make_model, open_own_packages, uses_partitions
+from gpipe_cli.run.build import check_components, make_model, uses_partitions
 from gpipe_cli.run.data import make_feed
 from gpipe_cli.run.job import Job
 from gpipe_cli.run.planning import Planner
@@ -42,7 +43,7 @@ def with_best_plan(settings: TrainConfig, job: Job) -> tuple[TrainConfig, Job]:
         )
     if any(word.lstrip("+").startswith(("balance=", "balance.")) for word in job.overrides):
         raise ConfigError("balance: plan=auto searches for it; leave one of them out")
-    open_own_packages(settings)
+    add_current_folder(settings.allow)
     check_components(settings, job.overrides)
     feed = make_feed(settings)
     planner = Planner(settings, job.overrides, feed, make_model(settings, feed))

@@ -6,12 +6,10 @@ Each function takes settings and gives an object; the commands call them from to
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +26,7 @@ from gpipe_cli.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from gpipe_cli.config.targets import accepted, bind, instantiate
+from gpipe_cli.config.targets import accepted, add_current_folder, bind, instantiate
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_threads
 from gpipe_cli.engines.memory import memory_watched
@@ -53,7 +51,8 @@ from gpipe_cli.run.pipeline_spec import (
     sample_must_fit,
 )
 from gpipe_cli.run.sketch import sketched
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule import names, one_f_one_b, traits
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 # Keys that only some engines use, each with the argument of an engine's `build` that shows it does.
 ENGINE_KEYS = {
@@ -72,7 +71,7 @@ ENGINE_KEYS = {
 FOR_A_MODEL = "choose a smaller model, or keep it on disk with engine=offload engine.to=disk"
 
 # What a balance method may ask for; `within` is the memory to keep within, where a limit is given.
-BALANCE_OFFERS = ("module", "layer_count", "partitions", "sample", "course", "memory", "within", "profiles")
+BALANCE_OFFERS = ("module", "layer_count", "partitions", "sample", "spec", "memory", "within", "profiles")
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Split:
 
     balanced: Balanced
     devices: list[torch.device]
-    course: Course
+    spec: PipelineSpec
     memory: Memory | None = None
     """What partitions need, where that had to be known."""
     origin: str = ""
@@ -110,7 +109,7 @@ class Assembly:
 
 def assemble(settings: ModelConfig, overrides: Sequence[str], *, storage: bool = True) -> Assembly:
     """Check every component, then make data, model and partitions; the model with or without its numbers."""
-    open_own_packages(settings)
+    add_current_folder(settings.allow)
     check_components(settings, overrides)
     feed = make_feed(settings)
 
@@ -122,12 +121,6 @@ def assemble(settings: ModelConfig, overrides: Sequence[str], *, storage: bool =
         return Assembly(feed, built.model, split_model(settings, built.model, feed), built)
     model = make() if storage else sketched(make)
     return Assembly(feed, model, split_model(settings, model, feed))
-
-
-def open_own_packages(settings: ModelConfig) -> None:
-    """Packages allowed on the command line may lie in the current folder."""
-    if settings.allow:
-        sys.path.insert(0, str(Path.cwd()))
 
 
 @memory_watched("building the model", FOR_A_MODEL)
@@ -165,11 +158,12 @@ def split_model(settings: ModelConfig, model: nn.Sequential, feed: Feed) -> Spli
     width = len(everywhere) // replicas
     replica = Team.present().rank // max(1, width)
     devices = everywhere[replica * width : (replica + 1) * width]
-    too_few = len(devices) < partitions and settings.schedule.name != "interleaved"
+    too_few = len(devices) < partitions and not traits(settings.schedule.name).several_per_device
     if too_few or len(devices) > partitions:
         raise ConfigError(
             f"devices={settings.devices}: {len(devices)} for {partitions} partitions; "
-            f"one device per partition is needed (only schedule=interleaved puts several partitions on one)"
+            f"one device per partition is needed "
+            f"(only schedule={'|'.join(names(several_per_device=True))} puts several partitions on one)"
         )
     # Before anything is measured, so that it is as it will be trained.
     set_threads(settings.threads, everywhere)
@@ -177,12 +171,12 @@ def split_model(settings: ModelConfig, model: nn.Sequential, feed: Feed) -> Spli
 
 
 def _balance(
-    settings: ModelConfig, model: nn.Sequential, feed: Feed, devices: list[torch.device], course: Course
+    settings: ModelConfig, model: nn.Sequential, feed: Feed, devices: list[torch.device], spec: PipelineSpec
 ) -> Split:
     """By the method chosen, within the memory limit if there is one; only what the method asks for is made."""
     takes = accepted(settings.balance, "balance", settings.allow)
     limits = isinstance(settings, CostConfig) and settings.device_memory is not None
-    offered: dict[str, Any] = {"module": model, "layer_count": len(model), "partitions": course.partitions}
+    offered: dict[str, Any] = {"module": model, "layer_count": len(model), "partitions": spec.partitions}
     memory = None
     # Whoever asks for a balance wants it measured; a run may use what was measured before.
     profiles = ProfileCache(default_folder(), reuse=isinstance(settings, RunConfig), say=say)
@@ -192,13 +186,13 @@ def _balance(
             judging.enter_context(sample_must_fit(offered["sample"]))
             judging.enter_context(precision_of(settings, devices[0].type))
         if limits or "memory" in takes:
-            memory = make_memory(settings, model, offered["sample"], course)
+            memory = make_memory(settings, model, offered["sample"], spec)
         balanced: Balanced = instantiate(
             settings.balance,
             "balance",
             settings.allow,
             **offered,
-            course=course,
+            spec=spec,
             memory=memory,
             within=memory if limits else None,
             profiles=profiles,
@@ -207,7 +201,7 @@ def _balance(
         balanced.layers
     ):  # one given by hand, or a method of the user's
         raise memory.refusal(balanced.layers)
-    return Split(balanced, devices, course, memory, profiles.origin)
+    return Split(balanced, devices, spec, memory, profiles.origin)
 
 
 def _undivided(settings: EngineConfig, model: nn.Sequential) -> Split:
@@ -216,9 +210,9 @@ def _undivided(settings: EngineConfig, model: nn.Sequential) -> Split:
     if len(devices) > 1:
         raise ConfigError(f"devices={settings.devices}: {engine_name(settings)} runs on one device")
     set_threads(settings.threads, devices)
-    # Each micro-batch goes there and back before the next one, which is what 1f1b does alone.
-    course = Course("1f1b", 1, min(settings.chunks, settings.batch_size))
-    return Split(Balanced.of([len(model)], [1] * len(model), "layers"), devices, course)
+    # The engine runs forward and backward of each micro-batch before the next one, as 1f1b does on one device.
+    spec = PipelineSpec(one_f_one_b.TRAITS.name, 1, min(settings.chunks, settings.batch_size))
+    return Split(Balanced.of([len(model)], [1] * len(model), "layers"), devices, spec)
 
 
 def measures(settings: ModelConfig) -> bool:

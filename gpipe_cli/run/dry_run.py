@@ -47,7 +47,7 @@ def _facts(settings: TrainConfig, parts: Assembly) -> ModelFacts | None:
 
 def _memory(settings: TrainConfig, parts: Assembly, facts: ModelFacts) -> list[PartitionMemory]:
     split = parts.split
-    return partition_memory(parts.model, facts, split.balance, split.course, optimizer_factory(settings))
+    return partition_memory(parts.model, facts, split.balance, split.spec, optimizer_factory(settings))
 
 
 def _with_borders(parts: Assembly, facts: ModelFacts) -> list[dict[str, Any]]:

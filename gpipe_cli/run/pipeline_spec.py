@@ -1,4 +1,4 @@
-"""What a step of training would be like with these settings: its course through the partitions, and its memory."""
+"""What a step of training would be like with these settings: its spec through the partitions, and its memory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.optimizer_state import state_bytes
 from gpipe_cli.report.failure import describe
 from gpipe_cli.schedule.checkpoint import Checkpoint, settled
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 
-def make_course(settings: ModelConfig, partitions: int, devices: Sequence[torch.device]) -> Course:
-    return Course(
+def make_course(settings: ModelConfig, partitions: int, devices: Sequence[torch.device]) -> PipelineSpec:
+    return PipelineSpec(
         schedule=settings.schedule.name,
         partitions=partitions,
         micro_batches=min(settings.chunks, settings.batch_size),
@@ -46,10 +46,10 @@ def checkpoint_of(settings: ModelConfig, partitions: int) -> Checkpoint:
         raise ConfigError(f"checkpoint={settings.checkpoint}: {error}") from error
 
 
-def make_memory(settings: ModelConfig, model: nn.Sequential, sample: Sample, course: Course) -> Memory:
+def make_memory(settings: ModelConfig, model: nn.Sequential, sample: Sample, spec: PipelineSpec) -> Memory:
     """What partitions of the model would need, and the limit if there is one."""
     with precision_of(settings):
-        return memory_of(model, sample, course, trained_bytes(settings, model), memory_limit(settings))
+        return memory_of(model, sample, spec, trained_bytes(settings, model), memory_limit(settings))
 
 
 def memory_limit(settings: ModelConfig) -> int | None:

@@ -29,7 +29,7 @@ from gpipe_cli.plan.measured import Workbench, intra_op_threads
 from gpipe_cli.plan.prediction import Prediction, predict
 from gpipe_cli.plan.roofline import estimate
 from gpipe_cli.plan.search import Answer, Searched, search
-from gpipe_cli.plan.shape import CHECKPOINTS, FITTED, SCHEDULES, Shape, Space, powers_of_two
+from gpipe_cli.plan.shape import CHECKPOINTS, FITTED, Shape, Space, powers_of_two, searched_schedules
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
@@ -43,7 +43,7 @@ from gpipe_cli.run.pipeline_spec import (
     sample_must_fit,
     trained_bytes,
 )
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 __all__ = ["Planned", "Planner"]
 
@@ -141,7 +141,7 @@ class Planner:
             len(self._model),
             sorted(one for one in numbers if one <= len(self._model)),
             [min(settings.chunks, settings.batch_size)] if self._given("chunks") else chunks,
-            [settings.schedule.name] if self._given("schedule") else SCHEDULES,
+            [settings.schedule.name] if self._given("schedule") else searched_schedules(),
             [self._checkpoint] if self._given("checkpoint") else CHECKPOINTS,
             settings.partitions,
             fitted=self._limit() is not None,
@@ -233,7 +233,7 @@ class Planner:
         """None where even the whole model fits, which is quicker to see than that each partition does."""
         if self._limit() is None or self._surely_fits(shape):
             return None
-        memory = self._memory_of(shape.chunks).under(shape.course())
+        memory = self._memory_of(shape.chunks).under(shape.spec())
         whole = (memory.allows(partition, 0, len(self._model)) for partition in range(shape.partitions))
         return None if all(whole) else memory
 
@@ -246,13 +246,13 @@ class Planner:
         rows, seen_rows = (-(-self._settings.batch_size // one) for one in (shape.chunks, seen))
         times = -(-rows // seen_rows)
         most = memory.most(graphs=times * (shape.chunks + 1), inputs=times * shape.chunks)
-        return most <= memory.limit / shape.course().partitions_per_device
+        return most <= memory.limit / shape.spec().partitions_per_device
 
     def _memory_with(self, chunks: int) -> Memory:
         return self._memory_from(self._facts(chunks), chunks)
 
     def _memory_from(self, facts: ModelFacts, chunks: int) -> Memory:
-        return memory_from(self._model, facts, Course("gpipe", 1, chunks), self._trained, self._limit())
+        return memory_from(self._model, facts, PipelineSpec("gpipe", 1, chunks), self._trained, self._limit())
 
     @cached_property
     def _trained(self) -> Callable[[nn.Parameter], int]:
@@ -281,7 +281,7 @@ class Planner:
             self._model,
             self._facts(shape.chunks),
             answer.found.balance,
-            shape.course(),
+            shape.spec(),
             optimizer_factory(self._settings),
         )
         return predict(

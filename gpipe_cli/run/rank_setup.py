@@ -29,7 +29,8 @@ from gpipe_cli.errors import ConfigError, PeerError, Stopped
 from gpipe_cli.report.failure import describe
 from gpipe_cli.run.build import Assembly, assemble, engine_name, measures, runs_in_ranks
 from gpipe_cli.run.job import Job
-from gpipe_cli.schedule.placement import partitions_of
+from gpipe_cli.schedule import traits
+from gpipe_cli.schedule.action import partitions_of
 
 OF_A_LOST_PEER = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket Timeout")
 """What torch says of a peer that has gone; it has no type of its own for most of it."""
@@ -65,7 +66,7 @@ def as_rank(settings: Settings, job: Job) -> Settings:
     if job.rank is not None:
         return with_balance(settings, job.rank.balance)
     if settings.devices == "auto":
-        if settings.partitions is not None and settings.schedule.name != "interleaved":
+        if settings.partitions is not None and not traits(settings.schedule.name).several_per_device:
             _check_size(settings, settings.partitions, settings.partitions, int(os.environ["WORLD_SIZE"]))
         own = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
         return replace(settings, devices=[own] * int(os.environ["WORLD_SIZE"]))

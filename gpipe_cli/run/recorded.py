@@ -20,7 +20,7 @@ from gpipe_cli.pipeline.worked import WorkedSequence
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.run.build import Assembly, Split, make_sample, uses_partitions
 from gpipe_cli.run.pipeline_spec import optimizer_factory
-from gpipe_cli.schedule.by_slice import NAME
+from gpipe_cli.schedule.by_slice import TRAITS as BY_SLICE
 
 __all__ = ["recorded_pipe", "with_slices"]
 
@@ -30,11 +30,15 @@ def with_slices(settings: ProfileConfig, parts: Assembly) -> Assembly:
     if uses_partitions(settings):
         return parts
     balance = _slicing(settings, parts, make_sample(settings, parts.feed)).balance()
-    course = replace(
-        parts.split.course, schedule=NAME, partitions=len(balance), checkpoint=settings.checkpoint, devices=1
+    spec = replace(
+        parts.split.spec,
+        schedule=BY_SLICE.name,
+        partitions=len(balance),
+        checkpoint=settings.checkpoint,
+        devices=1,
     )
     balanced = Balanced.of(balance, list(map(float, layer_bytes(parts.model))), "bytes")
-    return replace(parts, split=Split(balanced, parts.split.devices, course))
+    return replace(parts, split=Split(balanced, parts.split.devices, spec))
 
 
 @contextmanager
@@ -50,7 +54,7 @@ def recorded_pipe(settings: ProfileConfig, parts: Assembly, sample: Sample) -> I
         residences: Any = ()
         offload = settings.engine.get("offload")
         if offload is not None:
-            recomputed = split.course.checkpoint_stops
+            recomputed = split.spec.checkpoint_stops
             borders = partial(border_bytes, parts.model, split.balance, recomputed, lambda: sample)
             away = take_away(
                 parts.model, _task(settings, sample), split.balance, split.devices, offload, scratch, borders
@@ -62,7 +66,7 @@ def recorded_pipe(settings: ProfileConfig, parts: Assembly, sample: Sample) -> I
                 split.balance,
                 devices=split.devices,
                 chunks=settings.chunks,
-                checkpoint=split.course.checkpoint,
+                checkpoint=split.spec.checkpoint,
                 schedule=settings.schedule.name,
                 residences=residences,
             )

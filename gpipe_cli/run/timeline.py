@@ -92,9 +92,9 @@ def as_step(simulation: Simulation) -> Step:
 def _summary(
     step: Step, ideal: Simulation, parts: Assembly, activations: Sequence[int] | None
 ) -> dict[str, Any]:
-    course = parts.split.course
-    times = [step.partition(index) for index in range(course.partitions)]
-    found = verdict(times, course, bubble=step.bubble, ideal_bubble=ideal.bubble, rows=parts.feed.batch_size)
+    spec = parts.split.spec
+    times = [step.partition(index) for index in range(spec.partitions)]
+    found = verdict(times, spec, bubble=step.bubble, ideal_bubble=ideal.bubble, rows=parts.feed.batch_size)
     return {
         "step_ms": 1000 * step.seconds,
         "ideal_step_ms": ideal.step,

@@ -1,8 +1,7 @@
 """Schedules as data: which worker runs which action in which order. No torch, no threads.
 
-A schedule is a file of this folder with a `NAME` and a function `order(partitions, chunks, devices)`.
-It is found by looking, so a new one is a new file and nothing else. (The name stands inside the file
-because Python could not import a file called `1f1b`.)
+A schedule is a module with a function `order(partitions, chunks, devices)` and `TRAITS`. The modules of this folder are
+found by scanning it; any other one is named by its import path, such as `mypackage.my_schedule`.
 """
 
 from __future__ import annotations
@@ -13,37 +12,77 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Protocol, cast
 
-from gpipe_cli.schedule.action import Action, Kind, Order
+from gpipe_cli.schedule.action import Action, Kind, Order, ScheduleTraits
+from gpipe_cli.schedule.check import check
 
-__all__ = ["Action", "Kind", "Order", "names", "order"]
+__all__ = ["Action", "Kind", "Order", "ScheduleTraits", "names", "order", "traits"]
 
 
-class Schedule(Protocol):
-    """What a schedule's file offers."""
-
-    NAME: str
-    """A file that has OF_AN_ENGINE as well is not to be chosen: an engine goes by it."""
+class ScheduleModule(Protocol):
+    TRAITS: ScheduleTraits
 
     def order(self, partitions: int, chunks: int, devices: int) -> Order: ...
 
 
 def order(name: str, partitions: int, chunks: int, devices: int) -> Order:
-    """The actions of each of `devices` workers that take `chunks` micro-batches through the partitions."""
-    if name not in _schedules():
-        raise ValueError(f"unknown schedule {name!r}; known are {', '.join(names())}")
-    for word, number in {"partitions": partitions, "chunks": chunks, "devices": devices}.items():
+    """The actions of each of `devices` workers that take `chunks` micro-batches through the partitions, checked."""
+    schedule = _module(name)
+    for label, number in {"partitions": partitions, "chunks": chunks, "devices": devices}.items():
         if number < 1:
-            raise ValueError(f"schedule {name!r} needs at least one of {word}, got {number}")
-    return _schedules()[name].order(partitions, chunks, devices)
+            raise ValueError(f"schedule {name!r} needs at least one of {label}, got {number}")
+    given = f"got {partitions} for {devices} devices"
+    if not schedule.TRAITS.several_per_device and partitions != devices:
+        several = ", ".join(map(repr, names(several_per_device=True)))
+        cure = f"; {several} takes more partitions than devices" if partitions > devices else ""
+        raise ValueError(f"schedule {name!r} runs one partition per device, {given}{cure}")
+    if partitions < devices:
+        raise ValueError(f"schedule {name!r} needs a partition for each device, {given}")
+    made = schedule.order(partitions, chunks, devices)
+    check(made, partitions, chunks, name)
+    return made
 
 
-def names() -> tuple[str, ...]:
-    """Those to choose from, sorted."""
-    return tuple(sorted(name for name, one in _schedules().items() if not hasattr(one, "OF_AN_ENGINE")))
+def traits(name: str) -> ScheduleTraits:
+    """What a schedule declares about itself."""
+    return _module(name).TRAITS
+
+
+def names(*, several_per_device: bool | None = None) -> tuple[str, ...]:
+    """The shipped schedules to choose from, sorted, or those that do or do not run several per device."""
+    shipped = (module.TRAITS for module in _shipped().values())
+    return tuple(
+        sorted(
+            one.name
+            for one in shipped
+            if not one.engine_only and several_per_device in (None, one.several_per_device)
+        )
+    )
 
 
 @functools.cache
-def _schedules() -> Mapping[str, Schedule]:
-    files = [file.name for file in pkgutil.iter_modules(__path__)]
-    modules = [importlib.import_module(f"{__name__}.{file}") for file in files]
-    return {module.NAME: cast(Schedule, module) for module in modules if hasattr(module, "NAME")}
+def _shipped() -> Mapping[str, ScheduleModule]:
+    modules = [importlib.import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__)]
+    schedules = [cast(ScheduleModule, module) for module in modules if hasattr(module, "TRAITS")]
+    return {schedule.TRAITS.name: schedule for schedule in schedules}
+
+
+def _module(name: str) -> ScheduleModule:
+    """A shipped schedule by its name, any other by its import path.
+
+    Importing runs code: a configuration may name only modules of packages that the command line allows, which
+    `config.check` sees to before anything asks for a schedule.
+    """
+    if name in _shipped():
+        return _shipped()[name]
+    unknown = (
+        f"unknown schedule {name!r}; choose one of {', '.join(names())}, or give the name of your module"
+    )
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(unknown)
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise ValueError(f"{unknown} ({error})") from error
+    if not isinstance(getattr(module, "TRAITS", None), ScheduleTraits) or not hasattr(module, "order"):
+        raise ValueError(f"{unknown}; module {name!r} does not define TRAITS and order")
+    return cast(ScheduleModule, module)

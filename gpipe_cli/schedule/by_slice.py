@@ -1,21 +1,23 @@
-"""The order of one worker that can hold one partition at a time: all micro-batches before it goes on to the next.
+"""The order for a single worker that holds one partition at a time: all micro-batches, then the next partition.
 
-No schedule to choose, as it has no parallel work; it is what engine=offload goes by. Each partition is entered twice,
-the last one once, and backward goes through the micro-batches in ascending order as everywhere.
+engine=offload uses it; it has no parallel work, so users cannot choose it. The worker enters each partition twice, the
+last one once, and runs backward in ascending micro-batch order as everywhere.
 """
 
 from __future__ import annotations
 
-from gpipe_cli.schedule.action import Action, Kind, Order
+from gpipe_cli.schedule.action import Action, Kind, Order, ScheduleTraits
 
-NAME = "by_slice"
-OF_AN_ENGINE = True
+TRAITS = ScheduleTraits(name="by_slice", several_per_device=True, engine_only=True)
 
 
 def order(partitions: int, chunks: int, devices: int = 1) -> Order:
-    assert devices == 1, "slices are run by one worker"
-    there = [Action(Kind.FORWARD, one, chunk) for one in range(partitions) for chunk in range(chunks)]
-    back = [
-        Action(Kind.BACKWARD, one, chunk) for one in reversed(range(partitions)) for chunk in range(chunks)
+    if devices != 1:
+        raise ValueError(f"schedule {TRAITS.name!r} runs on one device, got {devices}")
+    forwards = [Action(Kind.FORWARD, slice, chunk) for slice in range(partitions) for chunk in range(chunks)]
+    backwards = [
+        Action(Kind.BACKWARD, slice, chunk)
+        for slice in reversed(range(partitions))
+        for chunk in range(chunks)
     ]
-    return ((*there, *back),)
+    return ((*forwards, *backwards),)

@@ -1,53 +1,72 @@
 """1f1b with several partitions per device, dealt round robin (arXiv 2104.04473): less bubble, more traffic.
 
-A device takes its partitions in turn, `devices` micro-batches at a time: so many keep every device busy until
-the first comes back for the next partition. Each action has a place on a clock, and a worker runs its actions
-as the clock tells. What an action waits for always stands earlier on the clock, so workers never wait in a
-circle, whatever the numbers: neither chunks nor partitions need be a multiple of devices.
+A device takes its partitions in turn, `devices` micro-batches at a time: so many keep every device busy until the first
+one returns for the next partition. Each action has a tick on a clock, and a worker runs its actions in the order of
+their ticks. Whatever an action waits for has an earlier tick, so workers never wait in a circle: neither chunks nor
+partitions need be a multiple of devices.
 """
 
 from __future__ import annotations
 
-from gpipe_cli.schedule.action import Action, Kind, Order
-from gpipe_cli.schedule.placement import partitions_of
+from bisect import bisect_left
 
-NAME = "interleaved"
+from gpipe_cli.schedule.action import Action, Kind, Order, ScheduleTraits, partitions_of
 
 
 def order(partitions: int, chunks: int, devices: int) -> Order:
-    if partitions < devices:
-        raise ValueError(
-            f"schedule {NAME!r} needs a partition for each device, got {partitions} for {devices} devices"
-        )
-    return tuple(_worker(worker, partitions, chunks, devices) for worker in range(devices))
+    def actions(worker: int) -> list[Action]:
+        return [
+            Action(kind, partition, micro_batch)
+            for kind in (Kind.FORWARD, Kind.BACKWARD)
+            for partition in partitions_of(worker, partitions, devices)
+            for micro_batch in range(chunks)
+        ]
 
-
-def _worker(worker: int, partitions: int, chunks: int, devices: int) -> tuple[Action, ...]:
-    actions = (
-        Action(kind, partition, micro_batch)
-        for kind in (Kind.FORWARD, Kind.BACKWARD)
-        for partition in partitions_of(worker, partitions, devices)
-        for micro_batch in range(chunks)
+    return tuple(
+        tuple(sorted(actions(worker), key=lambda action: _tick(action, partitions, devices)))
+        for worker in range(devices)
     )
-    return tuple(sorted(actions, key=lambda action: clock(action, partitions, devices)))
 
 
-def clock(action: Action, partitions: int, devices: int) -> int:
+def _tick(action: Action, partitions: int, devices: int) -> int:
     """Two ticks per slot, one for a forward and one for a backward; the next device is one tick later.
 
-    A slot belongs to one micro-batch on one of a device's partitions. The last partition turns round: its
-    first backward stands one tick after its first forward.
+    A slot belongs to one micro-batch on one of a device's partitions. The last partition turns round: its first
+    backward is one tick after its first forward.
     """
     turn, worker = divmod(action.partition, devices)
     last_turn, last_worker = divmod(partitions - 1, devices)
-    turns = last_turn + 1
+    group, position = divmod(action.micro_batch, devices)
+
+    def slot(turn: int) -> int:
+        return (group * (last_turn + 1) + turn) * devices + position
+
     if action.kind is Kind.FORWARD:
-        return 2 * _slot(action.micro_batch, turn, turns, devices) + worker
+        return 2 * slot(turn) + worker
     turning_point = 2 * last_turn * devices + last_worker
-    way_back = 2 * _slot(action.micro_batch, last_turn - turn, turns, devices) + last_worker - worker
-    return turning_point + 1 + way_back
+    return turning_point + 1 + 2 * slot(last_turn - turn) + last_worker - worker
 
 
-def _slot(micro_batch: int, turn: int, turns: int, devices: int) -> int:
-    group, place = divmod(micro_batch, devices)
-    return (group * turns + turn) * devices + place
+def _live_micro_batches(partition: int, partitions: int, chunks: int, devices: int) -> int:
+    """The most forwards of a partition that have an earlier tick than the backward of an earlier micro-batch."""
+
+    def forwards_before(backward: int) -> int:
+        return bisect_left(
+            range(chunks),
+            _tick(Action(Kind.BACKWARD, partition, backward), partitions, devices),
+            key=lambda number: _tick(Action(Kind.FORWARD, partition, number), partitions, devices),
+        )
+
+    # The clock repeats with every round of one micro-batch per device. Within a round forwards and backwards advance
+    # at the same pace, so the maximum is at the ends of a round.
+    ends_of_rounds = {0, 1, devices - 1, devices, 2 * devices - 1, 2 * devices}
+    return max(forwards_before(number) - number for number in ends_of_rounds if number < chunks)
+
+
+TRAITS = ScheduleTraits(
+    name="interleaved",
+    several_per_device=True,
+    torch_schedule="ScheduleInterleaved1F1B",
+    ticks_per_micro_batch=2,
+    live_micro_batches=_live_micro_batches,
+)

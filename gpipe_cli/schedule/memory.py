@@ -1,7 +1,6 @@
 """How many micro-batches an order keeps alive on each partition, and in which form.
 
-A partition's actions are run by one worker in one order, so this does not depend on how long anything takes.
-Knows nothing of how many bytes a micro-batch has.
+One worker runs a partition's actions in one order, so this does not depend on how long anything takes.
 """
 
 from __future__ import annotations
@@ -13,41 +12,41 @@ from typing import NamedTuple, final
 from gpipe_cli.schedule.action import Action, Kind, Order
 
 
-class Alive(NamedTuple):
-    """What is there at one moment."""
+class Live(NamedTuple):
+    """The micro-batches alive at one moment."""
 
     graphs: int
-    """Micro-batches with all that their backward needs."""
+    """Those with everything their backward needs."""
     inputs: int
-    """Checkpointed ones: their input is kept, until their backward has ended."""
+    """Checkpointed ones, whose input is kept until their backward has ended."""
 
 
 @final
 @dataclass(frozen=True)
-class Kept:
-    """What one partition keeps, at the moments that can be the worst."""
+class PartitionPeaks:
+    """What one partition keeps at the moments that can be the worst."""
 
-    moments: tuple[Alive, ...]
-    """None of them is exceeded by another in both numbers; which is worst depends on the bytes."""
+    moments: tuple[Live, ...]
+    """None exceeds another in both numbers; which of them is the worst depends on the bytes."""
 
     def bytes(self, graph: int, input: int) -> int:
-        """At the worst moment, if that many bytes belong to one graph and to one input."""
+        """At the worst moment, if one graph and one input have that many bytes."""
         return max(moment.graphs * graph + moment.inputs * input for moment in self.moments)
 
 
-def kept_at_once(order: Order, checkpoint_stops: Sequence[int] = ()) -> list[Kept]:
-    """For each partition; micro-batches below its stop keep their input and are recomputed, without stops none."""
+def partition_peaks(order: Order, checkpoint_stops: Sequence[int] = ()) -> list[PartitionPeaks]:
+    """For each partition; micro-batches below its stop are checkpointed, without stops none is."""
     by_partition: dict[int, list[Action]] = {}
     for actions in order:
         for action in actions:
             by_partition.setdefault(action.partition, []).append(action)
     stops = checkpoint_stops or [0] * len(by_partition)
-    return [_kept(actions, stops[partition]) for partition, actions in sorted(by_partition.items())]
+    return [_peaks(actions, stops[partition]) for partition, actions in sorted(by_partition.items())]
 
 
-def _kept(actions: Iterable[Action], checkpoint_stop: int) -> Kept:
+def _peaks(actions: Iterable[Action], checkpoint_stop: int) -> PartitionPeaks:
     graphs = inputs = 0
-    seen = set()
+    moments = set()
     for action in actions:
         kind, is_checkpointed = action.kind, action.micro_batch < checkpoint_stop
         if kind is Kind.FORWARD:
@@ -57,17 +56,24 @@ def _kept(actions: Iterable[Action], checkpoint_stop: int) -> Kept:
                 graphs += 1
         elif kind is not Kind.WEIGHT_GRAD and is_checkpointed:
             graphs += 1  # recomputed
-        seen.add((graphs, inputs))
+        moments.add((graphs, inputs))
         if kind is Kind.BACKWARD or kind is Kind.WEIGHT_GRAD:
             graphs -= 1
             inputs -= is_checkpointed
-    return Kept(_worst([Alive(*one) for one in seen]))
-
-
-def _worst(moments: Sequence[Alive]) -> tuple[Alive, ...]:
-    """Those that no other exceeds in both numbers."""
-    front: list[Alive] = []
+    front: list[Live] = []
     for moment in sorted(moments, reverse=True):
-        if not front or moment.inputs > front[-1].inputs:
-            front.append(moment)
-    return tuple(front)
+        if not front or moment[1] > front[-1].inputs:
+            front.append(Live(*moment))
+    return PartitionPeaks(tuple(front))
+
+
+def peaks_of_live(live: int, chunks: int, checkpoint_stop: int) -> PartitionPeaks:
+    """The peaks of a partition that keeps `live` micro-batches alive; with `except_last` up to one graph too many."""
+    if checkpoint_stop == 0:
+        return PartitionPeaks((Live(live, 0),))
+    recomputing = Live(1, live)
+    if checkpoint_stop == chunks or live == 1:
+        return PartitionPeaks((recomputing,))
+    # The last micro-batch keeps its graph from the start, while an earlier one is recomputed.
+    last = Live(2, live - 1)
+    return PartitionPeaks((last, recomputing) if live < chunks else (last,))

@@ -5,20 +5,20 @@ The bubble is that of `gpipe`; partition `p` keeps min(chunks, partitions - p) m
 
 from __future__ import annotations
 
-from gpipe_cli.schedule.action import Kind, Order
-from gpipe_cli.schedule.placement import require_one_each
-from gpipe_cli.schedule.stagger import staggered
-
-NAME = "1f1b"
+from gpipe_cli.schedule.action import Kind, Order, ScheduleTraits, staggered
 
 
 def order(partitions: int, chunks: int, devices: int) -> Order:
-    require_one_each(NAME, partitions, devices)
+    # The first gradient comes from the last partition, that many partitions further on.
     return tuple(
-        staggered(partition, chunks, _delays(partition, partitions)) for partition in range(partitions)
+        staggered(partition, chunks, {Kind.FORWARD: 0, Kind.BACKWARD: partitions - 1 - partition})
+        for partition in range(partitions)
     )
 
 
-def _delays(partition: int, partitions: int) -> dict[Kind, int]:
-    # The first gradient comes from the last partition, that many partitions away.
-    return {Kind.FORWARD: 0, Kind.BACKWARD: partitions - 1 - partition}
+TRAITS = ScheduleTraits(
+    name="1f1b",
+    torch_schedule="Schedule1F1B",
+    ticks_per_micro_batch=2,
+    live_micro_batches=lambda partition, partitions, chunks, devices: min(chunks, partitions - partition),
+)

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import NamedTuple, TypeAlias, final
 
 from gpipe_cli.schedule.action import Action, Kind, Order
-from gpipe_cli.schedule.memory import kept_at_once
+from gpipe_cli.schedule.memory import partition_peaks
 
 
 @final
@@ -85,10 +85,10 @@ class Simulation:
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """The most each partition keeps at once."""
-        kept = kept_at_once(self._order, self._checkpoint_stops)
+        peaks = partition_peaks(self._order, self._checkpoint_stops)
         return tuple(
-            cost.resident_bytes + one.bytes(cost.saved_bytes, cost.input_bytes)
-            for cost, one in zip(self._costs, kept, strict=True)
+            cost.resident_bytes + peak.bytes(cost.saved_bytes, cost.input_bytes)
+            for cost, peak in zip(self._costs, peaks, strict=True)
         )
 
 

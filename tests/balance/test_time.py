@@ -12,7 +12,7 @@ from gpipe_cli.balance.time import layer_costs, partition_costs
 from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import LayerProfile, Sample
 from gpipe_cli.profiling.seen import LayerFacts
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 
 class Slow(nn.Module):
@@ -42,11 +42,11 @@ def test_among_equally_good_balances_the_simulated_step_decides(monkeypatch: pyt
     layers = [profiled(20, 10), profiled(8, 2), profiled(10, 20)]
     monkeypatch.setattr(ProfileCache, "times", lambda *_: layers)
     module, sample = nn.Sequential(*(nn.Identity() for _ in layers)), Sample(torch.zeros(1))
-    found = by_time(module, sample, 2, Course("gpipe", 2, 8))
+    found = by_time(module, sample, 2, PipelineSpec("gpipe", 2, 8))
     assert found.layers == [1, 2]
     assert found.largest == found.lower_bound == 40
     steps = {
-        balance: Course("gpipe", 2, 8).simulate(partition_costs(layers, balance)).step
+        balance: PipelineSpec("gpipe", 2, 8).simulate(partition_costs(layers, balance)).step
         for balance in ((1, 2), (2, 1))
     }
     assert steps[1, 2] < steps[2, 1]
@@ -62,10 +62,10 @@ def test_a_partition_that_recomputes_gets_less(monkeypatch: pytest.MonkeyPatch) 
     layers = [profiled(1, 1) for _ in range(5)]
     monkeypatch.setattr(ProfileCache, "times", lambda *_: layers)
     module, sample = nn.Sequential(*(nn.Identity() for _ in layers)), Sample(torch.zeros(1))
-    found = by_time(module, sample, 2, Course("gpipe", 2, 8, ("always", "never")))
+    found = by_time(module, sample, 2, PipelineSpec("gpipe", 2, 8, ("always", "never")))
     assert found.layers == [2, 3]
     assert found.sums == [6, 6] and found.lower_bound == 6
-    assert by_time(module, sample, 2, Course("gpipe", 2, 8, ("never", "always"))).layers == [3, 2]
+    assert by_time(module, sample, 2, PipelineSpec("gpipe", 2, 8, ("never", "always"))).layers == [3, 2]
 
 
 def test_more_partitions_than_layers_and_gradients_already_there_are_refused() -> None:

@@ -3,16 +3,19 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from gpipe_cli.distributed.flushes import Flush, flushes
+from gpipe_cli.distributed.flushes import Flush, TorchScheduleClass, flushes, torch_schedule_class
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import micro_batches
+from gpipe_cli.schedule import names
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
+SCHEDULES = [torch_schedule_class(name) for name in names()]
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 40), st.integers(1, 20), st.integers(1, 8))
 def test_flushes_cover_the_micro_batches_in_order_and_are_what_torch_takes(
-    schedule: str, rows: int, chunks: int, ranks: int
+    schedule: TorchScheduleClass, rows: int, chunks: int, ranks: int
 ) -> None:
     sizes = [piece.size for piece in micro_batches(rows, chunks)]
     found = list(flushes(sizes, schedule, ranks))
@@ -20,15 +23,15 @@ def test_flushes_cover_the_micro_batches_in_order_and_are_what_torch_takes(
     assert covered == list(range(len(sizes)))
     for flush in found:
         assert len({sizes[flush.first + index] for index in range(flush.count)}) == 1
-        if flush.schedule == "1f1b":
+        if flush.schedule is Schedule1F1B:
             assert flush.count >= ranks
-        elif flush.schedule != "gpipe":
+        elif flush.schedule is not ScheduleGPipe:
             assert flush.count % max(1, flush.count // ranks) == 0
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(1, 8), st.integers(1, 8))
 def test_an_even_batch_of_as_many_rounds_as_ranks_is_one_flush(
-    schedule: str, ranks: int, rounds: int
+    schedule: TorchScheduleClass, ranks: int, rounds: int
 ) -> None:
     assert list(flushes([2] * ranks * rounds, schedule, ranks)) == [Flush(schedule, 0, ranks * rounds)]
 
@@ -36,12 +39,23 @@ def test_an_even_batch_of_as_many_rounds_as_ranks_is_one_flush(
 @pytest.mark.parametrize(
     ("sizes", "schedule", "expected"),
     [
-        ([3, 3, 2, 2], "1f1b", [("1f1b", 0, 2), ("1f1b", 2, 2)]),
-        ([3, 3, 2], "1f1b", [("1f1b", 0, 2), ("gpipe", 2, 1)]),
-        ([1] * 7, "interleaved", [("interleaved", 0, 6), ("interleaved", 6, 1)]),
+        ([3, 3, 2, 2], Schedule1F1B, [Flush(Schedule1F1B, 0, 2), Flush(Schedule1F1B, 2, 2)]),
+        ([3, 3, 2], Schedule1F1B, [Flush(Schedule1F1B, 0, 2), Flush(ScheduleGPipe, 2, 1)]),
+        (
+            [1] * 7,
+            ScheduleInterleaved1F1B,
+            [Flush(ScheduleInterleaved1F1B, 0, 6), Flush(ScheduleInterleaved1F1B, 6, 1)],
+        ),
     ],
 )
 def test_uneven_batches_on_two_ranks(
-    sizes: list[int], schedule: str, expected: list[tuple[str, int, int]]
+    sizes: list[int], schedule: TorchScheduleClass, expected: list[Flush]
 ) -> None:
-    assert list(flushes(sizes, schedule, 2)) == [Flush(*one) for one in expected]
+    assert list(flushes(sizes, schedule, 2)) == expected
+
+
+def test_a_schedule_that_torch_does_not_have_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"schedule=by_slice: torch\.distributed\.pipelining has no such schedule"
+    ):
+        torch_schedule_class("by_slice")

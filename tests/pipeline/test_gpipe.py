@@ -73,7 +73,11 @@ def test_surplus_devices_are_dropped() -> None:
             ValueError,
             "checkpoint is not one of 'always', 'except_last'",
         ),
-        ({"schedule": "fastest"}, ValueError, "schedule is not one of 1f1b, gpipe, interleaved"),
+        (
+            {"schedule": "fastest"},
+            ValueError,
+            "unknown schedule 'fastest'; choose one of 1f1b, gpipe, interleaved",
+        ),
         (
             {"balance": [2]},
             ValueError,

@@ -17,7 +17,7 @@ MEMORY = [PartitionMemory(1, 2, 3, 4)] * 4
 
 
 def _predicted(shape: Shape, balance: tuple[int, ...], costs: Costs, **more: float) -> Prediction:
-    step = step_ms(shape.course(), costs, balance)
+    step = step_ms(shape.spec(), costs, balance)
     answer = Answer(shape, Found(balance, shape.checkpoint, step, step))
     return predict(answer, costs, MEMORY[: len(balance)], cores=None, rows=32, **more)
 

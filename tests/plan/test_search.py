@@ -15,7 +15,7 @@ from gpipe_cli.plan.search import Searched, search
 from gpipe_cli.plan.shape import CHECKPOINTS, FITTED, Shape, Space
 from gpipe_cli.plan.steps import step_ms
 from gpipe_cli.schedule.checkpoint import Checkpoint
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 
 def _balances(layers: int, partitions: int) -> Iterator[tuple[int, ...]]:
@@ -48,7 +48,7 @@ def test_brute_force_finds_nothing_better(seed: int, cores: int | None) -> None:
     space = Space(layers, [1, 2, 4], list(by_chunks))
 
     def memory_of(shape: Shape) -> Memory:
-        return Memory(sizes, shape.course(), limit)
+        return Memory(sizes, shape.spec(), limit)
 
     def fit_of(shape: Shape) -> Fit:
         return Fit({str(shape.checkpoint): memory_of(shape)})
@@ -60,7 +60,7 @@ def test_brute_force_finds_nothing_better(seed: int, cores: int | None) -> None:
         for shape in space.shapes()
         if (
             steps := [
-                step_ms(shape.course(cores), by_chunks[shape.chunks], balance)
+                step_ms(shape.spec(cores), by_chunks[shape.chunks], balance)
                 for balance in _balances(layers, shape.partitions)
                 if memory_of(shape).fits(balance)
             ]
@@ -73,7 +73,7 @@ def test_brute_force_finds_nothing_better(seed: int, cores: int | None) -> None:
     for one in found.answers:
         assert memory_of(one.shape).fits(one.found.balance)
         assert step_ms(
-            one.shape.course(cores), by_chunks[one.shape.chunks], one.found.balance
+            one.shape.spec(cores), by_chunks[one.shape.chunks], one.found.balance
         ) == pytest.approx(one.found.step_ms)
 
 
@@ -83,12 +83,12 @@ def test_no_modes_of_the_partitions_are_better_than_those_found(seed: int, sched
     draw = random.Random(seed)
     layers, partitions, chunks = draw.randint(4, 8), draw.randint(2, 3), draw.choice([2, 3, 8])
     costs, sizes = _costs(draw, layers), _bytes(draw, layers)
-    roomy = Memory(sizes, Course(schedule, partitions, chunks), 0)
+    roomy = Memory(sizes, PipelineSpec(schedule, partitions, chunks), 0)
     limit = round(draw.uniform(0.4, 0.9) * max(sums(roomy, _even(layers, partitions))))
     space = Space(layers, [partitions], [chunks], [schedule], partitions=partitions, fitted=True)
 
     def memory_of(checkpoint: Checkpoint) -> Memory:
-        return Memory(sizes, Course(schedule, partitions, chunks, checkpoint), limit)
+        return Memory(sizes, PipelineSpec(schedule, partitions, chunks, checkpoint), limit)
 
     def fit_of(shape: Shape) -> Fit:
         modes = CHECKPOINTS if shape.checkpoint == FITTED else (str(shape.checkpoint),)
@@ -97,7 +97,7 @@ def test_no_modes_of_the_partitions_are_better_than_those_found(seed: int, sched
     found = search(space.shapes(), lambda shape: costs, fit_of, keep=1)
 
     steps = [
-        step_ms(Course(schedule, partitions, chunks, modes), costs, balance)
+        step_ms(PipelineSpec(schedule, partitions, chunks, modes), costs, balance)
         for modes in itertools.product(CHECKPOINTS, repeat=partitions)
         for balance in _balances(layers, partitions)
         if memory_of(modes).fits(balance)
@@ -112,7 +112,7 @@ def test_only_the_partition_that_needs_it_recomputes() -> None:
     costs = Costs([1.0] * 8, [2.0] * 8)
     sizes = [LayerBytes({layer: 1}, 1, {layer: 10}) for layer in range(8)]
     shape = Shape(4, 4, 8, "1f1b", FITTED)
-    memories = {mode: Memory(sizes, replace(shape.course(), checkpoint=mode), 45) for mode in CHECKPOINTS}
+    memories = {mode: Memory(sizes, replace(shape.spec(), checkpoint=mode), 45) for mode in CHECKPOINTS}
     (answer,) = search([shape], lambda shape: costs, lambda shape: Fit(memories), keep=1).answers
     assert answer.shape.checkpoint == ("except_last", "except_last", "never", "never")
     assert answer.found.balance == (2, 2, 2, 2)

@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 from gpipe_cli.plan import wavefront
 from gpipe_cli.plan.wavefront import long_step, takes
 from gpipe_cli.schedule.checkpoint import MODES, Checkpoint
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 
 numbers = st.integers(1, 50).map(float)
 shapes = st.tuples(st.sampled_from(["gpipe", "1f1b", "interleaved"]), st.integers(1, 6), st.integers(1, 3))
 
 
-def _course(schedule: str, devices: int, turns: int, chunks: int, checkpoint: Checkpoint) -> Course:
+def _spec(schedule: str, devices: int, turns: int, chunks: int, checkpoint: Checkpoint) -> PipelineSpec:
     partitions = devices * (turns if schedule == "interleaved" else 1)
-    return Course(schedule, partitions, chunks, checkpoint, devices)
+    return PipelineSpec(schedule, partitions, chunks, checkpoint, devices)
 
 
 @settings(max_examples=100)
@@ -26,15 +26,15 @@ def _course(schedule: str, devices: int, turns: int, chunks: int, checkpoint: Ch
 def test_all_devices_at_once_take_what_action_by_action_takes(
     shape: tuple[str, int, int], chunks: int, data: st.DataObject
 ) -> None:
-    partitions = _course(*shape, chunks, "never").partitions
+    partitions = _spec(*shape, chunks, "never").partitions
     modes = st.lists(st.sampled_from(MODES), min_size=partitions, max_size=partitions).map(tuple)
-    course = _course(*shape, chunks, data.draw(st.sampled_from(MODES) | modes))
+    spec = _spec(*shape, chunks, data.draw(st.sampled_from(MODES) | modes))
     costs = [
         PartitionCost(data.draw(numbers), data.draw(numbers), data.draw(numbers), data.draw(numbers))
-        for _ in range(course.partitions)
+        for _ in range(spec.partitions)
     ]
-    assert takes(course)
-    assert long_step(course, costs) == pytest.approx(course.simulate(costs).step)
+    assert takes(spec)
+    assert long_step(spec, costs) == pytest.approx(spec.simulate(costs).step)
 
 
 @pytest.mark.parametrize(("schedule", "turns"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
@@ -42,16 +42,16 @@ def test_a_steady_state_goes_on_as_the_whole_simulation_does_at_256_devices(
     monkeypatch: pytest.MonkeyPatch, schedule: str, turns: int
 ) -> None:
     draw = random.Random(0)
-    course = _course(schedule, 256, turns, 1536, "except_last")
+    spec = _spec(schedule, 256, turns, 1536, "except_last")
     costs = [
         PartitionCost(draw.uniform(1, 2), draw.uniform(2, 4), draw.uniform(1, 2), draw.uniform(0, 0.1))
-        for _ in range(course.partitions)
+        for _ in range(spec.partitions)
     ]
-    whole = long_step(course, costs)
+    whole = long_step(spec, costs)
     monkeypatch.setattr(wavefront, "MOST_TICKS", 0)
-    assert long_step(course, costs) == pytest.approx(whole, rel=2e-3)
+    assert long_step(spec, costs) == pytest.approx(whole, rel=2e-3)
 
 
 def test_what_shares_cores_or_splits_backward_has_no_clock() -> None:
-    assert not takes(Course("1f1b", 4, 8, cores=2))
-    assert not takes(Course("zero_bubble", 4, 8))
+    assert not takes(PipelineSpec("1f1b", 4, 8, cores=2))
+    assert not takes(PipelineSpec("zero_bubble", 4, 8))

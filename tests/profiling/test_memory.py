@@ -18,7 +18,7 @@ from gpipe_cli import GPipe
 from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.memory import activation_bytes
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 BALANCE = [3, 2, 3]
 
@@ -74,8 +74,8 @@ def test_the_activations_counted_are_those_a_pipe_keeps(schedule: str, chunks: i
     model = nn.Sequential(*(module for pair in layers for module in pair))
     input, target = torch.randn(8, 8), torch.randn(8, 8)
     sample = Sample(input[: 8 // chunks], target[: 8 // chunks], functional.mse_loss)
-    course = Course(schedule, 3, chunks, "never")
-    counted = activation_bytes(model_facts(model, sample, count_flops=False), BALANCE, course)
+    spec = PipelineSpec(schedule, 3, chunks, "never")
+    counted = activation_bytes(model_facts(model, sample, count_flops=False), BALANCE, spec)
     meters = _watched(model)
 
     with GPipe(
@@ -85,7 +85,7 @@ def test_the_activations_counted_are_those_a_pipe_keeps(schedule: str, chunks: i
 
     # The loss is no layer, so the meter does not see what it keeps: the difference of output and target.
     loss = sample.target.nbytes if sample.target is not None else 0
-    kept_losses = course.kept[-1].bytes(loss, 0)
+    kept_losses = spec.peaks[-1].bytes(loss, 0)
     assert [meter.peak for meter in meters[:-1]] == counted[:-1]
     assert counted[-1] - kept_losses <= meters[-1].peak <= counted[-1]
 

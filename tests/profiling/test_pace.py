@@ -8,7 +8,7 @@ from torch.nn import functional
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.pace import Ran, measure_phases
 from gpipe_cli.schedule.action import Kind
-from gpipe_cli.schedule.course import Course
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def test_time_between_the_actions_is_told_as_a_multiple_of_what_the_simulator_kn
     }
 
     # One worker after the other, for want of a second core: 2 micro-batches x 2 partitions x 40.
-    alone = Ran(Course("1f1b", 2, 2, "always", cores=1), step=200.0, pieces=pieces)
+    alone = Ran(PipelineSpec("1f1b", 2, 2, "always", cores=1), step=200.0, pieces=pieces)
 
     assert alone.beyond_simulated() == pytest.approx(200 / 160)
     assert alone.sum("backward") == 40 and alone.sum("backward", first=1) == 20

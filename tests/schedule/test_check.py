@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpipe_cli.schedule import Action, Kind, Order, names, order
-from gpipe_cli.schedule.check import IllegalOrder, check, walk
+from gpipe_cli.schedule.check import IllegalOrder, check
 
 FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 sizes = st.integers(1, 5)
@@ -76,15 +76,6 @@ def test_running_any_workers_actions_backwards_is_noticed(made: tuple[Order, int
     for worker, actions in enumerate(before):
         with pytest.raises(IllegalOrder):
             check(changed(before, worker, list(reversed(actions))), partitions, chunks)
-
-
-@given(orders())
-def test_a_walk_meets_every_action_once_and_each_worker_in_its_order(made: tuple[Order, int, int]) -> None:
-    before, _, _ = made
-    walked = list(walk(before))
-    assert sorted(map(str, walked)) == sorted(str(action) for actions in before for action in actions)
-    for actions in before:
-        assert tuple(action for action in walked if action in actions) == actions
 
 
 def test_a_descending_backward_is_refused_since_gradients_would_add_up_in_another_order() -> None:

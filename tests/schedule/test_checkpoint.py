@@ -4,7 +4,7 @@ import pytest
 
 from gpipe_cli.schedule import order
 from gpipe_cli.schedule.checkpoint import checkpoint_stops, settled
-from gpipe_cli.schedule.memory import kept_at_once
+from gpipe_cli.schedule.memory import partition_peaks
 from gpipe_cli.schedule.simulate import PartitionCost, simulate
 
 
@@ -32,5 +32,5 @@ def test_only_the_partition_that_recomputes_takes_longer_and_keeps_less() -> Non
     # F0 F1 and back again on the second worker: 1 + 2 forwards, 2 recomputations and 2 backwards, and one more back.
     assert found.step == 1 + 2 + 2 * 2 + 1
     assert [one.phase for one in found.spans if one.worker == 0] == ["forward"] * 2 + ["backward"] * 2
-    kept = kept_at_once(actions, [0, 2])
+    kept = partition_peaks(actions, [0, 2])
     assert [one.bytes(graph=10, input=1) for one in kept] == [20, 12]

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_cli.schedule import Kind, in_flight, names, order
-from gpipe_cli.schedule.course import Course
-from gpipe_cli.schedule.memory import Alive, kept_at_once
+from gpipe_cli.schedule import Kind, names, order, traits
+from gpipe_cli.schedule.memory import Live, partition_peaks, peaks_of_live
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 
 @pytest.mark.parametrize(
@@ -24,13 +24,13 @@ from gpipe_cli.schedule.memory import Alive, kept_at_once
 def test_schedules_keep_as_many_micro_batches_as_they_promise(
     name: str, checkpoint_stop: int, expected: list[tuple[int, int]]
 ) -> None:
-    found = kept_at_once(order(name, 4, 8, 4), [checkpoint_stop] * 4)
-    assert [one.moments for one in found] == [(Alive(*pair),) for pair in expected]
+    found = partition_peaks(order(name, 4, 8, 4), [checkpoint_stop] * 4)
+    assert [one.moments for one in found] == [(Live(*pair),) for pair in expected]
 
 
 def test_several_moments_are_kept_where_the_bytes_decide_which_is_worst() -> None:
-    first = kept_at_once(order("1f1b", 2, 4, 2), [3, 3])[0]
-    assert first.moments == (Alive(2, 1), Alive(1, 2))
+    first = partition_peaks(order("1f1b", 2, 4, 2), [3, 3])[0]
+    assert first.moments == (Live(2, 1), Live(1, 2))
     assert first.bytes(graph=100, input=10) == 210
     assert first.bytes(graph=100, input=100) == 300
 
@@ -39,7 +39,7 @@ def test_several_moments_are_kept_where_the_bytes_decide_which_is_worst() -> Non
 def test_no_moment_needs_more(name: str, partitions: int, chunks: int, stop: int, input: int) -> None:
     """Against a count of the bytes themselves, action by action."""
     actions = order(name, partitions, chunks, partitions)
-    found = [one.bytes(graph=20, input=input) for one in kept_at_once(actions, [stop] * partitions)]
+    found = [one.bytes(graph=20, input=input) for one in partition_peaks(actions, [stop] * partitions)]
     for partition, own in enumerate(actions):
         kept, most = 0, 0
         for action in own:
@@ -62,15 +62,20 @@ def test_no_moment_needs_more(name: str, partitions: int, chunks: int, stop: int
     st.integers(1, 24),
     st.sampled_from(["never", "except_last", "always"]),
 )
-def test_what_the_clock_says_holds_for_the_listed_order(
+def test_what_a_formula_gives_holds_for_the_listed_order(
     schedule: str, devices: int, turns: int, chunks: int, checkpoint: str
 ) -> None:
     partitions = devices * (turns if schedule == "interleaved" else 1)
-    course = Course(schedule, partitions, chunks, checkpoint, devices)
-    told = in_flight.kept(schedule, partitions, chunks, devices, course.checkpoint_stops)
+    spec = PipelineSpec(schedule, partitions, chunks, checkpoint, devices)
+    live = traits(schedule).live_micro_batches
+    assert live is not None
+    by_formula = [
+        peaks_of_live(live(partition, partitions, chunks, devices), chunks, stop)
+        for partition, stop in enumerate(spec.checkpoint_stops)
+    ]
     for graph, input in ((100, 1), (1, 100), (1, 0), (7, 5)):
-        counted = [one.bytes(graph, input) for one in course.kept]
-        clocked = [one.bytes(graph, input) for one in told]
+        counted = [one.bytes(graph, input) for one in spec.peaks]
+        clocked = [one.bytes(graph, input) for one in by_formula]
         assert clocked == counted or checkpoint == "except_last"
         # The last micro-batch's graph may come when fewer of the others are left: by one graph it is at most off.
         assert all(low <= high <= low + graph for low, high in zip(counted, clocked, strict=True))

@@ -10,7 +10,7 @@ import pytest
 
 from gpipe_cli.schedule import Action, Kind, Order, names, order
 from gpipe_cli.schedule.check import check
-from gpipe_cli.schedule.memory import kept_at_once
+from gpipe_cli.schedule.memory import partition_peaks
 from gpipe_cli.schedule.simulate import PartitionCost, simulate
 
 PARTITIONS = range(1, 9)
@@ -25,7 +25,7 @@ def bubble(made: Order, backward: float = 2) -> float:
 
 
 def live_activations(made: Order) -> tuple[int, ...]:
-    return tuple(one.bytes(graph=1, input=0) for one in kept_at_once(made))
+    return tuple(one.bytes(graph=1, input=0) for one in partition_peaks(made))
 
 
 def written(orders: Order) -> list[str]:
@@ -133,7 +133,7 @@ def test_fewer_partitions_than_devices_are_refused(name: str) -> None:
 
 def test_an_unknown_schedule_is_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        ValueError, match="unknown schedule 'f1b1'; known are 1f1b, gpipe, interleaved, zero_bubble"
+        ValueError, match="unknown schedule 'f1b1'; choose one of 1f1b, gpipe, interleaved, zero_bubble"
     ):
         order("f1b1", 2, 2, 2)
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_cli.schedule import Kind, order
-from gpipe_cli.schedule.check import dependencies
+from gpipe_cli.schedule import Action, Kind, order
 from gpipe_cli.schedule.simulate import PartitionCost, simulate
 
 costs_of_partitions = st.lists(
@@ -16,6 +15,20 @@ costs_of_partitions = st.lists(
     min_size=1,
     max_size=6,
 )
+
+
+def dependencies(action: Action, everything: frozenset[Action]) -> list[Action]:
+    """The actions among `everything` that must have ended before this one can begin."""
+    partition, micro_batch = action.partition, action.micro_batch
+    match action.kind:
+        case Kind.FORWARD:
+            needed = [(Kind.FORWARD, partition - 1)]
+        case Kind.WEIGHT_GRAD:
+            needed = [(Kind.INPUT_GRAD, partition)]
+        case Kind.BACKWARD | Kind.INPUT_GRAD:
+            following = [(kind, partition + 1) for kind in (Kind.BACKWARD, Kind.INPUT_GRAD)]
+            needed = [(Kind.FORWARD, partition), *following]
+    return [one for kind, of in needed if (one := Action(kind, of, micro_batch)) in everything]
 
 
 @settings(max_examples=200)

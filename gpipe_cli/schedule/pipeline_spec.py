@@ -1,7 +1,4 @@
-"""The course micro-batches take through a pipeline, without its costs: what a prediction of time or memory needs.
-
-Knows nothing of layers.
-"""
+"""A pipeline without its costs: schedule, partitions, micro-batches and devices, all a prediction starts from."""
 
 from __future__ import annotations
 
@@ -10,22 +7,22 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import final
 
-from gpipe_cli.schedule import in_flight, order
-from gpipe_cli.schedule.action import Order
+from gpipe_cli.schedule import order, traits
+from gpipe_cli.schedule.action import Order, ScheduleTraits
 from gpipe_cli.schedule.checkpoint import Checkpoint, checkpoint_stops
-from gpipe_cli.schedule.memory import Kept, kept_at_once
+from gpipe_cli.schedule.memory import PartitionPeaks, partition_peaks, peaks_of_live
 from gpipe_cli.schedule.simulate import PartitionCost, Simulation, simulate
 
-LISTED = 1_000_000
-"""Actions: a second, and some hundred megabytes."""
+MOST_LISTED = 1_000_000
+"""Actions. Listing so many takes a second and some hundred megabytes."""
 
+# Consecutive specs of a search often differ only in what they recompute, and then have the same order.
 _order = lru_cache(maxsize=2)(order)
-"""Courses that differ in nothing but what is recomputed have the same one."""
 
 
 @final
 @dataclass(frozen=True)
-class Course:
+class PipelineSpec:
     schedule: str
     partitions: int
     micro_batches: int
@@ -40,6 +37,10 @@ class Course:
         """At most."""
         return -(-self.partitions // (self.devices or self.partitions))
 
+    @property
+    def traits(self) -> ScheduleTraits:
+        return traits(self.schedule)
+
     @cached_property
     def order(self) -> Order:
         return _order(self.schedule, self.partitions, self.micro_batches, self.devices or self.partitions)
@@ -50,17 +51,18 @@ class Course:
         return checkpoint_stops(self.checkpoint, self.partitions, self.micro_batches)
 
     @cached_property
-    def kept(self) -> list[Kept]:
-        """What each partition keeps alive; an order too long to be listed is judged by its clock."""
-        if 2 * self.partitions * self.micro_batches > LISTED and in_flight.knows(self.schedule):
-            return in_flight.kept(
-                self.schedule,
-                self.partitions,
-                self.micro_batches,
-                self.devices or self.partitions,
-                self.checkpoint_stops,
+    def peaks(self) -> list[PartitionPeaks]:
+        """What each partition keeps alive; by the schedule's formula, if it has one, for an order too long to list."""
+        live = self.traits.live_micro_batches
+        if live is None or 2 * self.partitions * self.micro_batches <= MOST_LISTED:
+            return partition_peaks(self.order, self.checkpoint_stops)
+        devices = self.devices or self.partitions
+        return [
+            peaks_of_live(
+                live(partition, self.partitions, self.micro_batches, devices), self.micro_batches, stop
             )
-        return kept_at_once(self.order, self.checkpoint_stops)
+            for partition, stop in enumerate(self.checkpoint_stops)
+        ]
 
     def simulate(self, costs: Sequence[PartitionCost]) -> Simulation:
         return simulate(self.order, costs, checkpoint_stops=self.checkpoint_stops, cores=self.cores)
