@@ -85,7 +85,7 @@ TABLE = [
         slow=True,
     ),
     Row(
-        "launcher interrupted twice", 130, ("stopped by Ctrl-C at once; go on with: gpipe train",), slow=True
+        "launcher interrupted twice", 130, ("stopped by Ctrl-C at once; resume with: gpipe train",), slow=True
     ),
 ]
 

@@ -14,7 +14,7 @@ from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError, ResourceError, RunError
 from gpipe_cli.report.tables import print_facts
-from gpipe_cli.run.chosen import choose
+from gpipe_cli.run.saved_run import select_snapshot
 from gpipe_cli.training.snapshot.durable import write_file
 from gpipe_cli.training.snapshot.header import BadTensors, read_header
 from gpipe_cli.training.snapshot.manifest import MODEL
@@ -28,12 +28,12 @@ def run(invocation: Invocation) -> None:
     if os.path.lexists(out):
         raise ConfigError(f"out={out}: exists; give another name, or remove it")
     key = "snapshot" if "snapshot" in given else "run"
-    chosen = choose(key, given[key], (MODEL,)).snapshot
-    weights = chosen.contents[MODEL]
+    snapshot = select_snapshot(key, given[key], (MODEL,))
+    weights = snapshot.contents[MODEL]
     try:
         read_header(weights, len(weights))
     except BadTensors as error:
-        raise RunError(f"{chosen.path / MODEL}: damaged: {error}") from error
+        raise RunError(f"{snapshot.path / MODEL}: damaged: {error}") from error
     try:
         write_file(out, [weights], replace=False)
     except OSError as error:
@@ -41,8 +41,8 @@ def run(invocation: Invocation) -> None:
     facts = {
         "out": str(out),
         "bytes": out.stat().st_size,
-        "sha256": chosen.manifest.files[MODEL].sha256,
-        "snapshot": str(chosen.path),
+        "sha256": snapshot.manifest.files[MODEL].sha256,
+        "snapshot": str(snapshot.path),
     }
     if invocation.json:
         sys.stdout.write(f"{json.dumps(facts)}\n")

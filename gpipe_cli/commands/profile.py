@@ -27,7 +27,7 @@ from gpipe_cli.run.build import Assembly, assemble, make_sample
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.launch_record import launch_of, write_launch
 from gpipe_cli.run.recorded import with_slices
-from gpipe_cli.run.setup import write_origin
+from gpipe_cli.run.setup import write_config
 from gpipe_cli.run.timeline import Seen, show_timeline, watch
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import Simulation
@@ -65,7 +65,7 @@ def run(settings: ProfileConfig, job: Job) -> Summary:
         summary |= _sums(rows)
     summary |= {"layers": rows, "command": job.line}
     directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
-    write_origin(directory, job)
+    write_config(directory, job)
     write_launch(directory, launch_of(settings, job, parts, activations))
     _write(directory, summary, seen)
     leave_page(directory)

@@ -98,4 +98,4 @@ def _stopped(stops: StopRequests, how: str, settings: RunConfig, run: Path | Non
     request = stops.request or StopRequested("Ctrl-C")
     if run is None or not isinstance(settings, TrainConfig):
         return request.error(f"stopped by {request.reason}{how}")
-    return request.error(f"stopped by {request.reason}{how}; go on with: {resume_command(run, settings)}")
+    return request.error(f"stopped by {request.reason}{how}; resume with: {resume_command(run, settings)}")

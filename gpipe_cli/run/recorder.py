@@ -1,4 +1,7 @@
-"""What becomes of the facts of a run: rows of metrics.jsonl, lines of train.log, progress on stderr."""
+"""Record a run while it trains: metrics.jsonl, train.log, progress on stderr and an experiment logger.
+
+Rank 0, or the only process, has a `RunRecorder`; the other ranks of a run have a `RankRecorder`.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,39 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
+from omegaconf import OmegaConf
+
 from gpipe_cli.byte_size import byte_text
-from gpipe_cli.config.schema import LogConfig
-from gpipe_cli.offload.transfers import Transfers
+from gpipe_cli.config.schema import LogConfig, TrainConfig
+from gpipe_cli.config.targets import instantiate
+from gpipe_cli.errors import GpipeError, ResourceError
+from gpipe_cli.loggers.protocol import Logged, Logger
+from gpipe_cli.redaction import redacted
+from gpipe_cli.report.failure import describe
 from gpipe_cli.report.numbers import readable
-from gpipe_cli.report.output import say
+from gpipe_cli.report.output import say, write_streams_to
 from gpipe_cli.report.progress import Watcher, watcher
-from gpipe_cli.run.logs import run_log
-from gpipe_cli.run.relay import Relay
+from gpipe_cli.run.job import Job
+from gpipe_cli.safe_files import writing
 from gpipe_cli.training.line_file import LineFile
 from gpipe_cli.training.loop import Evaluated, Fact, Plan, Position, Trained
 from gpipe_cli.training.metrics import MetricsFile
 
+RANK_LOGS = "logs"
+STEP_COLUMNS = ("step", "epoch", "split", "seconds")
+"""Columns of metrics.jsonl that say where training stands; an experiment logger gets the others as values."""
+
 
 @final
 @dataclass(frozen=True)
-class Journal:
+class RunRecorder:
     metrics: MetricsFile
-    relay: Relay
+    logger: GuardedLogger
     log: logging.Logger
-    watching: Watcher
+    progress: Watcher
     every: int
     start: Position
-    disk: Disk
+    disk: DiskWarnings
 
     @staticmethod
     @contextmanager
@@ -41,105 +54,196 @@ class Journal:
         settings: LogConfig,
         start: Position = Position(),  # noqa: B008 - immutable
         *,
-        relay: Relay,
+        logger: GuardedLogger,
         partitions: Sequence[Mapping[str, Any]] = (),
-    ) -> Iterator[Journal]:
-        """`partitions`: a row for each, for who sees them at work."""
-        disk = Disk()
+    ) -> Iterator[RunRecorder]:
+        """Open the files of a run directory; the progress panel shows one row for each of `partitions`."""
+        disk = DiskWarnings()
         try:
             with (
                 closing(LineFile(directory / "train.log")) as log_file,
                 run_log(log_file, partitions=settings.partitions, layers=settings.layers) as log,
                 MetricsFile(directory / "metrics.jsonl") as metrics,
-                watcher(plan.steps, plan.epochs, settings.every, partitions) as watching,
+                watcher(plan.steps, plan.epochs, settings.every, partitions) as progress,
             ):
                 disk.files = [log_file, metrics.file]
-                yield Journal(metrics, relay, log, watching, settings.every, start, disk)
+                yield RunRecorder(metrics, logger, log, progress, settings.every, start, disk)
         finally:
-            disk.tell_lost(say)
+            disk.warn_of_lost_lines()
 
     def say(self, line: str) -> None:
-        """To the person and to the log."""
-        self.watching.say(line)
+        """Write a line to stderr and to train.log."""
+        self.progress.say(line)
         self.log.info("%s", line)
 
     def sync(self) -> None:
-        """What is to be on disk before a snapshot is."""
+        # Rows go to disk before the snapshot of their step: a resumed run cuts the file back to its snapshot,
+        # and could not restore rows that the snapshot counts but the disk never received.
         self.metrics.sync()
 
-    def follow(self, facts: Iterable[Fact]) -> Evaluated:
-        """Write every fact where it belongs; the last evaluation is returned."""
+    def record(self, facts: Iterable[Fact]) -> Evaluated:
+        """Drive the training loop, record each fact, and return the last evaluation."""
         last = self.start.evaluation
-        pace = Pace(self.start.seconds)
+        throughput = Throughput(self.start.seconds)
         for fact in facts:
             if isinstance(fact, Evaluated):
                 last = fact
-                pace.pause(fact.took)
+                throughput.exclude(fact.took)
                 self._evaluated(fact)
             else:
-                self._trained(fact, pace.after(fact))
+                self._trained(fact, throughput.after(fact))
                 if fact.step % self.every == 0:
-                    pace.restart()
-            self.disk.tell_trouble(self.say)
+                    throughput.restart()
+            self.disk.warn_once(self.say)
         assert last is not None, "training ends with an evaluation"
         return last
 
-    def _trained(self, fact: Trained, speed: float) -> None:
-        transfers = "" if fact.transfers is None else _told(fact.transfers)
-        self.watching.step(fact.step, fact.epoch, fact.loss, fact.lr, speed, transfers)
+    def _trained(self, fact: Trained, samples_per_second: float) -> None:
+        transfers = ""
+        if fact.transfers is not None:
+            moved, waited = byte_text(fact.transfers.moved_bytes), 1000 * fact.transfers.waited_seconds
+            transfers = f"moved {moved}, waited {waited:.0f} ms"
+        self.progress.step(fact.step, fact.epoch, fact.loss, fact.lr, samples_per_second, transfers)
         if fact.utilisation is not None:
-            self.watching.load(fact.utilisation.busy, fact.utilisation.bubble, fact.utilisation.memory)
+            self.progress.load(fact.utilisation.busy, fact.utilisation.bubble, fact.utilisation.memory)
         if fact.skipped:
-            self.say(f"step {fact.step}: fp16 gradients overflowed, update left out, loss scale lowered")
+            self.say(
+                f"step {fact.step}: fp16 gradients overflowed; skipped the update and lowered the loss scale"
+            )
         if fact.step % self.every == 0:
             extra: dict[str, Any] = {} if fact.grad_norm is None else {"grad_norm": fact.grad_norm}
             extra |= {} if fact.transfers is None else asdict(fact.transfers)
-            self._write({**_row(fact, "train", speed), **extra})
+            self._write({**_row(fact, "train", samples_per_second), **extra})
             self.log.info(
                 "step %d | loss %.6g | lr %.3g | %.1f samples/s%s",
                 fact.step,
                 fact.loss,
                 fact.lr,
-                speed,
+                samples_per_second,
                 transfers and f" | {transfers}",
             )
 
-    def _write(self, row: Mapping[str, Any]) -> None:
-        self.metrics.write(row)
-        self.relay.write(row)
-
     def _evaluated(self, fact: Evaluated) -> None:
         self._write(_row(fact, "eval", fact.samples / fact.took))
-        found = "".join(f" | {name} {readable(name, value)}" for name, value in fact.means.items())
-        self.say(f"epoch {fact.epoch + 1} | step {fact.step} | eval loss {fact.loss:.4f}{found}")
+        means = "".join(f" | {name} {readable(name, value)}" for name, value in fact.means.items())
+        self.say(f"epoch {fact.epoch + 1} | step {fact.step} | eval loss {fact.loss:.4f}{means}")
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        self.metrics.write(row)
+        self.logger.write(row)
 
 
 @final
-class Disk:
-    """The files a run can do without; says once that they cannot be written, and at the end what they lack."""
+@dataclass(frozen=True)
+class RankRecorder:
+    """The recorder of a rank other than 0: it writes logs/rank-N.log and nothing else."""
+
+    log: logging.Logger
+    every: int
+    start: Position
+
+    @staticmethod
+    @contextmanager
+    def open(directory: Path, rank: int, settings: LogConfig, start: Position) -> Iterator[RankRecorder]:
+        path = directory / RANK_LOGS / f"rank-{rank}.log"
+        with writing(path):
+            path.parent.mkdir(exist_ok=True)
+            write_streams_to(path, directory)
+        with (
+            closing(LineFile(path, directory)) as file,
+            run_log(file, partitions=settings.partitions, layers=settings.layers) as log,
+        ):
+            yield RankRecorder(log, settings.every, start)
+
+    def say(self, line: str) -> None:
+        self.log.info("%s", line)
+
+    def sync(self) -> None:
+        """Do nothing: this rank writes no file that a snapshot depends on."""
+
+    def record(self, facts: Iterable[Fact]) -> Evaluated:
+        last = self.start.evaluation
+        for fact in facts:
+            if isinstance(fact, Evaluated):
+                last = fact
+                self.log.info("step %d | eval loss %.6g", fact.step, fact.loss)
+            elif fact.step % self.every == 0:
+                self.log.info("step %d | loss %.6g | lr %.3g", fact.step, fact.loss, fact.lr)
+        assert last is not None, "training ends with an evaluation"
+        return last
+
+
+Recorder = RunRecorder | RankRecorder
+
+
+@final
+class GuardedLogger:
+    """An experiment logger (TensorBoard, W&B, ...) that may fail: training then continues without it."""
+
+    def __init__(self, settings: TrainConfig) -> None:
+        self._logger: Logger = instantiate(settings.logger, "logger", settings.allow)
+        self._failed = False
+
+    @contextmanager
+    def opened(self, directory: Path, start: Position, job: Job) -> Iterator[None]:
+        config: Any = OmegaConf.to_container(job.tree)
+        run = Logged(directory, f"{job.model} {directory.name}", config, start.step)
+        try:
+            self._logger.open(run)
+        except GpipeError:
+            raise
+        except Exception as error:  # nothing is lost yet, so the user should hear of it now
+            raise ResourceError(
+                f"logger: cannot start: {describe(error)}; set logger=none to train without it"
+            ) from error
+        try:
+            yield
+        finally:
+            self._guard(self._logger.close)  # a logger that failed may still hold files and threads
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        if not self._failed:
+            values = {
+                f"{row['split']}/{name}": value for name, value in row.items() if name not in STEP_COLUMNS
+            }
+            self._guard(lambda: self._logger.write(row["step"], values))
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - a service may raise anything, and must not end the training
+            if not self._failed:
+                say(f"warning: the logger failed; training continues without it: {describe(error)}")
+            self._failed = True
+
+
+@final
+class DiskWarnings:
+    """Warns once when train.log or metrics.jsonl cannot be written, and at the end of the lines that were lost."""
 
     def __init__(self) -> None:
         self.files: list[LineFile] = []
-        self._told = False
+        self._warned = False
 
-    def tell_trouble(self, say: Callable[[str], None]) -> None:
-        troubled = [file for file in self.files if file.trouble is not None]
-        if troubled and not self._told:
-            self._told = True
-            names = " and ".join(str(file.path) for file in troubled)
+    def warn_once(self, say: Callable[[str], None]) -> None:
+        failing = [file for file in self.files if file.trouble is not None]
+        if failing and not self._warned:
+            self._warned = True
+            names = " and ".join(str(file.path) for file in failing)
             say(
-                f"warning: {names}: {troubled[0].trouble}; training goes on, their lines wait until there is room"
+                f"warning: {names}: {failing[0].trouble}; training continues, and gpipe writes the missing lines "
+                "when the disk accepts them"
             )
 
-    def tell_lost(self, say: Callable[[str], None]) -> None:
+    def warn_of_lost_lines(self) -> None:
         for file in self.files:
             if file.lost:
                 say(f"warning: {file.path}: {file.lost} lines could not be written and are lost")
 
 
 @final
-class Pace:
-    """Training samples per second since the last row, evaluations left out."""
+class Throughput:
+    """Training samples per second since the last row, without the time spent on evaluations."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._samples = 0
@@ -150,16 +254,45 @@ class Pace:
         self._now = fact.seconds
         return self._samples / (self._now - self._since)
 
-    def pause(self, seconds: float) -> None:
+    def exclude(self, seconds: float) -> None:
         self._since += seconds
 
     def restart(self) -> None:
         self._samples, self._since = 0, self._now
 
 
-def _told(transfers: Transfers) -> str:
-    """What a step moved between its device and where the model is kept."""
-    return f"moved {byte_text(transfers.moved_bytes)}, waited {1000 * transfers.waited_seconds:.0f} ms"
+@final
+class RedactingFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redacted(super().format(record))
+
+
+@contextmanager
+def run_log(file: LineFile, *, partitions: bool, layers: bool) -> Iterator[logging.Logger]:
+    """Send gpipe's log lines to the file, and the traceback of the error that ends the run, if any.
+
+    The pipeline logs at INFO for each partition and at DEBUG for each layer.
+    """
+    logger, pipeline = logging.getLogger("gpipe_cli"), logging.getLogger("gpipe_cli.pipeline")
+    handler = logging.StreamHandler(file)
+    handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s"))
+    before = (logger.level, logger.propagate, pipeline.level)
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = False  # a handler on the root logger would print over the progress panel
+    pipeline.setLevel(logging.DEBUG if layers else logging.INFO if partitions else logging.WARNING)
+    try:
+        yield logging.getLogger("gpipe_cli.run")
+    except BaseException:
+        logger.exception("the run ends here")
+        raise
+    finally:
+        # Loggers belong to the process, and the next job of a sweep opens its own train.log.
+        logger.removeHandler(handler)
+        handler.close()
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+        pipeline.setLevel(before[2])
 
 
 def _row(fact: Fact, split: str, samples_per_second: float) -> dict[str, Any]:

@@ -1,8 +1,12 @@
-"""The configuration a run was started with, read back, and what is given anew put on top of it."""
+"""Read what a run left on disk: its configuration, and the snapshot that `run=` or `snapshot=` means.
+
+Everything read here is data from elsewhere: bounded, checked, and never executed. Does without torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +15,36 @@ from omegaconf import DictConfig, OmegaConf
 from gpipe_cli.config.composing import refuse_hydra
 from gpipe_cli.config.yaml_files import load_yaml
 from gpipe_cli.errors import ConfigError, RunError
+from gpipe_cli.report.text import plain
+from gpipe_cli.training.snapshot.finding import is_snapshot, newest_valid
+from gpipe_cli.training.snapshot.reading import Verified, read_snapshot
 
 
 def saved_config(run: Path) -> DictConfig:
-    """config.yaml of a run directory: data, nothing of it is executed."""
+    """Read config.yaml of a run directory."""
     path = run / "config.yaml"
     try:
         tree = load_yaml(path, base=run)
     except FileNotFoundError as error:
-        raise RunError(f"{run}: is no run directory, it has no config.yaml") from error
+        raise RunError(f"{run}: not a run directory: it has no config.yaml") from error
     except ConfigError as error:
         raise RunError(str(error)) from error
     if not isinstance(tree, DictConfig):
-        raise RunError(f"{path}: is no configuration")
+        raise RunError(f"{path}: not a configuration: its top level must be a mapping of keys")
     refuse_hydra(tree, str(path))
     return tree
 
 
 def with_overrides(
-    saved: DictConfig, composed: DictConfig, overrides: Sequence[str], own: Collection[str] = ()
+    saved: DictConfig, composed: DictConfig, overrides: Sequence[str], own_keys: Collection[str] = ()
 ) -> DictConfig:
-    """The composed tree with all its keys as saved, except those the overrides speak of, and the command's own.
+    """Merge a saved configuration with a composed one: the saved value of every key wins,
+    except for the keys in the overrides and `own_keys`.
 
-    An option chosen anew (`balance=uniform`) replaces the whole component, a key (`chunks=2`) that key.
+    An option (`balance=uniform`) replaces the whole group, a dotted key (`balance.layers=[1,2]`) only that key.
     """
-    given = [*own, *(word.lstrip("+~").partition("=")[0] for word in overrides)]
-    # As text, references and all: they are resolved later, where a mistake in them is told as one.
+    given = [*own_keys, *(override.lstrip("+~").partition("=")[0] for override in overrides)]
+    # Keep references such as ${oc.env:TOKEN} as text: the result is saved, and must not contain what they resolve to.
     before, now = OmegaConf.to_container(saved), OmegaConf.to_container(composed)
     assert isinstance(before, dict) and isinstance(now, dict)
     result = OmegaConf.create(
@@ -44,12 +52,37 @@ def with_overrides(
     )
     for path in given:
         if "." in path and path.partition(".")[0] not in given:
-            OmegaConf.update(result, path, _unresolved(now, path), force_add=True)
+            value: Any = now
+            for key in path.split("."):
+                value = value.get(key) if isinstance(value, dict) else None
+            OmegaConf.update(result, path, value, force_add=True)
     return result
 
 
-def _unresolved(tree: Any, path: str) -> Any:
-    """The value of a dotted key as it was given: what a reference stands for may be a secret."""
-    for key in path.split("."):
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
+def select_snapshot(key: str, value: str, wanted: Collection[str], ignored: Collection[str] = ()) -> Verified:
+    """Read the snapshot that `key=value` names, or the newest valid snapshot of the run that it names.
+
+    `wanted` and `ignored` are as for `read_snapshot`.
+    """
+    path = Path(value)
+    if not path.is_dir():
+        raise RunError(f"{key}={value}: no such directory")
+    if key != "run" and is_snapshot(path):
+        return read_snapshot(path, wanted, ignored)
+    if key == "snapshot":
+        raise RunError(
+            f"snapshot={value}: not a snapshot; give a directory such as runs/.../snapshots/step-00000100"
+        )
+    snapshots = newest_valid(path, wanted, ignored)
+    if snapshots.newest is not None:
+        warn_of_damaged(snapshots.damaged)
+        return snapshots.newest
+    if snapshots.damaged:
+        reasons = "; ".join(map(str, snapshots.damaged.values()))
+        raise RunError(f"{key}={value}: every snapshot in it is damaged: {reasons}")
+    raise RunError(f"{key}={value}: contains no snapshot; give the directory of a run that has saved one")
+
+
+def warn_of_damaged(damaged: Mapping[Path, RunError]) -> None:
+    for error in damaged.values():
+        sys.stderr.write(f"{plain(str(error))}; gpipe uses the snapshot before it\n")

@@ -1,4 +1,4 @@
-"""Where a run comes from and where it lives: its directory with what is needed to repeat it, new or gone on with."""
+"""Set up the directory of a run: create it with what is needed to repeat the run, or rewind it to resume."""
 
 from __future__ import annotations
 
@@ -9,91 +9,108 @@ from pathlib import Path
 from typing import final
 
 from omegaconf import OmegaConf
+from torch import nn
 
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.team import Team
+from gpipe_cli.engines.state import module_state
+from gpipe_cli.profiling.optimizer_state import state_bytes
 from gpipe_cli.report.environment import environment
 from gpipe_cli.run.job import Job
-from gpipe_cli.run.resume import Resumed, differences
+from gpipe_cli.run.pipeline_spec import optimizer_factory
+from gpipe_cli.run.resume import ResumedRun, version_changes
 from gpipe_cli.safe_files import writing
 from gpipe_cli.training.lock import only_writer
-from gpipe_cli.training.loop import Position
+from gpipe_cli.training.loop import Plan, Position
 from gpipe_cli.training.rewind import cut_metrics, rewind_snapshots, seen_bytes
 from gpipe_cli.training.run_directory import make_run_directory, write_json, write_text
+from gpipe_cli.training.snapshot.keeper import Retention
 from gpipe_cli.training.snapshot.record import Record
+from gpipe_cli.training.snapshot.space import check_space
 
 
 @final
 @dataclass(frozen=True)
-class Begun:
-    """A run about to train."""
+class RunSetup:
+    """A run that is ready to train."""
 
     directory: Path
     record: Record | None = None
-    """Where it goes on from; None: from the start."""
-    news: Sequence[str] = ()
-    """What there is to say about that."""
+    """Of the snapshot to resume from; None for a run that starts at step 0."""
+    messages: Sequence[str] = ()
 
     @property
     def position(self) -> Position:
         return Position() if self.record is None else self.record.position
 
 
-def begin_together(
-    settings: TrainConfig, job: Job, again: Resumed | None, held: ExitStack, team: Team
-) -> Begun:
-    """The run of a team: rank 0 makes its directory, and all know which it is."""
-    record = None if again is None or again.snapshot is None else again.snapshot.record
-    begun = begin_run(settings, job, again, held) if team.leads else None
-    directory = Path(team.of_leader(str(begun.directory) if begun is not None else ""))
-    if begun is None:
-        return Begun(directory, record)
+def check_disk_space(
+    run: Path, settings: TrainConfig, model: nn.Module, plan: Plan, retention: Retention
+) -> str | None:
+    """Check before the run has a directory that its disk has room for a snapshot; return a warning, if any."""
+    state = module_state(model)
+    size = sum(tensor.nbytes for tensor in (*state.model.values(), *state.buffers.values()))
+    try:
+        optimizer_size = sum(state_bytes(optimizer_factory(settings), model.parameters()))
+    except Exception:  # noqa: BLE001 - an optimizer may reject the gradients of the trial step, and still train
+        optimizer_size = 0
+    return check_space(run, plan, retention, size + optimizer_size)
+
+
+def set_up_run(
+    settings: TrainConfig, job: Job, resumed: ResumedRun | None, cleanup: ExitStack, team: Team
+) -> RunSetup:
+    """Set up the run directory on rank 0, which stays its only writer until `cleanup` is closed; tell all ranks."""
+    record = None if resumed is None or resumed.snapshot is None else resumed.snapshot.record
+    setup = None
+    if team.leads and resumed is not None:
+        setup = _rewind(resumed, record)
+    elif team.leads:
+        directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
+        cleanup.enter_context(only_writer(directory))
+        write_config(directory, job)
+        setup = RunSetup(directory)
+    directory = Path(team.of_leader("" if setup is None else str(setup.directory)))
+    if setup is None:
+        return RunSetup(directory, record)
     if job.rank is not None:
+        # The launcher restarts a failed job in this directory, and asks for it only if the ranks fail.
         job.rank.meeting.tell_run(directory)
-    return begun
+    return setup
 
 
-def begin_run(settings: TrainConfig, job: Job, again: Resumed | None, held: ExitStack) -> Begun:
-    """The run and its directory, this process its only writer for as long as `held` is."""
-    if again is not None:
-        return _go_on(again)
-    directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
-    held.enter_context(only_writer(directory))
-    write_origin(directory, job)
-    return Begun(directory)
-
-
-def write_origin(directory: Path, job: Job) -> None:
-    """What was asked for, and on what machine."""
+def write_config(directory: Path, job: Job) -> None:
+    """Write what was asked for, and on which machine."""
     write_text(directory / "config.yaml", OmegaConf.to_yaml(job.tree))
     write_text(directory / "overrides.yaml", OmegaConf.to_yaml(list(job.overrides)))
     write_json(directory / "env.json", environment())
 
 
-def _without_optimizer(again: Resumed) -> str:
-    return ", with a new optimizer state" if again.settings.reset_optimizer else ""
-
-
-def _go_on(again: Resumed) -> Begun:
-    """Take the directory to where the snapshot stands; the settings from now on become those of the run."""
-    record = None if again.snapshot is None else again.snapshot.record
-    position = Position() if record is None else record.position
-    used = None if again.snapshot is None else again.snapshot.path
-    metrics = again.run / "metrics.jsonl"
-    with writing(metrics):  # judged before anything is changed, cut after the snapshots that know its rows
-        kept = seen_bytes(metrics, position)
-    with writing(again.run):
-        aside = rewind_snapshots(again.run, position.step, used)
-        cut_metrics(metrics, kept)
-        (again.run / "summary.json").unlink(missing_ok=True)
-        if again.changes:
-            write_text(again.run / "config.yaml", OmegaConf.to_yaml(again.tree))
-    news = [
-        "the run had saved nothing that can be used; it begins anew"
-        if used is None
-        else f"going on from {used}{_without_optimizer(again)}",
-        *(f"set aside, as it is damaged or of a future that is given up: {name}" for name in aside),
-        *(differences(record) if record is not None else ()),
-        *(f"changed: {change}" for change in again.changes),
+def _rewind(resumed: ResumedRun, record: Record | None) -> RunSetup:
+    """Take the directory back to its snapshot; the settings of this launch become those of the run."""
+    directory, position = resumed.directory, Position() if record is None else record.position
+    snapshot = None if resumed.snapshot is None else resumed.snapshot.path
+    metrics = directory / "metrics.jsonl"
+    # Read metrics.jsonl before anything changes, because a damaged file is an error. Cut it after the newer snapshots
+    # are set aside: they count rows that the cut removes, and a crash in between must not leave them usable.
+    with writing(metrics):
+        size = seen_bytes(metrics, position)
+    with writing(directory):
+        set_aside = rewind_snapshots(directory, position.step, snapshot)
+        cut_metrics(metrics, size)
+        (directory / "summary.json").unlink(missing_ok=True)
+        if resumed.changes:
+            write_text(directory / "config.yaml", OmegaConf.to_yaml(resumed.tree))
+    new_optimizer = ", with a new optimizer state" if resumed.settings.reset_optimizer else ""
+    messages = [
+        "the run has no usable snapshot; starting again at step 0"
+        if snapshot is None
+        else f"resuming from {snapshot}{new_optimizer}",
+        *(
+            f"set aside, because it is damaged or newer than the snapshot in use: {name}"
+            for name in set_aside
+        ),
+        *(version_changes(record) if record is not None else ()),
+        *(f"changed: {change}" for change in resumed.changes),
     ]
-    return Begun(again.run, record, news)
+    return RunSetup(directory, record, messages)

@@ -1,31 +1,38 @@
-"""What a training run ended with: summary.json, and what is printed of it."""
+"""How a training run ends: summary.json and the printed result, or the command that resumes a stopped run."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from gpipe_cli.config.schema import TrainConfig
-from gpipe_cli.errors import ResourceError, RunError
+from gpipe_cli.distributed.team import Team
+from gpipe_cli.errors import DataError, ResourceError, RunError, Stopped
+from gpipe_cli.report.failure import describe
 from gpipe_cli.report.output import say
 from gpipe_cli.report.page.document import PAGE
 from gpipe_cli.report.page.files import Files, number, whole
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.data import Feed
 from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.resume import Resumed, allow_words
+from gpipe_cli.run.resume import ResumedRun, allow_override, resume_command
 from gpipe_cli.safe_files import parse_json, read_regular
 from gpipe_cli.training.loop import Evaluated, Plan
 from gpipe_cli.training.run_directory import write_json
+from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
+from gpipe_cli.training.snapshot.finding import snapshot_paths
 
 SUMMARY = "summary.json"
 LARGEST_EPOCH = 10**9
-LARGEST = 2**20
+LARGEST_SUMMARY = 2**20
+"""Bytes."""
 
 
-def summary_of(last: Evaluated, plan: Plan, feed: Feed, directory: Path, job: Job) -> dict[str, Any]:
+def summarise(last: Evaluated, plan: Plan, feed: Feed, directory: Path, job: Job) -> dict[str, Any]:
     return {
         "loss": last.loss,
         **last.means,
@@ -38,67 +45,94 @@ def summary_of(last: Evaluated, plan: Plan, feed: Feed, directory: Path, job: Jo
     }
 
 
-def finished_before(again: Resumed, plan: Plan, feed: Feed, job: Job) -> Summary | None:
-    """The summary of a run that has nothing left to do; None where it has."""
-    position = None if again.snapshot is None else again.snapshot.record.position
-    if (
-        position is None
-        or position.evaluation is None
-        or not position.evaluated
-        or position.step != plan.steps
-    ):
+def summary_if_finished(resumed: ResumedRun, plan: Plan, feed: Feed, job: Job) -> Summary | None:
+    """The summary of a run that has nothing left to train, or None."""
+    position = None if resumed.snapshot is None else resumed.snapshot.record.position
+    if position is None or position.evaluation is None or not position.evaluated:
         return None
-    summary = summary_of(position.evaluation, plan, feed, again.run, job)
-    before = _summary_before(again.run)
+    if position.step != plan.steps:
+        return None
+    summary = summarise(position.evaluation, plan, feed, resumed.directory, job)
+    before = _read_summary(resumed.directory)
     if all(before.get(key) == value for key, value in summary.items() if key not in ("run_dir", "command")):
-        sys.stderr.write(f"{again.run}: the run has finished; nothing is changed\n")
+        sys.stderr.write(f"{resumed.directory}: the run has finished; gpipe changed nothing\n")
         return before
-    write_summary(again.run, summary)
+    write_summary(resumed.directory, summary)
     return summary
 
 
-def _summary_before(run: Path) -> Summary:
-    """What summary.json says; nothing where it is damaged, or a run ended between its last snapshot and it."""
-    try:
-        found = parse_json(read_regular(run / SUMMARY, LARGEST, base=run))
-    except (FileNotFoundError, ValueError):
-        return {}
-    except OSError as error:
-        raise RunError(f"{run / SUMMARY}: cannot be read: {error}; remove it") from error
-    return found if isinstance(found, dict) else {}
-
-
 def write_summary(run: Path, summary: Summary) -> None:
-    """What was trained is saved by now: a summary that cannot be written is made up for by resuming the run."""
+    # The last snapshot is already saved. If the disk is full, resuming the finished run writes the summary later.
     try:
         write_json(run / SUMMARY, summary)
     except ResourceError as error:
         say(f"warning: {error}")
 
 
-def show(summary: Summary, settings: TrainConfig) -> None:
-    """To the person; with what a newcomer would type next."""
+def print_summary(summary: Summary, settings: TrainConfig) -> None:
+    """Print the result with the commands that a user is likely to want next."""
     run = Path(str(summary.get("run_dir")))
-    print_facts("", {**summary, **_best(run), "report": str(run / PAGE), **_next(run, settings)})
-
-
-def _best(run: Path) -> dict[str, str]:
-    """The evaluation with the smallest loss of all launches of the run."""
-    rows = [row for row in Files(run).json_lines("metrics.jsonl") if row.get("split") == "eval"]
-    found = [(loss, row) for row in rows if (loss := number(row.get("loss"))) is not None]
-    if not found:
-        return {}
-    loss, row = min(found, key=lambda one: one[0])
-    epoch = whole(row.get("epoch"), LARGEST_EPOCH) or 0
-    return {"best_epoch": f"{epoch + 1} (step {row.get('step')}, loss {loss:.4g})"}
-
-
-def _next(run: Path, settings: TrainConfig) -> dict[str, str]:
-    """Each works as it is printed."""
+    allow = allow_override(settings)
     longer = f"epochs={2 * settings.epochs}" if settings.steps is None else f"steps={2 * settings.steps}"
-    allow = allow_words(settings)
-    return {
+    next_commands = {
         "evaluate": shlex.join(["gpipe", "eval", f"run={run}", *allow]),
         "train_longer": shlex.join(["gpipe", "train", f"resume={run}", longer, *allow]),
         "export": shlex.join(["gpipe", "export", f"run={run}"]),
     }
+    print_facts("", {**summary, **_best_epoch(run), "report": str(run / PAGE), **next_commands})
+
+
+@contextmanager
+def stop_with_resume_command(
+    directory: Path, settings: TrainConfig, deadline: float | None, team: Team
+) -> Iterator[StopRequests]:
+    """Turn signals and the time limit into requests that the loop heeds between steps.
+
+    A stopped run leaves this context as Stopped or Interrupted (exit code 75 or 130) with the command to resume it.
+    """
+    with stop_requests(deadline=deadline, agree=team.largest, patient=team.size > 1) as stops:
+        try:
+            yield stops
+        except StopRequested as request:
+            raise _stopped(request, "", directory, settings) from request
+        except KeyboardInterrupt as error:  # a second Ctrl-C
+            first = stops.request or StopRequested("Ctrl-C")
+            raise _stopped(first, " at once", directory, settings) from error
+        except DataError as error:
+            # A scheduler signals every process of the job, data workers included. The training process then sees a
+            # dead worker before it heeds its own signal; report the signal, not broken data.
+            if (request_ := stops.request) is None:
+                raise
+            cause = f", which interrupted the current step ({describe(error)})"
+            raise _stopped(request_, cause, directory, settings) from error
+
+
+def _stopped(request: StopRequested, how: str, directory: Path, settings: TrainConfig) -> Stopped:
+    reason = f"time_limit={settings.time_limit}" if request.reason == "time_limit" else request.reason
+    snapshots = snapshot_paths(directory)
+    if not snapshots:
+        return request.error(f"stopped by {reason}{how}, before anything was saved in {directory}")
+    command = resume_command(directory, settings)
+    return request.error(f"stopped by {reason}{how}; saved in {snapshots[0]}; resume with: {command}")
+
+
+def _read_summary(run: Path) -> Summary:
+    """Read summary.json; empty if it is damaged, or missing because the run ended before it was written."""
+    try:
+        content = parse_json(read_regular(run / SUMMARY, LARGEST_SUMMARY, base=run))
+    except (FileNotFoundError, ValueError):
+        return {}
+    except OSError as error:
+        raise RunError(f"{run / SUMMARY}: cannot be read: {error}; remove it") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _best_epoch(run: Path) -> dict[str, str]:
+    """The evaluation with the smallest loss over all launches of the run."""
+    rows = [row for row in Files(run).json_lines("metrics.jsonl") if row.get("split") == "eval"]
+    losses = [(loss, row) for row in rows if (loss := number(row.get("loss"))) is not None]
+    if not losses:
+        return {}
+    loss, row = min(losses, key=lambda pair: pair[0])
+    epoch = whole(row.get("epoch"), LARGEST_EPOCH) or 0
+    return {"best_epoch": f"{epoch + 1} (step {row.get('step')}, loss {loss:.4g})"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpipe_cli.commands import eval as evaluation
-from gpipe_cli.run import weights as filling
+from gpipe_cli.run import weights
 
 Gpipe = Callable[..., Any]
 ALLOW = "allow=[tiny_for_tests]"
@@ -21,36 +21,36 @@ def trained(tiny: Gpipe) -> dict[str, Any]:
 
 
 def test_evaluating_a_run_gives_what_training_ended_with(tiny: Gpipe, trained: dict[str, Any]) -> None:
-    found = tiny("eval", f"run={trained['run_dir']}", ALLOW, "--json").json
-    assert found["loss"] == trained["loss"]
-    assert found["top1"] == trained["top1"]
-    assert found["samples"] == 16
+    summary = tiny("eval", f"run={trained['run_dir']}", ALLOW, "--json").json
+    assert summary["loss"] == trained["loss"]
+    assert summary["top1"] == trained["top1"]
+    assert summary["samples"] == 16
 
 
 @pytest.mark.parametrize(
     "words",
     [["partitions=4"], ["engine=single"], ["balance=manual", "balance.layers=[1,7]"], ["eval_chunks=1"]],
 )
-def test_a_run_can_be_evaluated_otherwise_than_it_was_trained(
+def test_a_run_can_be_evaluated_with_other_settings_than_it_was_trained_with(
     tiny: Gpipe, trained: dict[str, Any], words: list[str]
 ) -> None:
-    found = tiny("eval", f"run={trained['run_dir']}", ALLOW, *words, "--json").json
-    assert found["top1"] == trained["top1"]
-    assert found["loss"] == pytest.approx(trained["loss"], rel=1e-6)
+    summary = tiny("eval", f"run={trained['run_dir']}", ALLOW, *words, "--json").json
+    assert summary["top1"] == trained["top1"]
+    assert summary["loss"] == pytest.approx(trained["loss"], rel=1e-6)
 
 
 def test_a_model_on_the_disk_is_never_whole_in_memory(
     tiny: Gpipe, trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluation, "fill", lambda *_: pytest.fail("the whole model was filled"))
-    monkeypatch.setattr(filling, "read_weights", lambda *_: pytest.fail("a whole file was read"))
+    monkeypatch.setattr(evaluation, "load_into_model", lambda *_: pytest.fail("the whole model was loaded"))
+    monkeypatch.setattr(weights, "read_weights", lambda *_: pytest.fail("a whole file was read"))
     words = [ALLOW, "engine=offload", "engine.to=disk", "engine.slices=3", "--json"]
-    found = tiny("eval", f"run={trained['run_dir']}", *words).json
-    assert found["top1"] == trained["top1"] and found["loss"] == pytest.approx(trained["loss"], rel=1e-6)
+    summary = tiny("eval", f"run={trained['run_dir']}", *words).json
+    assert summary["top1"] == trained["top1"] and summary["loss"] == pytest.approx(trained["loss"], rel=1e-6)
     assert tiny("export", f"run={trained['run_dir']}", "out=all.safetensors").code == 0
     words += ["data=synthetic", "data.shape=[3,8,8]", "data.length=64", "batch_size=20", "chunks=3"]
     words += ["weights=all.safetensors", "model._target_=tiny_for_tests.build"]
-    assert tiny("eval", *words).json["loss"] == found["loss"]
+    assert tiny("eval", *words).json["loss"] == summary["loss"]
     wrong = tiny("eval", *words, "+model.width=5")
     assert wrong.code == 2 and "weights=all.safetensors: made for another model (9 of another" in wrong.err
 
@@ -61,8 +61,8 @@ def test_the_training_samples_can_be_evaluated_too(tiny: Gpipe, trained: dict[st
 
 def test_keys_of_the_runs_own_data_can_be_changed(tiny: Gpipe, trained: dict[str, Any]) -> None:
     """The default data has no key `length`; the run's has."""
-    found = tiny("eval", f"run={trained['run_dir']}", ALLOW, "data.length=128", "--json").json
-    assert found["samples"] == 32
+    summary = tiny("eval", f"run={trained['run_dir']}", ALLOW, "data.length=128", "--json").json
+    assert summary["samples"] == 32
 
 
 def test_code_named_by_a_run_is_not_trusted_because_a_file_says_so(
@@ -112,22 +112,24 @@ def test_evaluation_changes_no_weights_on_disk(tiny: Gpipe, trained: dict[str, A
     assert path.read_bytes() == before
 
 
-def test_keys_of_training_do_not_bind_an_evaluation_by_another_engine(tiny: Gpipe) -> None:
-    """partitions and schedule are the run's, nobody gave them to the evaluation."""
+def test_an_evaluation_with_another_engine_ignores_the_keys_of_the_training_engine(tiny: Gpipe) -> None:
+    """`partitions` and `schedule` come from the run's config.yaml, not from the command line of the evaluation."""
     run = tiny("train", "steps=1", "partitions=2", "schedule=1f1b", "checkpoint=always", "--json").json
-    found = tiny("eval", f"run={run['run_dir']}", ALLOW, "engine=single", "--json").json
-    assert found["top1"] == run["top1"]
+    summary = tiny("eval", f"run={run['run_dir']}", ALLOW, "engine=single", "--json").json
+    assert summary["top1"] == run["top1"]
     answer = tiny("eval", f"run={run['run_dir']}", ALLOW, "engine=single", "schedule=1f1b")
     assert (answer.code, "schedule: has no effect with engine=single" in answer.err) == (2, True)
 
 
 def test_a_dry_evaluation_shows_the_partitions_only(tiny: Gpipe, trained: dict[str, Any]) -> None:
-    found = tiny("eval", f"run={trained['run_dir']}", ALLOW, "--dry-run", "--json").json
-    assert [row["layers"] for row in found["partitions"]] == [4, 4] and "loss" not in found
+    summary = tiny("eval", f"run={trained['run_dir']}", ALLOW, "--dry-run", "--json").json
+    assert [row["layers"] for row in summary["partitions"]] == [4, 4] and "loss" not in summary
     assert "partition" in tiny("eval", f"run={trained['run_dir']}", ALLOW, "--dry-run").out
 
 
-def test_a_reference_of_a_run_that_leads_nowhere_is_told_as_one(tiny: Gpipe, trained: dict[str, Any]) -> None:
+def test_an_unresolvable_reference_in_a_saved_config_is_reported_with_its_key(
+    tiny: Gpipe, trained: dict[str, Any]
+) -> None:
     config = Path(trained["run_dir"]) / "config.yaml"
     config.write_text(config.read_text().replace("chunks: 3\n", "chunks: ${nowhere}\n"))
     answer = tiny("eval", f"run={trained['run_dir']}", ALLOW)

@@ -42,7 +42,7 @@ def test_a_failure_in_a_sweep_is_told_with_its_type_and_place(tiny: Gpipe) -> No
 def test_more_chunks_than_samples_are_said_to_make_fewer(tiny: Gpipe, engine: str) -> None:
     answer = tiny("train", "steps=1", "batch_size=4", "chunks=9", f"engine={engine}")
     assert answer.code == 0
-    assert "chunks=9 is more than batch_size=4: a mini-batch makes 4 micro-batches" in answer.err
+    assert "chunks=9 is more than batch_size=4: each mini-batch is split into 4 micro-batches" in answer.err
 
 
 def test_a_run_that_fails_says_why_in_its_log(tiny: Gpipe, tmp_path: Path) -> None:

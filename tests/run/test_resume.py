@@ -82,7 +82,7 @@ def test_a_run_that_is_killed_and_started_by_the_same_words_ends_as_if_it_had_no
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "torn')
     answer = tiny(*words)
-    assert answer.code == 0 and "going on from run/snapshots/step-" in answer.err
+    assert answer.code == 0 and "resuming from run/snapshots/step-" in answer.err
     assert facts(tmp_path / "run") == unbroken
     assert not (tmp_path / "run" / "run.lock").exists()
 
@@ -108,10 +108,10 @@ def test_a_signal_ends_the_run_with_the_command_that_goes_on_with_it(
     assert answer.code == code
     line = answer.err.splitlines()[-1]
     assert line.startswith(
-        f"gpipe: stopped by {told}; saved in run/snapshots/step-00000004; go on with: gpipe train "
+        f"gpipe: stopped by {told}; saved in run/snapshots/step-00000004; resume with: gpipe train "
     )
     assert answer.out == "" and "Traceback" not in answer.err
-    answer = gpipe(*shlex.split(line.partition("go on with: gpipe ")[2]))
+    answer = gpipe(*shlex.split(line.partition("resume with: gpipe ")[2]))
     assert answer.code == 0 and facts(tmp_path / "run") == unbroken
 
 
@@ -133,7 +133,7 @@ def test_a_second_ctrl_c_stops_at_once_and_leaves_the_older_snapshot(
 def test_a_time_limit_stops_in_good_order(tiny: Gpipe) -> None:
     answer = tiny("train", *WORDS, "run_dir=run", "time_limit=0.001s")
     assert answer.code == 75
-    assert "stopped by time_limit=0.001s; saved in run/snapshots/step-00000001; go on with: " in answer.err
+    assert "stopped by time_limit=0.001s; saved in run/snapshots/step-00000001; resume with: " in answer.err
 
 
 def test_a_finished_run_is_left_alone_unless_it_is_to_go_further(
@@ -157,7 +157,7 @@ def test_a_finished_run_is_left_alone_unless_it_is_to_go_further(
 REFUSED = {
     "optimizer=sgd": "optimizer._target_=torch.optim.SGD: the run was started with torch.optim.AdamW",
     "model.width=3": "model.width=3: the run was started with null",
-    "steps=1": "steps=1: the run has come to step 2",
+    "steps=1": "steps=1: the run has reached step 2",
 }
 REFUSED_TOO = {
     "seed=3": "seed=3: the run was started with 0",
@@ -193,7 +193,7 @@ def test_a_damaged_snapshot_is_passed_over_unless_it_was_asked_for(
     assert answer.code == 4 and "step-00000007/optimizer.safetensors: damaged" in answer.err
     answer = gpipe("train", "resume=run", ALLOW)
     assert answer.code == 0 and "optimizer.safetensors: damaged" in answer.err
-    assert "going on from run/snapshots/step-00000006" in answer.err
+    assert "resuming from run/snapshots/step-00000006" in answer.err
     assert facts(tmp_path / "run") == unbroken
     assert (newest.parent / "step-00000007.aside").is_dir(), "evidence is kept"
 
@@ -217,7 +217,7 @@ def test_a_run_that_saved_nothing_begins_anew_in_its_place(tiny: Gpipe, tmp_path
     words = ("train", *WORDS, "run_dir=run", "resume=auto", "snapshot.every=100")
     assert tiny(*words, "optimizer=sgd", "optimizer.lr=1e30").code == 5
     answer = tiny(*words, "optimizer=sgd", "optimizer.lr=0.1", "steps=2")
-    assert answer.code == 0 and "it begins anew" in answer.err
+    assert answer.code == 0 and "starting again at step 0" in answer.err
     assert [row["step"] for row in facts(tmp_path / "run")["rows"]] == [1, 2, 2]
 
 

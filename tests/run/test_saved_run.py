@@ -16,7 +16,7 @@ from gpipe_cli.run.saved_run import saved_config, with_overrides
         ("a: &a [*a]", "contains itself"),
         (f"a: {'[' * 10**5}", "nested more than"),
         (f"seed: {'9' * 400}", "a number of 400 digits"),
-        ("- 1", "is no configuration"),
+        ("- 1", "not a configuration"),
         (None, "not a regular file"),
     ],
 )
