@@ -1,10 +1,9 @@
-"""A model into layers by a list its author writes, and layers into equal parts.
+"""Turn a model into layers by a list that its author writes, and divide layers into equal parts.
 
     layers = ["conv1", "bn1", "relu", "layer1", lambda x: torch.flatten(x, 1), "fc"]
     sequence = flatten_model(model, layers)
 
-Decides what an item of such a list may be and where each layer stood in the model, so that its parameter
-names survive. That the list computes what the model's own forward does is the author's word: nothing is run.
+Nothing runs here: it is up to the author that the list computes what the model's own forward does.
 """
 
 from __future__ import annotations
@@ -22,10 +21,8 @@ from torch import nn
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.sequential.sequence import Sequence
 
-__all__ = ["Call", "Item", "flatten_model", "partition_uniform"]
-
 Item: TypeAlias = str | nn.Module | Callable[..., Any]
-"""A submodule's dotted name, a module, or a function of what flows."""
+"""A submodule's dotted name, a module, or a function of the previous layer's output."""
 
 Layers = TypeVar("Layers", bound=SequenceOf[Any] | nn.Sequential)
 
@@ -63,22 +60,22 @@ def flatten_model(
 def flatten_model(
     model: nn.Module, layer_list: Iterable[Item], return_list: bool = False
 ) -> Sequence | list[nn.Module]:
-    """The layers named in `layer_list` as a Sequence, or bare in a list.
+    """Return the layers named in `layer_list` as a Sequence, or as a plain list.
 
-    Every nn.Sequential and nn.ModuleList among them is replaced by its members. What the list leaves out of
-    the model is not in the result.
+    Every nn.Sequential and nn.ModuleList among them is replaced by its members. Parts of the model that are not
+    listed are not in the result.
     """
     paths = {module: path for path, module in model.named_modules()}
     listed = [
         layer
         for position, item in enumerate(layer_list)
-        for layer in _expanded(_layer(model, paths, item, f"layer {position}"))
+        for layer in _expanded(_layer(model, paths, item, position))
     ]
     layers = _distinct(listed)
     if return_list:
         return [layer.module for layer in layers]
     sequence = Sequence([layer.module for layer in layers], paths=[layer.path for layer in layers])
-    is_whole = _member_names(sequence) == _member_names(model)
+    is_whole = _tensor_names(sequence) == _tensor_names(model)
     return Sequence(sequence, paths=sequence.paths, original=model) if is_whole else sequence
 
 
@@ -87,53 +84,47 @@ def partition_uniform(layers: Layers, partitions: int, index: None = None) -> li
 @overload
 def partition_uniform(layers: Layers, partitions: int, index: int) -> Layers: ...
 def partition_uniform(layers: Layers, partitions: int, index: int | None = None) -> Layers | list[Layers]:
-    """The layers of partition `index` when all have as many, or differ by one; without `index` all of them.
+    """Divide layers into partitions whose lengths differ by at most one: 11 layers over 4 make 3, 3, 3, 2.
 
-    11 layers over 4 partitions are 3, 3, 3, 2. In `gpipe_cli.distributed` it takes the part of this process.
+    Return all partitions, or only that of `index`. In `gpipe_cli.distributed` the function takes the rank's own part.
     """
     if not 1 <= partitions <= len(layers):
-        raise ConfigError(
-            f"partitions={partitions}: {len(layers)} layers make 1 to {len(layers)} partitions, none of them empty"
-        )
+        raise ConfigError(f"partitions={partitions}: must be from 1 to {len(layers)}, the number of layers")
     share, rest = divmod(len(layers), partitions)
     starts = [part * share + min(part, rest) for part in range(partitions + 1)]
     if index is None:
         return [_slice(layers, start, stop) for start, stop in pairwise(starts)]
     if not 0 <= index < partitions:
-        raise ConfigError(f"index={index}: of {partitions} partitions the last has index {partitions - 1}")
+        raise ConfigError(f"index={index}: must be from 0 to {partitions - 1}, for {partitions} partitions")
     return _slice(layers, starts[index], starts[index + 1])
 
 
 def _slice(layers: Layers, start: int, stop: int) -> Layers:
-    part: Layers = layers[start:stop]  # type: ignore[assignment]  # a slice is of the kind it was cut from
+    part: Layers = layers[start:stop]  # type: ignore[assignment]  # a slice has the type of the whole
     return part
 
 
-def _layer(model: nn.Module, paths: dict[nn.Module, str], item: Item, place: str) -> _Layer:
+def _layer(model: nn.Module, paths: dict[nn.Module, str], item: Item, position: int) -> _Layer:
     if isinstance(item, str):
-        return _Layer(item, _submodule(model, paths, item))
+        try:
+            return _Layer(item, model.get_submodule(item))
+        except AttributeError as error:
+            known = [path for path in paths.values() if path]
+            near = get_close_matches(item, known, n=5) or [path for path in known if "." not in path]
+            raise ConfigError(
+                f"{type(model).__name__} has no submodule '{item}'; close names: {', '.join(near)}"
+            ) from error
     if isinstance(item, nn.Module):
-        return _Layer(paths.get(item, place.replace(" ", "_")), item)
+        return _Layer(paths.get(item, f"layer_{position}"), item)
     if callable(item):
-        return _Layer(place.replace(" ", "_"), Call(item))
+        return _Layer(f"layer_{position}", Call(item))
     raise TypeError(
-        f"{place} is a {type(item).__name__} ({item!r}); give the name of a submodule, a module or a function"
+        f"layer {position} is a {type(item).__name__} ({item!r}); give the name of a submodule, a module or a function"
     )
 
 
-def _submodule(model: nn.Module, paths: dict[nn.Module, str], name: str) -> nn.Module:
-    try:
-        return model.get_submodule(name)
-    except AttributeError as error:
-        known = [path for path in paths.values() if path]
-        near = get_close_matches(name, known, n=5) or [path for path in known if "." not in path]
-        raise ConfigError(
-            f"{type(model).__name__} has no submodule '{name}'; close names: {', '.join(near)}"
-        ) from error
-
-
 def _expanded(layer: _Layer) -> Iterator[_Layer]:
-    """A container's members, theirs in turn; a subclass that says itself what it does stays whole."""
+    """Yield a container's members, expanded in turn; a subclass with a forward of its own stays whole."""
     module = layer.module
     runs_in_order = isinstance(module, nn.ModuleList) or type(module).forward is nn.Sequential.forward
     if not runs_in_order:
@@ -144,25 +135,25 @@ def _expanded(layer: _Layer) -> Iterator[_Layer]:
 
 
 def _distinct(layers: list[_Layer]) -> list[_Layer]:
-    """A module listed twice becomes two layers if it holds nothing; a pipe could not tell them apart."""
+    """Copy a module that is listed twice, such as a ReLU: a pipeline could not tell the two layers apart."""
     holders: dict[nn.Module, str] = {}
     distinct = []
     for layer in layers:
         shared = next((module for module in layer.module.modules() if module in holders), None)
         if shared is None:
             distinct.append(layer)
-        elif shared is layer.module and not _member_names(layer.module):
+        elif shared is layer.module and not _tensor_names(layer.module):
             distinct.append(_Layer(layer.path, copy.deepcopy(layer.module)))
         else:
             raise ConfigError(
-                f"layer '{layer.path}' was listed before, in '{holders[shared]}', and holds parameters or "
-                "buffers; list it once, or let to_sequential(model, sample) find the layers"
+                f"layer '{layer.path}' is listed twice (first in '{holders[shared]}') and has parameters or buffers; "
+                "list it once, or use to_sequential(model, sample) instead of a list"
             )
         holders.update(dict.fromkeys(layer.module.modules(), layer.path))
     return distinct
 
 
-def _member_names(module: nn.Module) -> set[str]:
+def _tensor_names(module: nn.Module) -> set[str]:
     members = chain(
         module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     )

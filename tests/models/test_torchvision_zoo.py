@@ -139,7 +139,9 @@ def test_other_models_are_refused_with_the_reason(name: str, reason: str) -> Non
 
 
 def test_images_a_model_cannot_take_are_told_with_the_layer() -> None:
-    with pytest.raises(ConfigError, match=r"'Mixed_6a.*' does not take an input of 2x3x32x32: .*Kernel size"):
+    with pytest.raises(
+        ConfigError, match=r"'Mixed_6a.*' does not accept an input of shape 2x3x32x32: .*Kernel size"
+    ):
         build("inception_v3", input_shape=(3, 32, 32))
     with pytest.raises(ConfigError, match=r"r3d_18: takes clips: .*gives 3x8x8; .* data=synthetic_clips$"):
         build("r3d_18", input_shape=(3, 8, 8))

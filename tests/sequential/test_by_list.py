@@ -80,9 +80,9 @@ def test_an_unknown_name_is_answered_with_close_ones() -> None:
 def test_what_is_no_layer_and_what_is_listed_twice_is_refused() -> None:
     with pytest.raises(TypeError, match=r"layer 1 is a int \(3\); give the name of a submodule"):
         flatten_model(Net(), ["stem", 3])  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match=r"layer 'stem' was listed before, in 'stem'.*list it once"):
+    with pytest.raises(ConfigError, match=r"layer 'stem' is listed twice \(first in 'stem'\).*list it once"):
         flatten_model(Net(), ["stem", "act", "stem"])
-    with pytest.raises(ConfigError, match=r"layer 'blocks\.0\.0' was listed before"):
+    with pytest.raises(ConfigError, match=r"layer 'blocks\.0\.0' is listed twice"):
         flatten_model(Net(), ["blocks", "blocks.0"])
 
 
@@ -90,7 +90,7 @@ def test_what_is_no_layer_and_what_is_listed_twice_is_refused() -> None:
 def test_parts_are_consecutive_nearly_equal_and_never_empty(layers: int, partitions: int) -> None:
     items = list(range(layers))
     if partitions > layers:
-        with pytest.raises(ConfigError, match=rf"partitions={partitions}: {layers} layers make 1 to"):
+        with pytest.raises(ConfigError, match=rf"partitions={partitions}: must be from 1 to {layers}"):
             partition_uniform(items, partitions)
         return
     parts = partition_uniform(items, partitions)
@@ -105,5 +105,5 @@ def test_parts_of_a_sequence_keep_the_original_names() -> None:
     parts = partition_uniform(sequence, 3)
     assert all(isinstance(part, Sequence) for part in parts)
     assert list(parts[2].state_dict())[:2] == ["head.weight", "head.bias"]
-    with pytest.raises(ConfigError, match=r"index=3: of 3 partitions the last has index 2"):
+    with pytest.raises(ConfigError, match=r"index=3: must be from 0 to 2, for 3 partitions"):
         partition_uniform(sequence, 3, 3)

@@ -1,4 +1,4 @@
-"""Any model that torch.fx can trace becomes a Sequence: see `convert`."""
+"""Models that torch.fx can trace, as sequences."""
 
 from gpipe_cli.sequential.by_tracing.convert import to_sequential
 

@@ -1,81 +1,137 @@
-"""Layers out of stretches: who holds which part of the model.
+"""Build layers out of segments, and put the parts of the model into them under their original paths.
 
 Every parameter and buffer of the model ends up in a layer, used or not, so that no name is lost.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any, final
 
 from torch import Tensor, nn
 
-from gpipe_cli.sequential.by_tracing.flow import reads
-from gpipe_cli.sequential.by_tracing.layer import Stretch, TracedLayer, stretch_graph
-from gpipe_cli.sequential.by_tracing.leaves import Leaves
-from gpipe_cli.sequential.by_tracing.tree import Planter
-
-__all__ = ["build_layers"]
+from gpipe_cli.sequential.by_tracing.cuts import attribute_paths
+from gpipe_cli.sequential.by_tracing.layer import Segment, TracedLayer, segment_graph
+from gpipe_cli.sequential.by_tracing.tracer import Leaves
+from gpipe_cli.torch_internals.state_version import adopt_version
 
 
 def build_layers(
     model: nn.Module,
     clone: nn.Module,
     leaves: Leaves,
-    stretches: Sequence[Sequence[Stretch]],
-    is_tuple: bool,
+    segments: Sequence[Sequence[Segment]],
+    takes_tuple: bool,
 ) -> list[TracedLayer]:
-    """One layer for each group of stretches: that of both modes, or those of training and evaluation."""
-    planter = Planter(model, clone)
-    layers = [_planted(planter, of_layer, model.training) for of_layer in stretches]
-    _plant_the_rest(planter, model, leaves, layers)
-    for layer, of_layer in zip(layers, stretches, strict=True):
-        graphs = [stretch_graph(stretch, is_tuple) for stretch in of_layer]
+    """Build a layer for each group of segments: one segment for both modes, or one per mode."""
+    placer = _Placer(model, clone)
+    layers = [_fill_layer(placer, group, model.training) for group in segments]
+    _place_unused(placer, model, leaves, layers)
+    for layer, group in zip(layers, segments, strict=True):
+        graphs = [segment_graph(segment, takes_tuple) for segment in group]
         layer.set_graphs(training=graphs[0], evaluation=graphs[-1])
     return layers
 
 
-def _planted(planter: Planter, stretches: Sequence[Stretch], training: bool) -> TracedLayer:
+def _fill_layer(placer: _Placer, segments: Sequence[Segment], training: bool) -> TracedLayer:
     layer = TracedLayer()
     layer.training = training
-    called = {str(step.target) for one in stretches for step in one.steps if step.op == "call_module"}
-    # A leaf comes before what is called inside it, which then is there already.
+    called = {str(step.target) for segment in segments for step in segment.steps if step.op == "call_module"}
+    # Outer modules first: a leaf brings along the modules that are called inside it.
     for path in sorted(called, key=lambda path: path.count(".")):
-        planter.module(layer, path)
-    for stretch in stretches:
-        last = [stretch.flow.output] if stretch.is_last else []
-        for path in (path for step in (*stretch.steps, *last) for path in reads(step)):
-            planter.attribute(layer, path)
+        placer.place_module(layer, path)
+    for segment in segments:
+        last = [segment.flow.output] if segment.is_last else []
+        for path in (path for step in (*segment.steps, *last) for path in attribute_paths(step)):
+            placer.place_attribute(layer, path)
     return layer
 
 
-def _plant_the_rest(
-    planter: Planter, model: nn.Module, leaves: Leaves, layers: Sequence[TracedLayer]
-) -> None:
-    """Tensors that are never used, and second names of those that are."""
-    homes = {name: layer for layer in layers for name, _ in _members(layer)}
-    by_tensor = {id(tensor): layer for layer in layers for _, tensor in _members(layer)}
-    for name, tensor in _members(model):
-        if name in homes:
+def _place_unused(placer: _Placer, model: nn.Module, leaves: Leaves, layers: Sequence[TracedLayer]) -> None:
+    """Place tensors that are never used, and the second names of those that are."""
+    layer_of = {name: layer for layer in layers for name, _ in _named_tensors(layer)}
+    layer_of_tensor = {id(tensor): layer for layer in layers for _, tensor in _named_tensors(layer)}
+    for name, tensor in _named_tensors(model):
+        if name in layer_of:
             continue
-        layer = by_tensor.get(id(tensor)) or _nearest(homes, name) or layers[0]
-        whole = leaves.outermost(model, name.rpartition(".")[0])
-        if whole is not None:
-            planter.module(layer, whole)
-        planter.attribute(layer, name)
-        homes |= {held: layer for held, _ in _members(layer)}
+        layer = layer_of_tensor.get(id(tensor)) or _nearest(layer_of, name) or layers[0]
+        leaf = leaves.outermost(model, name.rpartition(".")[0])
+        if leaf is not None:
+            placer.place_module(layer, leaf)
+        placer.place_attribute(layer, name)
+        layer_of |= {placed: layer for placed, _ in _named_tensors(layer)}
 
 
-def _nearest(homes: dict[str, TracedLayer], name: str) -> TracedLayer | None:
-    """The layer that holds the most of what is around a name."""
+def _nearest(layer_of: dict[str, TracedLayer], name: str) -> TracedLayer | None:
+    """Return the layer that holds a tensor of the same module, or of the closest module around it."""
     while name := name.rpartition(".")[0]:
-        for held, layer in homes.items():
-            if held.startswith(f"{name}."):
+        for placed, layer in layer_of.items():
+            if placed.startswith(f"{name}."):
                 return layer
     return None
 
 
-def _members(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return chain(
         module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     )
+
+
+@final
+class Container(nn.Module):
+    """An empty module that replaces one whose parts are in several layers; it keeps its name and `training`."""
+
+
+@final
+class _Placer:
+    """Puts parts of a model into its layers, one layer after the other."""
+
+    def __init__(self, model: nn.Module, clone: nn.Module) -> None:
+        self._model = model
+        self._clone = clone
+        self._persistent = frozenset(model.state_dict(keep_vars=True))
+        self._layer_of: dict[nn.Module, nn.Module] = {}
+
+    def place_module(self, layer: nn.Module, path: str) -> None:
+        parent, _, name = path.rpartition(".")
+        container = self._container(layer, parent)
+        if hasattr(container, name):
+            return
+        module = self._model.get_submodule(path)
+        # The first layer gets the module itself, others a replica with the same tensors: while a partition runs,
+        # the pipeline writes aliases of shared parameters into the partition's own modules.
+        if any(self._layer_of.setdefault(part, layer) is not layer for part in module.modules()):
+            tensors = [*module.parameters(), *module.buffers()]
+            module = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+        container.add_module(name, module)
+
+    def place_attribute(self, layer: nn.Module, path: str) -> None:
+        """Place a parameter, a buffer or any other attribute; every container has `training` already."""
+        parent, _, name = path.rpartition(".")
+        container = self._container(layer, parent)
+        if hasattr(container, name):
+            return
+        owner = self._model.get_submodule(parent)
+        # A constant that tracing created is only at the root of the clone.
+        value: Any = getattr(owner if hasattr(owner, name) else self._clone, name)
+        if isinstance(value, nn.Parameter):
+            container.register_parameter(name, value)
+        elif isinstance(value, Tensor) and name in dict(owner.named_buffers(recurse=False)):
+            container.register_buffer(name, value, persistent=path in self._persistent)
+        else:
+            setattr(container, name, value)
+
+    def _container(self, layer: nn.Module, path: str) -> nn.Module:
+        """Return the module at `path` in the layer; create containers on the way where there is none."""
+        module, original = layer, self._model
+        for name in path.split(".") if path else ():
+            original = original.get_submodule(name)
+            if not hasattr(module, name):
+                container = Container()
+                container.training = original.training
+                adopt_version(container, original)
+                module.add_module(name, container)
+            module = module.get_submodule(name)
+        return module

@@ -1,55 +1,204 @@
-"""Which borders become cuts: enough to balance any number of partitions, and cheap ones.
+"""Where to cut a model: the data that flows between the steps of a graph, the possible cuts, and the chosen ones.
 
-Cuts are where the fewest tensors cross: one, in most models. A long stretch without such a border (a dense
-block, a U of skips) is cut near its middle, where the fewest bytes cross, until none is long. Between two
-modules there is at most one cut.
+A position in a graph is the number of steps before it. Parameters and buffers do not flow: a layer that uses them
+holds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby, pairwise
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import accumulate, groupby, pairwise
 from operator import attrgetter
+from typing import final
+
+from torch import fx, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.sequential.by_tracing.borders import Border
-
-__all__ = ["choose_cuts"]
+from gpipe_cli.sequential.by_tracing.shape_prop import GraphInfo
 
 _LONG = 24  # uses of modules: two residual blocks of the larger kind
-_QUARTERS = 4  # in a small model, what is more than a quarter of it is long
+_QUARTERS = 4  # in a small model, a segment of more than a quarter of it is long
 
 
-def choose_cuts(borders: Sequence[Border], holders: int) -> list[Border]:
-    """The cuts in order; `holders` is how many steps of the model use modules or tensors of it."""
-    inner = [border for border in borders if 0 < border.holders < holders]
-    legal = [border for border in inner if border.obstacle is None]
-    if inner and not legal:
-        obstacles = ", ".join(sorted({border.obstacle for border in inner if border.obstacle})[:3])
-        raise ConfigError(
-            f"the model cannot be cut anywhere: {obstacles}; hand over nothing but tensors and sizes between its "
-            "modules, or give model.layers"
+@final
+class Dataflow:
+    """A graph as steps in order, with the values that cross each position between them."""
+
+    def __init__(self, graph: fx.Graph, info: GraphInfo, output_names: tuple[str, ...] | None) -> None:
+        self.output_names = output_names
+        """The keys of the dict that the graph returns, if it returns one."""
+        self.steps = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+        self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        self.output = next(node for node in graph.nodes if node.op == "output")
+        self.values = info.values
+        index = {node: index for index, node in enumerate(self.steps)} | dict.fromkeys(self.inputs, -1)
+        index[self.output] = len(self.steps)
+        self.crossing: list[list[fx.Node]] = [[] for _ in range(len(self.steps) + 1)]
+        """For each position the values that are made before it and used after it, tensors first."""
+        for node in (*self.inputs, *self.steps):
+            last_use = max((index[user] for user in node.users), default=-1)
+            for position in range(index[node] + 1, last_use + 1):
+                self.crossing[position].append(node)
+        for nodes in self.crossing:
+            nodes.sort(key=lambda node: not self.values[node].is_tensor)
+        self._inside_write = {
+            position for span in info.spans for position in range(index[span.first] + 1, index[span.last] + 1)
+        }
+        self._uses = [0, *accumulate(any(True for _ in used_paths(step)) for step in self.steps)]
+
+    def tensors(self, position: int) -> int:
+        return sum(self.values[node].is_tensor for node in self.crossing[position])
+
+    def bytes(self, position: int) -> int:
+        return sum(self.values[node].bytes for node in self.crossing[position])
+
+    def uses(self, position: int) -> int:
+        """How many steps before a position call a module or read a parameter or buffer."""
+        return self._uses[position]
+
+    def obstacle(self, position: int) -> str | None:
+        """Return why the graph cannot be cut at a position, or None if it can."""
+        if position in self._inside_write:
+            return "memory that crosses the cut is written after it"
+        for node in self.crossing[position]:
+            value = self.values[node]
+            if not (value.is_tensor or value.is_size):
+                return f"a {value.kind.__name__} of {_source_module(node)} crosses"
+        return None if self.tensors(position) else "no tensor crosses"
+
+
+def used_paths(step: fx.Node) -> Iterator[str]:
+    """Yield the dotted paths of the modules and tensors that a step uses."""
+    if step.op == "call_module":
+        yield str(step.target)
+    yield from (path for path in attribute_paths(step) if path.rpartition(".")[2] != "training")
+
+
+def attribute_paths(step: fx.Node) -> Iterator[str]:
+    """Yield the dotted paths of what a step reads from the model besides the module it calls."""
+    yield from (str(node.target) for node in step.all_input_nodes if node.op == "get_attr")
+
+
+def _source_module(node: fx.Node) -> str:
+    """The module that a value comes from, for messages; functions applied to it since are left out."""
+    while node.op != "call_module" and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return f"'{node.target}'"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class CutPoint:
+    """A place where a model could be cut in both modes at once.
+
+    If training and evaluation share a graph, it has one position. If each has its own, it has a position in each,
+    such that steps that the graphs have in common are on the same side of both.
+    """
+
+    positions: tuple[int, ...]
+    obstacle: str | None
+    """Why the model cannot be cut here; None if it can."""
+    tensors: int
+    """How many cross, in the mode in which fewer do."""
+    bytes: int
+    uses: int
+    """Steps before it that use modules or tensors of the model."""
+
+
+def cut_points(flows: Sequence[Dataflow], model: nn.Module) -> list[CutPoint]:
+    """Return all cut points in order, without the two ends of the model."""
+    candidates = _common_positions(flows)
+    buffer_obstacles = _buffer_obstacles(flows, candidates, model) if candidates else {}
+    points = []
+    for index, positions in enumerate(candidates):
+        pairs = list(zip(flows, positions, strict=True))
+        obstacles = (flow.obstacle(position) for flow, position in pairs)
+        point = CutPoint(
+            positions,
+            buffer_obstacles.get(index) or next(filter(None, obstacles), None),
+            min(flow.tensors(position) for flow, position in pairs),
+            sum(flow.bytes(position) for flow, position in pairs),
+            sum(flow.uses(position) for flow, position in pairs),
         )
-    fewest = min((border.tensors for border in legal), default=0)
-    narrow = [border for border in legal if border.tensors == fewest]
-    # The latest of the cheapest: a function stays with the module before it.
+        points.append(point)
+    return points
+
+
+def _common_positions(flows: Sequence[Dataflow]) -> list[tuple[int, ...]]:
+    if len(flows) == 1:
+        return [(position,) for position in range(1, len(flows[0].steps))]
+    training, evaluation = ([_signature(step) for step in flow.steps] for flow in flows)
+    blocks = SequenceMatcher(None, training, evaluation, autojunk=False).get_matching_blocks()
+    positions = {
+        (block.a + offset, block.b + offset)
+        for block in blocks
+        if block.size
+        for offset in range(block.size + 1)
+    }
+    return sorted(positions - {(0, 0), (len(training), len(evaluation))})
+
+
+def _signature(step: fx.Node) -> tuple[str, str, str]:
+    """Identifies the same step in the graphs of both modes."""
+    stack = step.meta.get("nn_module_stack") or {}
+    return step.op, str(step.target), next(reversed(stack), "")
+
+
+def _buffer_obstacles(
+    flows: Sequence[Dataflow], candidates: Sequence[tuple[int, ...]], model: nn.Module
+) -> dict[int, str]:
+    """Rule out cuts between two calls of a module with buffers: two layers would update the same buffers."""
+    calls: dict[str, list[int]] = defaultdict(list)  # for each module the candidates before its calls
+    for flow, positions in zip(flows, zip(*candidates, strict=True), strict=True):
+        for index, step in enumerate(flow.steps):
+            if step.op == "call_module":
+                calls[str(step.target)].append(bisect_right(positions, index))
+    obstacles: dict[int, str] = {}
+    for path, indices in calls.items():
+        first, last = min(indices), max(indices)
+        if first < last and next(model.get_submodule(path).buffers(), None) is not None:
+            reason = f"'{path}', which has buffers, is used on both sides"
+            obstacles |= dict.fromkeys(range(first, last), reason)
+    return obstacles
+
+
+def choose_cuts(points: Sequence[CutPoint], total_uses: int) -> list[CutPoint]:
+    """Choose cuts that are cheap and enough to balance any number of partitions.
+
+    Cuts are where the fewest tensors cross, which in most models is one. A long segment without such a point (a dense
+    block, a U-Net's skips) is cut near its middle, where the fewest bytes cross, until no segment is long. Between two
+    modules there is at most one cut.
+    """
+    inner = [point for point in points if 0 < point.uses < total_uses]
+    legal = [point for point in inner if point.obstacle is None]
+    if inner and not legal:
+        obstacles = ", ".join(sorted({point.obstacle for point in inner if point.obstacle})[:3])
+        raise ConfigError(
+            f"the model cannot be cut anywhere: {obstacles}; pass only tensors and sizes between its modules, or give "
+            "model.layers"
+        )
+    fewest = min((point.tensors for point in legal), default=0)
+    narrow = [point for point in legal if point.tensors == fewest]
+    # The last of the cheapest, so that a function stays with the module before it.
     cuts = [
-        min(reversed([*run]), key=attrgetter("bytes")) for _, run in groupby(narrow, attrgetter("holders"))
+        min(reversed([*group]), key=attrgetter("bytes")) for _, group in groupby(narrow, attrgetter("uses"))
     ]
-    longest = min(_LONG, max(1, holders // _QUARTERS))
-    for start, stop in pairwise([0, *(cut.holders for cut in cuts), holders]):
-        cuts = [*cuts, *_halved(start, stop, legal, longest)]
-    return sorted(cuts, key=attrgetter("places"))
+    longest = min(_LONG, max(1, total_uses // _QUARTERS))
+    for start, stop in pairwise([0, *(cut.uses for cut in cuts), total_uses]):
+        cuts = [*cuts, *_bisect(start, stop, legal, longest)]
+    return sorted(cuts, key=attrgetter("positions"))
 
 
-def _halved(start: int, stop: int, legal: Sequence[Border], longest: int) -> list[Border]:
-    """Cuts after `start` and before `stop` holders, until no stretch of them is long."""
+def _bisect(start: int, stop: int, legal: Sequence[CutPoint], longest: int) -> list[CutPoint]:
+    """Cut the segment from `start` to `stop` uses until none of its parts is long."""
     length = stop - start
-    if length <= longest:
+    central = [point for point in legal if length <= 4 * (point.uses - start) <= 3 * length]
+    if length <= longest or not central:
         return []
-    central = [border for border in legal if length <= 4 * (border.holders - start) <= 3 * length]
-    if not central:
-        return []
-    best = min(central, key=lambda border: (border.bytes, abs(2 * border.holders - start - stop)))
-    halves = (start, best.holders), (best.holders, stop)
-    return [best, *(cut for half in halves for cut in _halved(*half, legal, longest))]
+    best = min(central, key=lambda point: (point.bytes, abs(2 * point.uses - start - stop)))
+    halves = (start, best.uses), (best.uses, stop)
+    return [best, *(cut for half in halves for cut in _bisect(*half, legal, longest))]

@@ -1,26 +1,26 @@
-"""A layer: the code of a stretch of a model's graph, and the parts of the model it uses.
+"""A traced layer: the code of a segment of a model's graph, and the form in which values enter and leave it.
 
-Decides the form in which values cross between layers: a bare tensor where there is one, else a tuple. A
-size crosses as a tensor of that shape without elements. Knows nothing of where the cuts are.
+A single tensor crosses between layers as it is, several as a tuple. A size crosses as an empty tensor of that shape,
+because pipelines carry tensors only. A dict that the model returns leaves the last layer as a tuple of its values.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, fx, nn
 
-from gpipe_cli.sequential.by_tracing.flow import Flow
-from gpipe_cli.sequential.by_tracing.outputs import carried
-
-__all__ = ["Stretch", "TracedLayer", "stretch_graph"]
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.sequential.by_tracing.cuts import Dataflow
 
 Code: TypeAlias = Callable[[nn.Module, Any], Any]
 """A layer's forward in one mode."""
+
+_OUTPUT_CURE = "a model must return a tensor, or a tuple or dict of tensors; wrap it in a module that does"
 
 
 @final
@@ -33,15 +33,18 @@ class TracedLayer(nn.Module):
         self._code: dict[bool, Code] = {}
 
     def set_graphs(self, training: fx.Graph, evaluation: fx.Graph) -> None:
-        """What to do in each mode, once the layer holds all that the graphs use."""
+        """Set the code of each mode. The layer must already hold all that the graphs use."""
         self._graphs = {True: training, False: evaluation}
-        code = {graph: _compiled(graph, self) for graph in {training, evaluation}}
+        # fx compiles a graph into the forward of a new GraphModule class; only that function is of use here.
+        code: dict[fx.Graph, Code] = {
+            graph: type(fx.GraphModule(self, graph)).forward for graph in {training, evaluation}
+        }
         self._code = {mode: code[graph] for mode, graph in self._graphs.items()}
 
     def forward(self, input: Any) -> Any:
         return self._code[self.training](self, input)
 
-    # Generated code cannot be pickled; what it was generated from can.
+    # Generated code cannot be pickled, but the graphs it is generated from can.
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_code"}
 
@@ -52,78 +55,94 @@ class TracedLayer(nn.Module):
 
 @final
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """The steps of a flow between two borders."""
+class Segment:
+    """The steps of a graph between two cuts."""
 
-    flow: Flow
+    flow: Dataflow
     start: int
     stop: int
     is_last: bool
-    """Whether the model's output leaves it. In one of the modes a stretch before it may have reached it."""
+    """Whether it returns the model's output. In one of the modes an earlier segment may already have computed it."""
 
     @property
     def steps(self) -> list[fx.Node]:
         return self.flow.steps[self.start : self.stop]
 
 
-def stretch_graph(stretch: Stretch, is_tuple: bool) -> fx.Graph:
-    """A graph of one argument; `is_tuple` says whether the model's own input is a tuple."""
-    flow, graph = stretch.flow, fx.Graph()
-    value = graph.placeholder("input")
-    first = stretch.start == 0
-    entering = flow.inputs if first else flow.crossing[stretch.start]
-    made = _unpacked(graph, value, entering, flow, is_tuple if first else len(entering) > 1)
+def segment_graph(segment: Segment, takes_tuple: bool) -> fx.Graph:
+    """Return a graph of one argument; `takes_tuple` says whether the model's own input is a tuple."""
+    flow, graph = segment.flow, fx.Graph()
+    is_first = segment.start == 0
+    entering = flow.inputs if is_first else flow.crossing[segment.start]
+    is_tuple = takes_tuple if is_first else len(entering) > 1
+    input = graph.placeholder("input")
+    copies: dict[fx.Node, fx.Node] = {}
+    for index, node in enumerate(entering):
+        value = graph.call_function(operator.getitem, (input, index)) if is_tuple else input
+        if flow.values[node].is_size:
+            value = graph.call_function(tensor_to_size, (value,))
+            if flow.values[node].kind is int:
+                value = graph.call_function(operator.getitem, (value, 0))
+        copies[node] = value
 
-    def copied(node: fx.Node) -> fx.Node:
-        if node not in made:
+    def copy_of(node: fx.Node) -> fx.Node:
+        if node not in copies:
             assert node.op == "get_attr", f"{node} was made in another layer and did not cross"
-            made[node] = graph.node_copy(node)
-        return made[node]
+            copies[node] = graph.node_copy(node)
+        return copies[node]
 
-    for step in stretch.steps:
-        made[step] = graph.node_copy(step, copied)
-    if stretch.is_last:
-        output = fx.map_arg(flow.output.args[0], copied)
-        graph.output(output if flow.output_names is None else carried(graph, output))
+    for step in segment.steps:
+        copies[step] = graph.node_copy(step, copy_of)
+    if segment.is_last:
+        output: Any = fx.map_arg(flow.output.args[0], copy_of)
+        if flow.output_names is not None:
+            # The graph has the dict either as a literal or as the value of a node.
+            is_literal = isinstance(output, dict)
+            output = tuple(output.values()) if is_literal else graph.call_function(dict_values, (output,))
+        graph.output(output)
     else:
-        leaving = [_packed(graph, made[node], node, flow) for node in flow.crossing[stretch.stop]]
+        leaving = [_leaving(graph, copies[node], flow, node) for node in flow.crossing[segment.stop]]
         graph.output(leaving[0] if len(leaving) == 1 else tuple(leaving))
     for node in graph.nodes:
-        node.meta.clear()  # what tracing noted, with classes of the model that may not be picklable
+        node.meta.clear()  # tracing notes classes of the model there, which may not be picklable
     return graph
 
 
-def _compiled(graph: fx.Graph, layer: nn.Module) -> Code:
-    """The graph as a function of a layer and a value."""
-    code: Code = type(fx.GraphModule(layer, graph)).forward
-    return code
+def _leaving(graph: fx.Graph, copy: fx.Node, flow: Dataflow, node: fx.Node) -> fx.Node:
+    if not flow.values[node].is_size:
+        return copy
+    size: Any = (copy,) if flow.values[node].kind is int else copy
+    return graph.call_function(size_to_tensor, (size,))
 
 
-def _unpacked(
-    graph: fx.Graph, value: fx.Node, entering: Sequence[fx.Node], flow: Flow, is_tuple: bool
-) -> dict[fx.Node, fx.Node]:
-    made: dict[fx.Node, fx.Node] = {}
-    for index, node in enumerate(entering):
-        part = graph.call_function(operator.getitem, (value, index)) if is_tuple else value
-        if flow.facts[node].is_size:
-            part = graph.call_function(size_carried, (part,))
-            if flow.facts[node].kind is int:
-                part = graph.call_function(operator.getitem, (part, 0))
-        made[node] = part
-    return made
+# Functions that generated code calls.
 
 
-def _packed(graph: fx.Graph, made: fx.Node, node: fx.Node, flow: Flow) -> fx.Node:
-    if not flow.facts[node].is_size:
-        return made
-    size: Any = (made,) if flow.facts[node].kind is int else made
-    return graph.call_function(carrier_of, (size,))
-
-
-def carrier_of(size: tuple[int, ...]) -> Tensor:
-    """A tensor without elements whose shape tells the size."""
+def size_to_tensor(size: tuple[int, ...]) -> Tensor:
     return torch.empty((*size, 0))
 
 
-def size_carried(carrier: Tensor) -> torch.Size:
-    return carrier.shape[:-1]
+def tensor_to_size(tensor: Tensor) -> torch.Size:
+    return tensor.shape[:-1]
+
+
+def dict_values(output: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    return tuple(output.values())
+
+
+def output_names(model: nn.Module, output: Any) -> tuple[str, ...] | None:
+    """Return the keys of a dict, or None for a tensor or a tuple; refuse an output that no pipeline can carry."""
+    if isinstance(output, Tensor):
+        return None
+    model_name, kind = type(model).__name__, type(output).__name__
+    if not isinstance(output, tuple | dict):
+        raise ConfigError(f"{model_name} returns a {kind}; {_OUTPUT_CURE}")
+    for key, member in output.items() if isinstance(output, dict) else enumerate(output):
+        if not isinstance(member, Tensor) or not isinstance(key, int | str):
+            member_kind = type(member).__name__
+            raise ConfigError(
+                f"{model_name} returns a {kind} with a {member_kind} at {key!r}; {_OUTPUT_CURE}"
+            )
+    if not output:
+        raise ConfigError(f"{model_name} returns an empty {kind}; {_OUTPUT_CURE}")
+    return tuple(map(str, output)) if isinstance(output, dict) else None

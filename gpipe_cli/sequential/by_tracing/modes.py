@@ -1,7 +1,7 @@
-"""The graphs of training and evaluation as one, where they differ in nothing but what `training` is.
+"""Merge the graphs of training and evaluation into one where they differ only in the value of `training`.
 
-F.dropout(x, p, self.training) is True in one and False in the other: a read of the owner's `training` takes
-its place, so that it is looked at when the layer runs. Where the two differ in more there is no such graph.
+In F.dropout(x, p, self.training) one graph has True and the other False. In the merged graph a read of the owner's
+`training` takes that place, so that the layer looks it up when it runs. Graphs that differ otherwise are not merged.
 """
 
 from __future__ import annotations
@@ -13,74 +13,76 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-__all__ = ["unified"]
 
-
-def unified(training: fx.Graph, evaluation: fx.Graph, clone: nn.Module) -> fx.Graph | None:
-    """That of training, made to serve both modes; None if they do not do the same."""
+def merge_modes(training: fx.Graph, evaluation: fx.Graph, clone: nn.Module) -> fx.Graph | None:
+    """Change the training graph so that it serves both modes; return None if the graphs differ otherwise."""
     if len(training.nodes) != len(evaluation.nodes):
         return None
-    matches = dict(zip(training.nodes, evaluation.nodes, strict=True))
-    if not all(_are_alike(ours, theirs, matches, clone) for ours, theirs in matches.items()):
+    counterparts = dict(zip(training.nodes, evaluation.nodes, strict=True))
+    if not all(_are_alike(node, other, counterparts, clone) for node, other in counterparts.items()):
         return None
-    for ours, theirs in matches.items():
-        if any(_are_opposite(*pair) for pair in zip(_arguments(ours), _arguments(theirs), strict=True)):
-            _read_training(ours, theirs)
+    for node, other in counterparts.items():
+        if any(_are_opposite(*pair) for pair in zip(_arguments(node), _arguments(other), strict=True)):
+            _read_training(node, other)
     return training
 
 
-def _are_alike(ours: fx.Node, theirs: fx.Node, matches: dict[fx.Node, fx.Node], clone: nn.Module) -> bool:
-    if ours.op != theirs.op or _form(ours) != _form(theirs):
+def _are_alike(node: fx.Node, other: fx.Node, counterparts: dict[fx.Node, fx.Node], clone: nn.Module) -> bool:
+    if node.op != other.op or _argument_structure(node) != _argument_structure(other):
         return False
-    if ours.target != theirs.target and not _are_equal_constants(ours, theirs, clone):
+    if node.target != other.target and not _are_equal_constants(node, other, clone):
         return False
-    pairs = zip(_arguments(ours), _arguments(theirs), strict=True)
     return all(
-        matches.get(one) is other if isinstance(one, fx.Node) else one == other or _are_opposite(one, other)
-        for one, other in pairs
+        counterparts.get(left) is right
+        if isinstance(left, fx.Node)
+        else left == right or _are_opposite(left, right)
+        for left, right in zip(_arguments(node), _arguments(other), strict=True)
     )
 
 
-def _are_equal_constants(ours: fx.Node, theirs: fx.Node, clone: nn.Module) -> bool:
-    """A tensor made by the forward itself gets a new name in each trace."""
-    if ours.op != "get_attr":
+def _are_equal_constants(node: fx.Node, other: fx.Node, clone: nn.Module) -> bool:
+    """Compare tensors that the forward itself creates: each trace stores them on the clone under a new name."""
+    if node.op != "get_attr":
         return False
-    one, other = (getattr(clone, str(node.target), None) for node in (ours, theirs))
-    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+    left, right = (getattr(clone, str(read.target), None) for read in (node, other))
+    if not (isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)):
         return False
-    return one.dtype == other.dtype and not one.is_meta and not other.is_meta and torch.equal(one, other)
+    return left.dtype == right.dtype and not left.is_meta and not right.is_meta and torch.equal(left, right)
 
 
-def _are_opposite(one: object, other: object) -> bool:
-    return isinstance(one, bool) and isinstance(other, bool) and one != other
+def _are_opposite(left: object, right: object) -> bool:
+    return isinstance(left, bool) and isinstance(right, bool) and left != right
 
 
 def _read_training(node: fx.Node, other: fx.Node) -> None:
-    """Replace what is True in one mode only by a read at the module in whose forward the node was made."""
+    """Replace each argument that is True in one mode only by a read of `training`, or of its negation.
+
+    The owner of that `training` is the module in whose forward the node was recorded.
+    """
     stack = node.meta.get("nn_module_stack") or {}
     owner, _ = next(reversed(stack.values()), ("", None))
     with node.graph.inserting_before(node):
         training = node.graph.get_attr(f"{owner}.training" if owner else "training")
         evaluating = node.graph.call_function(operator.not_, (training,))
-    others = iter(_arguments(other))
+    other_arguments = iter(_arguments(other))
 
-    def read(argument: Any) -> Any:
-        if not _are_opposite(argument, next(others)):
+    def replace(argument: Any) -> Any:
+        if not _are_opposite(argument, next(other_arguments)):
             return argument
         return training if argument else evaluating
 
-    node.args, node.kwargs = map_aggregate((node.args, node.kwargs), read)
+    node.args, node.kwargs = map_aggregate((node.args, node.kwargs), replace)
     if not evaluating.users:
         node.graph.erase_node(evaluating)
 
 
 def _arguments(node: fx.Node) -> list[Any]:
-    """All of them, one after the other, however deep in lists they are."""
-    found: list[Any] = []
-    map_aggregate((node.args, node.kwargs), found.append)
-    return found
+    """All arguments in order, flattened out of lists, dicts and slices."""
+    arguments: list[Any] = []
+    map_aggregate((node.args, node.kwargs), arguments.append)
+    return arguments
 
 
-def _form(node: fx.Node) -> Any:
-    """The arguments' lists, dicts and slices, with nothing in them."""
+def _argument_structure(node: fx.Node) -> Any:
+    """The lists, dicts and slices of the arguments with None in place of every value."""
     return map_aggregate((node.args, node.kwargs), lambda _: None)

@@ -1,4 +1,4 @@
-"""A traced sequence is the model it was made from: same bits, same names, in both modes and in a pipe."""
+"""A traced sequence has the bits and names of the model it was made from, in both modes and in a pipe."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def assert_same(
 
 
 def traced(model: nn.Module, *inputs: Tensor, leaves: Iterable[str] = ()) -> Sequence:
-    """A sequence of a copy, so that the two can be compared."""
+    """Return a sequence of a copy, to compare with the model."""
     return to_sequential(copy.deepcopy(model), inputs if len(inputs) > 1 else inputs[0], leaves)
 
 
@@ -112,7 +112,7 @@ def test_every_cut_in_every_checkpoint_mode_gives_the_originals_bits() -> None:
     assert_same(original, sequence, input, balances=range(1, len(sequence)))
 
 
-def test_the_model_is_not_touched_and_lends_its_own_modules() -> None:
+def test_the_model_is_unchanged_and_shares_its_parameters() -> None:
     model = Net().train()
     model.blocks[1].eval()
     before = {name: (id(tensor), tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
@@ -129,7 +129,7 @@ def test_the_model_is_not_touched_and_lends_its_own_modules() -> None:
     )
 
 
-def test_what_is_not_used_and_what_is_not_saved_keeps_its_place() -> None:
+def test_unused_tensors_and_buffers_that_are_not_saved_keep_their_names() -> None:
     model = Net()
     sequence = to_sequential(model, torch.empty(2, 4, device="meta"))
     assert [name for name, _ in sequence.named_buffers()] == [name for name, _ in model.named_buffers()]
@@ -138,7 +138,7 @@ def test_what_is_not_used_and_what_is_not_saved_keeps_its_place() -> None:
     model.load_state_dict(sequence.state_dict())
 
 
-def test_layers_are_named_after_what_they_hold() -> None:
+def test_layers_are_named_after_the_modules_they_use() -> None:
     names = to_sequential(Net(), torch.randn(2, 4)).layer_names
     assert names[-5:] == ("blocks.0", "blocks.1", "blocks.2", "scratch", "head")
     assert len(set(names)) == len(names)
@@ -218,8 +218,8 @@ def test_training_is_read_from_its_own_module_when_a_layer_runs() -> None:
         assert torch.equal(*outputs)
 
 
-class TwoFaced(nn.Module):
-    """Another graph in training: a second head, and a block that is only there then."""
+class TwoModes(nn.Module):
+    """Has an auxiliary head in training only, so the graphs of the modes differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,8 +233,8 @@ class TwoFaced(nn.Module):
         return value if extra is None else (value, extra)
 
 
-def test_where_the_modes_do_different_things_each_layer_does_both() -> None:
-    original, input = TwoFaced(), torch.randn(6, 4)
+def test_a_model_with_different_graphs_in_both_modes_behaves_like_the_original() -> None:
+    original, input = TwoModes(), torch.randn(6, 4)
     sequence = traced(original, input)
     assert_same(original, sequence, input, balances=range(1, len(sequence)))
 
@@ -279,25 +279,25 @@ def test_tied_parameters_and_modules_called_twice_sum_their_gradients() -> None:
                 torch.testing.assert_close(here.grad, there.grad, rtol=0, atol=1e-12)
 
 
-class Looking(nn.Module):
-    """Childless, so a leaf; what it does depends on values, which the meta device does not have."""
+class ReadsValues(nn.Module):
+    """Childless, so a leaf; its forward depends on values, which meta tensors do not have."""
 
     def forward(self, input: Tensor) -> Tensor:
         return input if input.sum().item() > 0 else -input
 
 
-def test_a_leaf_that_looks_at_values_is_tried_on_a_copy() -> None:
-    original = nn.Sequential(nn.Linear(4, 4), Looking(), nn.BatchNorm1d(4), nn.Linear(4, 4))
+def test_a_leaf_that_reads_values_runs_on_a_copy_of_the_model() -> None:
+    original = nn.Sequential(nn.Linear(4, 4), ReadsValues(), nn.BatchNorm1d(4), nn.Linear(4, 4))
     before = copy.deepcopy(original.state_dict())
     sequence = to_sequential(original, torch.randn(3, 4))
     assert all(torch.equal(tensor, before[name]) for name, tensor in original.state_dict().items())
     assert len(sequence) == 4
-    with pytest.raises(ConfigError, match=r"'1' does not take an input of 3x4: .*meta"):
+    with pytest.raises(ConfigError, match=r"'1' does not accept an input of shape 3x4: .*meta"):
         to_sequential(original, torch.empty(3, 4, device="meta"))
 
 
 def padded(value: Tensor, sides: list[int]) -> Tensor:
-    sides[0] = 1  # torchvision's swin3d writes into the list it was given
+    sides[0] = 1  # as torchvision's swin3d writes into its argument
     return nn.functional.pad(value, sides)
 
 
@@ -314,7 +314,7 @@ class Listing(nn.Module):
         return output
 
 
-def test_a_function_may_write_into_a_list_it_was_given() -> None:
+def test_a_function_may_write_into_a_list_argument() -> None:
     original, input = Listing(), torch.randn(2, 4)
     assert_same(original, traced(original, input), input)
 
@@ -337,7 +337,7 @@ def test_a_traced_sequence_can_be_sent_to_another_process() -> None:
     assert list(other.state_dict()) == list(sequence.state_dict())
 
 
-def test_outputs_and_borders_that_cannot_cross_are_refused() -> None:
+def test_a_model_whose_modules_exchange_more_than_tensors_is_refused() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()

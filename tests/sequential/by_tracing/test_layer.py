@@ -1,4 +1,4 @@
-"""A dict that a model returns is a tuple inside a pipe and a dict outside; what no pipe can give is refused."""
+"""A dict that a model returns is a tuple inside a pipe and a dict outside; other outputs are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpipe_cli.sequential import to_sequential
 
 
 class Heads(nn.Module):
-    """Two outputs in training, one in evaluation; `give` says in which form."""
+    """Two outputs in training, one in evaluation; `give` makes the output of training."""
 
     def __init__(self, give: Any = dict) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Heads(nn.Module):
 
 
 class Naming(nn.Module):
-    """Childless, so a leaf: the dict is not in the graph but comes out of one of its nodes."""
+    """Childless, so a leaf: the dict is the value of a node instead of a literal in the graph."""
 
     def forward(self, input: Tensor) -> dict[str, Tensor]:
         return {"twice": input * 2, "half": input / 2}
@@ -47,7 +47,7 @@ def assert_equal_dicts(given: dict[str, Tensor], expected: dict[str, Tensor]) ->
 
 @pytest.mark.parametrize("model", [Heads(), nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2), Naming())])
 @pytest.mark.parametrize("training", [True, False])
-def test_whoever_calls_it_gets_the_dict(model: nn.Module, training: bool) -> None:
+def test_sequence_and_pipe_return_the_dict(model: nn.Module, training: bool) -> None:
     original, input = model.train(training), torch.randn(6, 4)
     sequence = to_sequential(copy.deepcopy(original), input)
     expected = original(input)
@@ -61,7 +61,7 @@ def test_whoever_calls_it_gets_the_dict(model: nn.Module, training: bool) -> Non
 
 
 class Longer(nn.Module):
-    """Ends earlier in evaluation, with outputs in another order than they were made in."""
+    """Ends earlier in evaluation, and returns outputs in a different order than it computes them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Longer(nn.Module):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_layers_after_the_end_of_a_mode_hand_its_outputs_on(training: bool) -> None:
+def test_layers_after_the_end_of_a_mode_pass_its_outputs_on(training: bool) -> None:
     original, input = Longer().train(training), torch.randn(2, 4)
     sequence = to_sequential(original, input)
     assert len(sequence) == 3
@@ -82,7 +82,7 @@ def test_layers_after_the_end_of_a_mode_hand_its_outputs_on(training: bool) -> N
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
-def test_the_loss_of_a_step_gets_the_dict_too(schedule: str) -> None:
+def test_the_loss_of_a_step_receives_the_dict(schedule: str) -> None:
     original, input, target = Heads().train(), torch.randn(6, 4), torch.randn(6, 2)
     sequence = to_sequential(copy.deepcopy(original), input)
     plain = PlainPipe(to_sequential(original, input), chunks=2)
@@ -97,15 +97,18 @@ def test_the_loss_of_a_step_gets_the_dict_too(schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("give", "told"),
+    ("give", "message"),
     [
-        (lambda out, aux: [out, aux], r"Heads returns a list; a model gives a tensor, or a tuple or dict"),
+        (
+            lambda out, aux: [out, aux],
+            r"Heads returns a list; a model must return a tensor, or a tuple or dict",
+        ),
         (lambda out, aux: (out, None), r"Heads returns a tuple with a NoneType at 1; "),
         (lambda out, aux: {"out": out, "all": [aux]}, r"Heads returns a dict with a list at 'all'; "),
         (lambda out, aux: {}, r"Heads returns an empty dict; "),
-        (lambda out, aux: 3, r"Heads returns a int; .* wrap it in a module that returns one of these"),
+        (lambda out, aux: 3, r"Heads returns a int; .* wrap it in a module that does"),
     ],
 )
-def test_what_no_pipe_can_give_is_refused_with_its_place(give: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_an_output_that_no_pipeline_can_carry_is_refused(give: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         to_sequential(Heads(give), torch.randn(2, 4))
