@@ -25,6 +25,7 @@ LEVELS = """
     run
     arguments
     config
+    launch
     plan training report
     engines
     offload distributed

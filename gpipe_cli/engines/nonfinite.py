@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.engines.peers import BadOutput
+from gpipe_cli.engines.collectives import NonfiniteOutput
 from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
 from gpipe_cli.sequential import layer_names
 
-__all__ = ["bad_gradients", "described", "first_bad_output"]
+__all__ = ["described", "first_nonfinite_output", "nonfinite_gradients"]
 
 
-def first_bad_output(module: nn.Sequential, run: Callable[[], object]) -> BadOutput | None:
+def first_nonfinite_output(module: nn.Sequential, run: Callable[[], object]) -> NonfiniteOutput | None:
     """The first layer, and its first micro-batch, that gives a number that is not finite when `run` is called."""
     bad: list[tuple[int, int]] = []
 
@@ -41,14 +41,14 @@ def first_bad_output(module: nn.Sequential, run: Callable[[], object]) -> BadOut
     return min(bad, default=None)
 
 
-def described(module: nn.Sequential, balance: Sequence[int], place: BadOutput) -> str:
+def described(module: nn.Sequential, balance: Sequence[int], place: NonfiniteOutput) -> str:
     index, micro_batch = place
     name, partition = layer_names(module)[index], bisect_right(list(accumulate(balance)), index)
     kind = type(module[index]).__name__
     return f"layer '{name}' ({kind}) in partition {partition}, micro-batch {micro_batch}"
 
 
-def bad_gradients(module: nn.Module) -> list[str]:
+def nonfinite_gradients(module: nn.Module) -> list[str]:
     """The parameters whose gradient is not finite; backward reached the last of them first."""
     return [name for name, one in module.named_parameters() if one.grad is not None and not _finite(one.grad)]
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from gpipe_cli.distributed.pipe import RankPipe
 from gpipe_cli.distributed.place import Place, check_placement
+from gpipe_cli.engines.collectives import RankCollectives
 from gpipe_cli.engines.protocol import Engine, Objective
-from gpipe_cli.engines.rank_peers import RankPeers
 from gpipe_cli.engines.stepping import PipeEngine
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
@@ -61,5 +61,5 @@ def build(
         first=place.device,
         last=place.device,
         eval_chunks=eval_chunks,
-        peers=RankPeers(place, pipe.module, pipe.rank_of_layer),
+        collectives=RankCollectives(place, pipe.module, pipe.rank_of_layer),
     )

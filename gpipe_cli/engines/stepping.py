@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol, final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.engines.collectives import Collectives, SingleProcess
 from gpipe_cli.engines.memory import memory_watched
-from gpipe_cli.engines.nonfinite import bad_gradients, described, first_bad_output
-from gpipe_cli.engines.peers import Alone, Peers
+from gpipe_cli.engines.nonfinite import described, first_nonfinite_output, nonfinite_gradients
 from gpipe_cli.engines.protocol import Batch, Objective, StepFacts, Value
 from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state
 from gpipe_cli.engines.state_check import check_scaler
@@ -60,14 +60,14 @@ class PipeEngine:
         first: torch.device,
         last: torch.device,
         eval_chunks: int,
-        peers: Peers | None = None,
+        collectives: Collectives | None = None,
         update: Updating | None = None,
         gauge: Gauge | None = None,
     ) -> None:
         """update: made here from the objective where none is given; its state is then seen to here as well."""
         self.module = module
         self._gauge = gauge
-        self._peers = peers or Alone()
+        self._collectives = collectives or SingleProcess()
         self._pipe = pipe
         # Once: an evaluation puts every module back, and to tell each of them costs a small model's step dearly.
         pipe.train()
@@ -90,7 +90,7 @@ class PipeEngine:
         with nullcontext() if self._gauge is None else self._gauge.reading():
             scaled, output = self._step(input, target, key)
         loss = float(scaled) / self._update.scaler.get_scale()
-        seen = self._peers.facts(self._facts(loss, output, target))
+        seen = self._collectives.facts(self._facts(loss, output, target))
         try:
             with memory_watched():
                 facts = self._update.apply(seen.loss, lr)
@@ -112,9 +112,9 @@ class PipeEngine:
 
     def _trace_back(self, input: Value, target: Tensor, key: int) -> Iterator[str]:
         """Where a loss or gradient that is not finite came from."""
-        gradient = self._peers.last_of(bad_gradients(self.module))
-        found = first_bad_output(self.module, lambda: self._step(input, target, key))
-        place = self._peers.first_bad_output(found)
+        gradient = self._collectives.last_name(nonfinite_gradients(self.module))
+        found = first_nonfinite_output(self.module, lambda: self._step(input, target, key))
+        place = self._collectives.first_nonfinite_output(found)
         if place is not None:
             yield f"first output that is not finite: {described(self.module, self._balance, place)}"
         elif gradient is not None:
@@ -124,13 +124,13 @@ class PipeEngine:
         input, target = self._place(batch)
         with self._evaluating(), self._autocast(), memory_watched():
             output = self._pipe(input)
-            share = self._peers.share_of(len(target))
+            share = self._collectives.share_of(len(target))
             nothing = isinstance(output, tuple) and not output
             loss = 0.0 if nothing else float(self._loss(output, target)) * share
-        return self._peers.facts(self._facts(loss, output, target))
+        return self._collectives.facts(self._facts(loss, output, target))
 
     def state(self) -> EngineState:
-        return self._peers.whole(self._own_state())
+        return self._collectives.gather_state(self._own_state())
 
     def _own_state(self) -> EngineState:
         state = module_state(self.module)
@@ -181,7 +181,7 @@ class PipeEngine:
             clip_grad_norm=self._objective.clip_grad_norm,
             scale_loss=self._objective.precision == "fp16",
             device=self._last,
-            peers=self._peers,
+            collectives=self._collectives,
         )
 
     def _optimizer_state(self, update: Update) -> OptimizerState:

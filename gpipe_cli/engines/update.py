@@ -15,7 +15,7 @@ from typing import Final, final
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.engines.peers import Alone, Peers
+from gpipe_cli.engines.collectives import Collectives, SingleProcess
 from gpipe_cli.errors import NumericError
 
 NO_GRADIENT: Final = -1.0
@@ -42,10 +42,10 @@ class Update:
         clip_grad_norm: float | None,
         scale_loss: bool,
         device: torch.device,
-        peers: Peers | None = None,
+        collectives: Collectives | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self._peers = peers or Alone()
+        self._collectives = collectives or SingleProcess()
         self._parameters = parameters
         self._clip = clip_grad_norm
         self._skips = Skips()
@@ -62,7 +62,7 @@ class Update:
         require_finite_loss(loss)
         set_rate(self.optimizer, lr)
         self.scaler.unscale_(self.optimizer)
-        self._peers.agree_on_overflow(self.scaler, self.optimizer)
+        self._collectives.agree_on_overflow(self.scaler, self.optimizer)
         norm = self._clip_gradients()
         before = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
@@ -74,7 +74,7 @@ class Update:
     def _clip_gradients(self) -> float | None:
         """The norm of the gradients before they were clipped; None where fp16 overflowed."""
         gradients = [one.grad for one in self._parameters]
-        norm = global_norm(self._peers.norms(norms_of(gradients)))
+        norm = global_norm(self._collectives.norms(norms_of(gradients)))
         if not is_finite(norm, self.scaler):
             return None
         if self._clip is not None:

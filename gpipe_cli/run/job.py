@@ -10,7 +10,7 @@ from typing import Any, final
 
 from omegaconf import DictConfig
 
-from gpipe_cli.engines.meeting import Meeting
+from gpipe_cli.launch.rank_files import RankFiles
 
 Summary = Mapping[str, Any]
 
@@ -20,7 +20,7 @@ Summary = Mapping[str, Any]
 class Rank:
     """One of the processes that a launcher started for a job."""
 
-    meeting: Meeting
+    meeting: RankFiles
     balance: list[int]
     """Layers per partition, found once by the launcher."""
     began: float

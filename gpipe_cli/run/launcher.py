@@ -16,9 +16,9 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from gpipe_cli.config.schema import RunConfig, TrainConfig
-from gpipe_cli.engines.launch import Crew, Failed, launch
-from gpipe_cli.engines.meeting import LastWord, Meeting
 from gpipe_cli.errors import ConfigError, Interrupted, PeerError, Stopped
+from gpipe_cli.launch.rank_files import ExitReport, RankFiles
+from gpipe_cli.launch.rank_group import RankGroup, RanksFailed
 from gpipe_cli.report.output import say
 from gpipe_cli.run.build import Assembly
 from gpipe_cli.run.job import Job, Summary
@@ -46,20 +46,20 @@ def launched(settings: RunConfig, job: Job, parts: Assembly, began: float) -> Su
     who = places(len(split.balance), split.devices, settings.data_parallel)
     run: Path | None = None
     with stop_requests() as stops:
-        crew = Crew(who, settings.step_timeout, lambda: stops.signal)
+        ranks = RankGroup(who, settings.step_timeout, lambda: stops.signal)
         while True:
             try:
-                return _result(launch(crew, partial(_entry, job, split.balance, began, run)))
-            except Failed as failed:
-                run = failed.run or run
+                return _result(ranks.run(partial(_entry, job, split.balance, began, run)))
+            except RanksFailed as failed:
+                run = failed.run_directory or run
                 _end_if_asked(stops, failed, settings, run)
-                if not left or not failed.may_pass:
+                if not left or not failed.is_transient:
                     raise failed.cause from failed
                 left -= 1
                 say(f"{failed}; starting all ranks again, restarts left: {left}")
 
 
-def _entry(job: Job, balance: Sequence[int], began: float, run: Path | None, meeting: Meeting) -> list[str]:
+def _entry(job: Job, balance: Sequence[int], began: float, run: Path | None, meeting: RankFiles) -> list[str]:
     """What a rank is told; run: the directory to go on in, of an attempt before."""
     task = {
         "launcher": os.getpid(),
@@ -77,16 +77,16 @@ def _entry(job: Job, balance: Sequence[int], began: float, run: Path | None, mee
     return ["-c", START, str(meeting.folder), *sys.path]
 
 
-def _result(word: LastWord) -> Summary:
+def _result(word: ExitReport) -> Summary:
     if word.exit_code == Interrupted.exit_code:
-        raise Interrupted(word.text) if word.text else KeyboardInterrupt
+        raise Interrupted(word.message) if word.message else KeyboardInterrupt
     if word.exit_code == Stopped.exit_code:
-        raise Stopped(word.text)
+        raise Stopped(word.message)
     assert word.summary is not None, "rank 0 gives what it found"
     return word.summary
 
 
-def _end_if_asked(stops: StopRequests, failed: Failed, settings: RunConfig, run: Path | None) -> None:
+def _end_if_asked(stops: StopRequests, failed: RanksFailed, settings: RunConfig, run: Path | None) -> None:
     """A signal finds ranks that are not listening yet, and ends them: that is no failure of theirs."""
     if isinstance(failed.cause, Interrupted):  # a second Ctrl-C
         raise _stopped(stops, " at once", settings, run) from failed

@@ -20,9 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import TrainConfig
-from gpipe_cli.engines.meeting import LastWord, Meeting
 from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.errors import PeerError, Stopped
+from gpipe_cli.launch.rank_files import ExitReport, RankFiles
 from gpipe_cli.orphans import end_with
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.failure import describe, exit_code
@@ -34,34 +34,34 @@ __all__ = ["main"]
 
 def main(folder: str) -> NoReturn:
     """Never returns: Python's own end would wait for threads of a peer that has gone."""
-    meeting, rank = Meeting(Path(folder)), int(os.environ["RANK"])
+    meeting, rank = RankFiles(Path(folder)), int(os.environ["RANK"])
     task = json.loads(meeting.task.read_text(encoding="utf-8"))
     end_with(task["launcher"])
     secure_streams()
     faulthandler.enable()
     if rank:
-        write_streams_to(meeting.output_of(rank), meeting.folder)
+        write_streams_to(meeting.output(rank), meeting.folder)
     word = _word(meeting, task)
-    meeting.say_last(rank, word)
+    meeting.write_exit_report(rank, word)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if word.in_order else word.exit_code)
+    os._exit(0 if word.is_clean else word.exit_code)
 
 
-def _word(meeting: Meeting, task: dict[str, Any]) -> LastWord:
+def _word(meeting: RankFiles, task: dict[str, Any]) -> ExitReport:
     try:
-        return LastWord(0, summary=_run(meeting, task), when=time.monotonic())
+        return ExitReport(0, summary=_run(meeting, task), time=time.monotonic())
     except (Stopped, KeyboardInterrupt) as error:
         text = redacted(describe(error)) if isinstance(error, Stopped) else ""
-        return LastWord(exit_code(error), text, when=time.monotonic())
+        return ExitReport(exit_code(error), text, time=time.monotonic())
     except BaseException as error:  # noqa: BLE001 - the last place: whatever a layer raised is passed on
         when = time.monotonic()
         if os.environ["RANK"] != "0":  # its streams are a log
             sys.stderr.write(redacted("".join(traceback.format_exception(error))))
-        return LastWord(exit_code(error), redacted(describe(error)), isinstance(error, PeerError), when)
+        return ExitReport(exit_code(error), redacted(describe(error)), isinstance(error, PeerError), when)
 
 
-def _run(meeting: Meeting, task: dict[str, Any]) -> dict[str, Any]:
+def _run(meeting: RankFiles, task: dict[str, Any]) -> dict[str, Any]:
     tree = OmegaConf.create(task["tree"])
     assert isinstance(tree, DictConfig)
     overrides, command, run = tuple(task["overrides"]), task["command"], task["run"]

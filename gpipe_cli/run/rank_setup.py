@@ -21,11 +21,10 @@ from gpipe_cli.config.schema import EvalConfig, RunConfig
 from gpipe_cli.distributed.groups import setup_process_groups
 from gpipe_cli.distributed.place import check_placement
 from gpipe_cli.distributed.team import Team
-from gpipe_cli.engines.beating import BeatingEngine
 from gpipe_cli.engines.devices import available
-from gpipe_cli.engines.meeting import Beats
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, PeerError, Stopped
+from gpipe_cli.launch.heartbeat import HeartbeatEngine, Heartbeats
 from gpipe_cli.report.failure import describe
 from gpipe_cli.run.build import Assembly, assemble, engine_name, measures, runs_in_ranks
 from gpipe_cli.run.job import Job
@@ -107,7 +106,7 @@ def _connected(settings: RunConfig, job: Job) -> Iterator[Team]:
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
-        init_method="env://" if job.rank is None else job.rank.meeting.store,
+        init_method="env://" if job.rank is None else job.rank.meeting.init_method,
         rank=rank,
         world_size=size,
         timeout=timeout,
@@ -159,7 +158,7 @@ def watched(engine: Engine, job: Job, team: Team) -> Engine:
     """The engine, with a sign of life after every step where somebody looks for it."""
     if job.rank is None:
         return engine
-    return BeatingEngine(engine, Beats(job.rank.meeting.beats, team.size), team.rank)
+    return HeartbeatEngine(engine, Heartbeats(job.rank.meeting.heartbeats, team.size), team.rank)
 
 
 def places(partitions: int, devices: Sequence[torch.device], replicas: int) -> list[str]:

@@ -135,9 +135,9 @@ def test_of_torch_and_torchvision_a_group_takes_a_kind(callables: dict[str, Any]
 @pytest.mark.parametrize(
     ("group", "target"),
     [
-        ("engine", "gpipe_cli.engines.meeting.Beats"),
+        ("engine", "gpipe_cli.launch.heartbeat.Heartbeats"),
         ("engine", "gpipe_cli.engines.threads.register_layer_logging_hooks"),
-        ("engine", "gpipe_cli.engines.launch.launch"),
+        ("engine", "gpipe_cli.launch.rank_group.RankGroup"),
         ("balance", "gpipe_cli.balance.time.measured"),
         ("logger", "gpipe_cli.loggers.protocol.Logged"),
         ("data", "gpipe_cli.data.workers.Path"),
@@ -164,6 +164,6 @@ def test_of_torch_and_torchvision_a_group_takes_a_kind(callables: dict[str, Any]
     ],
 )
 def test_what_is_something_else_is_refused_although_it_lives_nearby(group: str, target: str) -> None:
-    """A recipe named engines.meeting.Beats as its engine, whose constructor emptied the file it was given."""
+    """A recipe named launch.heartbeat.Heartbeats as its engine, whose constructor emptied the file it was given."""
     with pytest.raises(ConfigError, match=rf"not allowed here; {group} takes|has no|No module named"):
         accepted({"_target_": target}, group)

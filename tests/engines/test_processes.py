@@ -74,10 +74,12 @@ LONG = {
 """Twenty steps, the last of an uneven batch; between them every mode of checkpointing meets every schedule."""
 ALL = [(ranks, case) for ranks, cases in EQUAL.items() for case in cases]
 
-Crew = Callable[[int], Path]
+RankGroup = Callable[[int], Path]
 
 
-def crews(factory: pytest.TempPathFactory, by_ranks: Mapping[int, Sequence[Case]], seconds: float) -> Crew:
+def crews(
+    factory: pytest.TempPathFactory, by_ranks: Mapping[int, Sequence[Case]], seconds: float
+) -> RankGroup:
     @functools.cache
     def folder(ranks: int) -> Path:
         made = factory.mktemp(f"ranks-{ranks}")
@@ -88,13 +90,13 @@ def crews(factory: pytest.TempPathFactory, by_ranks: Mapping[int, Sequence[Case]
 
 
 @pytest.fixture(scope="module")
-def crew(tmp_path_factory: pytest.TempPathFactory) -> Crew:
+def crew(tmp_path_factory: pytest.TempPathFactory) -> RankGroup:
     """The folder in which so many ranks have left what they found."""
     return crews(tmp_path_factory, BY_RANKS, seconds=200)
 
 
 @pytest.fixture(scope="module")
-def long_crew(tmp_path_factory: pytest.TempPathFactory) -> Crew:
+def long_crew(tmp_path_factory: pytest.TempPathFactory) -> RankGroup:
     return crews(tmp_path_factory, LONG, seconds=3600)
 
 
@@ -114,14 +116,14 @@ def alone(case: Case) -> Course:
 
 
 @pytest.mark.parametrize(("ranks", "case"), ALL, ids=[f"{ranks}-{case.name}" for ranks, case in ALL])
-def test_ranks_give_the_bits_of_one_process(crew: Crew, ranks: int, case: Case) -> None:
+def test_ranks_give_the_bits_of_one_process(crew: RankGroup, ranks: int, case: Case) -> None:
     assert_equal_to_one_process(case, crew(ranks))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_twenty_steps_of_ranks_give_the_bits_of_one_process(long_crew: Crew, ranks: int) -> None:
+def test_twenty_steps_of_ranks_give_the_bits_of_one_process(long_crew: RankGroup, ranks: int) -> None:
     for case in LONG[ranks]:
         assert_equal_to_one_process(case, long_crew(ranks))
 
@@ -136,27 +138,27 @@ def assert_equal_to_one_process(case: Case, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_all_ranks_know_the_same_facts_and_only_the_first_has_the_state(crew: Crew, ranks: int) -> None:
+def test_all_ranks_know_the_same_facts_and_only_the_first_has_the_state(crew: RankGroup, ranks: int) -> None:
     for case in EQUAL[ranks]:
         courses = [found(crew(ranks), case, rank) for rank in range(ranks)]
         assert all(course.facts == courses[0].facts for course in courses)
         assert courses[0].state.model and not any(course.state.model for course in courses[1:])
 
 
-def test_a_rank_keeps_its_own_part_of_the_model_only(crew: Crew) -> None:
+def test_a_rank_keeps_its_own_part_of_the_model_only(crew: RankGroup) -> None:
     case = next(case for case in EQUAL[2] if case.task == "residual")
     notes = [note(crew(2), case, rank) for rank in range(2)]
     assert sum(one["bytes"] for one in notes) == notes[0]["all_bytes"]
     assert all(0 < one["bytes"] < one["all_bytes"] for one in notes)
 
 
-def test_a_split_backward_recomputes_each_layer_once(crew: Crew) -> None:
+def test_a_split_backward_recomputes_each_layer_once(crew: RankGroup) -> None:
     """torch's own split of the backward would run a checkpointed forward three times."""
     notes = [note(crew(2), SPLIT_AND_RECOMPUTED, rank) for rank in range(2)]
     assert [max(pair) for pair in zip(*(one["recomputed"] for one in notes), strict=True)] == [4 + 3] * 8
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks_with_the_place_it_came_from(crew: Crew) -> None:
+def test_a_loss_that_is_not_finite_stops_all_ranks_with_the_place_it_came_from(crew: RankGroup) -> None:
     notes = [note(crew(2), SPOILT, rank) for rank in range(2)]
     assert [one["error"] for one in notes] == ["NumericError"] * 2
     assert {one["text"] for one in notes} == {
@@ -166,7 +168,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_with_the_place_it_came_from(c
     assert [one["notes"] for one in notes] == [[place]] * 2
 
 
-def test_what_a_layer_raises_comes_out_as_it_is_with_its_place(crew: Crew) -> None:
+def test_what_a_layer_raises_comes_out_as_it_is_with_its_place(crew: RankGroup) -> None:
     """torch wraps it in an error of its own, and prints the whole schedule."""
     notes = note(crew(2), FAILING, 1)
     assert (notes["error"], notes["text"]) == ("ZeroDivisionError", "no reason")
@@ -198,14 +200,14 @@ def replicas_alone(case: Case) -> EngineState:
     return EngineState(pipes[0].state_dict())
 
 
-def test_replicas_are_bitwise_the_sum_of_those_that_work_alone(crew: Crew) -> None:
+def test_replicas_are_bitwise_the_sum_of_those_that_work_alone(crew: RankGroup) -> None:
     expected, ours = replicas_alone(HALVES), found(crew(4), HALVES, 0)
     assert "error" not in note(crew(4), HALVES, 0), note(crew(4), HALVES, 0)
     assert differing(expected, ours.state) == []
 
 
 @pytest.mark.parametrize("case", MESHES, ids=lambda case: case.name)
-def test_replicas_are_one_with_all_their_samples_but_for_rounding(crew: Crew, case: Case) -> None:
+def test_replicas_are_one_with_all_their_samples_but_for_rounding(crew: RankGroup, case: Case) -> None:
     """In a batch of three samples they have two and one; of a single one the second replica has none."""
     expected, ours = alone(case), found(crew(4), case, 0)
     assert "error" not in note(crew(4), case, 0), note(crew(4), case, 0)
@@ -220,6 +222,6 @@ def test_replicas_are_one_with_all_their_samples_but_for_rounding(crew: Crew, ca
 
 
 @pytest.mark.parametrize("case", [HALVES, *MESHES], ids=lambda case: case.name)
-def test_replicas_stay_equal_to_the_bit(crew: Crew, case: Case) -> None:
+def test_replicas_stay_equal_to_the_bit(crew: RankGroup, case: Case) -> None:
     own = [note(crew(4), case, rank)["own"] for rank in range(4)]
     assert own[:2] == own[2:] and own[0] != own[1]

@@ -8,8 +8,8 @@ import torch
 from omegaconf import OmegaConf
 
 from gpipe_cli.config.schema import ScheduleConfig, TrainConfig
-from gpipe_cli.engines.meeting import Meeting
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.launch.rank_files import RankFiles
 from gpipe_cli.run.job import Job, Rank
 from gpipe_cli.run.rank_setup import as_rank, leads, places
 
@@ -42,7 +42,7 @@ def test_under_torchrun_only_rank_0_leads_and_each_has_a_device_of_its_machine(t
 
 
 def test_a_rank_takes_the_balance_that_was_found_for_it(torchrun: None) -> None:
-    job = Job(**{**vars(JOB), "rank": Rank(Meeting(Path()), [3, 1, 4], began=0.0)})
+    job = Job(**{**vars(JOB), "rank": Rank(RankFiles(Path()), [3, 1, 4], began=0.0)})
     assert as_rank(settings(partitions=3), job).balance["layers"] == [3, 1, 4]
 
 

@@ -1,0 +1,187 @@
+"""What an engine exchanges with the other processes that work on the same step.
+
+`SingleProcess` exchanges nothing. `RankCollectives` talks to the ranks of the same pipe and to the other replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, final
+
+import torch
+from torch import Tensor, distributed, nn
+
+from gpipe_cli.distributed.exchange import (
+    gather_numbers,
+    receive_tensors,
+    send_tensors,
+    share_json,
+    share_numbers,
+    sum_of_numbers,
+)
+from gpipe_cli.distributed.place import Place
+from gpipe_cli.engines.protocol import StepFacts
+from gpipe_cli.engines.state import EngineState, merged_numbers
+from gpipe_cli.torch_internals.loss_scale import agree_on_overflow
+
+_NO_LAYER = 1e18
+"""Larger than any layer index, and exact in a double."""
+NonfiniteOutput = tuple[int, int]
+"""A layer index and a micro-batch index."""
+
+
+class Collectives(Protocol):
+    def share_of(self, samples: int) -> float:
+        """The fraction that `samples` is of the samples of all replicas."""
+
+    def facts(self, own: StepFacts | None) -> StepFacts:
+        """Facts summed over all replicas; `own` is None in a process without the last layer or without samples."""
+
+    def norms(self, own: Tensor) -> Tensor:
+        """The norms of all gradients in the order of the model's names, from those of this process; -1: no gradient."""
+
+    def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Make every process skip the update if the gradients of one overflowed."""
+
+    def first_nonfinite_output(self, own: NonfiniteOutput | None) -> NonfiniteOutput | None:
+        """The first over all processes."""
+
+    def last_name(self, names: Sequence[str]) -> str | None:
+        """The last parameter name over all processes, in the order of the model's names."""
+
+    def gather_state(self, own: EngineState) -> EngineState:
+        """The state of the whole model in the process that saves it, an empty state in the others."""
+
+
+@final
+class SingleProcess:
+    def share_of(self, samples: int) -> float:
+        return 1.0
+
+    def facts(self, own: StepFacts | None) -> StepFacts:
+        assert own is not None, "a single process has the last layer"
+        return own
+
+    def norms(self, own: Tensor) -> Tensor:
+        return own
+
+    def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+    def first_nonfinite_output(self, own: NonfiniteOutput | None) -> NonfiniteOutput | None:
+        return own
+
+    def last_name(self, names: Sequence[str]) -> str | None:
+        return names[-1] if names else None
+
+    def gather_state(self, own: EngineState) -> EngineState:
+        return own
+
+
+@final
+class RankCollectives:
+    """Facts come from the rank with the last layer; rank 0 of the first replica gathers the state.
+
+    Norms keep the order of the model's names, with a tied parameter counted once, by the rank that owns it.
+    """
+
+    def __init__(self, place: Place, module: nn.Sequential, rank_of_layer: Sequence[int]) -> None:
+        self._place = place
+        self._module = module
+        self._names = [name for name, _ in module.named_parameters()]
+        holders = _holders(module, rank_of_layer)
+        # Ranks hold different numbers of parameters, and all_gather wants rows of one length.
+        self._row_length = max(sum(rank in ranks for ranks in holders) for rank in range(place.ranks))
+        self._norm_positions = self._positions(holders)
+        self._sum_names: list[str] | None = None
+
+    def share_of(self, samples: int) -> float:
+        if self._place.replicas == 1:
+            return 1.0
+        (total,) = sum_of_numbers(torch.tensor([samples]), self._place.data, self._place.device)
+        return samples / float(total)
+
+    def facts(self, own: StepFacts | None) -> StepFacts:
+        place = self._place
+        if self._sum_names is None:
+            # In the last rank of the first replica if in any: a short batch leaves later replicas without samples.
+            names = sorted(own.sums) if own is not None else []
+            if place.has_output and place.replicas > 1:
+                names = share_json(names, 0, place.data, place.device)
+            self._sum_names = list(share_json(names, place.last_rank, place.pipe, place.device))
+        values = [0.0] * (2 + len(self._sum_names))
+        if own is not None:
+            values = [own.loss, own.samples, *(own.sums[name] for name in self._sum_names)]
+        numbers = torch.tensor(values, dtype=torch.float64)
+        if place.has_output and place.replicas > 1:
+            numbers = sum_of_numbers(numbers, place.data, place.device)
+        loss, samples, *sums = share_numbers(numbers, place.last_rank, place.pipe, place.device).tolist()
+        return StepFacts(loss, int(samples), dict(zip(self._sum_names, sums, strict=True)))
+
+    def norms(self, own: Tensor) -> Tensor:
+        padded = torch.cat([own, own.new_zeros(self._row_length - len(own))])
+        rows = gather_numbers(padded, self._place.pipe, self._place.device)
+        return rows.flatten()[self._norm_positions]
+
+    def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        # Replicas have equal gradients by now, so it is enough to ask the ranks of this pipe.
+        def largest(own: Tensor) -> Tensor:
+            distributed.all_reduce(own, distributed.ReduceOp.MAX, group=self._place.pipe)
+            return own
+
+        agree_on_overflow(scaler, optimizer, self._place.device, largest)
+
+    def first_nonfinite_output(self, own: NonfiniteOutput | None) -> NonfiniteOutput | None:
+        numbers = torch.tensor(own or (_NO_LAYER, _NO_LAYER), dtype=torch.float64)
+        for group in (self._place.pipe, self._place.data):
+            rows = gather_numbers(numbers, group, self._place.device)
+            numbers = torch.tensor(min(rows.tolist()), dtype=torch.float64)
+        layer, micro_batch = numbers.tolist()
+        return None if layer == _NO_LAYER else (int(layer), int(micro_batch))
+
+    def last_name(self, names: Sequence[str]) -> str | None:
+        own = self._names.index(names[-1]) if names else -1
+        rows = gather_numbers(torch.tensor([own]), self._place.pipe, self._place.device)
+        last = int(rows.max())
+        return None if last < 0 else self._names[last]
+
+    def gather_state(self, own: EngineState) -> EngineState:
+        place = self._place
+        if place.replica:
+            return EngineState({})
+        if place.rank:
+            for tensors in (own.model, own.buffers, own.optimizer):
+                send_tensors(tensors, own.numbers, 0, place.pipe, place.device)
+            return EngineState({})
+        model, buffers, optimizer = dict(own.model), dict(own.buffers), dict(own.optimizer)
+        numbers = dict(own.numbers)
+        for rank in range(1, place.ranks):
+            for gathered in (model, buffers, optimizer):
+                received, their_numbers = receive_tensors(rank, place.pipe, place.device)
+                # A tensor that several ranks hold is equal in all of them.
+                gathered.update({name: tensor for name, tensor in received.items() if name not in gathered})
+            if numbers:
+                numbers["optimizer"] = merged_numbers([numbers["optimizer"], their_numbers["optimizer"]])
+        ordered = {name: model[name] for name in self._module.state_dict() if name in model}
+        assert len(ordered) == len(model), "every rank has the same model"
+        return EngineState(ordered, buffers, optimizer, numbers)
+
+    def _positions(self, holders: Sequence[Sequence[int]]) -> Tensor:
+        """For each trained parameter the position of its norm among the gathered rows."""
+        positions = []
+        counts = [0] * self._place.ranks
+        for ranks in holders:
+            owner = ranks[0]
+            positions.append(owner * self._row_length + counts[owner])
+            for rank in set(ranks):
+                counts[rank] += 1
+        return torch.tensor(positions, dtype=torch.int64)
+
+
+def _holders(module: nn.Sequential, rank_of_layer: Sequence[int]) -> list[list[int]]:
+    """For each trained parameter, in the order of names, the ranks whose layers use it, layer by layer."""
+    users: dict[int, list[int]] = {}
+    for layer, rank in zip(module, rank_of_layer, strict=True):
+        for parameter in layer.parameters():
+            users.setdefault(id(parameter), []).append(rank)
+    return [users[id(parameter)] for parameter in module.parameters() if parameter.requires_grad]

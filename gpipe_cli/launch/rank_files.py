@@ -1,0 +1,84 @@
+"""The files through which a launcher and its ranks communicate: the task, the rendezvous store, exit reports.
+
+Files instead of sockets: no port is opened, and nobody else can read the folder. Everything read back is JSON or text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+from gpipe_cli.errors import INTERRUPTED, Stopped
+
+
+@final
+@dataclass(frozen=True)
+class ExitReport:
+    """How a rank ended; it writes this just before it exits."""
+
+    exit_code: int
+    message: str = ""
+    caused_by_peer: bool = False
+    """The rank ended because another rank died or did not answer."""
+    time: float = 0.0
+    """By the monotonic clock, which all processes of a machine share."""
+    summary: Mapping[str, Any] | None = None
+    """The result of the command; rank 0 only."""
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether the rank finished, or stopped because it was asked to."""
+        return self.exit_code in (0, Stopped.exit_code, INTERRUPTED)
+
+
+@final
+@dataclass(frozen=True)
+class RankFiles:
+    folder: Path
+
+    @property
+    def init_method(self) -> str:
+        """The rendezvous of `torch.distributed.init_process_group`."""
+        return f"file://{self.folder / 'store'}"
+
+    @property
+    def task(self) -> Path:
+        """What the ranks are to run; the launcher writes it."""
+        return self.folder / "task.json"
+
+    @property
+    def heartbeats(self) -> Path:
+        return self.folder / "heartbeats"
+
+    def output(self, rank: int) -> Path:
+        """Where a rank other than 0 writes its streams until it has a log in the run directory."""
+        return self.folder / f"rank-{rank}.txt"
+
+    def write_exit_report(self, rank: int, report: ExitReport) -> None:
+        path = self._exit_report(rank)
+        temporary = path.with_suffix(".part")
+        temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
+        temporary.rename(path)  # atomic: the launcher may read at any moment
+
+    def read_exit_report(self, rank: int) -> ExitReport | None:
+        """None for a rank that was killed before it could write one."""
+        try:
+            return ExitReport(**json.loads(self._exit_report(rank).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+
+    def write_run_directory(self, directory: Path) -> None:
+        """Record the run directory, so that a restart resumes in it."""
+        (self.folder / "run").write_text(str(directory), encoding="utf-8")
+
+    def read_run_directory(self) -> Path | None:
+        try:
+            return Path((self.folder / "run").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+
+    def _exit_report(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.json"

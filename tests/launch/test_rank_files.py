@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpipe_cli.launch.heartbeat import NOT_IN_STEP, HeartbeatEngine, Heartbeats
+from gpipe_cli.launch.rank_files import ExitReport, RankFiles
+
+
+def test_an_exit_report_is_read_as_it_was_written(tmp_path: Path) -> None:
+    files = RankFiles(tmp_path)
+    report = ExitReport(5, "the loss is nan", time=3.5, summary={"loss": 0.25})
+    files.write_exit_report(1, report)
+    assert files.read_exit_report(1) == report and files.read_exit_report(0) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-1.json"]
+
+
+@pytest.mark.parametrize(("code", "clean"), [(0, True), (75, True), (130, True), (1, False), (7, False)])
+def test_a_rank_that_stopped_on_request_ended_cleanly(code: int, clean: bool) -> None:
+    assert ExitReport(code).is_clean == clean
+
+
+def test_the_run_directory_is_known_once_a_rank_has_written_it(tmp_path: Path) -> None:
+    files = RankFiles(tmp_path)
+    assert files.read_run_directory() is None
+    files.write_run_directory(Path("run"))
+    assert files.read_run_directory() == Path("run")
+
+
+class HeartbeatReader:
+    """An engine whose step returns the heartbeats it can read."""
+
+    def __init__(self, heartbeats: Heartbeats) -> None:
+        self.heartbeats = heartbeats
+
+    def train_step(self, *_: object) -> list[float]:
+        return self.heartbeats.read()
+
+    def eval_step(self, *_: object) -> None:
+        raise ValueError("broken")
+
+
+def test_a_heartbeat_lasts_as_long_as_its_step(tmp_path: Path) -> None:
+    reader, writer = Heartbeats(tmp_path / "heartbeats", 2), Heartbeats(tmp_path / "heartbeats", 2)
+    engine = HeartbeatEngine(HeartbeatReader(reader), writer, 1)  # type: ignore[arg-type]
+    first, second = engine.train_step((), 0, 0.1)  # type: ignore[arg-type,misc]
+    assert first == NOT_IN_STEP < second
+    with pytest.raises(ValueError, match="broken"):
+        engine.eval_step(())  # type: ignore[arg-type]
+    assert reader.read() == [NOT_IN_STEP, NOT_IN_STEP]

@@ -1,0 +1,113 @@
+"""Groups of ranks that only pretend to train: real processes, fast because they import no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import gpipe_cli
+from gpipe_cli.errors import GpipeError, NumericError, PeerError, PeerRaised, StepTimeout
+from gpipe_cli.launch import supervisor as supervision
+from gpipe_cli.launch.heartbeat import Heartbeats
+from gpipe_cli.launch.rank_files import ExitReport, RankFiles
+from gpipe_cli.launch.rank_group import RankGroup, RanksFailed
+
+RANK = Path(__file__).with_name("acting_rank.py")
+DESCRIPTIONS = ("partition 0", "partition 1")
+
+
+@pytest.fixture(autouse=True)
+def same_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(gpipe_cli.__file__).parents[1]))
+
+
+def run_ranks(
+    part: str,
+    step_timeout: float | None = None,
+    stop_signal: Callable[[RankFiles], int | None] = lambda _: None,
+) -> ExitReport:
+    created: list[RankFiles] = []
+
+    def arguments(files: RankFiles) -> list[str]:
+        created.append(files)
+        return [str(RANK), str(files.folder), part]
+
+    try:
+        return RankGroup(DESCRIPTIONS, step_timeout, lambda: stop_signal(created[0])).run(arguments)
+    finally:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        assert not [child for child in children if is_rank(child)] and not created[0].folder.exists()
+
+
+def is_rank(child: str) -> bool:
+    return RANK.name.encode() in Path(f"/proc/{child}/cmdline").read_bytes()
+
+
+def test_the_summary_of_rank_0_is_returned() -> None:
+    assert run_ranks("ends well").summary == {"loss": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("part", "kind", "says"),
+    [
+        ("is killed", PeerError, r"rank 1 \(partition 1\) was killed by SIGKILL, perhaps because memory"),
+        ("exits without a report", PeerError, r"rank 1 \(partition 1\) exited without a report"),
+        ("finds nan", NumericError, r"rank 1 \(partition 1\): the loss is nan"),
+        ("raises", PeerRaised, r"rank 1 \(partition 1\): ValueError: broken"),
+        ("is stopped", StepTimeout, r"rank 1 \(partition 1\): stopped .* within step_timeout=0.5 seconds"),
+        (
+            "is stopped while it starts",
+            StepTimeout,
+            r"rank 1 \(partition 1\): stopped .* within step_timeout=0.5",
+        ),
+        (
+            "is stopped between steps",
+            StepTimeout,
+            r"rank 1 \(partition 1\): stopped .* within step_timeout=0.5",
+        ),
+        ("waits for ever", StepTimeout, r"rank 0 .* and rank 1 .*: in a step that does not end"),
+    ],
+)
+def test_a_rank_that_fails_ends_all_ranks_and_is_named(part: str, kind: type[GpipeError], says: str) -> None:
+    with pytest.raises(RanksFailed, match=says) as failed:
+        run_ranks(part, step_timeout=0.5 if "step" in says else None)
+    assert type(failed.value.cause) is kind
+    assert failed.value.is_transient == (kind in (PeerError, StepTimeout))
+
+
+def test_time_in_which_the_launcher_itself_was_suspended_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-Z suspends the launcher and all its ranks; `fg` an hour later used to kill them as too slow."""
+    files, now = RankFiles(tmp_path), [0.0]
+    monkeypatch.setattr(supervision, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    supervisor = supervision.Supervisor(files, 1, lambda: {0: os.getpid()}, 2.0, lambda: None)
+    assert supervisor._open_ranks()
+    monkeypatch.setattr(supervisor, "_kill_all", lambda: None)
+    stalled = []
+    with Heartbeats(files.heartbeats, 1).in_step(0):
+        for passed in (0.1, 3600, 0.5, 0.6):
+            now[0] += passed
+            supervisor._check_heartbeats()
+            stalled.append(supervisor.stalled)
+    assert stalled == [[], [], [], [0]]
+
+
+def test_a_signal_to_the_launcher_reaches_every_rank() -> None:
+    def stop_signal(files: RankFiles) -> int | None:
+        ready = all((files.folder / f"ready-{rank}").exists() for rank in (0, 1))
+        return signal.SIGUSR1 if ready else None
+
+    assert run_ranks("obeys a signal", stop_signal=stop_signal).message == "stopped"
+
+
+def test_the_environment_is_restored() -> None:
+    before = dict(os.environ)
+    run_ranks("ends well")
+    assert dict(os.environ) == before and sys.executable
