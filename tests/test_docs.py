@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gpipe_cli.cli import main
 from gpipe_cli.config.fields import fields
 from gpipe_cli.config.locate import options
 from gpipe_cli.config.schema import GROUPS
@@ -32,14 +33,14 @@ EXAMPLES = [
     TOP / "examples" / "your_own_data" / "mydata.py",
 ]
 RUN = "<the run's directory>"
-ALWAYS_RUN = ["README.md", "docs/quick-start.md", "docs/how-to/your-own-model.md"]
-"""The keys of the other pages' commands are looked up each time, and they are run by `-m slow`."""
+EXISTING_RUNS = ("first", "mine")
+"""Runs that a page's commands name, and that a test has to make before."""
 LONG = (
     "gpipe train model=resnet101 chunks=8",
     "gpipe train -m chunks=2,4,8",
     "gpipe train run_dir=first",
 )
-"""What these prove beyond the others is proved by the tests of models, of sweeps, and of going on with a run."""
+"""Commands of the README that run with `-m slow`: tests of models, sweeps and resuming prove the same."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 
@@ -147,29 +148,39 @@ def test_the_error_that_the_docs_show_is_the_one_that_is_given(
     assert answer.code == 2 and shown in page
 
 
-ALWAYS = [line for page in PAGES if str(page.relative_to(TOP)) in ALWAYS_RUN for line in commands(page)]
-each_command = pytest.mark.parametrize(
+README_COMMANDS = commands(TOP / "README.md")
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step, for commands that name an existing run."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr("gpipe_cli.data.digits._HELD_OUT", 100)
+        assert main(["train", "steps=1", "batch_size=16", "threads=1", "run_dir=run"]) == 0
+    return folder / "run"
+
+
+# The keys and options of all commands are looked up below, so by default only the README's are run.
+@pytest.mark.parametrize(
     "line",
     [
-        pytest.param(line, marks=[pytest.mark.slow] if line not in ALWAYS or line in LONG else [])
+        pytest.param(line, marks=[pytest.mark.slow] if line not in README_COMMANDS or line in LONG else [])
         for line in dict.fromkeys(line for page in PAGES for line in commands(page))
     ],
 )
-
-
-@each_command
 def test_a_command_of_the_docs_works(
-    gpipe: Callable[..., Any], tmp_path: Path, line: str, monkeypatch: pytest.MonkeyPatch
+    gpipe: Callable[..., Any], tmp_path: Path, line: str, request: pytest.FixtureRequest, monkeypatch: Any
 ) -> None:
-    """One step, few samples to evaluate, a second to plan: that changes nothing about whether the words are right."""
-    monkeypatch.setattr("gpipe_cli.data.digits._HELD_OUT", 100)  # every hundredth of each class
+    """One step, few samples and a minimum of measuring do not change whether the command line is correct."""
+    monkeypatch.setattr("gpipe_cli.data.digits._HELD_OUT", 100)  # evaluate every hundredth sample of a class
     for example in EXAMPLES:
         shutil.copy(example, tmp_path)
-    begun = re.search(r"\b(?:run|resume)=(first|mine)\b", line)
-    if begun or line == "gpipe report first":
-        directory = begun[1] if begun else "first"
-        gpipe("train", "steps=1", "batch_size=16", f"run_dir={directory}", "--json")
     words = shlex.split(line)[1:]
+    for name in EXISTING_RUNS:
+        if {f"run={name}", f"resume={name}", name} & set(words):
+            shutil.copytree(request.getfixturevalue("finished_run"), tmp_path / name)
     answer = gpipe(*words, *shortened(words))
     assert answer.code == 0, answer.err
     assert answer.out
@@ -212,14 +223,19 @@ def test_the_search_finds_a_key_and_an_option_that_there_is_not() -> None:
 
 
 def shortened(words: list[str]) -> list[str]:
-    """Words that make a command quick."""
-    resumes = any(word.startswith("resume=") and word != "resume=auto" for word in words)
-    # What a run was begun with may not change when it goes on.
-    shorter = {"train": ["steps=2"] if resumes else ["steps=1", "batch_size=16"], "plan": ["batch_size=16"]}
-    found = shorter.get(words[0], [])
+    """Overrides that make a command quick."""
+    command, *overrides = words
+    if command == "train":
+        # A resumed run may not change its batch size.
+        resumes = any(word.startswith("resume=") and word != "resume=auto" for word in overrides)
+        quick = ["steps=2"] if resumes else ["steps=1", "batch_size=16", "threads=1"]
+    else:
+        quick = {"plan": ["batch_size=16"], "profile": ["seconds=0"]}.get(command, [])
+    if {"--by", "time"} <= set(overrides) or {"balance=time", "recipe=digits"} & set(overrides):
+        quick = [*quick, "balance.seconds=0"]
     if any("plan" in word for word in words):
-        found = [*found, "plan.budget=1", *(["plan.verify_budget=1"] if "verify=true" in words else [])]
-    return found
+        quick = [*quick, "plan.budget=1", *(["plan.verify_budget=1"] if "verify=true" in words else [])]
+    return quick
 
 
 @pytest.mark.slow
