@@ -230,11 +230,11 @@ def shortened(words: list[str]) -> list[str]:
         resumes = any(word.startswith("resume=") and word != "resume=auto" for word in overrides)
         quick = ["steps=2"] if resumes else ["steps=1", "batch_size=16", "threads=1"]
     else:
-        quick = {"plan": ["batch_size=16"], "profile": ["seconds=0"]}.get(command, [])
+        quick = {"plan": ["batch_size=8"], "profile": ["seconds=0"]}.get(command, [])
     if {"--by", "time"} <= set(overrides) or {"balance=time", "recipe=digits"} & set(overrides):
         quick = [*quick, "balance.seconds=0"]
     if any("plan" in word for word in words):
-        quick = [*quick, "plan.budget=1", *(["plan.verify_budget=1"] if "verify=true" in words else [])]
+        quick = [*quick, "plan.budget=0.1", *(["plan.verify_budget=0.1"] if "verify=true" in words else [])]
     return quick
 
 
