@@ -1,4 +1,4 @@
-"""What tests share: one intra-op thread, and for the command line a folder of their own and its answer."""
+"""Set-up for all tests: quiet threads, and fixtures that run a command line in an empty folder."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# OpenMP reads this when torch loads it. Its threads spin while they wait, and where other tests keep all cores busy
+# they take the core from the very threads they wait for: a test then takes ten times as long.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Some virtual machines announce AMX but refuse its instructions. oneDNN reads this at the first bfloat16 product.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
 import torch
 from hypothesis import settings
 
 from gpipe_cli.cli import main
 
-# Timing decides no test, and a suite that was green is green again; new examples are a matter of
+# No deadlines, because timing must not fail a test, and the same examples in every run. To search for new ones, run
 # `pytest --hypothesis-profile=default`.
 settings.register_profile("gpipe", deadline=None, derandomize=True)
 settings.load_profile("gpipe")
-# A shell starts what it runs in the background with these ignored, and what a test starts would inherit that.
+# A shell starts background jobs with these signals ignored, and processes that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-# Some virtual machines announce AMX and then refuse its instructions; torch reads this at its first bfloat16 product.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 
 TINY = """
@@ -75,7 +80,7 @@ TINY_TRAINING = (*TINY_RUN, "epochs=2", "log.every=1", "snapshot.keep=1", "snaps
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command line gave."""
+    """Exit code and output of a command line."""
 
     code: int
     out: str
@@ -88,7 +93,7 @@ class Answer:
 
 @pytest.fixture(autouse=True)
 def one_intra_op_thread() -> Iterator[None]:
-    """Tensors are small here: more threads would only spin, and a command sets the count of the process."""
+    """Tests use small tensors, and a command changes the number of threads of the whole process."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -102,7 +107,7 @@ def gpipe(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Callable[..., Answer]:
-    """Runs a command line in this process, in an empty folder, with an empty cache."""
+    """Run a command line in this process, in an empty folder, with an empty cache."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
