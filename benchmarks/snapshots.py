@@ -28,9 +28,9 @@ from torch import Tensor
 
 from gpipe_cli.engines.state import EngineState, OptimizerState, module_state
 from gpipe_cli.training.loop import Position
-from gpipe_cli.training.snapshot.contents import copied, open_snapshot, write_snapshot
-from gpipe_cli.training.snapshot.reading import read_snapshot
-from gpipe_cli.training.snapshot.record import Record, versions
+from gpipe_cli.training.snapshot.contents import copy_state, open_snapshot, write_snapshot
+from gpipe_cli.training.snapshot.manifest import read_snapshot
+from gpipe_cli.training.snapshot.record import TrainingRecord, versions
 from gpipe_cli.vision import torchvision
 
 ROUNDS = 7
@@ -56,8 +56,8 @@ def save_with_torch(state: EngineState, path: Path) -> None:
 
 
 def save_snapshot(state: EngineState, spare: EngineState, path: Path) -> None:
-    record = Record(Position(1, 1.0), None, 1, 0, 1, versions(), state.numbers)
-    write_snapshot(path, copied(state, spare), record, lambda: None)
+    record = TrainingRecord(Position(1, 1.0), None, 1, 0, 1, versions(), state.numbers)
+    write_snapshot(path, copy_state(state, spare), record, lambda: None)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -103,12 +103,12 @@ def measure(state: EngineState, folder: Path) -> dict[str, tuple[list[float], li
     def note_reading(name: str, path: Path) -> None:
         times.setdefault(name, []).append(seconds_alone(name, path))
 
-    spare = copied(state)  # every save of a run but the first finds the memory of the one before
+    spare = copy_state(state)  # every save of a run but the first finds the memory of the one before
     for turn in range(ROUNDS):
         file, directory = folder / f"{turn}.pt", folder / f"step-{turn:08d}"
         note("torch.save + fsync", lambda file=file: save_with_torch(state, file))
         note("snapshot", lambda directory=directory: save_snapshot(state, spare, directory))
-        note("copy (training waits)", lambda: copied(state, spare))
+        note("copy (training waits)", lambda: copy_state(state, spare))
         note_reading("torch.load", file)
         note_reading("read and verify", directory)
         file.unlink()

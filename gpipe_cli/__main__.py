@@ -7,18 +7,18 @@ from typing import NoReturn
 
 from gpipe_cli.collector import hold_back
 from gpipe_cli.report.output import secure_streams
-from gpipe_cli.training.signals import listen, stop_listening
+from gpipe_cli.training.signals import ignore_signals, install_handlers
 
 
 def script() -> NoReturn:
     # Before any other import: a signal that comes meanwhile is remembered, and no file takes a closed stream's number.
-    with listen().waiting(patient=True):
+    with install_handlers().defer(patient=True):
         secure_streams()
         hold_back()
         from gpipe_cli.cli import main
     code = main()
     sys.stdout.flush()
-    stop_listening()
+    ignore_signals()
     sys.exit(code)
 
 

@@ -19,7 +19,7 @@ from gpipe_cli.redaction import redacted
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.output import discard_stdout
 from gpipe_cli.torch_internals import torchrun
-from gpipe_cli.training.signals import StopNow, stop_listening, stopped_at_once
+from gpipe_cli.training.signals import StopNow, ignore_signals, stop_immediately
 from gpipe_cli.version import VERSION
 
 COMPLETION = ("-sc", "--shell-completion")
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _dispatch(arguments)
     except BaseException as error:  # noqa: BLE001 - the last place: whatever a layer raised ends as one line
-        stop_listening()
+        ignore_signals()
         return _fail(error, debug="--debug" in arguments)
 
 
@@ -54,7 +54,7 @@ def _dispatch(arguments: list[str]) -> int:
     if COMMANDS[command].configured:
         return _configured(command, invocation)
     module = importlib.import_module(f"gpipe_cli.commands.{command}")
-    with stopped_at_once():
+    with stop_immediately():
         module.run(invocation)
     return 0
 

@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from gpipe_cli.training import line_file, run_directory, signals
+from gpipe_cli.training import metrics, run_directory, signals
 from gpipe_cli.training.metrics import MetricsFile
-from gpipe_cli.training.snapshot import durable, keeper
+from gpipe_cli.training.snapshot import durable, manager
 from tests import faulty
 from tests.scene import Scene
 from tests.training.session import DeadlyDisk
@@ -126,9 +126,9 @@ def in_layer(does: Callable[[], Any]) -> Inject:
 
 def interrupted_twice() -> None:
     """The second Ctrl-C comes as soon as the first has been taken notice of."""
-    note, noted, left = signals.Inbox.note, threading.Event(), [1]
+    note, noted, left = signals.SignalInbox.handle, threading.Event(), [1]
 
-    def heard(self: signals.Inbox, number: int, frame: object) -> None:
+    def heard(self: signals.SignalInbox, number: int, frame: object) -> None:
         noted.set()
         note(self, number, frame)
 
@@ -139,7 +139,7 @@ def interrupted_twice() -> None:
             noted.wait()
             os.kill(os.getpid(), signal.SIGINT)
 
-    signals.Inbox.note = heard  # type: ignore[method-assign]
+    signals.SignalInbox.handle = heard  # type: ignore[method-assign]
     in_layer(does)()
 
 
@@ -198,11 +198,11 @@ def snapshot_fsync_fails() -> None:
 
 
 def lines_fail() -> None:
-    line_file.os = BadDisk("write", errno.EIO, good=4)  # type: ignore[assignment]
+    metrics.os = BadDisk("write", errno.EIO, good=4)  # type: ignore[assignment]
 
 
 def pruning_is_killed() -> None:
-    keeper.verify = lambda path: killed()  # type: ignore[assignment]
+    manager.verify = lambda path: killed()  # type: ignore[assignment]
 
 
 def slow_disk_and_a_second_signal() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from gpipe_cli.engines import collectives
-from gpipe_cli.training.signals import ALL
+from gpipe_cli.training.signals import STOP_SIGNALS
 from gpipe_cli.training.snapshot import contents
 from tests import faulty
 
@@ -70,7 +70,7 @@ def launcher_gets(number: int) -> Callable[[Tensor], Tensor]:
 
 def hear() -> None:
     """In a rank, which listens since before it imported anything."""
-    for number in ALL:
+    for number in STOP_SIGNALS:
         note = signal.getsignal(number)
         if callable(note) and "RANK" in os.environ:
             signal.signal(number, lambda *heard, note=note: (note(*heard), HEARD.set()))

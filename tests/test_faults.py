@@ -179,7 +179,7 @@ TABLE = [
         before=on_a_disk(WEIGHT // 2),
         after=nothing_was_made,
     ),
-    Row("7", "the run directory is read-only", 6, "cannot be written to", before=read_only),
+    Row("7", "the run directory is read-only", 6, "is not writable", before=read_only),
     Row("8", "the newest snapshot is cut", 0, "has ", before=damaged(truncate), command=RESUME),
     Row("9", "a bit of it has flipped", 0, "its sha256 is ", before=damaged(flip_a_bit), command=RESUME),
     Row(

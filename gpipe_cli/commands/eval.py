@@ -19,9 +19,8 @@ from gpipe_cli.run.saved_run import saved_config, select_snapshot, with_override
 from gpipe_cli.run.weights import load_into_model, load_slice_by_slice
 from gpipe_cli.training.loop import evaluate
 from gpipe_cli.training.signals import StopRequested, stop_requests
-from gpipe_cli.training.snapshot.finding import is_snapshot, run_of, snapshot_paths
-from gpipe_cli.training.snapshot.manifest import BUFFERS, MODEL
-from gpipe_cli.training.snapshot.reading import Verified
+from gpipe_cli.training.snapshot.discovery import is_snapshot, run_directory_of, snapshot_paths
+from gpipe_cli.training.snapshot.manifest import BUFFERS, MODEL, VerifiedSnapshot
 
 OWN_KEYS = ("run", "snapshot", "weights", "split")
 """Keys of an evaluation; the saved settings of the run have no say in them."""
@@ -38,7 +37,7 @@ def run(settings: EvalConfig, job: Job) -> Summary:
     return summary
 
 
-def _evaluate(settings: EvalConfig, job: Job, snapshot: Verified | None, team: Team) -> Summary:
+def _evaluate(settings: EvalConfig, job: Job, snapshot: VerifiedSnapshot | None, team: Team) -> Summary:
     parts = assemble_together(settings, job, team)
     weights = str(settings.weights if snapshot is None else snapshot.path / MODEL)
     in_memory = not keeps_on_disk(settings)
@@ -55,7 +54,7 @@ def _evaluate(settings: EvalConfig, job: Job, snapshot: Verified | None, team: T
         if not in_memory:
             load_slice_by_slice(engine, parts.model, settings.weights, snapshot)
         with stop_requests(agree=team.largest, patient=team.size > 1) as stops:
-            tally, seconds = evaluate(engine, stops.heeded(parts.feed.ordered(settings.split)))
+            tally, seconds = evaluate(engine, stops.until_stopped(parts.feed.ordered(settings.split)))
     except StopRequested as request:
         raise request.error(f"stopped by {request.reason}") from request
     finally:
@@ -72,7 +71,7 @@ def _evaluate(settings: EvalConfig, job: Job, snapshot: Verified | None, team: T
     }
 
 
-def _select_snapshot(settings: EvalConfig) -> Verified | None:
+def _select_snapshot(settings: EvalConfig) -> VerifiedSnapshot | None:
     """The snapshot to evaluate, or None for a file of weights; one that may exceed memory is not read yet."""
     for key, value in (("run", settings.run), ("snapshot", settings.snapshot)):
         if value is not None:
@@ -83,7 +82,7 @@ def _select_snapshot(settings: EvalConfig) -> Verified | None:
 def _with_saved_settings(settings: EvalConfig, job: Job) -> EvalConfig:
     """The settings of the run, overridden by those of this command; unchanged where there is no run."""
     path = settings.run or settings.snapshot
-    run = None if path is None else run_of(Path(path)) if is_snapshot(Path(path)) else Path(path)
+    run = None if path is None else run_directory_of(Path(path)) if is_snapshot(Path(path)) else Path(path)
     if run is None or not snapshot_paths(run):  # select_snapshot reports what is wrong with it
         return settings
     tree = with_overrides(saved_config(run), job.tree, job.overrides, OWN_KEYS)

@@ -23,7 +23,7 @@ from gpipe_cli.errors import Stopped
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.tables import print_rows
 from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.training.signals import stopped_at_once
+from gpipe_cli.training.signals import stop_immediately
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Jobs:
             with memory_watched():
                 command = importlib.import_module(f"gpipe_cli.commands.{self._command}")
             release()
-            with stopped_at_once(), memory_watched():
+            with stop_immediately(), memory_watched():
                 self._outcomes.append(Outcome(overrides, summary=command.run(settings, job)))
         except KeyboardInterrupt:
             raise

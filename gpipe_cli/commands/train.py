@@ -35,11 +35,11 @@ from gpipe_cli.run.summary import (
     summary_if_finished,
     write_summary,
 )
-from gpipe_cli.training.loop import Evaluated, Plan, train
+from gpipe_cli.training.loop import EvalResult, TrainSpec, train
 from gpipe_cli.training.run_directory import check_run_dir, planned_run_directory
-from gpipe_cli.training.signals import stopped_at_boundaries
-from gpipe_cli.training.snapshot.keeper import Keeper, Retention
-from gpipe_cli.training.survival import survive
+from gpipe_cli.training.signals import defer_signals
+from gpipe_cli.training.snapshot.manager import SnapshotManager, save_and_stop
+from gpipe_cli.training.snapshot.retention import Retention
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -83,7 +83,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             warning = warning if runs_in_ranks(settings) else disk_check()
             _restore(engine, resumed)
             # From here on a signal waits for the next step boundary: the run has a directory and a state to save.
-            cleanup.enter_context(stopped_at_boundaries())
+            cleanup.enter_context(defer_signals())
             setup = set_up_run(settings, job, resumed, cleanup, team)
             if team.leads:
                 write_launch(setup.directory, launch)
@@ -104,29 +104,31 @@ def run(settings: TrainConfig, job: Job) -> Summary:
 def _train(
     settings: TrainConfig,
     feed: Feed,
-    plan: Plan,
+    plan: TrainSpec,
     engine: Engine,
     setup: RunSetup,
     started: float,
     recorder: Recorder,
     team: Team,
-) -> Evaluated:
+) -> EvalResult:
     """Run the loop with snapshots and stop requests; `started` is when the command did, for its time limit."""
     limit = seconds(settings.time_limit) if settings.time_limit else None
     deadline = None if limit is None else started + limit
     retention = _retention(settings)
     with (
         stop_with_resume_command(setup.directory, settings, deadline, team) as stops,
-        Keeper(
+        SnapshotManager(
             setup.directory, engine, plan, retention, setup.record, recorder.sync, writes=team.leads
         ) as keeper,
     ):
-        facts = train(engine, plan, feed.train, lambda epoch: stops.heeded(feed.test(epoch)), setup.position)
-        return recorder.record(survive(facts, keeper, stops))
+        facts = train(
+            engine, plan, feed.train, lambda epoch: stops.until_stopped(feed.test(epoch)), setup.position
+        )
+        return recorder.record(save_and_stop(facts, keeper, stops))
 
 
-def _plan(settings: TrainConfig, feed: Feed) -> Plan:
-    return Plan(
+def _plan(settings: TrainConfig, feed: Feed) -> TrainSpec:
+    return TrainSpec(
         steps=settings.steps or settings.epochs * feed.steps_per_epoch,
         steps_per_epoch=feed.steps_per_epoch,
         lr=settings.optimizer["lr"],
@@ -150,7 +152,12 @@ def _restore(engine: Engine, resumed: ResumedRun | None) -> None:
 
 
 def _recorder(
-    settings: TrainConfig, plan: Plan, setup: RunSetup, team: Team, logger: GuardedLogger, partitions: Rows
+    settings: TrainConfig,
+    plan: TrainSpec,
+    setup: RunSetup,
+    team: Team,
+    logger: GuardedLogger,
+    partitions: Rows,
 ) -> AbstractContextManager[Recorder]:
     if team.leads:
         return RunRecorder.open(

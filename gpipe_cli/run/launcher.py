@@ -31,7 +31,8 @@ __all__ = ["launched"]
 # The child imports what its launcher does, from where it does: neither the current folder nor an installed
 # package of the same name comes first. A signal that comes while it imports torch is remembered.
 START = (
-    "import sys; sys.path[:] = sys.argv[2:]; from gpipe_cli.training.signals import listen; listen(); "
+    "import sys; sys.path[:] = sys.argv[2:]; "
+    "from gpipe_cli.training.signals import install_handlers; install_handlers(); "
     "from gpipe_cli.run.rank_main import main; main(sys.argv[1])"
 )
 

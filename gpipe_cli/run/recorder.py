@@ -26,9 +26,8 @@ from gpipe_cli.report.output import say, write_streams_to
 from gpipe_cli.report.progress import Watcher, watcher
 from gpipe_cli.run.job import Job
 from gpipe_cli.safe_files import writing
-from gpipe_cli.training.line_file import LineFile
-from gpipe_cli.training.loop import Evaluated, Fact, Plan, Position, Trained
-from gpipe_cli.training.metrics import MetricsFile
+from gpipe_cli.training.loop import EvalResult, Position, StepResult, TrainFact, TrainSpec
+from gpipe_cli.training.metrics import LineFile, MetricsFile
 
 RANK_LOGS = "logs"
 STEP_COLUMNS = ("step", "epoch", "split", "seconds")
@@ -50,7 +49,7 @@ class RunRecorder:
     @contextmanager
     def open(
         directory: Path,
-        plan: Plan,
+        plan: TrainSpec,
         settings: LogConfig,
         start: Position = Position(),  # noqa: B008 - immutable
         *,
@@ -81,12 +80,12 @@ class RunRecorder:
         # and could not restore rows that the snapshot counts but the disk never received.
         self.metrics.sync()
 
-    def record(self, facts: Iterable[Fact]) -> Evaluated:
+    def record(self, facts: Iterable[TrainFact]) -> EvalResult:
         """Drive the training loop, record each fact, and return the last evaluation."""
         last = self.start.evaluation
         throughput = Throughput(self.start.seconds)
         for fact in facts:
-            if isinstance(fact, Evaluated):
+            if isinstance(fact, EvalResult):
                 last = fact
                 throughput.exclude(fact.took)
                 self._evaluated(fact)
@@ -98,7 +97,7 @@ class RunRecorder:
         assert last is not None, "training ends with an evaluation"
         return last
 
-    def _trained(self, fact: Trained, samples_per_second: float) -> None:
+    def _trained(self, fact: StepResult, samples_per_second: float) -> None:
         transfers = ""
         if fact.transfers is not None:
             moved, waited = byte_text(fact.transfers.moved_bytes), 1000 * fact.transfers.waited_seconds
@@ -123,7 +122,7 @@ class RunRecorder:
                 transfers and f" | {transfers}",
             )
 
-    def _evaluated(self, fact: Evaluated) -> None:
+    def _evaluated(self, fact: EvalResult) -> None:
         self._write(_row(fact, "eval", fact.samples / fact.took))
         means = "".join(f" | {name} {readable(name, value)}" for name, value in fact.means.items())
         self.say(f"epoch {fact.epoch + 1} | step {fact.step} | eval loss {fact.loss:.4f}{means}")
@@ -161,10 +160,10 @@ class RankRecorder:
     def sync(self) -> None:
         """Do nothing: this rank writes no file that a snapshot depends on."""
 
-    def record(self, facts: Iterable[Fact]) -> Evaluated:
+    def record(self, facts: Iterable[TrainFact]) -> EvalResult:
         last = self.start.evaluation
         for fact in facts:
-            if isinstance(fact, Evaluated):
+            if isinstance(fact, EvalResult):
                 last = fact
                 self.log.info("step %d | eval loss %.6g", fact.step, fact.loss)
             elif fact.step % self.every == 0:
@@ -249,7 +248,7 @@ class Throughput:
         self._samples = 0
         self._since = self._now = seconds
 
-    def after(self, fact: Trained) -> float:
+    def after(self, fact: StepResult) -> float:
         self._samples += fact.samples
         self._now = fact.seconds
         return self._samples / (self._now - self._since)
@@ -295,7 +294,7 @@ def run_log(file: LineFile, *, partitions: bool, layers: bool) -> Iterator[loggi
         pipeline.setLevel(before[2])
 
 
-def _row(fact: Fact, split: str, samples_per_second: float) -> dict[str, Any]:
+def _row(fact: TrainFact, split: str, samples_per_second: float) -> dict[str, Any]:
     return {
         "step": fact.step,
         "epoch": fact.epoch,

@@ -23,13 +23,12 @@ from gpipe_cli.loggers.protocol import flat
 from gpipe_cli.run.away import keeps_on_disk
 from gpipe_cli.run.job import Job
 from gpipe_cli.run.saved_run import saved_config, select_snapshot, warn_of_damaged, with_overrides
-from gpipe_cli.training.lock import only_writer
-from gpipe_cli.training.loop import Plan
-from gpipe_cli.training.run_directory import explicit_run_directory
+from gpipe_cli.training.loop import TrainSpec
+from gpipe_cli.training.run_directory import explicit_run_directory, lock_run_directory
 from gpipe_cli.training.snapshot.contents import Snapshot, open_large_snapshot, open_snapshot
-from gpipe_cli.training.snapshot.finding import is_snapshot, newest_valid, run_of
+from gpipe_cli.training.snapshot.discovery import is_snapshot, newest_valid_snapshot, run_directory_of
 from gpipe_cli.training.snapshot.manifest import FILES, OPTIMIZER
-from gpipe_cli.training.snapshot.record import Record, versions
+from gpipe_cli.training.snapshot.record import TrainingRecord, versions
 
 FIXED_KEYS = ("model", "data", "seed", "batch_size", "optimizer._target_")
 """Keys that cannot change: the tensors, or the samples of a step, would be others."""
@@ -62,7 +61,7 @@ def load_resumed_run(
     if directory is None:
         return None
     if lock and not job.dry_run:
-        cleanup.enter_context(only_writer(directory))
+        cleanup.enter_context(lock_run_directory(directory))
     saved = saved_config(directory)
     tree = with_overrides(saved, job.tree, job.overrides, LAUNCH_KEYS)
     new_settings = settings_of(tree, job.command, job.overrides)
@@ -85,7 +84,7 @@ def check_same_snapshot(resumed: ResumedRun | None, team: Team) -> None:
         )
 
 
-def check_resumable(plan: Plan, record: Record) -> None:
+def check_resumable(plan: TrainSpec, record: TrainingRecord) -> None:
     """Refuse to end a run before the step it has reached, or to give its steps other samples."""
     if (plan.seed, plan.steps_per_epoch) != (record.seed, record.steps_per_epoch):
         raise DataError(
@@ -99,7 +98,7 @@ def check_resumable(plan: Plan, record: Record) -> None:
         )
 
 
-def version_changes(record: Record) -> list[str]:
+def version_changes(record: TrainingRecord) -> list[str]:
     """Report versions and thread counts that differ: such a run resumes, but not to the same bits."""
     before = {**record.versions, "threads": record.threads}
     now = {**versions(), "threads": torch.get_num_threads()}
@@ -126,7 +125,7 @@ def _run_directory(settings: TrainConfig, job: Job) -> Path | None:
         path = Path(settings.resume)
         if not path.is_dir():
             raise RunError(f"resume={settings.resume}: no such directory")
-        return run_of(path) if is_snapshot(path) else path
+        return run_directory_of(path) if is_snapshot(path) else path
     assert settings.run_dir is not None, "the configuration was checked"
     path = explicit_run_directory(settings.run_dir, job.number)
     return path if (path / "config.yaml").exists() else None
@@ -140,7 +139,7 @@ def _load_snapshot(settings: TrainConfig, run: Path, *, larger_than_memory: bool
         ignored = (OPTIMIZER,) if settings.reset_optimizer else ()
         snapshot = open_verified(select_snapshot("resume", str(settings.resume), wanted, ignored))
         return replace(snapshot, state=replace(snapshot.state, resets_optimizer=settings.reset_optimizer))
-    snapshots = newest_valid(run, wanted)
+    snapshots = newest_valid_snapshot(run, wanted)
     warn_of_damaged(snapshots.damaged)
     return None if snapshots.newest is None else open_verified(snapshots.newest)
 

@@ -16,8 +16,8 @@ from gpipe_cli.config.composing import refuse_hydra
 from gpipe_cli.config.yaml_files import load_yaml
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.report.text import plain
-from gpipe_cli.training.snapshot.finding import is_snapshot, newest_valid
-from gpipe_cli.training.snapshot.reading import Verified, read_snapshot
+from gpipe_cli.training.snapshot.discovery import is_snapshot, newest_valid_snapshot
+from gpipe_cli.training.snapshot.manifest import VerifiedSnapshot, read_snapshot
 
 
 def saved_config(run: Path) -> DictConfig:
@@ -59,7 +59,9 @@ def with_overrides(
     return result
 
 
-def select_snapshot(key: str, value: str, wanted: Collection[str], ignored: Collection[str] = ()) -> Verified:
+def select_snapshot(
+    key: str, value: str, wanted: Collection[str], ignored: Collection[str] = ()
+) -> VerifiedSnapshot:
     """Read the snapshot that `key=value` names, or the newest valid snapshot of the run that it names.
 
     `wanted` and `ignored` are as for `read_snapshot`.
@@ -73,7 +75,7 @@ def select_snapshot(key: str, value: str, wanted: Collection[str], ignored: Coll
         raise RunError(
             f"snapshot={value}: not a snapshot; give a directory such as runs/.../snapshots/step-00000100"
         )
-    snapshots = newest_valid(path, wanted, ignored)
+    snapshots = newest_valid_snapshot(path, wanted, ignored)
     if snapshots.newest is not None:
         warn_of_damaged(snapshots.damaged)
         return snapshots.newest

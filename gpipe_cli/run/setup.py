@@ -20,13 +20,12 @@ from gpipe_cli.run.job import Job
 from gpipe_cli.run.pipeline_spec import optimizer_factory
 from gpipe_cli.run.resume import ResumedRun, version_changes
 from gpipe_cli.safe_files import writing
-from gpipe_cli.training.lock import only_writer
-from gpipe_cli.training.loop import Plan, Position
-from gpipe_cli.training.rewind import cut_metrics, rewind_snapshots, seen_bytes
-from gpipe_cli.training.run_directory import make_run_directory, write_json, write_text
-from gpipe_cli.training.snapshot.keeper import Retention
-from gpipe_cli.training.snapshot.record import Record
-from gpipe_cli.training.snapshot.space import check_space
+from gpipe_cli.training.loop import Position, TrainSpec
+from gpipe_cli.training.metrics import metrics_length_at, truncate_metrics
+from gpipe_cli.training.run_directory import lock_run_directory, make_run_directory, write_json, write_text
+from gpipe_cli.training.snapshot.discovery import rewind_snapshots
+from gpipe_cli.training.snapshot.record import TrainingRecord
+from gpipe_cli.training.snapshot.retention import Retention, check_snapshot_space
 
 
 @final
@@ -35,7 +34,7 @@ class RunSetup:
     """A run that is ready to train."""
 
     directory: Path
-    record: Record | None = None
+    record: TrainingRecord | None = None
     """Of the snapshot to resume from; None for a run that starts at step 0."""
     messages: Sequence[str] = ()
 
@@ -45,7 +44,7 @@ class RunSetup:
 
 
 def check_disk_space(
-    run: Path, settings: TrainConfig, model: nn.Module, plan: Plan, retention: Retention
+    run: Path, settings: TrainConfig, model: nn.Module, plan: TrainSpec, retention: Retention
 ) -> str | None:
     """Check before the run has a directory that its disk has room for a snapshot; return a warning, if any."""
     state = module_state(model)
@@ -54,7 +53,7 @@ def check_disk_space(
         optimizer_size = sum(state_bytes(optimizer_factory(settings), model.parameters()))
     except Exception:  # noqa: BLE001 - an optimizer may reject the gradients of the trial step, and still train
         optimizer_size = 0
-    return check_space(run, plan, retention, size + optimizer_size)
+    return check_snapshot_space(run, plan, retention, size + optimizer_size)
 
 
 def set_up_run(
@@ -67,7 +66,7 @@ def set_up_run(
         setup = _rewind(resumed, record)
     elif team.leads:
         directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
-        cleanup.enter_context(only_writer(directory))
+        cleanup.enter_context(lock_run_directory(directory))
         write_config(directory, job)
         setup = RunSetup(directory)
     directory = Path(team.of_leader("" if setup is None else str(setup.directory)))
@@ -86,7 +85,7 @@ def write_config(directory: Path, job: Job) -> None:
     write_json(directory / "env.json", environment())
 
 
-def _rewind(resumed: ResumedRun, record: Record | None) -> RunSetup:
+def _rewind(resumed: ResumedRun, record: TrainingRecord | None) -> RunSetup:
     """Take the directory back to its snapshot; the settings of this launch become those of the run."""
     directory, position = resumed.directory, Position() if record is None else record.position
     snapshot = None if resumed.snapshot is None else resumed.snapshot.path
@@ -94,10 +93,10 @@ def _rewind(resumed: ResumedRun, record: Record | None) -> RunSetup:
     # Read metrics.jsonl before anything changes, because a damaged file is an error. Cut it after the newer snapshots
     # are set aside: they count rows that the cut removes, and a crash in between must not leave them usable.
     with writing(metrics):
-        size = seen_bytes(metrics, position)
+        size = metrics_length_at(metrics, position)
     with writing(directory):
         set_aside = rewind_snapshots(directory, position.step, snapshot)
-        cut_metrics(metrics, size)
+        truncate_metrics(metrics, size)
         (directory / "summary.json").unlink(missing_ok=True)
         if resumed.changes:
             write_text(directory / "config.yaml", OmegaConf.to_yaml(resumed.tree))

@@ -21,10 +21,10 @@ from gpipe_cli.run.data import Feed
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.resume import ResumedRun, allow_override, resume_command
 from gpipe_cli.safe_files import parse_json, read_regular
-from gpipe_cli.training.loop import Evaluated, Plan
+from gpipe_cli.training.loop import EvalResult, TrainSpec
 from gpipe_cli.training.run_directory import write_json
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
-from gpipe_cli.training.snapshot.finding import snapshot_paths
+from gpipe_cli.training.snapshot.discovery import snapshot_paths
 
 SUMMARY = "summary.json"
 LARGEST_EPOCH = 10**9
@@ -32,7 +32,7 @@ LARGEST_SUMMARY = 2**20
 """Bytes."""
 
 
-def summarise(last: Evaluated, plan: Plan, feed: Feed, directory: Path, job: Job) -> dict[str, Any]:
+def summarise(last: EvalResult, plan: TrainSpec, feed: Feed, directory: Path, job: Job) -> dict[str, Any]:
     return {
         "loss": last.loss,
         **last.means,
@@ -45,7 +45,7 @@ def summarise(last: Evaluated, plan: Plan, feed: Feed, directory: Path, job: Job
     }
 
 
-def summary_if_finished(resumed: ResumedRun, plan: Plan, feed: Feed, job: Job) -> Summary | None:
+def summary_if_finished(resumed: ResumedRun, plan: TrainSpec, feed: Feed, job: Job) -> Summary | None:
     """The summary of a run that has nothing left to train, or None."""
     position = None if resumed.snapshot is None else resumed.snapshot.record.position
     if position is None or position.evaluation is None or not position.evaluated:

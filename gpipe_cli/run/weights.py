@@ -13,25 +13,25 @@ from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import EngineState, load_module, module_state
 from gpipe_cli.errors import RunError
 from gpipe_cli.models.weights import check_weights, load_weights, read_weights
-from gpipe_cli.training.snapshot.contents import open_large_snapshot, tensors_of
-from gpipe_cli.training.snapshot.manifest import BUFFERS, MODEL
-from gpipe_cli.training.snapshot.reading import Verified
-from gpipe_cli.training.snapshot.tensors import BadTensors, TensorFile
+from gpipe_cli.training.snapshot.contents import decode_tensors, open_large_snapshot
+from gpipe_cli.training.snapshot.header import BadTensors
+from gpipe_cli.training.snapshot.manifest import BUFFERS, MODEL, VerifiedSnapshot
+from gpipe_cli.training.snapshot.tensors import TensorFile
 
 
-def load_into_model(model: nn.Module, weights: str | None, snapshot: Verified | None) -> None:
+def load_into_model(model: nn.Module, weights: str | None, snapshot: VerifiedSnapshot | None) -> None:
     """Load the snapshot if there is one, else the file of weights."""
     if snapshot is None:
         assert weights is not None, "the configuration was checked"
         load_weights(model, read_weights(weights, "weights"), weights, "weights")
         return
-    state = EngineState(tensors_of(snapshot, MODEL), tensors_of(snapshot, BUFFERS))
+    state = EngineState(decode_tensors(snapshot, MODEL), decode_tensors(snapshot, BUFFERS))
     with _errors_name(snapshot.path / MODEL):
         load_module(model, state)
 
 
 def load_slice_by_slice(
-    engine: Engine, model: nn.Module, weights: str | None, snapshot: Verified | None
+    engine: Engine, model: nn.Module, weights: str | None, snapshot: VerifiedSnapshot | None
 ) -> None:
     """Load a model that may be larger than memory: never more than one slice of it is in memory."""
     if snapshot is None:

@@ -1,7 +1,6 @@
 """The training loop: epochs of steps with an evaluation after each, as a generator of facts.
 
-It decides order and keys; it knows nothing of files, terminals or of how a step is run. Whoever drives it
-writes the facts down.
+The loop decides order and keys. It knows nothing of files, terminals or how an engine runs a step.
 """
 
 from __future__ import annotations
@@ -10,25 +9,26 @@ import hashlib
 import math
 import struct
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
+from typing import final
 
 from gpipe_cli.engines.protocol import Batch, Engine
 from gpipe_cli.engines.utilisation import Utilisation
 from gpipe_cli.errors import DataError, NumericError
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.training.lr_schedules import LrSchedule
-from gpipe_cli.training.metrics import Tally
 
 TrainBatches = Callable[[int, int], Iterable[Batch]]
-"""The mini-batches of an epoch from one of them on."""
+"""(epoch, index of the first batch) -> the mini-batches of that epoch from there on."""
 EvalBatches = Callable[[int], Iterable[Batch]]
-"""The held-out mini-batches."""
+"""epoch -> the held-out mini-batches."""
 
 
+@final
 @dataclass(frozen=True)
-class Plan:
-    """How far to train, and at which rate."""
+class TrainSpec:
+    """How many steps to train, and at which learning rate."""
 
     steps: int
     steps_per_epoch: int
@@ -40,17 +40,18 @@ class Plan:
     def epochs(self) -> int:
         return -(-self.steps // self.steps_per_epoch)
 
-    def rate(self, step: int) -> float:
+    def lr_at(self, step: int) -> float:
         return self.lr * self.lr_schedule.factor(step, self.steps)
 
     def evaluates_after(self, step: int) -> bool:
-        """Whether that many steps end an epoch or the run."""
+        """Whether an epoch, or the run, ends after this many steps."""
         return step > 0 and (step % self.steps_per_epoch == 0 or step == self.steps)
 
 
+@final
 @dataclass(frozen=True)
-class Trained:
-    """One step."""
+class StepResult:
+    """The facts of one training step."""
 
     step: int
     epoch: int
@@ -61,15 +62,16 @@ class Trained:
     grad_norm: float | None
     skipped: bool
     seconds: float
-    """Since the loop began."""
+    """Training time since step 0, across resumes."""
     transfers: Transfers | None = None
-    """Of the model, where it does not stay on its devices."""
+    """Only for an engine that moves the model to and from its device."""
     utilisation: Utilisation | None = None
 
 
+@final
 @dataclass(frozen=True)
-class Evaluated:
-    """All held-out samples, once."""
+class EvalResult:
+    """The facts of one evaluation. Snapshots store it as JSON under these field names."""
 
     step: int
     epoch: int
@@ -82,94 +84,124 @@ class Evaluated:
     seconds: float
 
 
-Fact = Trained | Evaluated
+TrainFact = StepResult | EvalResult
 
 
+@final
 @dataclass(frozen=True)
 class Position:
-    """How far training has come: all that the loop itself must know to go on."""
+    """How far training has come: all the loop needs to resume."""
 
     step: int = 0
     seconds: float = 0.0
-    evaluation: Evaluated | None = None
-    """The last one."""
+    evaluation: EvalResult | None = None
+    """The most recent one."""
 
     @property
     def evaluated(self) -> bool:
         return self.evaluation is not None and self.evaluation.step == self.step
 
-    def after(self, fact: Fact) -> Position:
-        evaluation = fact if isinstance(fact, Evaluated) else self.evaluation
+    def after(self, fact: TrainFact) -> Position:
+        evaluation = fact if isinstance(fact, EvalResult) else self.evaluation
         return Position(fact.step, fact.seconds, evaluation)
 
 
+@final
+class MetricTotals:
+    """Loss and metric sums of many batches, weighted by their samples."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._loss = 0.0
+        self._sums: dict[str, float] = {}
+
+    def add(self, loss: float, samples: int, sums: Mapping[str, float]) -> None:
+        self.samples += samples
+        self._loss += loss * samples
+        for name, value in sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
+    @property
+    def loss(self) -> float:
+        return self._loss / self.samples
+
+    @property
+    def means(self) -> dict[str, float]:
+        return {name: value / self.samples for name, value in self._sums.items()}
+
+
 def step_key(seed: int, step: int) -> int:
-    """The key of a step: a function of seed and step alone, so a resumed run draws what the first would have."""
+    """The key of a step. It depends on seed and step alone, so a resumed run draws the same random numbers."""
     digest = hashlib.blake2b(struct.pack("<QQ", seed, step), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def train(
     engine: Engine,
-    plan: Plan,
+    spec: TrainSpec,
     train_batches: TrainBatches,
     eval_batches: EvalBatches,
     start: Position = Position(),  # noqa: B008 - immutable
-) -> Generator[Fact, None, None]:
-    """Run the plan from where it stands; a fact after every step and after every evaluation."""
+) -> Generator[TrainFact, None, None]:
+    """Train from `start` to the last step; yield a fact after every step and every evaluation."""
     began = time.perf_counter() - start.seconds
     step = start.step
-    if plan.evaluates_after(step) and not start.evaluated:
-        yield _evaluation(engine, plan, step, eval_batches, began)
-    while step < plan.steps:
-        epoch, first = divmod(step, plan.steps_per_epoch)
+    # A snapshot taken on a stop request between an epoch's last step and its evaluation lacks that evaluation.
+    if spec.evaluates_after(step) and not start.evaluated:
+        yield _evaluate_epoch(engine, spec, step, eval_batches, began)
+    while step < spec.steps:
+        epoch, first = divmod(step, spec.steps_per_epoch)
         for batch in train_batches(epoch, first):
-            lr = plan.rate(step)
+            lr = spec.lr_at(step)
             try:
-                facts = engine.train_step(batch, step_key(plan.seed, step), lr)
+                facts = engine.train_step(batch, step_key(spec.seed, step), lr)
             except NumericError as error:
                 error.add_note(f"step {step + 1}, epoch {epoch + 1}")
                 raise
             step += 1
-            means = {name: value / facts.samples for name, value in facts.sums.items()}
-            seconds = time.perf_counter() - began
-            yield Trained(
-                step,
-                epoch,
-                facts.loss,
-                means,
-                lr,
-                facts.samples,
-                facts.grad_norm,
-                facts.skipped,
-                seconds,
-                facts.transfers,
-                facts.utilisation,
+            yield StepResult(
+                step=step,
+                epoch=epoch,
+                loss=facts.loss,
+                means={name: value / facts.samples for name, value in facts.sums.items()},
+                lr=lr,
+                samples=facts.samples,
+                grad_norm=facts.grad_norm,
+                skipped=facts.skipped,
+                seconds=time.perf_counter() - began,
+                transfers=facts.transfers,
+                utilisation=facts.utilisation,
             )
-            if step == plan.steps:
+            if step == spec.steps:
                 break
-        yield _evaluation(engine, plan, step, eval_batches, began)
+        yield _evaluate_epoch(engine, spec, step, eval_batches, began)
 
 
-def _evaluation(engine: Engine, plan: Plan, step: int, batches: EvalBatches, began: float) -> Evaluated:
-    epoch = (step - 1) // plan.steps_per_epoch
-    found, took = evaluate(engine, batches(epoch))
-    if not math.isfinite(found.loss):  # the last update may have done it: such weights are not saved
+def _evaluate_epoch(
+    engine: Engine, spec: TrainSpec, step: int, eval_batches: EvalBatches, began: float
+) -> EvalResult:
+    epoch = (step - 1) // spec.steps_per_epoch
+    totals, took = evaluate(engine, eval_batches(epoch))
+    if not math.isfinite(
+        totals.loss
+    ):  # raised before the snapshot: the last update may have broken the weights
         raise NumericError(
-            f"the evaluation's loss is {found.loss}; try a smaller optimizer.lr or clip_grad_norm=1 "
-            f"(after step {step}, epoch {epoch + 1})"
+            f"the evaluation loss is {totals.loss} after step {step}, epoch {epoch + 1}; "
+            "try a smaller optimizer.lr or clip_grad_norm=1"
         )
     seconds = time.perf_counter() - began
-    return Evaluated(step, epoch, found.loss, found.means, found.samples, plan.rate(step - 1), took, seconds)
+    return EvalResult(
+        step, epoch, totals.loss, totals.means, totals.samples, spec.lr_at(step - 1), took, seconds
+    )
 
 
-def evaluate(engine: Engine, batches: Iterable[Batch]) -> tuple[Tally, float]:
-    """Loss and counts over all batches, and the seconds it took."""
+def evaluate(engine: Engine, batches: Iterable[Batch]) -> tuple[MetricTotals, float]:
+    """Loss and metrics over all batches, and the seconds that took."""
     began = time.perf_counter()
-    tally = Tally()
+    totals = MetricTotals()
     for batch in batches:
         facts = engine.eval_step(batch)
-        tally.add(facts.loss, facts.samples, facts.sums)
-    if tally.samples == 0:
+        totals.add(facts.loss, facts.samples, facts.sums)
+    if totals.samples == 0:
         raise DataError("there are no samples to evaluate on")
-    return tally, time.perf_counter() - began
+    return totals, time.perf_counter() - began

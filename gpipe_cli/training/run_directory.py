@@ -1,25 +1,29 @@
-"""The directory of a run: made once, never shared, never overwritten."""
+"""The directory of a run: made once, written by one process at a time, never overwritten."""
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
 import re
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from gpipe_cli.errors import ConfigError, ResourceError
-from gpipe_cli.safe_files import writing
+from gpipe_cli.safe_files import open_regular, parse_json, writing
 from gpipe_cli.training.snapshot.durable import write_file
 
-LONGEST_NAME = 80
+MAX_NAME_LENGTH = 80
+LOCK_NAME = "run.lock"
 
 
 def check_run_dir(run_dir: str | None, number: int | None) -> None:
-    """Complain of a directory that cannot be used before anything expensive is done."""
+    """Reject a directory that cannot be used, before anything expensive is done."""
     if run_dir is not None and (not run_dir or "\0" in run_dir):
         raise ConfigError(
             f"run_dir={run_dir}: give the name of a directory, or null for runs/<command>/<model>/<time>"
@@ -27,48 +31,50 @@ def check_run_dir(run_dir: str | None, number: int | None) -> None:
     path = planned_run_directory(run_dir, number)
     try:
         if run_dir is not None and path.is_dir() and any(path.iterdir()):
-            raise ConfigError(f"run_dir={path}: exists and is not empty; choose another one, or remove it")
-        nearest = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
-    except OSError as error:  # a name too long, a folder that may not be read
-        raise ConfigError(f"run_dir={path}: cannot be used: {error}") from error
-    if not nearest.is_dir():
-        raise ConfigError(f"run_dir={path}: {nearest} is a file; choose another directory")
-    if not os.access(nearest, os.W_OK):
-        raise ResourceError(f"run_dir={path}: {nearest} cannot be written to")
+            raise ConfigError(
+                f"run_dir={path}: the directory exists and is not empty; choose another one, or remove it"
+            )
+        existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    except OSError as error:  # a name that is too long, a folder without read permission
+        raise ConfigError(f"run_dir={path}: the directory cannot be used: {error}") from error
+    if not existing.is_dir():
+        raise ConfigError(f"run_dir={path}: {existing} is a file; choose another directory")
+    if not os.access(existing, os.W_OK):
+        raise ResourceError(f"run_dir={path}: {existing} is not writable")
 
 
 def make_run_directory(run_dir: str | None, command: str, name: str, number: int | None) -> Path:
-    """The given directory (a numbered folder of it for a job of a sweep), else a new one named by the time."""
+    """The given directory (for a job of a sweep, a numbered folder in it), else a new one named by the time."""
     check_run_dir(run_dir, number)
     try:
         if run_dir is None:
-            return _new(Path("runs") / command / _safe(name))
+            return _make_timestamped(Path("runs") / command / _path_component(name))
         path = explicit_run_directory(run_dir, number)
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ResourceError(f"the run directory cannot be made: {error}") from error
+        raise ResourceError(f"the run directory cannot be created: {error}") from error
     return path
 
 
 def planned_run_directory(run_dir: str | None, number: int | None) -> Path:
-    """Where a run will be, or in which directory: the rest of its name is known when it is made."""
+    """Where a run will be, or the folder it will be in: the rest of its name depends on when it is created."""
     return Path("runs") if run_dir is None else explicit_run_directory(run_dir, number)
 
 
 def explicit_run_directory(run_dir: str, number: int | None) -> Path:
-    """The directory that was asked for, a job of a sweep in a numbered folder of it."""
+    """The directory the user gave; for a job of a sweep, a numbered folder in it."""
     if number is None:
         return Path(run_dir)
     path = Path(run_dir) / str(number)
-    if path.is_symlink():  # the user named the folder of the sweep, not where one of its jobs leads
+    if path.is_symlink():  # the user chose the folder of the sweep, but not what is in it
         raise ConfigError(
             f"run_dir={run_dir}: {path} is a symbolic link; remove it, or choose another directory"
         )
     return path
 
 
-def _new(base: Path) -> Path:
-    """A directory nobody else has: `mkdir` decides between runs that start in the same second."""
+def _make_timestamped(base: Path) -> Path:
+    """A new directory: `mkdir` decides between runs that start in the same second."""
     base.mkdir(parents=True, exist_ok=True)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for attempt in itertools.count(1):
@@ -81,9 +87,8 @@ def _new(base: Path) -> Path:
     raise AssertionError("unreachable: the loop above has no end")
 
 
-def _safe(name: str) -> str:
-    """A name as one component of a path."""
-    return re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII).strip(".")[:LONGEST_NAME] or "model"
+def _path_component(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", name, flags=re.ASCII).strip(".")[:MAX_NAME_LENGTH] or "model"
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -91,6 +96,66 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Put a file there, whole or not at all."""
+    """Write a file whole or not at all."""
     with writing(path):
         write_file(path, [text.encode()])
+
+
+@contextmanager
+def lock_run_directory(run: Path) -> Iterator[None]:
+    """Inside, no other gpipe process writes to the run directory.
+
+    The system releases the lock when the process ends, however it ends, so a lock is never stale. What the file
+    contains is only for people.
+    """
+    path = run / LOCK_NAME
+    descriptor = _acquire_lock(path)
+    try:
+        with writing(path):
+            owner = {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+            }
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{json.dumps(owner)}\n".encode(), 0)
+        yield
+    finally:
+        # Remove the name before releasing the lock: a process that gets the lock on a removed file notices and tries
+        # again. If the directory has become read-only the file stays, and the next writer takes it over.
+        with suppress(OSError):
+            path.unlink()
+        os.close(descriptor)
+
+
+def _acquire_lock(path: Path) -> int:
+    while True:
+        with writing(path):
+            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT, base=path.parent)
+        try:
+            # A record lock belongs to the process: unlike flock's, forked data workers do not inherit it, so a worker
+            # that outlives a killed run does not keep the directory locked.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            owner = _lock_owner(os.pread(descriptor, 1000, 0))
+            os.close(descriptor)
+            raise ConfigError(
+                f"run_dir={path.parent}: in use by {owner}; wait for it, end it, or choose another run_dir"
+            ) from error
+        except OSError as error:
+            os.close(descriptor)
+            raise ResourceError(f"{path}: the run directory cannot be locked: {error}") from error
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                return descriptor
+        os.close(
+            descriptor
+        )  # the last owner removed the file between our open and our lock: lock the new one
+
+
+def _lock_owner(content: bytes) -> str:
+    try:
+        owner = parse_json(content)
+        return f"process {owner['pid']} on {owner['host']}, since {owner['started']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"

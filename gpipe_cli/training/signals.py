@@ -1,10 +1,6 @@
-"""Requests to stop that cannot be lost: a signal, or a time limit that comes near.
+"""Requests to stop: signals, and a time limit that comes near. They are recorded at once and acted on between batches.
 
-Python runs a handler wherever the main thread is, in the middle of an update or inside a destructor, which swallows
-what it raises. So a handler remembers the first signal, and training looks for it between batches. Only where nothing
-can be saved yet (planning, measuring, building) does the handler raise as well. Repeated signals are one request: a
-closed terminal sends two SIGHUP, a scheduler may send SIGTERM in bursts. Only a second Ctrl-C ends a run at once.
-Knows nothing of what is done about a request, and imports no torch: handlers are installed before anything else.
+Imports no torch: the handlers are installed before anything else is imported.
 """
 
 from __future__ import annotations
@@ -19,17 +15,17 @@ from typing import TypeVar, final
 from gpipe_cli.errors import Interrupted, Stopped
 
 Item = TypeVar("Item")
-ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-NOTHING, TIME_LIMIT = 0, 1000
-"""Beside the numbers of signals, what a request is to a team of processes: the largest of theirs counts."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+NO_REQUEST, TIME_LIMIT = 0, 1000
+"""A request as a number, for ranks to agree on: one of these, or the number of a signal. The largest one counts."""
 
 Agree = Callable[[int], int]
-"""Gives all processes of a team the largest of the numbers they call it with; one alone gets its own."""
+"""A collective that returns the largest of the numbers the ranks pass to it; a single process gets its own back."""
 
 
 @final
 class StopRequested(Exception):
-    """Raised at a boundary by whoever heeds a request; says what asked."""
+    """Raised between two batches when a request to stop is acted on."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -37,16 +33,16 @@ class StopRequested(Exception):
 
     @property
     def by_keyboard(self) -> bool:
-        return self.reason == _name(signal.SIGINT)
+        return self.reason == _signal_name(signal.SIGINT)
 
     def error(self, text: str) -> Stopped:
-        """What the command ends with."""
+        """The error that ends the command: exit code 130 for Ctrl-C, 75 for any other request."""
         return Interrupted(text) if self.by_keyboard else Stopped(text)
 
 
 @final
 class StopNow(KeyboardInterrupt):
-    """Raised by a signal wherever the main thread is, where nothing can be saved."""
+    """Raised by the signal handler itself, wherever the main thread is, while there is nothing to save yet."""
 
     def __init__(self, request: StopRequested) -> None:
         super().__init__(request.reason)
@@ -54,50 +50,57 @@ class StopNow(KeyboardInterrupt):
 
 
 @final
-class Inbox:
-    """The signals that this process was sent."""
+class SignalInbox:
+    """The signals this process has received.
+
+    Python runs a handler wherever the main thread is: in the middle of an optimizer update, or inside a destructor,
+    which swallows exceptions. So the handler only records the first signal, and training polls for it between
+    batches. The handler raises only while nothing can be saved yet (planning, measuring, building). Repeated signals
+    are one request, because a closed terminal sends SIGHUP twice and a scheduler may send SIGTERM in bursts; only a
+    second Ctrl-C ends the process at once.
+    """
 
     def __init__(self) -> None:
         self.first: int | None = None
         self.patient = False
-        """Whether a second Ctrl-C changes nothing. One process of several may be sent the same signal twice, by a
-        terminal that signals them all and by its launcher, which is the one to be impatient."""
+        """Ignore a second Ctrl-C. A rank may receive a single Ctrl-C twice, from the terminal, which signals the
+        whole process group, and from its launcher. Only the launcher decides to end at once."""
         self._interrupted = self._ended = False
         self._raises = False
         self._raised = False
 
-    def note(self, number: int, frame: object) -> None:
-        """The handler of every signal."""
+    def handle(self, number: int, frame: object) -> None:
+        """The handler of every stop signal."""
         again, self._interrupted = self._interrupted, self._interrupted or number == signal.SIGINT
         if self.first is None:
             self.first = number
             if self._raises:
-                raise self._now()
+                raise self._stop_now()
         elif again and number == signal.SIGINT and not self.patient and not self._ended:
             self._ended = True
             raise KeyboardInterrupt
 
     @contextmanager
-    def raising(self) -> Iterator[None]:
-        """Inside, the first signal raises StopNow at once; one that came before does so here."""
+    def raise_immediately(self) -> Iterator[None]:
+        """Inside, the first signal raises StopNow at once; one received earlier raises it on entry."""
         before, self._raises = self._raises, True
         try:
             if self.first is not None:
-                raise self._now()
+                raise self._stop_now()
             yield
         except (StopNow, Stopped):
             raise
         except BaseException as error:
             if not self._raised:
                 raise
-            # Whoever was interrupted made another error of it, as an import of a C extension does.
-            raise self._now() from error
+            # The interrupted code turned StopNow into another error, as the import of a C extension does.
+            raise self._stop_now() from error
         finally:
             self._raises = before
 
     @contextmanager
-    def waiting(self, *, patient: bool = False) -> Iterator[None]:
-        """Inside, a signal waits for whoever looks for it."""
+    def defer(self, *, patient: bool = False) -> Iterator[None]:
+        """Inside, a signal is only recorded; the code inside polls for it."""
         before = self._raises, self.patient
         self._raises, self.patient = False, patient
         try:
@@ -105,104 +108,104 @@ class Inbox:
         finally:
             self._raises, self.patient = before
 
-    def _now(self) -> StopNow:
-        assert self.first is not None, "a signal was noted"
+    def _stop_now(self) -> StopNow:
+        assert self.first is not None, "a signal was received"
         self._raised = True
-        return StopNow(StopRequested(_name(self.first)))
+        return StopNow(StopRequested(_signal_name(self.first)))
 
 
-_inbox: Inbox | None = None
-"""The one of this process: signals are sent to a process, so it has one."""
+_inbox: SignalInbox | None = None
+"""Signals are sent to a process, so a process has one inbox."""
 
 
-def listen() -> Inbox:
-    """Remember signals from now on, except those this process was told to ignore (nohup, a job with &)."""
+def install_handlers() -> SignalInbox:
+    """Record signals from now on, except those this process was started to ignore (nohup, a job with &)."""
     global _inbox
     if _inbox is None:
-        _inbox = Inbox()
-        for one in ALL:
-            if signal.getsignal(one) is not signal.SIG_IGN:
-                signal.signal(one, _inbox.note)
+        _inbox = SignalInbox()
+        for number in STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _inbox.handle)
     return _inbox
 
 
-def stop_listening() -> None:
-    """The process is about to end by itself, and how is decided: a signal that comes now changes nothing.
+def ignore_signals() -> None:
+    """After a stop request, ignore further signals: the process is about to end, and its exit code is decided.
 
-    Python puts back the default handlers at its very end, where the last signal of a burst would kill it.
+    Python restores the default handlers at its very end, when the last signal of a burst would kill the process.
     """
     if _inbox is not None and _inbox.first is not None:
-        for one in ALL:
-            signal.signal(one, signal.SIG_IGN)
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
-def listening() -> Iterator[Inbox]:
-    """Inside, signals are remembered: as before if this process listens anyway, else for as long as this lasts.
-
-    In any thread but the main one Python lets nobody listen.
-    """
+def handlers_installed() -> Iterator[SignalInbox]:
+    """The inbox of this process; where no handlers are installed yet, install them for the duration of the block."""
     global _inbox
     if threading.current_thread() is not threading.main_thread():
-        yield Inbox()
+        yield SignalInbox()  # only the main thread may install handlers; Python runs them there as well
         return
     if _inbox is not None:
         yield _inbox
         return
-    before = {one: signal.getsignal(one) for one in ALL}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
-        yield listen()
+        yield install_handlers()
     finally:
         _inbox = None
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
-def stopped_at_once() -> Iterator[None]:
-    """Inside, and outside of what waits for a boundary, a signal raises StopNow."""
-    with listening() as inbox, inbox.raising():
+def stop_immediately() -> Iterator[None]:
+    """Inside, except within `defer_signals` and `stop_requests`, a signal raises StopNow."""
+    with handlers_installed() as inbox, inbox.raise_immediately():
         yield
 
 
 @contextmanager
-def stopped_at_boundaries() -> Iterator[None]:
-    """Inside, a signal waits: something is being written, or will be looked after."""
-    with listening() as inbox, inbox.waiting():
+def defer_signals() -> Iterator[None]:
+    """Inside, a signal waits: something is being written, or the code inside will poll for it."""
+    with handlers_installed() as inbox, inbox.defer():
         yield
 
 
 @final
 class StopRequests:
-    """deadline: when to have stopped, by the monotonic clock. reserve: seconds it takes to stop in good order."""
+    """What asks this process, or any rank, to stop.
+
+    deadline: when to have stopped, by the monotonic clock. reserve: the seconds that a clean stop takes.
+    """
 
     def __init__(
-        self, inbox: Inbox, deadline: float | None = None, agree: Agree = lambda number: number
+        self, inbox: SignalInbox, deadline: float | None = None, agree: Agree = lambda number: number
     ) -> None:
         self._inbox = inbox
         self._deadline = deadline
         self._agree = agree
-        self._agreed = NOTHING
+        self._agreed = NO_REQUEST
         self.reserve = 0.0
 
     @property
     def signal(self) -> int | None:
-        """The first that this process was sent."""
+        """The first stop signal this process received."""
         return self._inbox.first
 
     @property
     def request(self) -> StopRequested | None:
-        """What this process knows of, be it from itself or agreed upon."""
-        return _request(self._agreed or self._own())
+        """The request this process knows of: its own, or the one the ranks agreed on."""
+        return _as_request(self._agreed or self._own_request())
 
     def agreed(self) -> StopRequested | None:
-        """What all processes of the team heed now: each asks at the same boundaries, or they would wait for ever."""
-        if self._agreed == NOTHING:
-            self._agreed = self._agree(self._own())
-        return _request(self._agreed)
+        """The request that all ranks act on now. A collective: all ranks must call it at the same batch."""
+        if self._agreed == NO_REQUEST:
+            self._agreed = self._agree(self._own_request())
+        return _as_request(self._agreed)
 
-    def heeded(self, items: Iterable[Item]) -> Iterator[Item]:
-        """The items one by one, until somebody asks to stop; then whatever makes them is ended."""
+    def until_stopped(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Pass the items on; on a request to stop, close their source and raise StopRequested."""
         try:
             for item in items:
                 if request := self.agreed():
@@ -210,30 +213,32 @@ class StopRequests:
                 yield item
         finally:
             close = getattr(items, "close", None)
-            if close is not None:
+            if (
+                close is not None
+            ):  # a generator: ends the data workers behind it now, not at garbage collection
                 close()
 
-    def _own(self) -> int:
+    def _own_request(self) -> int:
         if self._inbox.first is not None:
             return self._inbox.first
         late = self._deadline is not None and time.monotonic() + self.reserve >= self._deadline
-        return TIME_LIMIT if late else NOTHING
+        return TIME_LIMIT if late else NO_REQUEST
 
 
 @contextmanager
 def stop_requests(
     *, deadline: float | None = None, agree: Agree = lambda number: number, patient: bool = False
 ) -> Iterator[StopRequests]:
-    """Inside, signals and the deadline wait for whoever asks at a boundary; patient: as of an Inbox."""
-    with listening() as inbox, inbox.waiting(patient=patient):
+    """Inside, signals and the deadline wait to be polled for; patient: see SignalInbox."""
+    with handlers_installed() as inbox, inbox.defer(patient=patient):
         yield StopRequests(inbox, deadline, agree)
 
 
-def _request(number: int) -> StopRequested | None:
-    if number == NOTHING:
+def _as_request(number: int) -> StopRequested | None:
+    if number == NO_REQUEST:
         return None
-    return StopRequested("time_limit" if number == TIME_LIMIT else _name(number))
+    return StopRequested("time_limit" if number == TIME_LIMIT else _signal_name(number))
 
 
-def _name(number: int) -> str:
+def _signal_name(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

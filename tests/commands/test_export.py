@@ -11,8 +11,8 @@ from gpipe_cli.engines.state import module_state
 from gpipe_cli.models.resnet import build
 from gpipe_cli.training.loop import Position
 from gpipe_cli.training.snapshot.contents import write_snapshot
-from gpipe_cli.training.snapshot.finding import snapshot_path
-from gpipe_cli.training.snapshot.record import Record, versions
+from gpipe_cli.training.snapshot.discovery import snapshot_path
+from gpipe_cli.training.snapshot.record import TrainingRecord, versions
 from gpipe_cli.vision import torchvision
 
 Gpipe = Callable[..., Any]
@@ -24,7 +24,7 @@ def test_torchvision_loads_what_is_exported_without_gpipe(gpipe: Gpipe, tmp_path
     sequence = build("resnet18", num_classes=10)
     path = snapshot_path(tmp_path / "run", 1)
     path.parent.mkdir(parents=True)
-    record = Record(Position(1, 1.0), None, 1, 0, 1, versions(), {})
+    record = TrainingRecord(Position(1, 1.0), None, 1, 0, 1, versions(), {})
     write_snapshot(path, module_state(sequence), record, lambda: None)
     found = gpipe("export", "run=run", "out=net.safetensors", "--json").json
     assert found["bytes"] == (tmp_path / "net.safetensors").stat().st_size

@@ -120,7 +120,7 @@ def test_an_existing_directory_is_refused_and_an_empty_one_taken(tiny: Gpipe, tm
     before = sorted((tmp_path / "mine").rglob("*"))
     answer = tiny("train", "steps=1", "run_dir=mine")
     assert answer.code == 2
-    assert "run_dir=mine: exists and is not empty" in answer.err
+    assert "run_dir=mine: the directory exists and is not empty" in answer.err
     assert sorted((tmp_path / "mine").rglob("*")) == before
 
 

@@ -20,7 +20,7 @@ from gpipe_cli.losses.measures import accuracy
 from gpipe_cli.models import gpt, resnet, unet
 from gpipe_cli.offload import tiers
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.training.snapshot.contents import copied
+from gpipe_cli.training.snapshot.contents import copy_state
 
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.0, momentum=0.9)
@@ -320,7 +320,7 @@ def test_a_state_goes_from_engine_to_engine(start: str, to: str, tmp_path: Path)
         engines = [reference, second] if start == "single" else [first, plain(small(), task)]
         for step in range(2):
             engines[0].train_step(rows(step), key=step, lr=0.1)
-        engines[1].load_state(copied(in_memory(engines[0].state())))
+        engines[1].load_state(copy_state(in_memory(engines[0].state())))
         assert_same_steps(engines[0], engines[1], rows, range(2))
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.training.snapshot import manifest
-from gpipe_cli.training.snapshot.durable import FileFacts
+from gpipe_cli.training.snapshot.durable import FileDigest
 from gpipe_cli.training.snapshot.tensors import decode, encode
 
 Gpipe = Callable[..., Any]
@@ -69,7 +69,7 @@ def seal(run: Path, change: Callable[[dict[str, Any]], object] = lambda record: 
     record = json.loads((folder / manifest.MANIFEST).read_text())["record"]
     change(record)
     files = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-    facts = {name: FileFacts(len(one), hashlib.sha256(one).hexdigest()) for name, one in files.items()}
+    facts = {name: FileDigest(len(one), hashlib.sha256(one).hexdigest()) for name, one in files.items()}
     (folder / manifest.MANIFEST).write_bytes(manifest.encode(manifest.Manifest(facts, record)))
 
 
@@ -214,7 +214,7 @@ def without(name: str, run: Path) -> None:
 def test_weights_that_the_manifest_does_not_list_are_told_as_damage(tiny: Gpipe, tmp_path: Path) -> None:
     """`export` ended in a KeyError."""
     answer = hold(tiny, tmp_path, partial(without, manifest.MODEL), "export", codes=(4,))
-    assert "manifest.json: damaged: lists no model.safetensors" in answer.err
+    assert "manifest.json: damaged: it does not list model.safetensors" in answer.err
 
 
 def test_a_missing_optimizer_state_is_an_error_unless_it_is_asked_for(tiny: Gpipe, tmp_path: Path) -> None:

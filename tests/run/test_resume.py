@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from gpipe_cli.training.lock import only_writer
 from gpipe_cli.training.metrics import MetricsFile
+from gpipe_cli.training.run_directory import lock_run_directory
 
 Gpipe = Callable[..., Any]
 ALLOW = "allow=[tiny_for_tests]"
@@ -226,7 +226,7 @@ def test_one_process_at_a_time_writes_to_a_run(tiny: Gpipe, gpipe: Gpipe, tmp_pa
     held, release = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
-        with only_writer(tmp_path / "run"):
+        with lock_run_directory(tmp_path / "run"):
             os.write(held[1], b"x")
             os.read(release[0], 1)
         os._exit(0)
@@ -236,7 +236,7 @@ def test_one_process_at_a_time_writes_to_a_run(tiny: Gpipe, gpipe: Gpipe, tmp_pa
     assert f"run_dir=run: in use by process {child} on {os.uname().nodename}, since 20" in answer.err
     os.kill(child, signal.SIGKILL)  # a dead owner needs no further permission
     os.waitpid(child, 0)
-    with only_writer(tmp_path / "run"):
+    with lock_run_directory(tmp_path / "run"):
         pass
 
 

@@ -24,17 +24,16 @@ from gpipe_cli.engines.protocol import Batch, Engine, Objective
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.losses.measures import accuracy
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.training.loop import Evaluated, Fact, Plan, Position, train
+from gpipe_cli.training.loop import EvalResult, Position, TrainFact, TrainSpec, train
 from gpipe_cli.training.lr_schedules import Cosine
-from gpipe_cli.training.metrics import MetricsFile
-from gpipe_cli.training.rewind import rewind_metrics, rewind_snapshots
+from gpipe_cli.training.metrics import MetricsFile, metrics_length_at, truncate_metrics
 from gpipe_cli.training.signals import StopRequested as StopRequested
 from gpipe_cli.training.signals import stop_requests
 from gpipe_cli.training.snapshot import durable
 from gpipe_cli.training.snapshot.contents import Snapshot, open_large_snapshot, open_snapshot
-from gpipe_cli.training.snapshot.finding import newest_valid
-from gpipe_cli.training.snapshot.keeper import Keeper, Retention
-from gpipe_cli.training.survival import survive
+from gpipe_cli.training.snapshot.discovery import newest_valid_snapshot, rewind_snapshots
+from gpipe_cli.training.snapshot.manager import SnapshotManager, save_and_stop
+from gpipe_cli.training.snapshot.retention import Retention
 
 BATCH = 6
 SAMPLES = 22  # the last of four mini-batches is a short one
@@ -174,7 +173,7 @@ def run(
     torch.set_num_threads(1)
     directory.mkdir(exist_ok=True)
     engine = make_engine(case)
-    found = newest_valid(directory).newest
+    found = newest_valid_snapshot(directory).newest
     opened = open_large_snapshot if case.slices else open_snapshot
     snapshot = None if found is None else opened(found)
     if snapshot is not None:
@@ -185,8 +184,9 @@ def run(
         engine.load_state(snapshot.state)
     start = Position() if snapshot is None else snapshot.record.position
     rewind_snapshots(directory, start.step, None if snapshot is None else snapshot.path)
-    rewind_metrics(directory / "metrics.jsonl", start)
-    plan = Plan(steps, batch_count(SAMPLES, BATCH), lr=0.1, lr_schedule=Cosine(), seed=5)
+    rows = directory / "metrics.jsonl"
+    truncate_metrics(rows, metrics_length_at(rows, start))
+    spec = TrainSpec(steps, batch_count(SAMPLES, BATCH), lr=0.1, lr_schedule=Cosine(), seed=5)
     seen: list[list[float]] = []
 
     def train_batches(epoch: int, first: int) -> Iterator[Batch]:
@@ -198,7 +198,9 @@ def run(
     with (
         stop_requests() as stops,
         MetricsFile(directory / "metrics.jsonl") as metrics,
-        Keeper(directory, engine, plan, Retention(case.every, case.keep, "loss"), record) as keeper,
+        SnapshotManager(
+            directory, engine, spec, Retention(case.every, case.keep, "loss"), record
+        ) as snapshots,
     ):
 
         def held_out(epoch: int) -> Iterator[Batch]:
@@ -206,8 +208,8 @@ def run(
                 yield batch
                 in_evaluation()
 
-        facts = train(engine, plan, train_batches, lambda epoch: stops.heeded(held_out(epoch)), start)
-        for count, fact in enumerate(survive(facts, keeper, stops)):
+        facts = train(engine, spec, train_batches, lambda epoch: stops.until_stopped(held_out(epoch)), start)
+        for count, fact in enumerate(save_and_stop(facts, snapshots, stops)):
             metrics.write(_row(fact, seen))
             at_fact(count)
     engine.close()
@@ -221,8 +223,8 @@ def _batches(epoch: int, first: int, case: Case) -> Iterator[tuple[Batch, list[f
         yield (input, target), input[:, 0].tolist()
 
 
-def _row(fact: Fact, seen: list[list[float]]) -> dict[str, Any]:
-    kind = "eval" if isinstance(fact, Evaluated) else "train"
+def _row(fact: TrainFact, seen: list[list[float]]) -> dict[str, Any]:
+    kind = "eval" if isinstance(fact, EvalResult) else "train"
     samples = seen[-1] if kind == "train" else []
     return {
         "step": fact.step,
@@ -235,7 +237,7 @@ def _row(fact: Fact, seen: list[list[float]]) -> dict[str, Any]:
 
 def result(directory: Path) -> dict[str, Any]:
     """Everything that must not depend on how often a run was killed: bytes of the tensors, record, rows."""
-    found = newest_valid(directory)
+    found = newest_valid_snapshot(directory)
     assert found.newest is not None and not found.damaged
     record: dict[str, Any] = dict(found.newest.manifest.record)
     del record["seconds"]

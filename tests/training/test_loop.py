@@ -13,7 +13,16 @@ from torch import nn
 
 from gpipe_cli.engines.protocol import Batch, StepFacts
 from gpipe_cli.errors import DataError, NumericError
-from gpipe_cli.training.loop import Evaluated, Fact, Plan, Trained, evaluate, step_key, train
+from gpipe_cli.training.loop import (
+    EvalResult,
+    MetricTotals,
+    StepResult,
+    TrainFact,
+    TrainSpec,
+    evaluate,
+    step_key,
+    train,
+)
 from gpipe_cli.training.lr_schedules import Cosine
 
 
@@ -48,11 +57,11 @@ def batches(*sizes: int) -> Iterable[Batch]:
     return [(torch.zeros(size, 1), torch.zeros(size)) for size in sizes]
 
 
-def plan(steps: int, per_epoch: int, seed: int = 0) -> Plan:
-    return Plan(steps=steps, steps_per_epoch=per_epoch, lr=0.5, lr_schedule=Cosine(), seed=seed)
+def plan(steps: int, per_epoch: int, seed: int = 0) -> TrainSpec:
+    return TrainSpec(steps=steps, steps_per_epoch=per_epoch, lr=0.5, lr_schedule=Cosine(), seed=seed)
 
 
-def run(engine: Fake, steps: int, seed: int = 0) -> Iterator[Fact]:
+def run(engine: Fake, steps: int, seed: int = 0) -> Iterator[TrainFact]:
     return train(
         engine,
         plan(steps, 2, seed),
@@ -64,12 +73,12 @@ def run(engine: Fake, steps: int, seed: int = 0) -> Iterator[Fact]:
 def test_every_epoch_ends_in_an_evaluation() -> None:
     facts = list(run(Fake(), steps=4))
     assert [(type(one), one.step, one.epoch) for one in facts] == [
-        (Trained, 1, 0),
-        (Trained, 2, 0),
-        (Evaluated, 2, 0),
-        (Trained, 3, 1),
-        (Trained, 4, 1),
-        (Evaluated, 4, 1),
+        (StepResult, 1, 0),
+        (StepResult, 2, 0),
+        (EvalResult, 2, 0),
+        (StepResult, 3, 1),
+        (StepResult, 4, 1),
+        (EvalResult, 4, 1),
     ]
     assert [one.seconds for one in facts] == sorted(one.seconds for one in facts)
 
@@ -77,7 +86,7 @@ def test_every_epoch_ends_in_an_evaluation() -> None:
 def test_a_run_may_end_in_the_middle_of_an_epoch() -> None:
     engine = Fake()
     facts = list(run(engine, steps=3))
-    assert [(type(one), one.step) for one in facts[-2:]] == [(Trained, 3), (Evaluated, 3)]
+    assert [(type(one), one.step) for one in facts[-2:]] == [(StepResult, 3), (EvalResult, 3)]
     assert [samples for samples, _, _ in engine.trained] == [4, 2, 4]
 
 
@@ -107,7 +116,7 @@ def test_a_key_fits_a_generator_of_torch(seed: int, step: int) -> None:
 
 def test_the_rate_is_that_of_the_schedule_at_every_step() -> None:
     engine = Fake()
-    facts = [fact for fact in run(engine, steps=4) if isinstance(fact, Trained)]
+    facts = [fact for fact in run(engine, steps=4) if isinstance(fact, StepResult)]
     expected = [0.5 * Cosine().factor(step, 4) for step in range(4)]
     assert [lr for _, _, lr in engine.trained] == expected == [fact.lr for fact in facts]
 
@@ -131,7 +140,9 @@ def test_a_numeric_error_says_at_which_step() -> None:
 
 def test_weights_that_evaluate_to_nothing_finite_are_no_result() -> None:
     """The very last update may spoil the weights: only the evaluation can see it."""
-    with pytest.raises(NumericError, match=r"the evaluation's loss is nan.*after step 2, epoch 1"):
+    with pytest.raises(
+        NumericError, match=r"the evaluation loss is nan after step 2, epoch 1; try a smaller"
+    ):
         list(run(Fake(losses={3: math.nan}), steps=2))
 
 
@@ -143,3 +154,11 @@ def test_nothing_to_evaluate_on_is_an_error() -> None:
 @pytest.mark.parametrize(("steps", "per_epoch", "epochs"), [(1, 5, 1), (5, 5, 1), (6, 5, 2), (10, 5, 2)])
 def test_a_begun_epoch_counts_as_one(steps: int, per_epoch: int, epochs: int) -> None:
     assert plan(steps, per_epoch).epochs == epochs
+
+
+def test_batches_weigh_by_their_samples() -> None:
+    totals = MetricTotals()
+    totals.add(loss=1.0, samples=3, sums={"top1": 3.0})
+    totals.add(loss=5.0, samples=1, sums={"top1": 0.0, "top5": 1.0})
+    assert (totals.samples, totals.loss) == (4, 2.0)
+    assert totals.means == {"top1": 0.75, "top5": 0.25}

@@ -10,15 +10,15 @@ import pytest
 
 from gpipe_cli.errors import Interrupted, Stopped
 from gpipe_cli.training.signals import (
-    ALL,
-    Inbox,
+    STOP_SIGNALS,
+    SignalInbox,
     StopNow,
     StopRequested,
     StopRequests,
-    listening,
+    defer_signals,
+    handlers_installed,
+    stop_immediately,
     stop_requests,
-    stopped_at_boundaries,
-    stopped_at_once,
 )
 
 
@@ -33,19 +33,19 @@ def test_a_signal_inside_a_destructor_is_not_lost() -> None:
     """Python drops the exception there. Training used to go on after a Ctrl-C between two epochs."""
     taken = []
     with stop_requests() as stops, pytest.raises(StopRequested, match=r"^Ctrl-C$"):
-        for item in stops.heeded(range(9)):
+        for item in stops.until_stopped(range(9)):
             taken.append(item)
             if item == 3:
                 Destroyed()
     assert taken == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("number", ALL[1:])
+@pytest.mark.parametrize("number", STOP_SIGNALS[1:])
 def test_a_burst_of_signals_is_one_request(number: int) -> None:
     """bash and the kernel each send SIGHUP when a terminal closes; the second used to count as "end at once"."""
     taken = []
     with stop_requests() as stops, pytest.raises(StopRequested, match=signal.Signals(number).name):
-        for item in stops.heeded(range(9)):
+        for item in stops.until_stopped(range(9)):
             for _ in range(6):
                 signal.raise_signal(number)
             taken.append(item)
@@ -69,7 +69,7 @@ def test_where_nothing_can_be_saved_the_first_signal_ends_the_command(
     number: int, kind: type[Stopped]
 ) -> None:
     """SIGTERM while a plan was searched or layers were timed used to kill the process with 143."""
-    with pytest.raises(StopNow) as stopped, stopped_at_once():
+    with pytest.raises(StopNow) as stopped, stop_immediately():
         try:
             signal.raise_signal(number)
         finally:
@@ -79,14 +79,14 @@ def test_where_nothing_can_be_saved_the_first_signal_ends_the_command(
 
 
 def test_a_signal_from_before_the_imports_is_heeded_after_them() -> None:
-    with listening(), pytest.raises(StopNow, match="SIGTERM"):
+    with handlers_installed(), pytest.raises(StopNow, match="SIGTERM"):
         signal.raise_signal(signal.SIGTERM)
-        with stopped_at_once():
+        with stop_immediately():
             raise AssertionError("the command must not begin")
 
 
 def test_what_somebody_makes_of_the_interruption_does_not_hide_it() -> None:
-    with pytest.raises(StopNow, match="SIGTERM"), stopped_at_once():
+    with pytest.raises(StopNow, match="SIGTERM"), stop_immediately():
         try:
             signal.raise_signal(signal.SIGTERM)
         except StopNow as error:
@@ -94,15 +94,15 @@ def test_what_somebody_makes_of_the_interruption_does_not_hide_it() -> None:
 
 
 def test_an_interruption_that_was_swallowed_is_heeded_at_the_next_boundary() -> None:
-    with stopped_at_once():
+    with stop_immediately():
         with suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
         with stop_requests() as stops, pytest.raises(StopRequested, match="SIGTERM"):
-            next(stops.heeded(range(9)))
+            next(stops.until_stopped(range(9)))
 
 
 def test_while_a_run_has_something_to_save_no_signal_raises() -> None:
-    with stopped_at_once(), stopped_at_boundaries():
+    with stop_immediately(), defer_signals():
         signal.raise_signal(signal.SIGTERM)
         with stop_requests() as stops:
             assert stops.request is not None
@@ -125,17 +125,17 @@ def test_whatever_makes_the_items_is_ended_when_somebody_asks_to_stop() -> None:
             ended.append(True)
 
     with stop_requests() as stops, pytest.raises(StopRequested) as caught:
-        for _ in stops.heeded(items()):
+        for _ in stops.until_stopped(items()):
             signal.raise_signal(signal.SIGTERM)
     assert ended == [True] and not caught.value.by_keyboard
 
 
 def test_who_listened_before_listens_again() -> None:
-    before = [signal.getsignal(one) for one in ALL]
+    before = [signal.getsignal(one) for one in STOP_SIGNALS]
     with stop_requests() as stops:
-        assert not {signal.getsignal(one) for one in ALL} & set(before)
-        assert list(stops.heeded("abc")) == ["a", "b", "c"]
-    assert [signal.getsignal(one) for one in ALL] == before
+        assert not {signal.getsignal(one) for one in STOP_SIGNALS} & set(before)
+        assert list(stops.until_stopped("abc")) == ["a", "b", "c"]
+    assert [signal.getsignal(one) for one in STOP_SIGNALS] == before
 
 
 def test_a_signal_that_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_outside_the_main_thread_nothing_is_touched() -> None:
 
     def run() -> None:
         with stop_requests() as stops:
-            found.extend(stops.heeded("ab"))
+            found.extend(stops.until_stopped("ab"))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -169,7 +169,7 @@ def test_processes_heed_what_any_of_them_was_asked_and_ask_each_other_until_then
         asked.append(number)
         return signal.SIGUSR1 if len(asked) == 2 else number
 
-    stops = StopRequests(Inbox(), agree=agree)
+    stops = StopRequests(SignalInbox(), agree=agree)
     assert stops.agreed() is None and stops.request is None
     for _ in range(2):  # agreed upon is agreed upon: nobody asks again
         request = stops.agreed()

@@ -1,7 +1,6 @@
-"""A saved training state on disk: written whole or not at all, verified before use, no code in it.
+"""A saved training state on disk: written whole or not at all, verified before use, free of code.
 
-From the disk upwards: `durable` (files and directories that survive a power cut), `manifest` (what belongs to a
-snapshot, with digests), `reading` (verify, then use what was verified), `finding` (the newest valid one),
-`tensors` (safetensors), `record` (where training stood), `background` and `keeper` (when to save, what to keep).
-Everything up to `finding` does without torch.
+From the disk upwards: `durable` (files that survive a power cut), `manifest` (what belongs to a snapshot, and
+verification), `discovery` (the snapshots of a run), `header` and `tensors` (safetensors), `record` and `contents` (what
+is saved), `retention` and `manager` (when to save, and what to keep). Up to `header`, nothing imports torch.
 """

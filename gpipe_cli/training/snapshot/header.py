@@ -1,6 +1,6 @@
-"""The header of a safetensors file: which tensors it holds, and where. Checked whole before anything is made of it.
+"""The header of a safetensors file: which tensors it holds, and where. Checked whole before anything uses it.
 
-Does without torch, so that a file can be judged, copied or refused without waiting for it.
+Imports no torch, so that a file can be checked or copied without waiting for it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from gpipe_cli.safe_files import parse_json
-
-__all__ = ["LARGEST_HEADER", "BadTensors", "Entry", "Header", "read_header"]
 
 ITEM_SIZES = {
     "F64": 8,
@@ -31,19 +29,20 @@ ITEM_SIZES = {
     "BOOL": 1,
 }
 """Bytes of an element, by the format's names of the dtypes that are read."""
-LARGEST_HEADER = 100 * 2**20
-LARGEST_SIZE = 2**62
-"""Of all sides of a tensor multiplied, empty ones counted as 1: torch multiplies them too."""
-MOST_SIDES = 64
+MAX_HEADER_BYTES = 100 * 2**20
+MAX_ELEMENTS = 2**62
+"""Of all dimensions multiplied, empty ones counted as 1: torch computes this product for strides too."""
+MAX_DIMENSIONS = 64
 
 
+@final
 class BadTensors(ValueError):
-    """Bytes that are no safetensors file."""
+    """The bytes are not a valid safetensors file."""
 
 
 @final
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor; `begin` and `end` count from where the data begins."""
 
     dtype: str
@@ -54,18 +53,18 @@ class Entry:
 
 @final
 @dataclass(frozen=True)
-class Header:
-    entries: Mapping[str, Entry]
+class TensorHeader:
+    entries: Mapping[str, TensorEntry]
     start: int
     """Where the data begins."""
 
 
-def read_header(content: bytes | bytearray | memoryview, size: int) -> Header:
-    """From the first bytes of a file of that size."""
+def read_header(content: bytes | bytearray | memoryview, size: int) -> TensorHeader:
+    """Parse the header from the first bytes of a file of that size."""
     if len(content) < 8:
-        raise BadTensors("is too short")
+        raise BadTensors("it is too short")
     (length,) = struct.unpack_from("<Q", content)
-    if length > min(LARGEST_HEADER, size - 8):
+    if length > min(MAX_HEADER_BYTES, size - 8):
         raise BadTensors(f"its header claims {length} bytes")
     try:
         parsed = parse_json(bytes(content[8 : 8 + length]))
@@ -74,43 +73,35 @@ def read_header(content: bytes | bytearray | memoryview, size: int) -> Header:
     if not isinstance(parsed, dict):
         raise BadTensors("its header holds no tensors")
     metadata = parsed.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(one, str) for one in metadata.values()):
-        raise BadTensors("its header has metadata that is no text")
-    entries = {name: _entry(name, entry) for name, entry in parsed.items()}
-    _check_filled(entries, size - 8 - length)
-    return Header(entries, 8 + length)
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise BadTensors("its header has metadata that is not text")
+    entries = {name: _parse_entry(name, entry) for name, entry in parsed.items()}
+    _check_contiguous(entries, size - 8 - length)
+    return TensorHeader(entries, 8 + length)
 
 
-def _entry(name: str, entry: Any) -> Entry:
+def _parse_entry(name: str, entry: Any) -> TensorEntry:
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(begin), int(end)]}:
-            known = dtype in ITEM_SIZES and _is_shape(shape)
-            if (
-                known
-                and _is_unicode(name)
-                and begin >= 0
-                and math.prod(shape) * ITEM_SIZES[dtype] == end - begin
-            ):
-                return Entry(dtype, shape, begin, end)
+            # JSON can spell unpaired surrogates, which other readers of the format refuse.
+            is_unicode = not any("\ud800" <= character <= "\udfff" for character in name)
+            size = math.prod(shape) * ITEM_SIZES[dtype] if dtype in ITEM_SIZES and _is_shape(shape) else None
+            if is_unicode and begin >= 0 and size == end - begin:
+                return TensorEntry(dtype, shape, begin, end)
     raise BadTensors(f"its header describes {reprlib.repr(name)} by {reprlib.repr(entry)}")
 
 
-def _is_unicode(name: str) -> bool:
-    """JSON can spell halves of characters, which other readers of the format refuse."""
-    return not any("\ud800" <= one <= "\udfff" for one in name)
+def _is_shape(sizes: list[Any]) -> bool:
+    valid = len(sizes) <= MAX_DIMENSIONS and all(type(size) is int and size >= 0 for size in sizes)
+    return valid and math.prod(max(1, size) for size in sizes) < MAX_ELEMENTS
 
 
-def _is_shape(sides: list[Any]) -> bool:
-    known = len(sides) <= MOST_SIDES and all(type(side) is int and side >= 0 for side in sides)
-    return known and math.prod(max(1, side) for side in sides) < LARGEST_SIZE
-
-
-def _check_filled(entries: Mapping[str, Entry], size: int) -> None:
-    """One tensor after another, and nothing else."""
+def _check_contiguous(entries: Mapping[str, TensorEntry], size: int) -> None:
+    """The tensors must fill the data without overlaps and gaps: a gap could hide bytes from other readers."""
     position = 0
     for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != position:
-            raise BadTensors(f"the data of two tensors overlaps, or has a hole, at byte {position}")
+            raise BadTensors(f"the data of two tensors overlaps or leaves a gap at byte {position}")
         position = entry.end
     if position != size:
-        raise BadTensors(f"holds {size} bytes of data, {position} are described")
+        raise BadTensors(f"it holds {size} bytes of data, but its header describes {position}")

@@ -1,106 +1,182 @@
-"""manifest.json: what belongs to a snapshot, and how to tell that nothing of it has changed.
+"""manifest.json lists the files of a snapshot with size and sha256; reading a snapshot verifies each of them.
 
-It lists each file with size and sha256, carries the record of where training stood, and a digest of itself.
-It is written last, so a directory without one is no snapshot. The bytes must be exactly those that this file
-would write: no change goes unnoticed, not even one that means the same.
+The manifest also holds the training record and a digest of itself. It is written last, so a directory without one is
+not a snapshot.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import mmap
+import os
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, final
 
-from gpipe_cli.errors import RunError
-from gpipe_cli.safe_files import parse_json, read_regular
-from gpipe_cli.training.snapshot.durable import FileFacts
+from gpipe_cli.errors import ResourceError, RunError
+from gpipe_cli.safe_files import open_regular, parse_json, read_regular
+from gpipe_cli.training.snapshot.durable import CHUNK, FileDigest
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-LARGEST = 64 * 2**20
+MAX_MANIFEST_BYTES = 64 * 2**20
 MODEL, OPTIMIZER, BUFFERS = "model.safetensors", "optimizer.safetensors", "buffers.safetensors"
 FILES = (MODEL, OPTIMIZER, BUFFERS)
-"""The names a manifest may list: a hostile one must not lead anywhere else."""
+"""The only names a manifest may list: a hostile one must not lead anywhere else."""
 
 
 @final
 @dataclass(frozen=True)
 class Manifest:
-    files: Mapping[str, FileFacts]
+    files: Mapping[str, FileDigest]
     record: Mapping[str, Any]
-    """Where training stood; `record` knows what it means."""
+    """The training record as JSON; see `TrainingRecord`."""
+
+
+@final
+@dataclass(frozen=True)
+class VerifiedSnapshot:
+    """A snapshot whose files are all as they were written."""
+
+    path: Path
+    manifest: Manifest
+    contents: dict[str, memoryview]
+    """The bytes of the files asked for."""
+    names: Collection[str]
+    """All files that were verified."""
 
 
 def encode(manifest: Manifest) -> bytes:
     body = {
         "format": FORMAT,
-        "files": {name: asdict(facts) for name, facts in sorted(manifest.files.items())},
+        "files": {name: asdict(digest) for name, digest in sorted(manifest.files.items())},
         "record": dict(manifest.record),
     }
-    return _text({**body, "digest": _digest(body)})
+    return _json_bytes({**body, "digest": _sha256(body)})
 
 
 def decode(raw: bytes, path: Path) -> Manifest:
-    """The manifest in these bytes; RunError where they are not the ones that were written."""
+    """Parse a manifest; RunError unless the bytes are exactly those that `encode` writes."""
     try:
         content = parse_json(raw)
     except ValueError as error:
         raise RunError(f"{path}: damaged: {error}") from error
     if not isinstance(content, dict):
-        raise RunError(f"{path}: damaged: holds no manifest")
+        raise RunError(f"{path}: damaged: it is not a manifest")
     digest = content.pop("digest", None)
     if content.get("format") != FORMAT:
         raise RunError(
             f"{path}: has the format {reprlib.repr(content.get('format'))}, this gpipe reads {FORMAT}; "
             "use the gpipe that wrote it, or it is damaged"
         )
-    if digest != _digest(content) or raw != _text({**content, "digest": digest}):
-        raise RunError(f"{path}: damaged: its digest does not fit its content")
-    files = _files(content.get("files"), path)
-    if MODEL not in files:
-        raise RunError(f"{path}: damaged: lists no {MODEL}")
-    return Manifest(files, _mapping(content.get("record"), path))
+    if digest != _sha256(content) or raw != _json_bytes({**content, "digest": digest}):
+        raise RunError(f"{path}: damaged: its digest does not match its content")
+    files, record = content.get("files"), content.get("record")
+    if not isinstance(files, dict) or not isinstance(record, dict):
+        raise RunError(f"{path}: damaged: it lacks its files or its record")
+    digests = {name: _parse_file_digest(name, entry, path) for name, entry in files.items()}
+    if MODEL not in digests:
+        raise RunError(f"{path}: damaged: it does not list {MODEL}")
+    return Manifest(digests, record)
 
 
 def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
-        raw = read_regular(path, LARGEST, base=directory)
+        raw = read_regular(path, MAX_MANIFEST_BYTES, base=directory)
     except FileNotFoundError as error:
-        raise RunError(f"{directory}: is no snapshot, or an incomplete one: it has no {MANIFEST}") from error
+        raise RunError(f"{directory}: not a snapshot, or an incomplete one: it has no {MANIFEST}") from error
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {error}") from error
     return decode(raw, path)
 
 
-def _text(content: Mapping[str, Any]) -> bytes:
-    return f"{json.dumps(content, indent=1, ensure_ascii=False)}\n".encode("utf-8", "surrogatepass")
+def read_snapshot(
+    directory: Path, wanted: Collection[str] = FILES, ignored: Collection[str] = ()
+) -> VerifiedSnapshot:
+    """Verify every file except those ignored, and return the bytes of those wanted.
 
+    Each file is read once, and the bytes returned are the bytes verified: it could change before a second read.
+    """
+    manifest = read_manifest(directory)
+    names = [name for name in manifest.files if name not in ignored]
 
-def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(_text(body)).hexdigest()
+    def read(name: str) -> memoryview | None:
+        return _read_verified(directory / name, manifest.files[name], keep=name in wanted)
 
-
-def _files(content: Any, path: Path) -> dict[str, FileFacts]:
-    return {name: _facts(name, entry, path) for name, entry in _mapping(content, path).items()}
-
-
-def _facts(name: str, entry: Any, path: Path) -> FileFacts:
-    match entry:
-        case {"size": int(size), "sha256": str(digest)} if size >= 0 and re.fullmatch("[0-9a-f]{64}", digest):
-            if name in FILES:
-                return FileFacts(size, digest)
-    raise RunError(
-        f"{path}: damaged: no file of a snapshot is described by {reprlib.repr(name)}: {reprlib.repr(entry)}"
+    with ThreadPoolExecutor(len(FILES), "gpipe-read") as readers:  # hashing keeps one core per file busy
+        contents = dict(zip(names, readers.map(read, names), strict=True))
+    return VerifiedSnapshot(
+        directory,
+        manifest,
+        {name: content for name, content in contents.items() if content is not None},
+        names,
     )
 
 
-def _mapping(content: Any, path: Path) -> dict[str, Any]:
-    if not isinstance(content, dict):
-        raise RunError(f"{path}: damaged: a part of it is missing")
-    return content
+def verify_snapshot(directory: Path) -> Manifest:
+    return read_snapshot(directory, wanted=()).manifest
+
+
+def _read_verified(path: Path, expected: FileDigest, *, keep: bool) -> memoryview | None:
+    try:
+        with os.fdopen(open_regular(path, base=path.parent), "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected.size:  # checked before memory of that size is allocated
+                raise RunError(f"{path}: damaged: it has {size} bytes instead of {expected.size}")
+            # Anonymous memory straight from the system: a bytearray would be zeroed first, which takes as long as
+            # reading the file.
+            room = size if keep else min(size, CHUNK)
+            content = memoryview(mmap.mmap(-1, max(1, room)))[:room]
+            digest = _read_and_hash(file, content, size)
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise ResourceError(f"{path}: not enough memory for its {expected.size:,} bytes") from error
+        raise RunError(f"{path}: damaged or missing: {error}") from error
+    if digest != expected.sha256:
+        raise RunError(f"{path}: damaged: its sha256 is {digest}, but the manifest says {expected.sha256}")
+    return content if keep else None
+
+
+def _read_and_hash(file: FileIO, content: memoryview, size: int) -> str:
+    """Read the file into `content` and hash it; where `content` is shorter than the file, reuse it for each chunk."""
+    digest, done = hashlib.sha256(), 0
+    reused = len(content) < size
+    with ThreadPoolExecutor(
+        1, "gpipe-hash"
+    ) as hashing:  # hashing and reading take about equally long: overlap them
+        while done < size:
+            chunk = content[: size - done] if reused else content[done : done + CHUNK]
+            count = file.readinto(chunk)
+            if not count:  # the file was cut short while we read it: its digest will not match
+                break
+            hashed = hashing.submit(digest.update, chunk[:count])
+            if reused:
+                hashed.result()  # the next read overwrites these bytes
+            done += count
+    return digest.hexdigest()
+
+
+def _parse_file_digest(name: str, entry: Any, path: Path) -> FileDigest:
+    match entry:
+        case {"size": int(size), "sha256": str(digest)} if size >= 0 and re.fullmatch("[0-9a-f]{64}", digest):
+            if name in FILES:
+                return FileDigest(size, digest)
+    raise RunError(
+        f"{path}: damaged: {reprlib.repr(name)}: {reprlib.repr(entry)} does not describe a file of a snapshot"
+    )
+
+
+def _json_bytes(content: Mapping[str, Any]) -> bytes:
+    return f"{json.dumps(content, indent=1, ensure_ascii=False)}\n".encode("utf-8", "surrogatepass")
+
+
+def _sha256(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_json_bytes(body)).hexdigest()

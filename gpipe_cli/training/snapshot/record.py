@@ -1,7 +1,6 @@
-"""Where training stood when a snapshot was taken: the part of it that is JSON.
+"""The JSON part of a snapshot: where training stood.
 
-Decides what is remembered besides tensors, and believes nothing it reads before its type is right. Keys of
-randomness, order of samples and learning rate are functions of seed and step, so none of them is here.
+Random keys, the order of samples and the learning rate are functions of seed and step, so none of them is stored.
 """
 
 from __future__ import annotations
@@ -16,18 +15,19 @@ from typing import Any, final
 import torch
 
 from gpipe_cli.errors import RunError
-from gpipe_cli.training.loop import Evaluated, Position
+from gpipe_cli.training.loop import EvalResult, Position
 from gpipe_cli.version import VERSION
 
-LARGEST_COUNT = 2**63 - 1
-"""As for a seed, which is the largest of them."""
-LONGEST = 1e10
-"""Seconds: three hundred years."""
+MAX_COUNT = 2**63 - 1
+"""Seeds go that far."""
+MAX_SECONDS = 1e10
+"""Three hundred years."""
 
 
+@final
 @dataclass(frozen=True)
-class Best:
-    """The best evaluation so far."""
+class BestEvaluation:
+    """The best evaluation of the run up to now."""
 
     metric: str
     value: float
@@ -36,15 +36,15 @@ class Best:
 
 @final
 @dataclass(frozen=True)
-class Record:
+class TrainingRecord:
     position: Position
-    best: Best | None
+    best: BestEvaluation | None
     steps_per_epoch: int
     seed: int
     threads: int
     versions: Mapping[str, str]
     numbers: Mapping[str, Any]
-    """The engine's own."""
+    """What the engine saves besides tensors."""
 
     def to_json(self) -> dict[str, Any]:
         epoch, batch = divmod(self.position.step, self.steps_per_epoch)
@@ -63,18 +63,19 @@ class Record:
         }
 
     @staticmethod
-    def from_json(content: Mapping[str, Any]) -> Record:
+    def from_json(content: Mapping[str, Any]) -> TrainingRecord:
+        """Check the type and range of every value: the file may come from anywhere."""
         try:
-            evaluation = _record(Evaluated, content["evaluation"])
+            evaluation = _parse_dataclass(EvalResult, content["evaluation"])
             position = Position(_count(content["step"]), _duration(content["seconds"]), evaluation)
             if evaluation is not None and evaluation.step > position.step:
                 raise ValueError(f"evaluated at step {evaluation.step}, after step {position.step}")
             steps_per_epoch = _positive(content["steps_per_epoch"])
             if (content["epoch"], content["batch"]) != divmod(position.step, steps_per_epoch):
-                raise ValueError(f"epoch and batch are not those of step {position.step}")
-            return Record(
+                raise ValueError(f"epoch and batch do not match step {position.step}")
+            return TrainingRecord(
                 position,
-                _record(Best, content["best"]),
+                _parse_dataclass(BestEvaluation, content["best"]),
                 steps_per_epoch,
                 _count(content["seed"]),
                 _count(content["threads"]),
@@ -86,15 +87,15 @@ class Record:
 
 
 def versions() -> dict[str, str]:
-    """Of all that may change a bit."""
+    """The versions of everything that can change a bit."""
     return {"gpipe": VERSION, "torch": torch.__version__, "python": platform.python_version()}
 
 
-def _record(kind: type[Any], content: Any) -> Any:
-    """An Evaluated or a Best; fields are judged by name, else by type."""
+def _parse_dataclass(kind: type[Any], content: Any) -> Any:
+    """An EvalResult or a BestEvaluation; the parser of a field is chosen by its name, else by its type."""
     if content is None:
         return None
-    read: dict[str, Callable[[Any], Any]] = {
+    parsers: dict[str, Callable[[Any], Any]] = {
         "str": _text,
         "int": _count,
         "float": _number,
@@ -105,13 +106,17 @@ def _record(kind: type[Any], content: Any) -> Any:
         "loss": _finite,
         "lr": _finite,
     }
-    given = {one.name: read.get(one.name, read[str(one.type)])(content[one.name]) for one in fields(kind)}
-    return kind(**given)
+    return kind(
+        **{
+            field.name: parsers.get(field.name, parsers[str(field.type)])(content[field.name])
+            for field in fields(kind)
+        }
+    )
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= LARGEST_COUNT:
-        raise ValueError(f"{reprlib.repr(value)} is no count")
+    if type(value) is not int or not 0 <= value <= MAX_COUNT:
+        raise ValueError(f"{reprlib.repr(value)} is not a count")
     return value
 
 
@@ -122,9 +127,9 @@ def _positive(value: Any) -> int:
 
 
 def _duration(value: Any) -> float:
-    """Some of which add up to the time a run has taken, by which samples are divided."""
-    if not 0 < (seconds := _number(value)) <= LONGEST:
-        raise ValueError(f"{reprlib.repr(value)} is no number of seconds")
+    """Never 0: samples are divided by durations."""
+    if not 0 < (seconds := _number(value)) <= MAX_SECONDS:
+        raise ValueError(f"{reprlib.repr(value)} is not a number of seconds")
     return seconds
 
 
@@ -136,21 +141,21 @@ def _finite(value: Any) -> float:
 
 def _number(value: Any) -> float:
     if type(value) not in (int, float):
-        raise ValueError(f"{reprlib.repr(value)} is no number")
+        raise ValueError(f"{reprlib.repr(value)} is not a number")
     return float(value)
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{reprlib.repr(value)} is no text")
+        raise ValueError(f"{reprlib.repr(value)} is not text")
     return value
 
 
 def _numbers(value: Any) -> dict[str, float]:
-    return {name: _number(one) for name, one in _mapping(value).items()}
+    return {name: _number(number) for name, number in _mapping(value).items()}
 
 
 def _mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"{reprlib.repr(value)} is no mapping")
+        raise ValueError(f"{reprlib.repr(value)} is not a mapping")
     return value

@@ -15,14 +15,26 @@ import torch
 
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, ResourceError, RunError
-from gpipe_cli.training.loop import Evaluated, Position
+from gpipe_cli.training.loop import EvalResult, Position
 from gpipe_cli.training.snapshot import durable, manifest
-from gpipe_cli.training.snapshot.contents import amend, check_savable, copied, open_snapshot, write_snapshot
-from gpipe_cli.training.snapshot.finding import newest_valid, snapshot_path, snapshot_paths, unfinished_paths
-from gpipe_cli.training.snapshot.reading import read_snapshot
-from gpipe_cli.training.snapshot.record import Best, Record, versions
+from gpipe_cli.training.snapshot.contents import (
+    check_savable,
+    copy_state,
+    open_snapshot,
+    replace_record,
+    write_snapshot,
+)
+from gpipe_cli.training.snapshot.discovery import (
+    newest_valid_snapshot,
+    rewind_snapshots,
+    snapshot_path,
+    snapshot_paths,
+    unfinished_paths,
+)
+from gpipe_cli.training.snapshot.manifest import read_snapshot
+from gpipe_cli.training.snapshot.record import BestEvaluation, TrainingRecord, versions
 
-EVALUATION = Evaluated(
+EVALUATION = EvalResult(
     step=4, epoch=0, loss=0.1 + 0.2, means={"top1": 1 / 3}, samples=9, lr=1e-3, took=0.5, seconds=2.5
 )
 
@@ -39,9 +51,9 @@ def state() -> EngineState:
     )
 
 
-def record(step: int = 4, **changes: Any) -> Record:
-    best = Best("loss", 0.25, 2)
-    whole = Record(Position(step, 3.5, EVALUATION), best, 4, 7, 1, versions(), state().numbers)
+def record(step: int = 4, **changes: Any) -> TrainingRecord:
+    best = BestEvaluation("loss", 0.25, 2)
+    whole = TrainingRecord(Position(step, 3.5, EVALUATION), best, 4, 7, 1, versions(), state().numbers)
     return replace(whole, **changes)
 
 
@@ -149,7 +161,7 @@ def test_a_number_that_fits_nowhere_is_refused(tmp_path: Path) -> None:
 
 def test_a_snapshot_of_another_step_than_its_name_says_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path)
-    with pytest.raises(RunError, match=r"it is of step 4, another one than its directory"):
+    with pytest.raises(RunError, match=r"it belongs to step 4, unlike its directory"):
         open_snapshot(read_snapshot(path.rename(path.with_name("step-00000005"))))
     open_snapshot(read_snapshot((path.with_name("step-00000005")).rename(tmp_path / "kept")))
 
@@ -192,7 +204,7 @@ def test_a_manifest_leads_nowhere_else(tmp_path: Path, name: str) -> None:
     read = manifest.read_manifest(path)
     hostile = manifest.Manifest({name: read.files[manifest.MODEL]}, read.record)
     (path / manifest.MANIFEST).write_bytes(manifest.encode(hostile))
-    with pytest.raises(RunError, match="no file of a snapshot is described by"):
+    with pytest.raises(RunError, match="does not describe a file of a snapshot"):
         read_snapshot(path)
 
 
@@ -206,12 +218,12 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
 
 def test_a_copy_stays_as_it_is_and_its_memory_is_used_again() -> None:
     saved = state()
-    copy = copied(saved)
+    copy = copy_state(saved)
     before = {name: tensor.clone() for name, tensor in saved.model.items()}
     for tensor in saved.model.values():
         tensor.add_(1)
     assert all(torch.equal(copy.model[name], before[name]) for name in before)
-    again = copied(replace(saved, optimizer={"a.weight/step": torch.zeros(2)}), copy)
+    again = copy_state(replace(saved, optimizer={"a.weight/step": torch.zeros(2)}), copy)
     assert all(again.model[name].data_ptr() == copy.model[name].data_ptr() for name in before)
     assert all(torch.equal(again.model[name], saved.model[name]) for name in before)
     assert torch.equal(again.optimizer["a.weight/step"], torch.zeros(2))
@@ -220,7 +232,7 @@ def test_a_copy_stays_as_it_is_and_its_memory_is_used_again() -> None:
 def test_the_record_can_be_amended_without_touching_a_tensor(tmp_path: Path) -> None:
     path = write(tmp_path)
     before = {name: (path / name).stat().st_mtime_ns for name in manifest.FILES}
-    amend(path, record(position=Position(4, 9.0)))
+    replace_record(path, record(position=Position(4, 9.0)))
     assert open_snapshot(read_snapshot(path)).record.position == Position(4, 9.0)
     assert {name: (path / name).stat().st_mtime_ns for name in manifest.FILES} == before
 
@@ -231,7 +243,7 @@ def test_the_newest_valid_one_is_found_and_damaged_ones_are_named(tmp_path: Path
     assert [path.name for path in snapshot_paths(tmp_path)] == [f"step-{n:08d}" for n in (100, 20, 9)]
     newest = snapshot_path(tmp_path, 100)
     (newest / manifest.OPTIMIZER).write_bytes(b"")
-    found = newest_valid(tmp_path)
+    found = newest_valid_snapshot(tmp_path)
     assert found.newest is not None and found.newest.path == snapshot_path(tmp_path, 20)
     assert list(found.damaged) == [newest] and manifest.OPTIMIZER in str(found.damaged[newest])
 
@@ -271,7 +283,7 @@ def test_a_snapshot_that_was_removed_halfway_is_never_seen(tmp_path: Path) -> No
     canary = tmp_path / "canary"
     canary.mkdir()
     (path / "link").symlink_to(canary, target_is_directory=True)
-    durable.retire(path, tmp_path)
+    durable.remove_atomically(path, tmp_path)
     assert canary.is_dir() and not list(path.parent.iterdir())
 
 
@@ -297,3 +309,21 @@ def test_a_file_that_must_be_new_replaces_nothing(tmp_path: Path) -> None:
         durable.write_file(target, [b"newer"], replace=False)
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"new"]
     shutil.rmtree(tmp_path)
+
+
+def test_snapshots_of_a_future_that_is_given_up_are_set_aside(tmp_path: Path) -> None:
+    folder = tmp_path / "snapshots"
+    for name in (
+        "step-00000003",
+        "step-00000005",
+        "step-00000007",
+        "step-00000007.aside",
+        "step-00000009.tmp",
+        "own",
+    ):
+        (folder / name).mkdir(parents=True)
+    assert rewind_snapshots(tmp_path, 5, folder / "step-00000005") == ["step-00000007.aside-2"]
+    names = {"step-00000003", "step-00000005", "step-00000007.aside", "step-00000007.aside-2", "own"}
+    assert {path.name for path in folder.iterdir()} == names
+    rewind_snapshots(tmp_path, 0, None)
+    assert not list(folder.glob("step-????????"))

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe_cli.training.snapshot.tensors import DTYPES, BadTensors, decode, encode, problem
+from gpipe_cli.training.snapshot.header import BadTensors
+from gpipe_cli.training.snapshot.tensors import DTYPES, decode, encode, unsupported_reason
 
 
 def file_of(tensors: dict[str, Tensor]) -> bytearray:
@@ -77,7 +78,7 @@ def test_equal_tensors_give_equal_bytes_whatever_their_order_or_layout() -> None
     ],
 )
 def test_what_cannot_be_written_says_why(value: Any, says: str | None) -> None:
-    found = problem(value)
+    found = unsupported_reason(value)
     assert found is None if says is None else says in str(found)
 
 

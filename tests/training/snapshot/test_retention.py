@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from gpipe_cli.errors import ResourceError
-from gpipe_cli.training.loop import Plan
+from gpipe_cli.training.loop import TrainSpec
 from gpipe_cli.training.lr_schedules import Constant
-from gpipe_cli.training.snapshot.keeper import Retention
-from gpipe_cli.training.snapshot.space import check_space, most_at_once
+from gpipe_cli.training.snapshot.retention import Retention, check_snapshot_space
 
-PLAN = Plan(steps=40, steps_per_epoch=10, lr=0.1, lr_schedule=Constant(), seed=0)
+SPEC = TrainSpec(steps=40, steps_per_epoch=10, lr=0.1, lr_schedule=Constant(), seed=0)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,7 @@ PLAN = Plan(steps=40, steps_per_epoch=10, lr=0.1, lr_schedule=Constant(), seed=0
     ],
 )
 def test_as_many_as_are_kept_lie_there_and_one_that_is_being_written(retention: Retention, most: int) -> None:
-    assert most_at_once(PLAN, retention) == most
+    assert retention.max_snapshots(SPEC) == most
 
 
 @pytest.fixture
@@ -44,15 +43,18 @@ def test_no_room_for_one_is_an_error_and_no_room_for_all_a_warning(tmp_path: Pat
     with pytest.raises(
         ResourceError, match=r"yet: no room for a snapshot: it needs about 2,501 bytes, 2,500"
     ):
-        check_space(run, PLAN, retention, 2501)
-    warning = check_space(run, PLAN, retention, 1024)
+        check_snapshot_space(run, SPEC, retention, 2501)
+    warning = check_snapshot_space(run, SPEC, retention, 1024)
     assert warning is not None
-    assert "yet: 5 snapshots of about 1KiB are planned, and 2 fit into the 2.45KiB that are free" in warning
-    assert check_space(run, PLAN, retention, 500) is None
+    assert (
+        "yet: the run will keep 5 snapshots of about 1KiB, but only 2 fit into the 2.45KiB that are free"
+        in warning
+    )
+    assert check_snapshot_space(run, SPEC, retention, 500) is None
 
 
 @pytest.mark.usefixtures("free")
 def test_snapshots_that_are_there_already_need_no_room(tmp_path: Path) -> None:
     for step in (5, 10, 15, 20):
         (tmp_path / "snapshots" / f"step-{step:08d}").mkdir(parents=True)
-    assert check_space(tmp_path, PLAN, Retention(5, keep=3, monitor="loss"), 2500) is None
+    assert check_snapshot_space(tmp_path, SPEC, Retention(5, keep=3, monitor="loss"), 2500) is None

@@ -13,14 +13,15 @@ from torch import nn
 
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, ResourceError, RunError
-from gpipe_cli.training.loop import Evaluated, Fact, Plan, Trained
+from gpipe_cli.training.loop import EvalResult, StepResult, TrainFact, TrainSpec
 from gpipe_cli.training.lr_schedules import Constant
-from gpipe_cli.training.snapshot import contents, keeper
+from gpipe_cli.training.snapshot import contents, manager
 from gpipe_cli.training.snapshot.contents import open_snapshot
-from gpipe_cli.training.snapshot.finding import newest_valid, snapshot_path
-from gpipe_cli.training.snapshot.keeper import Keeper, Retention
+from gpipe_cli.training.snapshot.discovery import newest_valid_snapshot, snapshot_path
+from gpipe_cli.training.snapshot.manager import SnapshotManager
+from gpipe_cli.training.snapshot.retention import Retention
 
-PLAN = Plan(steps=8, steps_per_epoch=2, lr=0.1, lr_schedule=Constant(), seed=0)
+PLAN = TrainSpec(steps=8, steps_per_epoch=2, lr=0.1, lr_schedule=Constant(), seed=0)
 
 
 @final
@@ -40,22 +41,24 @@ class Fake:
     def eval_step(self, batch: Any) -> Any: ...
 
 
-def trained(step: int) -> Trained:
-    return Trained(step, 0, 1.0, {"top1": 0.5, "mean_absolute_error": 1.0}, 0.1, 4, None, False, float(step))
+def trained(step: int) -> StepResult:
+    return StepResult(
+        step, 0, 1.0, {"top1": 0.5, "mean_absolute_error": 1.0}, 0.1, 4, None, False, float(step)
+    )
 
 
-def evaluated(step: int, loss: float = 1.0, **means: float) -> Evaluated:
-    return Evaluated(
+def evaluated(step: int, loss: float = 1.0, **means: float) -> EvalResult:
+    return EvalResult(
         step, 0, loss, {"top1": 0.5, "mean_absolute_error": 1.0, **means}, 4, 0.1, 1.0, float(step)
     )
 
 
 @contextmanager
-def keeping(run: Path, retention: Retention) -> Iterator[tuple[Keeper, Any]]:
+def keeping(run: Path, retention: Retention) -> Iterator[tuple[SnapshotManager, Any]]:
     engine = Fake()
-    with Keeper(run, engine, PLAN, retention) as keeping:
+    with SnapshotManager(run, engine, PLAN, retention) as keeping:
 
-        def follow(*facts: Fact) -> None:
+        def follow(*facts: TrainFact) -> None:
             for fact in facts:
                 engine.weight.fill_(fact.step)
                 keeping.after(fact)
@@ -79,7 +82,7 @@ def test_it_saves_every_epoch_after_its_evaluation(tmp_path: Path) -> None:
         follow(trained(1), trained(2))
         assert steps(tmp_path) == []
         follow(evaluated(2), trained(3))
-    found = newest_valid(tmp_path).newest
+    found = newest_valid_snapshot(tmp_path).newest
     assert found is not None
     snapshot = open_snapshot(found)
     assert snapshot.record.position.evaluated and steps(tmp_path) == [2]
@@ -160,7 +163,7 @@ def test_training_goes_on_while_a_snapshot_is_written_and_hears_of_its_failure(
         failed.set()
         raise ResourceError("the disk is full")
 
-    monkeypatch.setattr(keeper, "write_snapshot", slow)
+    monkeypatch.setattr(manager, "write_snapshot", slow)
     with (
         pytest.raises(ResourceError, match="the disk is full"),
         keeping(tmp_path, Retention(3, 1, None)) as (_, follow),
@@ -180,11 +183,11 @@ def test_nothing_old_is_removed_if_the_new_one_reads_back_otherwise(
         (path / "model.safetensors").write_bytes(b"")
 
     with (
-        pytest.raises(ResourceError, match="reads back otherwise"),
+        pytest.raises(ResourceError, match="does not read back as written"),
         keeping(tmp_path, Retention(2, 1, None)) as (_, follow),
     ):
         follow(trained(2), evaluated(2))
-        monkeypatch.setattr(keeper, "write_snapshot", torn)
+        monkeypatch.setattr(manager, "write_snapshot", torn)
         follow(trained(4), evaluated(4), trained(6), evaluated(6))
     assert steps(tmp_path) == [2, 4]
 
@@ -197,7 +200,7 @@ def test_an_interrupt_does_not_wait_for_a_save(tmp_path: Path, monkeypatch: pyte
         while True:
             between()
 
-    monkeypatch.setattr(keeper, "write_snapshot", endless)
+    monkeypatch.setattr(manager, "write_snapshot", endless)
     with pytest.raises(KeyboardInterrupt), keeping(tmp_path, Retention(1, 1, None)) as (_, follow):
         follow(trained(1))
         begun.wait(60)
@@ -206,7 +209,7 @@ def test_an_interrupt_does_not_wait_for_a_save(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_unknown_metric_is_told_at_the_first_step(tmp_path: Path) -> None:
-    says = r"snapshot.monitor=top9: is not measured here; one of: loss, mean_absolute_error, top1"
+    says = r"snapshot.monitor=top9: this run does not measure it; one of: loss, mean_absolute_error, top1"
     with pytest.raises(ConfigError, match=says), keeping(tmp_path, Retention(1, 1, "top9")) as (_, follow):
         follow(trained(1))
 
@@ -215,6 +218,6 @@ def test_asking_twice_saves_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with keeping(tmp_path, Retention(100, 1, None)) as (one, follow):
         follow(trained(1))
         one.save_now()
-        monkeypatch.setattr(keeper, "write_snapshot", None)
+        monkeypatch.setattr(manager, "write_snapshot", None)
         one.save_now()
     assert steps(tmp_path) == [1] and replace(one.position, seconds=0.0).step == 1

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gpipe_cli.training.snapshot.finding import newest_valid, snapshot_paths
+from gpipe_cli.training.snapshot.discovery import newest_valid_snapshot, snapshot_paths
 from tests.training import session
 from tests.training.session import (
     Case,
@@ -71,7 +71,7 @@ def test_a_run_that_was_killed_goes_on_to_the_bit(tmp_path: Path, case: Case, fa
     expected = reference(case, tmp_path)
     directory = tmp_path / "run"
     assert in_a_child(lambda: run(directory, case, at_fact=kill_at(facts))) == -signal.SIGKILL
-    assert newest_valid(directory).newest is not None
+    assert newest_valid_snapshot(directory).newest is not None
     assert in_a_child(lambda: run(directory, case)) == 0
     assert result(directory) == expected
 
@@ -142,7 +142,7 @@ def torn(case: Case, directory: Path, expected: dict[str, Any], deadly: int) -> 
     if code == 0:
         return False
     assert code == -signal.SIGKILL
-    found = newest_valid(directory)
+    found = newest_valid_snapshot(directory)
     assert not found.damaged, "what has the name of a snapshot is whole"
     rows = (directory / "metrics.jsonl").read_text().count('"train"')
     saved = 0 if found.newest is None else found.newest.manifest.record["step"]
@@ -204,7 +204,7 @@ def test_a_run_may_be_killed_at_any_time_again_and_again(tmp_path: Path, kills: 
         attempt += 1
         for code in killed_at_random(directory, case, chance, longest=0.4):
             killed += code == -signal.SIGKILL
-            found = newest_valid(directory)
+            found = newest_valid_snapshot(directory)
             assert not found.damaged
         assert result(directory) == expected
     assert killed >= kills
@@ -242,7 +242,7 @@ def test_a_request_to_stop_saves_the_step_under_way_and_the_run_goes_on_to_the_b
         else {"at_fact": lambda now: ask() if now == 3 else None}
     )
     assert in_a_child(stopped(directory, case, **when)) == 0
-    found = newest_valid(directory).newest
+    found = newest_valid_snapshot(directory).newest
     assert found is not None
     assert (found.manifest.record["step"], found.manifest.record["evaluation"]) == (4, None)
     assert in_a_child(lambda: run(directory, case)) == 0

@@ -1,0 +1,260 @@
+"""When to save a snapshot, and which old ones to remove; saving between steps, and on a request to stop."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self, final
+
+import torch
+
+from gpipe_cli.engines.protocol import Engine
+from gpipe_cli.engines.state import EngineState
+from gpipe_cli.errors import ConfigError, GpipeError, ResourceError, RunError
+from gpipe_cli.safe_files import open_directory, writing
+from gpipe_cli.training.loop import EvalResult, Position, TrainFact, TrainSpec
+from gpipe_cli.training.signals import StopRequested, StopRequests
+from gpipe_cli.training.snapshot.contents import check_savable, copy_state, replace_record, write_snapshot
+from gpipe_cli.training.snapshot.discovery import SNAPSHOTS, snapshot_path, snapshot_paths
+from gpipe_cli.training.snapshot.durable import remove_atomically
+from gpipe_cli.training.snapshot.manifest import verify_snapshot
+from gpipe_cli.training.snapshot.record import BestEvaluation, TrainingRecord, versions
+from gpipe_cli.training.snapshot.retention import Retention
+
+SLOW_DISK = 50e6
+"""Bytes per second, for the duration of a save before one was measured."""
+TIME_MARGIN = 1.5
+"""The next step or save may take this much longer than the longest one measured."""
+
+
+def save_and_stop(
+    facts: Generator[TrainFact, None, None], snapshots: SnapshotManager, stops: StopRequests
+) -> Iterator[TrainFact]:
+    """Pass the facts of the loop on, save between them, and stop on a request after a last snapshot.
+
+    The consumer writes each fact to metrics.jsonl before it asks for the next one, so a snapshot, which is saved when
+    it does, never knows a row that the file lacks. On a request to stop this raises StopRequested.
+    """
+    longest = 0.0
+    last = time.monotonic()
+    try:
+        for fact in facts:
+            yield fact
+            snapshots.after(fact)
+            longest, last = max(longest, time.monotonic() - last), time.monotonic()
+            stops.reserve = TIME_MARGIN * (snapshots.save_seconds + longest)
+            if not snapshots.finished and (request := stops.agreed()):
+                raise request
+        snapshots.save_now()
+    except StopRequested:  # from here, or from the batches of an evaluation that was under way
+        snapshots.save_now()
+        raise
+    finally:
+        facts.close()
+
+
+@final
+class SnapshotManager:
+    """Saves the engine's state and keeps the newest snapshots and the best one. Leaving its `with` waits for a save.
+
+    A state is copied between two steps and written by a background thread; one that may be larger than memory is
+    written while training waits. An old snapshot is removed only after the new one has been read back whole.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        engine: Engine,
+        spec: TrainSpec,
+        retention: Retention,
+        resumed: TrainingRecord | None = None,
+        before_saving: Callable[[], None] = lambda: None,
+        *,
+        writes: bool = True,
+    ) -> None:
+        """writes: False for a rank that only takes part in the collectives which gather the state."""
+        self.position = Position() if resumed is None else resumed.position
+        self._run, self._engine, self._spec, self._retention = run, engine, spec, retention
+        self._best = None if resumed is None else resumed.best
+        self._writes = writes
+        self._before_saving = before_saving
+        self._writer = _BackgroundWriter()
+        self._saved: Position | None = None
+        self._copy: EngineState | None = None
+        state = engine.state()
+        check_savable(state)
+        size = sum(tensor.nbytes for tensor in (*state.model.values(), *state.optimizer.values()))
+        self.save_seconds = size / SLOW_DISK
+        if writes:
+            with writing(run / SNAPSHOTS):
+                (run / SNAPSHOTS).mkdir(exist_ok=True)
+                with open_directory(run / SNAPSHOTS, run):
+                    pass  # raises if it is a link, for example to the snapshots of another run
+
+    def after(self, fact: TrainFact) -> None:
+        """Save if it is time to, after a step or an evaluation."""
+        self._writer.check()
+        metrics = {"loss", *fact.means}
+        if self._retention.monitor not in {None, *metrics}:
+            raise ConfigError(
+                f"snapshot.monitor={self._retention.monitor}: this run does not measure it; "
+                f"one of: {', '.join(sorted(metrics))}"
+            )
+        self.position = self.position.after(fact)
+        if self._spec.evaluates_after(fact.step) and not isinstance(fact, EvalResult):
+            return  # save after the evaluation, so that a resumed run need not repeat it
+        best = isinstance(fact, EvalResult) and self._update_best(fact)
+        every = self._retention.every
+        due = isinstance(fact, EvalResult) if every is None else fact.step % every == 0
+        if best or due or fact.step == self._spec.steps:
+            self._save()
+
+    def save_now(self) -> None:
+        """Save the present state, unless it is saved already, and wait until it is on the disk."""
+        if self._saved != self.position and self.position.step > 0:
+            self._save()
+        self._writer.wait()
+
+    @property
+    def finished(self) -> bool:
+        return self.position.step == self._spec.steps and self.position.evaluated
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._writer.wait()
+        elif issubclass(kind, Exception):  # a save that began before the failure is still good
+            with suppress(GpipeError):  # the failure under way came first, so it is the one to report
+                self._writer.wait()
+        else:  # a second Ctrl-C: end now
+            self._writer.abandon()
+
+    def _update_best(self, fact: EvalResult) -> bool:
+        metric = self._retention.monitor
+        if metric is None:
+            return False
+        value = fact.loss if metric == "loss" else fact.means[metric]
+        best = self._best
+        if best is not None and best.metric == metric and not self._retention.is_better(value, best.value):
+            return False
+        self._best = BestEvaluation(metric, value, fact.step)
+        return True
+
+    def _save(self) -> None:
+        self._writer.wait()
+        began = time.monotonic()
+        self._before_saving()
+        # Every rank calls state(): an engine of several processes gathers it with collectives.
+        path, state = snapshot_path(self._run, self.position.step), self._engine.state()
+        self._saved = self.position
+        if not self._writes:
+            return
+        record = TrainingRecord(
+            self.position,
+            self._best,
+            self._spec.steps_per_epoch,
+            self._spec.seed,
+            torch.get_num_threads(),
+            versions(),
+            state.numbers,
+        )
+        if os.path.isdir(path) and not path.is_symlink():  # noqa: PTH112 - False, not an error, without permission
+            # Only a run that was resumed from this very snapshot gets here, to add its evaluation: no tensor changed.
+            replace_record(path, record)
+            return
+        streamed = state.fetch is not None
+        if not streamed:
+            state = self._copy = copy_state(state, self._copy)
+
+        def write(on_chunk: Callable[[], None]) -> None:
+            write_snapshot(path, state, record, on_chunk)
+            self.save_seconds = time.monotonic() - began
+            self._remove_old(path, record.best)
+
+        self._writer.start(write)
+        if streamed:  # it reads the engine's own tensors, which the next step changes
+            self._writer.wait()
+
+    def _remove_old(self, newest: Path, best: BestEvaluation | None) -> None:
+        """best: as of `newest`; by now training may know a better evaluation whose snapshot is not written yet."""
+        best_path = None if best is None else snapshot_path(self._run, best.step)
+        old = [path for path in snapshot_paths(self._run)[self._retention.keep :] if path != best_path]
+        if not old:
+            return
+        try:
+            verify_snapshot(newest)
+            for path in old:
+                remove_atomically(path, self._run)
+        except RunError as error:
+            raise ResourceError(f"the new snapshot does not read back as written: {error}") from error
+        except OSError as error:
+            raise ResourceError(f"an old snapshot cannot be removed: {error}") from error
+
+
+class WriteAbandoned(Exception):
+    """Raised inside a write that is no longer wanted."""
+
+
+@final
+class _BackgroundWriter:
+    """Runs one write at a time in a thread. The training thread raises its failure at the next call."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._abandoned = threading.Event()
+        self._ended = threading.Event()
+
+    def start(self, write: Callable[[Callable[[], None]], None]) -> None:
+        """Run `write` once the previous write has ended; it calls its argument between chunks."""
+        self.wait()
+        self._ended.clear()
+        # A daemon: the interpreter does not wait for it when a second Ctrl-C ends the process.
+        self._thread = threading.Thread(target=self._run, args=(write,), name="gpipe-snapshot", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise the failure of the last write, if it failed."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def wait(self) -> None:
+        """Wait until the write has ended, then `check`."""
+        self._join()
+        self.check()
+
+    def abandon(self) -> None:
+        """End the write at its next chunk, and ignore how it ended."""
+        self._abandoned.set()
+        self._join()
+        self._failure = None
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            # A join that a signal interrupts leaves the thread marked as ended though it still runs, so a later join
+            # would return at once. Wait for the event first.
+            self._ended.wait()
+            self._thread.join()
+            self._thread = None
+
+    def _run(self, write: Callable[[Callable[[], None]], None]) -> None:
+        try:
+            write(self._check_abandoned)
+        except BaseException as error:  # noqa: BLE001 - raised again in the training thread
+            self._failure = error
+        finally:
+            self._ended.set()
+
+    def _check_abandoned(self) -> None:
+        if self._abandoned.is_set():
+            raise WriteAbandoned
