@@ -1,16 +1,24 @@
-"""Whatever is wrong with a command line: the right exit code, one line on stderr, nothing left behind."""
+"""Every mistake on a command line ends with the right exit code and one line on stderr, and writes no file."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from gpipe_cli.config.load import Request, compose_all, settings_of
+from gpipe_cli.config.schema import GROUPS
+from gpipe_cli.errors import ConfigError
 
 BROKEN = "allow=[tests] model._target_=tests.broken_models"
 
-# (words, exit code, what the line must say)
-CASES: list[tuple[str, int, str]] = [
+# (command line, exit code, what the error says)
+COMMAND_LINES: list[tuple[str, int, str]] = [
     ("trian", 2, "unknown command 'trian'; did you mean 'train'?"),
     ("frobnicate", 2, "one of: balance, cp, env, eval, export, ls, plan, profile, report, train"),
     ("train --jsn", 2, "unknown flag --jsn; did you mean '--json'?"),
@@ -49,15 +57,15 @@ CASES: list[tuple[str, int, str]] = [
     ("train engine=offload engine.memory=1KiB", 2, "engine.memory=1KiB: cannot be kept, "),
     ("train engine=offload schedule=1f1b", 2, "schedule: has no effect with engine=offload; leave it out"),
     ("train engine.offload=tape", 2, "engine.offload=tape: must be one of: cpu, disk, or null"),
-    ("profile engine=offload", 2, "engine=offload: is for the steps that timeline=true runs"),
-    ("profile timeline=true engine=single", 2, "engine=single: has no timeline; one of: threads, offload"),
-    ("profile timeline=true engine.offload=tape", 2, "engine.offload=tape: must be one of: cpu, disk"),
+    (
+        "profile seconds=0 timeline=true engine.offload=tape",
+        2,
+        "engine.offload=tape: must be one of: cpu, disk",
+    ),
     ("profile timeline=true engine=offload engine.slices=0", 2, "engine.slices=0: must be at least 1"),
     ("profile timeline=true engine=offload partitions=2", 2, "partitions: has no effect with engine=offload"),
     ("train steps=0", 2, "steps=0: must be at least 1"),
     ("train steps=1.5", 2, "steps=1.5: expected a whole number"),
-    ("train batch_size=-5", 2, "batch_size=-5: must be at least 1"),
-    ("train batch_size=0 chunks=0", 2, "chunks=0: must be at least 1; batch_size=0: must be at least 1"),
     ("train chunks=abc", 2, "chunks=abc: expected a whole number"),
     ("train chunks=null", 2, "chunks=null: must not be null"),
     ("train chunks=[1", 2, "chunks=[1: cannot be read"),
@@ -66,12 +74,9 @@ CASES: list[tuple[str, int, str]] = [
     ("train balance=[4,6]", 2, "balance=manual balance.layers=[4,6]"),
     ("train balance=manual", 2, "balance.layers: must be given"),
     ("train balance=manual balance.layers=[4,4]", 2, "covers 8 layers, the model has 10"),
-    ("train balance=manual balance.layers=[10,0]", 2, "every entry must be a positive whole number"),
-    ("train balance=manual balance.layers=[4,6] partitions=3", 2, "makes 2 partitions"),
     ("train partitions=11", 2, "partitions=11: the model has only 10 layers"),
     ("balance partitions=11", 2, "partitions=11: the model has only 10 layers; give at most that many"),
     ("balance balance=manual balance.layers=[4,4]", 2, "covers 8 layers, the model has 10"),
-    ("balance balance=manual balance.layers=[11,-1]", 2, "every entry must be a positive whole number"),
     *(
         (
             f"balance --by {by} data=synthetic data.shape=[1,8,8] batch_size=8",
@@ -81,8 +86,6 @@ CASES: list[tuple[str, int, str]] = [
         )
         for by in ("time", "size", "params")
     ),
-    ("balance device_memory=11XB", 2, "device_memory=11XB: expected a number of bytes such as 11GiB"),
-    ("balance device_memory=0", 2, "device_memory=0: expected a number of bytes such as 11GiB"),
     (
         "balance --by params device_memory=1MiB data.size=8 batch_size=8",
         2,
@@ -94,15 +97,9 @@ CASES: list[tuple[str, int, str]] = [
         "device_memory=100MiB: balance [9, 1] needs ",
     ),
     ("train engine=single device_memory=1GiB", 2, "device_memory: has no effect with engine=single"),
-    ("train partitions=3 devices=[cpu,cpu]", 2, "partitions=3: devices=['cpu', 'cpu'] are 2"),
-    ("train partitions=2 devices=3", 2, "partitions=2: devices=3 are 3; one device per partition is needed"),
     ("train engine=single devices=2", 2, "devices=2: engine=single runs on one device"),
     ("train devices=[cuda:7]", 2, "'cuda:7' is not here"),
     ("train devices=[gpu]", 2, "'gpu' is no device"),
-    ("train devices=[]", 2, "devices=[]: a list of names or numbers is needed"),
-    ("train devices=0", 2, "devices=0: must be auto, a number of devices or a list"),
-    ("train threads=1000000000", 2, "threads=1000000000: must be at most 1024"),
-    ("train devices=1000000000", 2, "devices=1000000000: must be at most 1024"),
     ("train run_dir=a(b", 2, "put it in quotes that the shell leaves alone: \"run_dir='a(b'\""),
     (
         "train model=mlp model.width=10000000000000",
@@ -114,7 +111,6 @@ CASES: list[tuple[str, int, str]] = [
         6,
         "out of memory while loading the data: 4,000,000,000,000,000 bytes could not be had; choose a smaller data",
     ),
-    ("train threads=some", 2, "threads=some: must be auto or a whole number from 1"),
     (
         "train engine=single balance=manual balance.layers=[10]",
         2,
@@ -122,19 +118,7 @@ CASES: list[tuple[str, int, str]] = [
     ),
     ("train engine=single schedule=gpipe", 2, "schedule: has no effect with engine=single"),
     ("train data_parallel=2", 2, "data_parallel: has no effect with engine=threads; leave it out"),
-    ("train engine=processes data_parallel=0", 2, "data_parallel=0: must be at least 1"),
-    (
-        "train engine=processes data_parallel=2 devices=3",
-        2,
-        "data_parallel=2: devices=3 are 3; every replica needs as many of them",
-    ),
-    (
-        "train engine=processes data_parallel=2 partitions=3 devices=4",
-        2,
-        "partitions=3: devices=4 are 4, 2 for each of data_parallel=2 replicas; one device per partition is needed",
-    ),
     ("train engine=processes partitions=11", 2, "partitions=11: the model has only 10 layers"),
-    ("train engine=processes engine.max_restarts=-1", 2, "engine.max_restarts=-1: must be at least 0"),
     ("train engine=processes engine.max_restarts=x", 2, "engine.max_restarts=x: expected a whole number"),
     ("train engine=single partitions=2", 2, "partitions: has no effect with engine=single"),
     (
@@ -143,20 +127,8 @@ CASES: list[tuple[str, int, str]] = [
         "checkpoint=['always', 'never', 'never']: checkpoint has 3 modes for 2 partitions; give one for each",
     ),
     ("plan checkpoint=[always,never]", 2, "gpipe plan finds a mode for each partition; leave it out"),
-    ("train checkpoint=sometimes", 2, "checkpoint=sometimes: one of: always, except_last, never"),
-    ("train precision=fp8", 2, "precision=fp8: one of: bf16, fp16, fp32"),
-    ("train seed=-1", 2, "seed=-1: must be at least 0"),
-    ("train clip_grad_norm=0", 2, "clip_grad_norm=0.0: must be positive, or null for none"),
     ("train log=3", 2, "log=3: holds several keys"),
-    ("train model.num_classes=${foo}", 2, "model.num_classes: interpolation key 'foo' not found"),
     ("train model.num_classes=ten", 2, "model.num_classes=ten: expected a whole number"),
-    ("train model._target_=os.system", 2, "model._target_=os.system: not allowed here"),
-    (
-        "train model._target_=gpipe_cli.models.nothing.build",
-        2,
-        "gpipe_cli.models.nothing.build: not allowed here",
-    ),
-    ("train allow=['a;b']", 2, "is no package name"),
     ("train data=mnist data.root=nowhere", 3, "nowhere"),
     ("train data.size=0", 2, "data.size=0"),
     ("train data.timeout=0", 2, "data.timeout=0: must be a positive number of seconds"),
@@ -175,25 +147,17 @@ CASES: list[tuple[str, int, str]] = [
     ("train +hydra.callbacks.x._target_=os.system", 2, "takes no key of Hydra"),
     ("eval", 2, "run: say which run to evaluate"),
     ("eval run=nowhere", 4, "run=nowhere: no such directory"),
-    ("eval run=.", 4, "there is no snapshot in it"),
-    ("eval run=. weights=x.pth", 2, "run and weights exclude each other"),
+    ("eval run=.", 4, "contains no snapshot"),
     ("eval snapshot=nowhere", 4, "snapshot=nowhere: no such directory"),
-    ("eval snapshot=.", 4, "snapshot=.: is no snapshot"),
+    ("eval snapshot=.", 4, "snapshot=.: not a snapshot"),
     ("eval weights=nowhere.pth", 4, "weights=nowhere.pth: no such file"),
-    ("train snapshot.every=0", 2, "snapshot.every=0: must be at least 1"),
-    ("train snapshot.every=sometimes", 2, "snapshot.every=sometimes: must be a number of steps, or epoch"),
-    ("train snapshot.keep=0", 2, "snapshot.keep=0: must be at least 1"),
-    ("train time_limit=soon", 2, "time_limit=soon: give seconds, or such as 90s"),
-    ("train time_limit=0", 2, "time_limit=0: give seconds, or such as 90s"),
-    ("train resume=auto", 2, "resume=auto: needs run_dir=<directory>"),
     ("train resume=nowhere", 4, "resume=nowhere: no such directory"),
-    ("train resume=. run_dir=x", 2, "run_dir=x: a resumed run goes on in its own directory"),
     ("train resume=. recipe=digits", 2, "recipe: gpipe train resume=... takes none"),
     ("export", 2, "give run=<directory> or snapshot=<directory>, one of them"),
     ("export rnu=x", 2, "unknown key 'rnu'; did you mean 'run'?"),
     ("export run=nowhere", 4, "run=nowhere: no such directory"),
     ("export run=. out=", 2, "out: give out=<file>"),
-    ("export run=.", 4, "there is no snapshot in it"),
+    ("export run=.", 4, "contains no snapshot"),
     ("report", 2, "say which run: gpipe report runs/train/..."),
     ("report nowhere", 4, "nowhere: no such directory"),
     ("report .", 4, ".: is no run directory, it has none of launch.json"),
@@ -215,20 +179,12 @@ CASES: list[tuple[str, int, str]] = [
     ("train lr_schedule=constant lr_schedule.warmup=-1", 2, "lr_schedule.warmup=-1: must be at least 0"),
     ("train lr_schedule=step lr_schedule.milestones=[a]", 2, "expected a list of numbers"),
     ("train lr_schedule.rise=2", 2, "lr_schedule.rise=2: must be from 0 to 1"),
-    ("train model.num_classes=0", 2, "model.num_classes=0: must be at least 1"),
     ("train run_dir=", 2, "run_dir=: give the name of a directory"),
     (f"train run_dir={'x' * 300}", 2, "cannot be used: "),
     ("train engine=single log.layers=true", 2, "log.layers: has no effect with engine=single"),
     ("train engine=single log.partitions=true", 2, "log.partitions: has no effect with engine=single"),
     ("eval run=. recipe=digits", 2, "recipe: gpipe eval takes none"),
     ("-sc install=nosh", 2, "-sc install=nosh: one of: install=bash"),
-    (
-        "profile timeline=true measure=false",
-        2,
-        "timeline=true: runs the model, and measure=false runs nothing",
-    ),
-    ("profile steps=0", 2, "steps=0: must be at least 1"),
-    ("profile sort=tme", 2, "sort=tme: did you mean 'time'?"),
     ("profile measure=perhaps", 2, "measure=perhaps: expected true or false"),
     ("train balance=time balance.cach=false", 2, "did you mean 'balance.cache'?"),
     ("env now", 2, "gpipe env takes no arguments"),
@@ -241,7 +197,11 @@ CASES: list[tuple[str, int, str]] = [
         2,
         "layer '1' (Naming) returns what no pipe carries: expected Tensor, but got set as output['features']. ",
     ),
-    (f"train {BROKEN}.returns_a_list", 2, "Listing returns a list; a model gives a tensor, or a tuple or"),
+    (
+        f"train {BROKEN}.returns_a_list",
+        2,
+        "Listing returns a list; a model must return a tensor, or a tuple or",
+    ),
     (
         f"train {BROKEN}.looks_at_values",
         2,
@@ -262,14 +222,95 @@ CASES: list[tuple[str, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("words", "code", "says"), CASES, ids=[case[0] for case in CASES])
+# (command line, what the error says): values that are judged once the configuration is composed
+SETTINGS: list[tuple[str, str]] = [
+    ("profile engine=offload", "engine=offload: is for the steps that timeline=true runs"),
+    ("profile timeline=true engine=single", "engine=single: has no timeline; one of: threads, offload"),
+    ("train batch_size=-5", "batch_size=-5: must be at least 1"),
+    ("train batch_size=0 chunks=0", "chunks=0: must be at least 1; batch_size=0: must be at least 1"),
+    ("train balance=manual balance.layers=[10,0]", "every entry must be a positive whole number"),
+    ("train balance=manual balance.layers=[4,6] partitions=3", "makes 2 partitions"),
+    ("balance balance=manual balance.layers=[11,-1]", "every entry must be a positive whole number"),
+    ("balance device_memory=11XB", "device_memory=11XB: expected a number of bytes such as 11GiB"),
+    ("balance device_memory=0", "device_memory=0: expected a number of bytes such as 11GiB"),
+    ("train partitions=3 devices=[cpu,cpu]", "partitions=3: devices=['cpu', 'cpu'] are 2"),
+    ("train partitions=2 devices=3", "partitions=2: devices=3 are 3; one device per partition is needed"),
+    ("train devices=[]", "devices=[]: a list of names or numbers is needed"),
+    ("train devices=0", "devices=0: must be auto, a number of devices or a list"),
+    ("train threads=1000000000", "threads=1000000000: must be at most 1024"),
+    ("train devices=1000000000", "devices=1000000000: must be at most 1024"),
+    ("train threads=some", "threads=some: must be auto or a whole number from 1"),
+    ("train engine=processes data_parallel=0", "data_parallel=0: must be at least 1"),
+    (
+        "train engine=processes data_parallel=2 devices=3",
+        "data_parallel=2: devices=3 are 3; every replica needs as many of them",
+    ),
+    (
+        "train engine=processes data_parallel=2 partitions=3 devices=4",
+        "partitions=3: devices=4 are 4, 2 for each of data_parallel=2 replicas; one device per partition is needed",
+    ),
+    ("train engine=processes engine.max_restarts=-1", "engine.max_restarts=-1: must be at least 0"),
+    ("train checkpoint=sometimes", "checkpoint=sometimes: one of: always, except_last, never"),
+    ("train precision=fp8", "precision=fp8: one of: bf16, fp16, fp32"),
+    ("train seed=-1", "seed=-1: must be at least 0"),
+    ("train clip_grad_norm=0", "clip_grad_norm=0.0: must be positive, or null for none"),
+    ("train model.num_classes=${foo}", "model.num_classes: interpolation key 'foo' not found"),
+    ("train model._target_=os.system", "model._target_=os.system: not allowed here"),
+    (
+        "train model._target_=gpipe_cli.models.nothing.build",
+        "gpipe_cli.models.nothing.build: not allowed here",
+    ),
+    ("train allow=['a;b']", "is no package name"),
+    ("eval run=. weights=x.pth", "run and weights exclude each other"),
+    ("train snapshot.every=0", "snapshot.every=0: must be at least 1"),
+    ("train snapshot.every=sometimes", "snapshot.every=sometimes: must be a number of steps, or epoch"),
+    ("train snapshot.keep=0", "snapshot.keep=0: must be at least 1"),
+    ("train time_limit=soon", "time_limit=soon: give seconds, or such as 90s"),
+    ("train time_limit=0", "time_limit=0: give seconds, or such as 90s"),
+    ("train resume=auto", "resume=auto: needs run_dir=<directory>"),
+    ("train resume=. run_dir=x", "run_dir=x: a resumed run goes on in its own directory"),
+    ("train model.num_classes=0", "model.num_classes=0: must be at least 1"),
+    (
+        "profile timeline=true measure=false",
+        "timeline=true: runs the model, and measure=false runs nothing",
+    ),
+    ("profile steps=0", "steps=0: must be at least 1"),
+    ("profile sort=tme", "sort=tme: did you mean 'time'?"),
+]
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        *(pytest.param(*case, id=case[0]) for case in COMMAND_LINES),
+        *(pytest.param(line, 2, message, id=line, marks=pytest.mark.slow) for line, message in SETTINGS),
+    ],
+)
 def test_bad_input_ends_in_one_line_and_the_right_exit_code(
-    gpipe: Callable[..., object], tmp_path: Path, words: str, code: int, says: str
+    gpipe: Callable[..., Any], tmp_path: Path, line: str, code: int, message: str
 ) -> None:
-    answer = gpipe(*words.split())
-    assert says in answer.err
+    answer = gpipe(*line.split())
+    assert message in answer.err
     assert answer.code == code
     assert answer.err.startswith("gpipe: error: ")
     assert answer.err.count("\n") == 1
     assert answer.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@cache
+def composed_defaults(command: str, choices: tuple[str, ...]) -> DictConfig:
+    return compose_all(Request(command, choices), complete=False).first.tree
+
+
+@pytest.mark.parametrize(("line", "message"), SETTINGS, ids=[line for line, _ in SETTINGS])
+def test_a_bad_value_is_an_error_of_one_line(line: str, message: str) -> None:
+    """Hydra composes the defaults once here: composing takes ten times as long as judging the values."""
+    command, *overrides = line.split()
+    choices = tuple(word for word in overrides if word.partition("=")[0] in GROUPS)
+    tree = copy.deepcopy(composed_defaults(command, choices))
+    tree.merge_with(OmegaConf.from_dotlist([word for word in overrides if word not in choices]))
+    with pytest.raises(ConfigError) as caught:
+        settings_of(tree, command, overrides)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
