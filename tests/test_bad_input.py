@@ -135,7 +135,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     (
         "train data.timeout=5",
         2,
-        "data.timeout=5: waits for the workers of data.workers, of which there are none",
+        "data.timeout=5: has no effect with data.workers=0",
     ),
     ("train data=text data.path=nowhere", 3, "data.path=nowhere: cannot be read"),
     ("train model=gpt model.context=64", 2, "model.context=64: samples have 32 tokens; set data.context=64"),

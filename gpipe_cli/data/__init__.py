@@ -1,1 +1,1 @@
-"""Datasets, one file per family; reached through a YAML _target_."""
+"""Datasets, one file per family, which the YAML files of conf/data name by `_target_`."""

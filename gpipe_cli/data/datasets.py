@@ -1,17 +1,21 @@
-"""What a dataset is to the rest of gpipe, and datasets that live in memory.
+"""What a dataset is to gpipe, and what the dataset files share: the keys of all, seeds, and images in memory.
 
-A dataset builder returns one `Data`: samples to train on, samples held out, and the facts a model or a
-transform needs. The file knows nothing of files, of order or of batches.
+A dataset builder returns one `Data`: training samples, held-out samples, and what a model or transform must know.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
+
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.values import check_whole_number
 
 
 class Samples(Protocol):
@@ -23,7 +27,7 @@ class Samples(Protocol):
 
 @runtime_checkable
 class BatchedSamples(Protocol):
-    """Samples that give many at once, which for data in memory is many times faster than one by one."""
+    """Samples that can return many at once, which is much faster than one by one for data in memory."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor | int]: ...
@@ -37,26 +41,52 @@ class Data:
     test: Samples
     classes: int
     shape: tuple[int, ...]
-    """Of one input."""
+    """The shape of one input."""
     mean: tuple[float, ...] | None = None
-    """Per channel, over the training inputs; None where it is not known."""
+    """Per channel, over the training inputs; None if unknown."""
     std: tuple[float, ...] | None = None
     flips: bool = False
-    """Whether a mirrored input still belongs to its class: a cat does, a digit does not."""
+    """Whether a mirrored input keeps its class: a cat does, a digit does not."""
     workers: int = 0
-    """Processes that load samples; 0 loads them where they are used."""
+    """Processes that load samples; with 0 the training process loads them itself."""
     timeout: float | None = None
-    """Seconds such a process may take for a mini-batch."""
+    """Seconds that a worker may take for a mini-batch."""
+
+
+def check_common_keys(size: int | None, workers: int, timeout: float | None) -> None:
+    """Check the keys that every dataset has."""
+    if size is not None:
+        check_whole_number("data.size", size, least=1)
+    check_whole_number("data.workers", workers, least=0)
+    if timeout is None:
+        return
+    if not 0 < timeout < math.inf:  # also false for nan
+        raise ConfigError(f"data.timeout={timeout}: must be a positive number of seconds")
+    if not workers:
+        raise ConfigError(f"data.timeout={timeout}: has no effect with data.workers=0; set data.workers too")
+
+
+def derived_seed(*parts: int | str) -> int:
+    """Return a seed below 2**63 for a purpose such as (seed, "order", epoch), so that no seed has to be saved.
+
+    It is the same in every process, run and version, which Python's own hash() is not.
+    """
+    digest = blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def generator_for(*parts: int | str) -> torch.Generator:
+    return torch.Generator().manual_seed(derived_seed(*parts))
 
 
 @final
 class ImageSamples:
-    """Images in memory as small integers, given as floats from 0 to 1.
+    """Images in memory as uint8, returned as floats from 0 to 1.
 
     images: uint8 [length, channels, height, width].
     white: the value that becomes 1.
-    size: the side that images are scaled to; None leaves them as they are.
-    channels: how often a single channel is repeated.
+    size: the side to scale images to; None keeps theirs.
+    channels: how often to repeat a single channel.
     """
 
     def __init__(
@@ -81,12 +111,12 @@ class ImageSamples:
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         inputs = self._images.index_select(0, indices).float().div_(self._white)
         if self._size is not None:
-            inputs = scaled(inputs, self._size, self._size)
+            inputs = resize(inputs, self._size, self._size)
         return inputs.expand(-1, self._channels, -1, -1).contiguous(), self._targets.index_select(0, indices)
 
 
-def scaled(images: Tensor, height: int, width: int) -> Tensor:
-    """Images [length, channels, height, width] at another size, smooth both ways."""
+def resize(images: Tensor, height: int, width: int) -> Tensor:
+    """Scale images [length, channels, height, width] with antialiasing."""
     if images.shape[-2:] == (height, width):
         return images
     return interpolate(images, size=(height, width), mode="bilinear", antialias=True)

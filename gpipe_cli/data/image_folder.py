@@ -1,7 +1,6 @@
-"""Images in one folder per class: <root>/train/<class>/<image> and the same under test, or val.
+"""Images in one folder per class: <root>/train/<class>/<image> and the same under test or val.
 
-Decides which files count and how an image becomes a tensor of the wished size. Images are read when asked
-for; a broken one is an error that names its file.
+Images are read when they are needed; a broken one is an error that names its file.
 """
 
 from __future__ import annotations
@@ -14,26 +13,30 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from gpipe_cli.data.datasets import Data, scaled
-from gpipe_cli.data.keys import check_common_keys
+from gpipe_cli.data.datasets import Data, check_common_keys, resize
 from gpipe_cli.errors import DataError
 from gpipe_cli.safe_files import read_regular
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 _HELD_OUT = ("test", "val")
-_LARGEST = 2**28
-"""Bytes of an image file: more than any that is not refused for its pixels."""
+_MAX_BYTES = 2**28
+"""Bytes of an image file: more than PIL's limit on pixels lets through."""
 
 
 def build(
     root: str = "data/images", size: int | None = 224, workers: int = 0, timeout: float | None = None
 ) -> Data:
-    """Classes are the folders under <root>/train, in alphabetical order; size=null needs images all alike."""
+    """The classes are the folders under <root>/train, in alphabetical order.
+
+    With size=null all images must have the same size.
+    """
     check_common_keys(size, workers, timeout)
     train_folder = _folder(root, "train")
     classes = sorted(_class_folders(train_folder))
     if not classes:
-        raise DataError(f"data.root={root}: {train_folder} holds no folders; put one folder per class there")
+        raise DataError(
+            f"data.root={root}: {train_folder} has no folders; put a folder of images per class there"
+        )
     train = FolderSamples(train_folder, classes, size)
     test = FolderSamples(_folder(root, *_HELD_OUT), classes, size)
     return Data(
@@ -53,9 +56,9 @@ def build(
 class FolderSamples:
     def __init__(self, folder: Path, classes: list[str], size: int | None) -> None:
         self._size = size
-        strangers = _class_folders(folder) - set(classes)
-        if strangers:
-            raise DataError(f"{folder}: {', '.join(sorted(strangers))}: no such class under train")
+        unknown = _class_folders(folder) - set(classes)
+        if unknown:
+            raise DataError(f"{folder}: {', '.join(sorted(unknown))}: not a class under train")
         self._files = [
             (path, target) for target, name in enumerate(classes) for path in _images(folder / name)
         ]
@@ -67,16 +70,16 @@ class FolderSamples:
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, target = self._files[index]
-        image = _read(path)
-        return (image if self._size is None else middle_square(image, self._size)), target
+        image = _read_image(path)
+        return (image if self._size is None else center_crop(image, self._size)), target
 
 
 def _folder(root: str, *names: str) -> Path:
     for name in names:
         if (Path(root) / name).is_dir():
             return Path(root) / name
-    wanted = " or ".join(str(Path(root) / name) for name in names)
-    raise DataError(f"data.root={root}: {wanted} is missing; put a folder of images per class there")
+    expected = " or ".join(str(Path(root) / name) for name in names)
+    raise DataError(f"data.root={root}: {expected} is missing; put a folder of images per class there")
 
 
 def _class_folders(folder: Path) -> set[str]:
@@ -87,30 +90,30 @@ def _class_folders(folder: Path) -> set[str]:
 
 
 def _images(folder: Path) -> list[Path]:
-    # Sorted: the order in which a file system lists its files is not the same everywhere.
+    # Sorted, because file systems list files in different orders.
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
 
 
-def _read(path: Path) -> Tensor:
+def _read_image(path: Path) -> Tensor:
     try:
-        content = read_regular(path, _LARGEST)
+        content = read_regular(path, _MAX_BYTES)
         with Image.open(io.BytesIO(content)) as image:
-            return pixels(image)
-    except Exception as error:  # damaged bytes make a decoder raise nearly anything
+            return image_to_tensor(image)
+    except Exception as error:  # on damaged bytes a decoder may raise nearly anything
         raise DataError(f"{path}: not a readable image ({error})") from error
 
 
-def middle_square(image: Tensor, size: int) -> Tensor:
-    """The middle square at the wished size: nothing is stretched."""
+def center_crop(image: Tensor, size: int) -> Tensor:
+    """Crop the middle square and scale it to `size`, so that nothing is stretched."""
     height, width = image.shape[-2:]
     side = min(height, width)
     top, left = (height - side) // 2, (width - side) // 2
     square = image[:, top : top + side, left : left + side]
-    return scaled(square.unsqueeze(0), size, size).squeeze(0)
+    return resize(square.unsqueeze(0), size, size).squeeze(0)
 
 
-def pixels(image: Image.Image) -> Tensor:
-    """Colours from 0 to 1 as [3, height, width]."""
+def image_to_tensor(image: Image.Image) -> Tensor:
+    """Return the colours of an image from 0 to 1 as [3, height, width]."""
     rgb = image.convert("RGB")
     flat = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
     return flat.view(rgb.height, rgb.width, 3).permute(2, 0, 1).float().div_(255)

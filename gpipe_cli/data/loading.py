@@ -1,8 +1,8 @@
-"""Batches of one epoch: which samples, in which order, changed how.
+"""Batches of one epoch: which samples, in which order, with which random transforms.
 
-The order is a pure function of (seed, epoch), a random transform of (seed, epoch, sample). So an epoch can be
-entered at any batch, by any number of workers, with the same bits, and nothing has to be saved. torch's
-default generator never moves. The file knows nothing of models, losses or steps.
+The order is a pure function of (seed, epoch), a random transform of (seed, epoch, sample). So a run can enter an epoch
+at any batch, with any number of workers, and get the same bits, and a snapshot need not save anything about it.
+torch's default generator never advances.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from gpipe_cli.data.datasets import BatchedSamples, Samples
-from gpipe_cli.data.seeds import generator_for
+from gpipe_cli.data.datasets import BatchedSamples, Samples, generator_for
 from gpipe_cli.data.transforms import Transform
-from gpipe_cli.data.workers import Batch, fetched_by_workers
+from gpipe_cli.data.workers import Batch, load_in_workers
 from gpipe_cli.errors import DataError
 
 
@@ -42,10 +41,12 @@ def batches(
     replica: int = 0,
     replicas: int = 1,
 ) -> Generator[Batch, None, None]:
-    """The epoch's batches from number `start` on; those before it are skipped without loading them.
+    """Yield the epoch's batches from number `start` on, without loading those before it.
 
-    Close the generator, or drop it, to end its workers early. timeout: seconds a worker may take for a batch.
-    replica: of how many, each of which reads its part of every batch.
+    timeout: seconds that a worker may take for a batch.
+    replica: the index of this replica; each of the `replicas` reads its own part of every batch.
+
+    Close the generator, or drop it, to stop its workers early.
     """
     assert batch_size > 0 and start >= 0 and workers >= 0
     length = len(samples)
@@ -55,110 +56,118 @@ def batches(
             f"{length} samples make no batch of {batch_size}: give more data or a smaller batch_size"
         )
     order = epoch_order(length, seed=seed, epoch=epoch, shuffle=shuffle)
-    wanted = [
-        _part(Wanted(epoch, order[number * batch_size : (number + 1) * batch_size]), replica, replicas)
-        for number in range(start, count)
-    ]
-    fetch = Fetch(samples, transform, seed)
-    if workers and wanted:
-        return fetched_by_workers(fetch, wanted, workers, timeout)
-    return (fetch(item) for item in wanted)
+    requests = []
+    for number in range(start, count):
+        indices = order[number * batch_size : (number + 1) * batch_size]
+        own = replica_part(indices, replica, replicas)
+        # An empty batch still has a shape, which only a sample can tell.
+        requests.append(BatchRequest(epoch, own or indices[:1], without_rows=not own))
+    load = BatchLoader(samples, transform, seed)
+    if workers and requests:
+        return load_in_workers(load, requests, workers, timeout)
+    return (load(request) for request in requests)
 
 
 def replica_part(indices: list[int], replica: int, replicas: int) -> list[int]:
-    """The samples of a batch that one of the replicas reads: consecutive ones, as many as the others, or one more.
+    """Return the samples of a batch that a replica reads: consecutive ones, as many as the others, or one more.
 
-    So the parts of all replicas one after another are the batch. In one with fewer samples than replicas the last
-    of them have none.
+    The parts of all replicas in order are the batch. If a batch has fewer samples than there are replicas, the last
+    replicas have none.
     """
     small, larger = divmod(len(indices), replicas)
     begin = replica * small + min(replica, larger)
     return indices[begin : begin + small + (replica < larger)]
 
 
-def _part(whole: Wanted, replica: int, replicas: int) -> Wanted:
-    own = replica_part(whole.indices, replica, replicas)
-    # A batch of no samples still has a shape, which only a sample can tell.
-    return Wanted(whole.epoch, own) if own else Wanted(whole.epoch, whole.indices[:1], only_its_shape=True)
-
-
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """The indices of all samples in the order of this epoch."""
+    """Return the indices of all samples in the order of this epoch."""
     if not shuffle:
         return list(range(length))
     order: list[int] = torch.randperm(length, generator=generator_for(seed, "order", epoch)).tolist()
     return order
 
 
+def check_batch(input: Tensor, target: Tensor) -> None:
+    if len(input) != len(target):
+        raise DataError(f"a batch has {len(input)} inputs but {len(target)} targets")
+
+
+def check_labels(target: Tensor, classes: int) -> None:
+    """Check that labels are from 0 to classes - 1: on some devices cross_entropy reads foreign memory otherwise."""
+    if not target.numel():
+        return
+    low, high = (int(bound) for bound in target.aminmax())
+    if low < 0 or high >= classes:
+        wrong = low if low < 0 else high
+        raise DataError(f"label {wrong} is out of range: the model has {classes} classes, 0 to {classes - 1}")
+
+
 @final
 @dataclass(frozen=True)
-class Wanted:
-    """One batch to fetch. It carries the epoch, so that whoever fetches needs no state."""
+class BatchRequest:
+    """A batch to load. It carries the epoch, so that the loader needs no state."""
 
     epoch: int
     indices: list[int]
-    only_its_shape: bool = False
-    """Give a batch without rows."""
+    without_rows: bool = False
+    """Return an empty batch of the right shape."""
 
 
 @final
-class Fetch:
-    """Turns what is wanted into a batch; it remembers nothing, so any process can do it."""
+class BatchLoader:
+    """Loads the batch of a request. It has no state, so that any worker process can load any batch."""
 
     def __init__(self, samples: Samples, transform: Transform | None, seed: int) -> None:
         self._samples, self._transform, self._seed = samples, transform, seed
-        self._batched = samples if isinstance(samples, BatchedSamples) else None
 
-    def __call__(self, wanted: Wanted) -> Batch:
-        input, target = (
-            self._one_by_one(wanted) if self._batched is None else self._together(self._batched, wanted)
-        )
-        return (input[:0], target[:0]) if wanted.only_its_shape else (input, target)
+    def __call__(self, request: BatchRequest) -> Batch:
+        if isinstance(self._samples, BatchedSamples):
+            input, target = self._load_together(self._samples, request)
+        else:
+            input, target = self._load_one_by_one(request)
+        return (input[:0], target[:0]) if request.without_rows else (input, target)
 
-    def _together(self, samples: BatchedSamples, wanted: Wanted) -> Batch:
-        with _naming(f"samples {wanted.indices[0]}, ..."):
-            inputs, targets = samples.batch(torch.tensor(wanted.indices))
+    def _load_together(self, samples: BatchedSamples, request: BatchRequest) -> Batch:
+        with _errors_name(f"samples {request.indices[0]}, ..."):
+            inputs, targets = samples.batch(torch.tensor(request.indices))
             if self._transform is None:
                 return inputs, targets
             if not self._transform.random:
                 return self._transform(inputs, None), targets
-        changed = []
-        for input, index in zip(inputs, wanted.indices, strict=True):
-            with _naming(f"sample {index}"):
-                changed.append(self._changed(input, wanted.epoch, index))
-        return torch.stack(changed), targets
+        transformed = []
+        for input, index in zip(inputs, request.indices, strict=True):
+            with _errors_name(f"sample {index}"):
+                transformed.append(self._transformed(input, request.epoch, index))
+        return torch.stack(transformed), targets
 
-    def _one_by_one(self, wanted: Wanted) -> Batch:
+    def _load_one_by_one(self, request: BatchRequest) -> Batch:
         inputs, targets = [], []
-        for index in wanted.indices:
-            with _naming(f"sample {index}"):
+        for index in request.indices:
+            with _errors_name(f"sample {index}"):
                 input, target = self._samples[index]
-                inputs.append(self._changed(input, wanted.epoch, index))
+                inputs.append(self._transformed(input, request.epoch, index))
                 targets.append(torch.as_tensor(target))
-                _check_alike(inputs, wanted.indices)
+                if inputs[0].shape != inputs[-1].shape:
+                    raise DataError(
+                        f"has the shape {list(inputs[-1].shape)}, but sample {request.indices[0]} of the same batch "
+                        f"has {list(inputs[0].shape)}; set data.size to scale all images to the same size"
+                    )
         return torch.stack(inputs), torch.stack(targets)
 
-    def _changed(self, input: Tensor, epoch: int, index: int) -> Tensor:
+    def _transformed(self, input: Tensor, epoch: int, index: int) -> Tensor:
         if self._transform is None:
             return input
-        chance = generator_for(self._seed, "transform", epoch, index) if self._transform.random else None
-        return self._transform(input, chance)
-
-
-def _check_alike(inputs: list[Tensor], indices: list[int]) -> None:
-    first, last = inputs[0].shape, inputs[-1].shape
-    if first != last:
-        raise DataError(
-            f"has the shape {list(last)}, and sample {indices[0]} of the same batch {list(first)}; "
-            "set data.size to make images alike"
+        is_random = self._transform.random
+        return self._transform(
+            input, generator_for(self._seed, "transform", epoch, index) if is_random else None
         )
 
 
 @contextmanager
-def _naming(what: str) -> Iterator[None]:
+def _errors_name(samples: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise DataError(f"{what}: {error}") from error
-    except Exception as error:  # a dataset may be anybody's code; which sample broke it is what helps
-        raise DataError(f"{what}: {type(error).__name__}: {error}") from error
+        raise DataError(f"{samples}: {error}") from error
+    except Exception as error:  # a user's dataset may raise anything; say which sample it was
+        raise DataError(f"{samples}: {type(error).__name__}: {error}") from error

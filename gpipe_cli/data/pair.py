@@ -1,7 +1,4 @@
-"""Two datasets of torchvision, or of your own, put together: one to train on, one held out.
-
-Decides how their samples become tensors. The datasets themselves are named in the configuration.
-"""
+"""Two map-style datasets, of torchvision or your own, as one: the first to train on, the second held out."""
 
 from __future__ import annotations
 
@@ -10,15 +7,14 @@ from typing import Any, Protocol, final
 from PIL import Image
 from torch import Tensor
 
-from gpipe_cli.data.datasets import Data
-from gpipe_cli.data.image_folder import middle_square, pixels
-from gpipe_cli.data.keys import check_common_keys
+from gpipe_cli.data.datasets import Data, check_common_keys
+from gpipe_cli.data.image_folder import center_crop, image_to_tensor
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.values import check_whole_number
 
 
 class Dataset(Protocol):
-    """A map-style dataset: images or tensors, each with its class."""
+    """A map-style dataset of images or tensors, each with its class."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
@@ -39,17 +35,10 @@ def build(
             raise ConfigError(f"data.{key}: must be a dataset, {{_target_: ...}} with its arguments")
         if len(dataset) == 0:
             raise DataError(f"data.{key}: has no samples")
-    first = PairSamples(train, size)
-    shape = tuple(first[0][0].shape)
-    return Data(
-        first,
-        PairSamples(test, size),
-        classes=classes,
-        shape=shape,
-        flips=False,
-        workers=workers,
-        timeout=timeout,
-    )
+    samples = PairSamples(train, size)
+    shape = tuple(samples[0][0].shape)
+    test_samples = PairSamples(test, size)
+    return Data(samples, test_samples, classes=classes, shape=shape, workers=workers, timeout=timeout)
 
 
 @final
@@ -63,7 +52,7 @@ class PairSamples:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor | int]:
         input, target = self._dataset[index]
         if isinstance(input, Image.Image):
-            input = pixels(input)
+            input = image_to_tensor(input)
         if not isinstance(input, Tensor):
-            raise DataError(f"gives a {type(input).__name__}; an image or a tensor is needed")
-        return (input if self._size is None else middle_square(input, self._size)), target
+            raise DataError(f"returns a {type(input).__name__} as input; it must return an image or a tensor")
+        return (input if self._size is None else center_crop(input, self._size)), target

@@ -1,7 +1,7 @@
-"""Made-up images of discs, squares and triangles, and for each pixel which of them it belongs to.
+"""Generated images of discs, squares and triangles, with the class of each pixel as target.
 
-A network can learn it only by their outlines: colours and places are drawn at random. Each sample is a pure
-function of (seed, index), computed when asked for.
+Colours and positions are random, so a network can learn only from outlines. Each sample is a pure function of
+(seed, index) and is generated when it is needed.
 """
 
 from __future__ import annotations
@@ -11,20 +11,18 @@ from typing import final
 import torch
 from torch import Tensor
 
-from gpipe_cli.data.datasets import Data
-from gpipe_cli.data.keys import check_common_keys
-from gpipe_cli.data.seeds import generator_for
+from gpipe_cli.data.datasets import Data, check_common_keys, generator_for
 from gpipe_cli.values import check_whole_number
 
 _CLASSES = 4  # background, disc, square, triangle
-_MOST = 3  # shapes in one image; a later one covers an earlier one
+_MAX_SHAPES = 3  # in one image; a later shape covers an earlier one
 _NOISE = 0.1
 
 
 def build(
     size: int = 32, length: int = 2048, seed: int = 0, workers: int = 0, timeout: float | None = None
 ) -> Data:
-    """`length` images to train on and a quarter as many held out, `size` pixels each way."""
+    """Generate `length` images to train on and a quarter as many held out, `size` pixels wide and high."""
     check_common_keys(size, workers, timeout)
     check_whole_number("data.size", size, least=8)
     check_whole_number("data.length", length, least=1)
@@ -53,27 +51,27 @@ class ShapesSamples:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < self._length:
             raise IndexError(f"sample {index} of {self._length}")
-        chance = generator_for(self._seed, "shapes", self._first + index)
-        colours = torch.rand(_MOST + 1, 3, 1, 1, generator=chance)
+        generator = generator_for(self._seed, "shapes", self._first + index)
+        colours = torch.rand(_MAX_SHAPES + 1, 3, 1, 1, generator=generator)
         image = colours[0].repeat(1, self._size, self._size)
         mask = torch.zeros(self._size, self._size, dtype=torch.long)
-        for colour in colours[1 : 2 + int(torch.randint(_MOST, (), generator=chance))]:
-            kind = int(torch.randint(1, _CLASSES, (), generator=chance))
-            inside = self._outline(kind, torch.rand(3, generator=chance))
+        for colour in colours[1 : 2 + int(torch.randint(_MAX_SHAPES, (), generator=generator))]:
+            kind = int(torch.randint(1, _CLASSES, (), generator=generator))
+            inside = self._inside(kind, torch.rand(3, generator=generator))
             image = torch.where(inside, colour, image)
             mask[inside] = kind
-        image += _NOISE * torch.randn(image.shape, generator=chance)
+        image += _NOISE * torch.randn(image.shape, generator=generator)
         return image.clamp_(0, 1), mask
 
-    def _outline(self, kind: int, place: Tensor) -> Tensor:
-        """Which pixels are inside. Place: where it is, across and down, and how large, each from 0 to 1."""
-        radius = (0.12 + 0.13 * float(place[2])) * self._size
-        room = self._size - 1 - 2 * radius
-        centre_x, centre_y = (radius + room * float(one) for one in place[:2])
+    def _inside(self, kind: int, geometry: Tensor) -> Tensor:
+        """Which pixels are inside a shape; `geometry` is its x, y and size, each from 0 to 1."""
+        radius = (0.12 + 0.13 * float(geometry[2])) * self._size
+        free = self._size - 1 - 2 * radius
+        centre_x, centre_y = (radius + free * float(coordinate) for coordinate in geometry[:2])
         pixels = torch.arange(self._size)
-        across, down = (pixels - centre_x).unsqueeze(0), (pixels - centre_y).unsqueeze(1)
+        x, y = (pixels - centre_x).unsqueeze(0), (pixels - centre_y).unsqueeze(1)
         if kind == 1:
-            return across.square() + down.square() <= radius**2
+            return x.square() + y.square() <= radius**2
         if kind == 2:
-            return (across.abs() <= radius) & (down.abs() <= radius)
-        return (2 * across.abs() <= down + radius) & (down <= radius)
+            return (x.abs() <= radius) & (y.abs() <= radius)
+        return (2 * x.abs() <= y + radius) & (y <= radius)

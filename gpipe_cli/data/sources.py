@@ -1,7 +1,4 @@
-"""Published files under `data.root`: where they must lie, and that they are whole.
-
-Nothing is downloaded and nothing is unpickled. The file knows nothing of what the bytes mean.
-"""
+"""Find and read published dataset files under `data.root`. gpipe downloads nothing and unpickles nothing."""
 
 from __future__ import annotations
 
@@ -15,18 +12,18 @@ from gpipe_cli.safe_files import open_regular
 
 
 def find_file(root: str | Path, folder: str, name: str, cure: str) -> Path:
-    """The file, or the same compressed; `cure` tells what to put there if neither is."""
+    """Return the path of the file or of its .gz version; `cure` ends the error message if both are missing."""
     path = Path(root) / folder / name
     for candidate in (path, path.with_name(name + ".gz")):
-        if os.path.exists(candidate):  # noqa: PTH110 - unlike a Path it says no where it may not look
+        if os.path.exists(candidate):  # noqa: PTH110 - unlike Path.exists, False without permission
             return candidate
     raise DataError(f"data.root={root}: {path} is missing; {cure}")
 
 
-def read_bytes(path: Path, most: int) -> bytearray:
-    """At most `most` bytes, so that a small compressed file cannot fill the memory."""
+def read_bytes(path: Path, limit: int) -> bytearray:
+    """Read at most `limit` bytes, so that a small compressed file cannot fill the memory."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
-            return bytearray((gzip.open(file) if path.suffix == ".gz" else file).read(most))
+            return bytearray((gzip.open(file) if path.suffix == ".gz" else file).read(limit))
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: damaged or not readable ({error})") from error
+        raise DataError(f"{path}: damaged or unreadable ({error})") from error

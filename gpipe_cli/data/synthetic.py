@@ -1,7 +1,7 @@
-"""Made-up data of any shape: every class has a pattern, every sample is its pattern and noise.
+"""Generated data of any shape: each class has a pattern, and each sample is its class's pattern plus noise.
 
-A network can learn it, so a loss that does not fall is a bug. Samples are computed when asked for, from
-little memory, each a pure function of (seed, index).
+A network can learn it, so a loss that does not fall is a bug. Each sample is a pure function of (seed, index) and is
+computed when it is needed, from little memory.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from typing import final
 import torch
 from torch import Tensor
 
-from gpipe_cli.data.datasets import Data, scaled
-from gpipe_cli.data.keys import check_common_keys
-from gpipe_cli.data.seeds import generator_for
+from gpipe_cli.data.datasets import Data, check_common_keys, generator_for, resize
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.values import check_whole_number
 
-_WINDOWS = 2**16  # how many different noises there are
-_STRIDE = 40503  # odd, so consecutive samples reach every window before one comes again
-_COARSE = 4  # side of a pattern before it is scaled up: detail would not survive a network's pooling
+_WINDOWS = 2**16  # number of different noises
+_STRIDE = 40503  # odd, so consecutive samples use every window before any repeats
+_COARSE = 4  # side of a pattern before scaling: finer detail would not survive a network's pooling
 
 
 def build(
@@ -33,7 +31,7 @@ def build(
     workers: int = 0,
     timeout: float | None = None,
 ) -> Data:
-    """`length` samples to train on and a quarter as many held out; `size` replaces the sides of an image."""
+    """Generate `length` samples to train on and a quarter as many held out; `size` replaces height and width."""
     check_common_keys(size, workers, timeout)
     check_whole_number("data.classes", classes, least=1)
     check_whole_number("data.length", length, least=1)
@@ -58,10 +56,10 @@ class SyntheticSamples:
         return inputs[0], targets[0]
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        places = indices + self._first
-        targets = places % len(self._patterns)
+        positions = indices + self._first
+        targets = positions % len(self._patterns)
         windows = self._noise.unfold(0, self._patterns[0].numel(), 1)
-        inputs = windows.index_select(0, places * _STRIDE % _WINDOWS).view(-1, *self._patterns.shape[1:])
+        inputs = windows.index_select(0, positions * _STRIDE % _WINDOWS).view(-1, *self._patterns.shape[1:])
         return inputs.add_(self._patterns.index_select(0, targets)), targets
 
 
@@ -73,7 +71,9 @@ def _checked_shape(shape: Sequence[int], size: int | None) -> tuple[int, ...]:
     if size is None:
         return tuple(shape)
     if len(shape) != 3:
-        raise ConfigError(f"data.size={size}: only images have a size, and data.shape is {list(shape)}")
+        raise ConfigError(
+            f"data.size={size}: applies to images only, and data.shape is {list(shape)}; leave it out"
+        )
     return (shape[0], size, size)
 
 
@@ -83,9 +83,9 @@ def _patterns(shape: tuple[int, ...], classes: int, seed: int) -> Tensor:
         return torch.randn(classes, *shape, generator=generator)
     channels, *frames, height, width = shape
     coarse = torch.randn(classes, channels * prod(frames), _COARSE, _COARSE, generator=generator)
-    return scaled(coarse, height, width).view(classes, *shape)
+    return resize(coarse, height, width).view(classes, *shape)
 
 
 def _noise(shape: tuple[int, ...], seed: int) -> Tensor:
-    """One long strip: each sample looks at it through a window of its own."""
+    """One long strip of noise, of which each sample takes a window."""
     return torch.randn(prod(shape) + _WINDOWS - 1, generator=generator_for(seed, "noise")).mul_(0.5)

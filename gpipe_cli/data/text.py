@@ -1,8 +1,7 @@
-"""Any text file as bytes, to learn what comes next; by default Shakespeare's sonnets (see files/sonnets.md).
+"""Next-byte prediction on any text file; by default Shakespeare's sonnets (see files/sonnets.md).
 
-A sample is a window of `context` bytes, its target the same window one byte later. The end of the file is held
-out, so that no window to train on reaches into it. The file decides windows; a byte is a token, so there is no
-tokenizer, and any encoding and language will do.
+A sample is a window of `context` bytes, and its target is the same window one byte later. The end of the file is held
+out. A byte is a token, so there is no tokenizer, and any encoding and language works.
 """
 
 from __future__ import annotations
@@ -13,16 +12,15 @@ from typing import final
 import torch
 from torch import Tensor
 
-from gpipe_cli.data.datasets import Data
-from gpipe_cli.data.keys import check_common_keys
+from gpipe_cli.data.datasets import Data, check_common_keys
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.safe_files import read_regular
 from gpipe_cli.values import check_whole_number
 
 _FILE = Path(__file__).parent / "files" / "sonnets.txt"
 _BYTES = 256
-_LARGEST = 2**30
-"""Bytes of a file: its windows are shuffled in memory, each of them some bytes more."""
+_MAX_BYTES = 2**30
+"""Limit on the size of a file: shuffling its windows takes several bytes of memory for each."""
 
 
 def build(
@@ -33,9 +31,9 @@ def build(
     workers: int = 0,
     timeout: float | None = None,
 ) -> Data:
-    """Windows of `context` bytes, one beginning every `stride` bytes; the last `held_out` of the file is kept.
+    """Make a window of `context` bytes every `stride` bytes; hold out the last `held_out` share of the file.
 
-    Held-out windows do not overlap: each of those bytes is to be guessed once.
+    Held-out windows do not overlap, so that the model predicts each of those bytes once.
     """
     check_common_keys(None, workers, timeout)
     check_whole_number("data.context", context, least=1)
@@ -43,23 +41,23 @@ def build(
     if not 0 < held_out < 1:
         raise ConfigError(f"data.held_out={held_out}: must be between 0 and 1")
     text = _read(_FILE if path is None else Path(path))
-    kept = max(round(len(text) * held_out), context + 1)
-    if len(text) - kept <= context:
+    held_out_bytes = max(round(len(text) * held_out), context + 1)
+    if len(text) - held_out_bytes <= context:
         raise DataError(
-            f"data.path={path}: {len(text)} bytes are too few to train on {context} of them and hold out as many; "
+            f"data.path={path}: {len(text)} bytes are too few to train on and to hold out windows of {context}; "
             "give a longer text or a smaller data.context"
         )
-    train = TextSamples(text[:-kept], context, stride)
-    test = TextSamples(text[-kept:], context, context)
+    train = TextSamples(text[:-held_out_bytes], context, stride)
+    test = TextSamples(text[-held_out_bytes:], context, context)
     return Data(train, test, classes=_BYTES, shape=(context,), workers=workers, timeout=timeout)
 
 
 def _read(path: Path) -> Tensor:
     try:
-        content = bytearray(read_regular(path, _LARGEST))
+        content = bytearray(read_regular(path, _MAX_BYTES))
     except OSError as error:
         raise DataError(f"data.path={path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # of a name with a null byte in it
+    except ValueError as error:  # the name contains a null byte
         raise DataError(f"data.path={path}: cannot be read: {error}") from error
     if not content:
         raise DataError(f"data.path={path}: is empty")
@@ -68,7 +66,7 @@ def _read(path: Path) -> Tensor:
 
 @final
 class TextSamples:
-    """text: uint8 [length]. Windows are views of it; what is given are copies as whole numbers."""
+    """text: uint8 [length]. Windows are views of it; batches are copies as int64."""
 
     def __init__(self, text: Tensor, context: int, stride: int) -> None:
         self._windows = text.unfold(0, context + 1, stride)

@@ -1,8 +1,8 @@
-"""What is done to an input between the dataset and the model: nothing, normalising, or random changes too.
+"""Transforms of inputs: none, normalisation, or normalisation with random shifts and flips.
 
-Each builder takes the data, whose facts are the defaults, and gives two transforms: held-out samples are
-never changed at random. Chance comes only from the generator that is handed in, one per (seed, epoch,
-sample), so it depends neither on the order of samples nor on the number of workers.
+Each builder takes the data and returns a transform for training and one for held-out samples, which is never random.
+Random transforms draw only from the generator they are called with, one per (seed, epoch, sample), so results depend
+neither on the order of samples nor on the number of workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gpipe_cli.values import check_whole_number
 class Transform(Protocol):
     @property
     def random(self) -> bool:
-        """False: the generator is not looked at, and a whole batch may be given instead of a sample."""
+        """If False, the transform ignores the generator and also accepts a whole batch."""
 
     def __call__(self, input: Tensor, generator: torch.Generator | None, /) -> Tensor: ...
 
@@ -36,12 +36,12 @@ class Transforms:
 
 
 def none(data: Data) -> Transforms:
-    """Inputs as the dataset gives them: images from 0 to 1."""
+    """Leave inputs unchanged: images have values from 0 to 1."""
     return Transforms(None, None)
 
 
 def basic(data: Data, mean: Sequence[float] | None = None, std: Sequence[float] | None = None) -> Transforms:
-    """Normalised inputs; mean and std per channel, by default the data's own."""
+    """Normalise inputs with a mean and std per channel, by default those of the data."""
     normalize = _normalize(data, mean, std)
     return Transforms(normalize, normalize)
 
@@ -53,10 +53,12 @@ def augment(
     padding: int = 4,
     flip: bool | None = None,
 ) -> Transforms:
-    """To train on: moved by up to `padding` pixels, and, with `flip`, mirrored half the time."""
+    """Shift training inputs by up to `padding` pixels, and mirror half of them if `flip` is set; then normalise."""
     check_whole_number("transform.padding", padding, least=0)
     if len(data.shape) != 3:
-        raise ConfigError(f"transform=augment: changes images, and the data has the shape {list(data.shape)}")
+        raise ConfigError(
+            f"transform=augment: works on images only, and the data has the shape {list(data.shape)}"
+        )
     normalize = _normalize(data, mean, std)
     return Transforms(Augment(padding, data.flips if flip is None else flip, normalize), normalize)
 
@@ -81,7 +83,7 @@ class Augment:
         self._padding, self._flip, self._normalize = padding, flip, normalize
 
     def __call__(self, input: Tensor, generator: torch.Generator | None) -> Tensor:
-        assert generator is not None, "what is random needs a generator"
+        assert generator is not None, "a random transform needs a generator"
         height, width = input.shape[-2:]
         top, left = torch.randint(0, 2 * self._padding + 1, (2,), generator=generator).tolist()
         output = pad(input, (self._padding,) * 4)[..., top : top + height, left : left + width]

@@ -1,7 +1,7 @@
-"""Batches fetched by processes of their own, ahead of time and in order.
+"""Load batches in worker processes, ahead of time and in order.
 
-Decides how workers start, fail and end. It knows nothing of samples: what is wanted goes to a worker, the
-function that fetches runs there, and the batch comes back.
+This file decides how workers start, fail and stop. It knows nothing of samples: a request goes to a worker, the worker
+calls `load` with it, and the batch comes back.
 """
 
 from __future__ import annotations
@@ -27,90 +27,92 @@ from gpipe_cli.errors import DataError
 from gpipe_cli.orphans import end_with
 
 Batch = tuple[Tensor, Tensor]
-_PATIENCE = 120.0
-"""Seconds a worker may take for a mini-batch where none are given."""
+_DEFAULT_TIMEOUT = 120.0
+"""Seconds that a worker may take for a mini-batch if data.timeout is not set."""
 
 
-def fetched_by_workers(
-    fetch: Callable[[Any], Batch], wanted: list[Any], workers: int, timeout: float | None
+def load_in_workers(
+    load: Callable[[Any], Batch], requests: list[Any], workers: int, timeout: float | None
 ) -> Generator[Batch, None, None]:
-    patience = timeout or _PATIENCE
+    seconds = timeout or _DEFAULT_TIMEOUT
     loader: DataLoader[Any] = DataLoader(
-        _WorkerSide(fetch),  # type: ignore[arg-type]  # a dataset by its methods, which is all torch asks for
-        sampler=wanted,
+        _WorkerDataset(load),  # type: ignore[arg-type]  # has the methods of a dataset, which is all torch needs
+        sampler=requests,
         batch_size=None,
-        num_workers=min(workers, len(wanted)),
-        collate_fn=_as_it_is,
-        worker_init_fn=partial(_belong_to, os.getpid()),
-        timeout=patience,
+        num_workers=min(workers, len(requests)),
+        collate_fn=_unchanged,
+        worker_init_fn=partial(_set_up_worker, os.getpid()),
+        timeout=seconds,
         generator=torch.Generator(),  # the loader draws a seed, by default from torch's default generator
     )
-    others = set(active_children())
+    children_before = set(active_children())
     incoming = iter(loader)
-    ours = set(active_children()) - others
-    gate = _gate()
+    processes = set(active_children()) - children_before
+    gate = _sigchld_gate()
     try:
-        for _ in wanted:
+        for _ in requests:
             with gate:
-                _check_alive(ours)
+                _check_alive(processes)
                 batch = next(incoming)
-            yield _unpacked(batch)
-    except RuntimeError as error:  # a worker was killed or took too long; torch has no type of its own for it
-        _kill(ours)
+            if isinstance(batch, _Failure):
+                raise DataError(batch.message) from _WorkerTraceback(batch.traceback)
+            yield batch
+    except RuntimeError as error:  # a worker died or timed out, for which torch has no exception of its own
+        _kill(processes)
         reason = str(error).partition("\n")[0]
         if "timed out" in reason:
-            reason = f"no mini-batch for data.timeout={patience:g} seconds"
+            reason = f"no mini-batch for data.timeout={seconds:g} seconds"
         # Without its traceback, whose frames would keep the loader and its workers alive.
         raise DataError(f"loading data in workers failed: {reason}") from error.with_traceback(None)
     finally:
-        del incoming  # the last reference: torch ends the workers with it
+        del incoming  # the last reference: torch stops the workers with it
 
 
 def _check_alive(workers: Collection[BaseProcess]) -> None:
-    """A worker that died while nobody waited for it would be missed only when the time is up."""
-    for one in workers:
-        if not one.is_alive() and one.exitcode:
-            raise RuntimeError(f"worker {one.pid} ended with {one.exitcode}")
+    """Raise for a worker that died between two batches; torch would notice only after the timeout."""
+    for worker in workers:
+        if not worker.is_alive() and worker.exitcode:
+            raise RuntimeError(f"worker {worker.pid} exited with code {worker.exitcode}")
 
 
 def _kill(workers: Collection[BaseProcess]) -> None:
-    """End them without asking: torch would give a stuck one ten seconds."""
-    for one in workers:
-        one.kill()
-    for one in workers:
-        one.join()
+    """Kill workers at once: torch would wait ten seconds for a stuck one."""
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join()
 
 
 @final
-class _Gate:
-    """torch's handler of SIGCHLD, let through only while a batch is waited for.
+class _SigchldGate:
+    """Passes SIGCHLD on to torch's handler only while the main thread waits for a batch.
 
-    It raises for a dead worker wherever the main thread is, be it in the middle of an update.
+    That handler raises for a dead worker wherever the main thread is, which may be in the middle of an update.
     """
 
     def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
         self._handler = handler
-        self._open = False
+        self._is_open = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._open:
+        if self._is_open:
             self._handler(number, frame)
 
     def __enter__(self) -> None:
-        self._open = True
+        self._is_open = True
 
     def __exit__(self, *_: object) -> None:
-        self._open = False
+        self._is_open = False
 
 
-def _gate() -> AbstractContextManager[None]:
-    """The gate, put up before the handler that torch has installed with its first loader."""
+def _sigchld_gate() -> AbstractContextManager[None]:
+    """Install the gate in front of the handler that torch installed with its first loader."""
     handler = signal.getsignal(signal.SIGCHLD)
-    if isinstance(handler, _Gate):
+    if isinstance(handler, _SigchldGate):
         return handler
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        return nullcontext()  # torch does not listen either
-    gate = _Gate(handler)
+        return nullcontext()  # torch has no handler either: only the main thread can install one
+    gate = _SigchldGate(handler)
     signal.signal(signal.SIGCHLD, gate)
     return gate
 
@@ -118,52 +120,42 @@ def _gate() -> AbstractContextManager[None]:
 @final
 @dataclass(frozen=True)
 class _Failure:
-    """An error on its way from a worker: torch would make a text of many lines of it."""
+    """An error that a worker returns instead of raising it: torch would turn it into many lines of text."""
 
     message: str
-    trace: str
+    traceback: str
 
 
 @final
-class _InWorker(Exception):
-    """The cause of a failure, as the text it was in the worker: for --debug."""
+class _WorkerTraceback(Exception):
+    """The cause of a failure, as the text of the worker's traceback, for --debug."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 @final
-class _WorkerSide:
-    """What a worker sees as its dataset: here an index is a whole batch that is wanted."""
+class _WorkerDataset:
+    """What a worker takes for its dataset; an index is a request for a whole batch."""
 
-    def __init__(self, fetch: Callable[[Any], Batch]) -> None:
-        self._fetch = fetch
+    def __init__(self, load: Callable[[Any], Batch]) -> None:
+        self._load = load
 
-    def __getitem__(self, wanted: Any) -> Batch | _Failure:
+    def __getitem__(self, request: Any) -> Batch | _Failure:
         try:
-            return self._fetch(wanted)
+            return self._load(request)
         except DataError as error:
             return _Failure(str(error), traceback.format_exc())
 
 
-def _unpacked(batch: Batch | _Failure) -> Batch:
-    if isinstance(batch, _Failure):
-        raise DataError(batch.message) from _InWorker(batch.trace)
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
-def _belong_to(parent: int, _worker: int) -> None:
-    _leave_signals_to_the_parent()
-    end_with(parent)
-
-
-def _leave_signals_to_the_parent() -> None:
-    # Ctrl-C, a terminal that closes and many schedulers signal a whole group of processes. The parent decides when
-    # to stop, and its workers end with it: they leave the group, and ignore what does not end them by itself.
+def _set_up_worker(parent: int, _worker: int) -> None:
+    # Ctrl-C, a terminal that closes and many schedulers signal a whole process group. The parent decides when to stop,
+    # and its workers stop with it, so a worker leaves the group and ignores the signals that may still reach it.
     os.setsid()
-    for one in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(one, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    end_with(parent)

@@ -8,9 +8,8 @@ from typing import final
 
 from gpipe_cli.config.schema import ModelConfig, RunConfig, TrainConfig
 from gpipe_cli.config.targets import instantiate
-from gpipe_cli.data.checks import check_batch, check_labels
 from gpipe_cli.data.datasets import Data, Samples
-from gpipe_cli.data.loading import batch_count, batches
+from gpipe_cli.data.loading import batch_count, batches, check_batch, check_labels
 from gpipe_cli.data.transforms import Transform, Transforms
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.memory import memory_watched

@@ -1,4 +1,4 @@
-"""CIFAR's binary files, written small here: what is read, and what is said when they are not right."""
+"""Reading CIFAR's binary files, and the errors for files that are missing or wrong."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_first_channel_comes_first(tmp_path: Path) -> None:
 
 def test_a_missing_file_says_what_to_put_where(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"data_batch_1\.bin is missing; unpack cifar-10-binary\.tar\.gz of https"
+        DataError, match=r"data_batch_1\.bin is missing; unpack cifar-10-binary\.tar\.gz from https"
     ):
         cifar.build("cifar10", root=str(tmp_path))
 
@@ -78,10 +78,10 @@ def test_a_file_of_another_length_is_not_the_published_one(tmp_path: Path, chang
 def test_a_label_out_of_range_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, "cifar10") / "test_batch.bin"
     path.write_bytes(bytes([200]) + path.read_bytes()[1:])
-    with pytest.raises(DataError, match=r"test_batch\.bin: holds the label 200, but there are 10 classes"):
+    with pytest.raises(DataError, match=r"test_batch\.bin: has the label 200, but there are 10 classes"):
         cifar.build("cifar10", root=str(tmp_path))
 
 
-def test_an_unknown_edition_is_refused() -> None:
+def test_an_unknown_variant_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.name=cifar1000: choose one of cifar10, cifar100"):
         cifar.build("cifar1000")

@@ -1,4 +1,4 @@
-"""Images in memory come out the same one by one and all at once."""
+"""Images in memory have the same bits one by one and in batches; derived seeds never change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_cli.data.datasets import BatchedSamples, ImageSamples
+from gpipe_cli.data.datasets import BatchedSamples, ImageSamples, derived_seed
 
 
 @settings(max_examples=40)
@@ -25,8 +25,8 @@ def test_a_batch_is_bitwise_its_samples(length: int, side: int, size: int | None
     assert inputs.shape == (len(indices), *samples.shape)
     assert targets.tolist() == indices
     for index, input, target in zip(indices, inputs, targets, strict=True):
-        alone, its_target = samples[index]
-        assert torch.equal(input, alone) and torch.equal(target, its_target)
+        sample, sample_target = samples[index]
+        assert torch.equal(input, sample) and torch.equal(target, sample_target)
 
 
 def test_white_becomes_one_and_black_zero() -> None:
@@ -35,7 +35,7 @@ def test_white_becomes_one_and_black_zero() -> None:
     assert inputs.flatten(1).tolist() == [[0.0] * 3, [0.5] * 3, [1.0] * 3]
 
 
-def test_changing_a_batch_changes_no_later_one() -> None:
+def test_writing_to_a_batch_does_not_change_the_data() -> None:
     samples = ImageSamples(torch.ones(1, 3, 2, 2, dtype=torch.uint8), torch.zeros(1), white=1)
     inputs, targets = samples.batch(torch.tensor([0]))
     inputs.zero_(), targets.fill_(5)
@@ -53,3 +53,19 @@ def test_an_index_out_of_range_is_an_error(index: int) -> None:
 def test_data_in_memory_is_recognised_as_batched() -> None:
     assert isinstance(ImageSamples(torch.ones(1, 1, 1, 1, dtype=torch.uint8), torch.ones(1)), BatchedSamples)
     assert not isinstance([], BatchedSamples)
+
+
+def test_a_seed_is_the_same_in_every_process_and_version() -> None:
+    assert derived_seed(0, "order", 1) == 7021862330116196507
+
+
+parts = st.lists(st.integers() | st.text(max_size=5), max_size=4)
+
+
+@settings(max_examples=50)
+@given(left=parts, right=parts)
+def test_different_parts_give_different_seeds_that_torch_accepts(
+    left: list[int | str], right: list[int | str]
+) -> None:
+    assert (derived_seed(*left) == derived_seed(*right)) == (left == right)
+    assert 0 <= derived_seed(*left) < 2**63

@@ -1,4 +1,4 @@
-"""The bundled digits are whole, split fairly and described truly."""
+"""The bundled digits are complete, split fairly and described correctly."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_split_is_fixed_fair_and_loses_nothing() -> None:
     assert ink[1] == 113_553
 
 
-def test_it_is_shown_in_colour_at_the_wished_size() -> None:
+def test_images_have_three_channels_and_the_given_size() -> None:
     data = digits.build()
     input, target = data.train[0]
     assert data.shape == tuple(input.shape) == (3, 32, 32)
@@ -48,7 +48,7 @@ def test_it_is_shown_in_colour_at_the_wished_size() -> None:
     assert digits.build(size=None).shape == (3, 8, 8)
 
 
-def test_mean_and_standard_deviation_are_true() -> None:
+def test_mean_and_standard_deviation_are_right() -> None:
     data = digits.build()
     train, _ = everything(data.train)
     assert data.mean == pytest.approx([float(train.mean())] * 3, abs=1e-3)
@@ -56,7 +56,7 @@ def test_mean_and_standard_deviation_are_true() -> None:
     assert not data.flips
 
 
-def test_source_and_licence_lie_beside_the_file() -> None:
+def test_source_and_licence_are_next_to_the_file() -> None:
     text = (FILES / "digits.txt").read_text()
     assert "archive.ics.uci.edu" in text and "CC BY 4.0" in text
     assert (FILES / "digits.safetensors").stat().st_size < 200_000

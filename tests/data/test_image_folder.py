@@ -1,4 +1,4 @@
-"""Images in a folder per class: which count, how they are shown, what is said of broken ones."""
+"""Images in a folder per class: which files count, how they become tensors, and the errors for broken ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_classes_are_the_sorted_folders_and_files_are_sorted_too(root: Path) -> 
 
 
 @pytest.mark.parametrize("size", [(30, 10), (10, 30)])
-def test_the_middle_square_is_taken_without_stretching(root: Path, size: tuple[int, int]) -> None:
+def test_the_center_is_cropped_without_stretching(root: Path, size: tuple[int, int]) -> None:
     image = Image.new("RGB", size, RED)
     middle = ((size[0] - 10) // 2, (size[1] - 10) // 2)
     image.paste(BLUE, (*middle, middle[0] + 10, middle[1] + 10))
@@ -58,10 +58,10 @@ def test_grey_and_palette_images_become_colour(root: Path) -> None:
     assert data.train[0][0].shape == data.train[1][0].shape == (3, 12, 12)
 
 
-@pytest.mark.parametrize("kept", [0, 4, 45])
-def test_a_broken_image_is_named_with_its_index(root: Path, kept: int) -> None:
+@pytest.mark.parametrize("length", [0, 4, 45])
+def test_a_broken_image_is_named_with_its_index(root: Path, length: int) -> None:
     path = root / "train" / "red" / "1.png"
-    path.write_bytes(path.read_bytes()[:kept])
+    path.write_bytes(path.read_bytes()[:length])
     data = image_folder.build(str(root), size=8)
     with pytest.raises(DataError, match=r"sample 1: .*train/red/1\.png: not a readable image"):
         list(batches(data.train, batch_size=3, seed=0, epoch=0, shuffle=False))
@@ -92,11 +92,11 @@ def test_missing_and_empty_folders_say_what_to_put_there(tmp_path: Path, root: P
     with pytest.raises(DataError, match=r"nowhere/train is missing; put a folder of images per class there"):
         image_folder.build("nowhere")
     (tmp_path / "other" / "train").mkdir(parents=True)
-    with pytest.raises(DataError, match="holds no folders; put one folder per class"):
+    with pytest.raises(DataError, match="has no folders; put a folder of images per class"):
         image_folder.build(str(tmp_path / "other"))
     (tmp_path / "other" / "train" / "cat").mkdir()
     with pytest.raises(DataError, match=r"other/train: no images \(\.bmp, "):
         image_folder.build(str(tmp_path / "other"))
     save(root / "val" / "green" / "1.png", BLUE)
-    with pytest.raises(DataError, match="val: green: no such class under train"):
+    with pytest.raises(DataError, match="val: green: not a class under train"):
         image_folder.build(str(root))

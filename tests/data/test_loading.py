@@ -19,25 +19,32 @@ from torch import Tensor
 
 from gpipe_cli.data import digits, synthetic, transforms
 from gpipe_cli.data.datasets import Data, Samples
-from gpipe_cli.data.loading import batch_count, batches, epoch_order, replica_part
+from gpipe_cli.data.loading import (
+    batch_count,
+    batches,
+    check_batch,
+    check_labels,
+    epoch_order,
+    replica_part,
+)
 from gpipe_cli.errors import DataError
 
-# torch warns of more workers than cores, which is the machine's affair and not the test's.
+# torch warns if there are more workers than cores, which depends on the machine.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 class Counting:
-    """Samples that are their own index, loaded one by one, and remember which were asked for."""
+    """Samples that are their own index, loaded one by one, and remember which were requested."""
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.asked: list[int] = []
+        self.requested: list[int] = []
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        self.asked.append(index)
+        self.requested.append(index)
         return torch.full((1, 2, 2), float(index)), index
 
 
@@ -61,7 +68,7 @@ def assert_equal_batches(
     shuffle=st.booleans(),
     drop_last=st.booleans(),
 )
-def test_entering_an_epoch_later_gives_the_rest_of_it_and_loads_nothing_else(
+def test_starting_in_the_middle_of_an_epoch_loads_only_the_rest(
     length: int, batch_size: int, start: int, epoch: int, shuffle: bool, drop_last: bool
 ) -> None:
     if drop_last and length < batch_size:
@@ -71,13 +78,13 @@ def test_entering_an_epoch_later_gives_the_rest_of_it_and_loads_nothing_else(
     samples = Counting(length)
     rest = indices_of(batches(samples, start=start, **keys))
     assert rest == whole[start:]
-    assert samples.asked == [index for batch in rest for index in batch]
+    assert samples.requested == [index for batch in rest for index in batch]
     assert len(whole) == batch_count(length, batch_size, drop_last=drop_last)
-    seen = [index for batch in whole for index in batch]
-    assert len(set(seen)) == len(seen)
-    assert len(seen) == (length // batch_size * batch_size if drop_last else length)
+    loaded = [index for batch in whole for index in batch]
+    assert len(set(loaded)) == len(loaded)
+    assert len(loaded) == (length // batch_size * batch_size if drop_last else length)
     if not shuffle:
-        assert seen == list(range(len(seen)))
+        assert loaded == list(range(len(loaded)))
 
 
 def test_the_order_changes_with_seed_and_epoch_and_with_nothing_else() -> None:
@@ -129,7 +136,7 @@ def test_an_augmented_sample_depends_on_epoch_and_index_not_on_its_batch() -> No
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_no_global_generator_moves(workers: int) -> None:
+def test_no_global_generator_advances(workers: int) -> None:
     data = synthetic.build(shape=[3, 6, 6], length=12)
     transform = transforms.augment(data).train
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
@@ -154,7 +161,7 @@ def test_workers_give_the_same_bits_as_none(data: Data, workers: int) -> None:
     assert not multiprocessing.active_children()
 
 
-def test_a_generator_that_is_closed_or_dropped_leaves_no_worker_behind() -> None:
+def test_closing_or_dropping_the_generator_stops_its_workers() -> None:
     keys = {"batch_size": 1, "seed": 0, "epoch": 0, "shuffle": False, "workers": 2}
     closed = batches(Counting(50), **keys)
     next(closed)
@@ -172,7 +179,7 @@ def test_a_generator_that_is_closed_or_dropped_leaves_no_worker_behind() -> None
 class Broken(Counting):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if index == 3:
-            raise ValueError("what is this?")
+            raise ValueError("broken")
         if index == 7:
             os.kill(os.getpid(), signal.SIGKILL)
         if index == 9:
@@ -186,9 +193,9 @@ def test_a_broken_sample_is_named_by_its_index(workers: int) -> None:
     next(loaded)
     with pytest.raises(DataError, match="sample 3") as caught:
         next(loaded)
-    assert str(caught.value) == "sample 3: ValueError: what is this?"
+    assert str(caught.value) == "sample 3: ValueError: broken"
     if workers:
-        assert "in __getitem__" in str(caught.value.__cause__), "where it happened is not lost on the way"
+        assert "in __getitem__" in str(caught.value.__cause__), "the worker's traceback is preserved"
     assert not multiprocessing.active_children()
 
 
@@ -230,17 +237,37 @@ def test_the_parts_of_all_replicas_are_the_batch_and_differ_by_one_sample_at_mos
 
 
 @pytest.mark.parametrize("samples", [Counting(7), synthetic.build(length=7).train])
-def test_replicas_together_read_what_one_alone_reads(samples: Samples) -> None:
-    """Seven samples in batches of three: in the last one, of a single sample, two of three replicas have none."""
+def test_replicas_together_read_the_batches_of_a_single_process(samples: Samples) -> None:
+    """Seven samples in batches of three: the last batch has one sample, so two of three replicas get none."""
     alone = list(batches(samples, batch_size=3, seed=1, epoch=2, shuffle=True))
     replicas = [
         list(batches(samples, batch_size=3, seed=1, epoch=2, shuffle=True, replica=replica, replicas=3))
         for replica in range(3)
     ]
-    assert [[len(target) for _, target in one] for one in replicas] == [[1, 1, 1], [1, 1, 0], [1, 1, 0]]
+    assert [[len(target) for _, target in replica] for replica in replicas] == [
+        [1, 1, 1],
+        [1, 1, 0],
+        [1, 1, 0],
+    ]
     together = [
-        tuple(torch.cat(parts) for parts in zip(*of_all, strict=True))
-        for of_all in zip(*replicas, strict=True)
+        tuple(torch.cat(parts) for parts in zip(*batch, strict=True)) for batch in zip(*replicas, strict=True)
     ]
     assert_equal_batches(together, alone)
-    assert all(input.shape[1:] == alone[0][0].shape[1:] for one in replicas for input, _ in one)
+    assert all(input.shape[1:] == alone[0][0].shape[1:] for replica in replicas for input, _ in replica)
+
+
+def test_labels_of_the_classes_pass() -> None:
+    check_labels(torch.tensor([0, 9, 5]), classes=10)
+    check_labels(torch.tensor([], dtype=torch.long), classes=10)
+
+
+@pytest.mark.parametrize("label", [10, -1, 255])
+def test_a_label_out_of_range_is_named_with_the_number_of_classes(label: int) -> None:
+    with pytest.raises(DataError, match=f"label {label} is out of range: the model has 10 classes, 0 to 9"):
+        check_labels(torch.tensor([3, label, 4]), classes=10)
+
+
+def test_a_batch_needs_as_many_targets_as_inputs() -> None:
+    check_batch(torch.zeros(4, 2), torch.zeros(4))
+    with pytest.raises(DataError, match="a batch has 4 inputs but 3 targets"):
+        check_batch(torch.zeros(4, 2), torch.zeros(3))

@@ -1,4 +1,4 @@
-"""MNIST's idx files, plain and compressed, whole and broken."""
+"""Reading MNIST's idx files, compressed or not, and the errors for broken ones."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def test_a_file_cut_short_anywhere_is_an_error_that_names_it(
             mnist.read_idx(path, dimensions=3)
 
 
-def test_a_header_that_lies_about_its_size_allocates_nothing(tmp_path: Path) -> None:
+def test_a_header_with_a_wrong_size_allocates_nothing(tmp_path: Path) -> None:
     path = tmp_path / "images"
     path.write_bytes(idx(2**32 - 1, 2**32 - 1, 2**32 - 1, content=b"abc"))
     with pytest.raises(DataError, match="3 bytes of data instead of 79228162"):
         mnist.read_idx(path, dimensions=3)
     path.write_bytes(idx(0, 28, 28, content=b""))
-    with pytest.raises(DataError, match="holds no data"):
+    with pytest.raises(DataError, match="has no data"):
         mnist.read_idx(path, dimensions=3)
 
 
@@ -83,5 +83,5 @@ def test_labels_must_fit_the_images_and_the_classes(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="5 labels for 6 images in train-images"):
         mnist.build(root=str(tmp_path))
     labels.write_bytes(idx(6, content=bytes([0, 1, 2, 3, 4, 10])))
-    with pytest.raises(DataError, match="holds the label 10, but there are 10 classes"):
+    with pytest.raises(DataError, match="has the label 10, but there are 10 classes"):
         mnist.build(root=str(tmp_path))

@@ -1,4 +1,4 @@
-"""Shapes are where their masks say, the same on every machine, and none is told by its colour."""
+"""Shapes match their masks, are the same on every machine, and cannot be told apart by colour."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ def test_a_sample_is_an_image_and_a_class_for_each_of_its_pixels() -> None:
     assert float(input.min()) >= 0 and float(input.max()) <= 1
     assert target.shape == (40, 24, 24) and target.dtype == torch.long
     assert torch.bincount(target.flatten(), minlength=4).min() > 500, "all four are frequent"
-    assert all(one.any() and not one.all() for one in target.bool()), "each has a shape and a background"
+    assert all(mask.any() and not mask.all() for mask in target.bool()), "each has a shape and a background"
 
 
 def test_a_sample_depends_on_seed_and_index_alone() -> None:
     once, again, other = shapes.build(), shapes.build(length=7), shapes.build(seed=1)
     for index in (3, 0, 3):
-        for one, two, three in zip(once.train[index], again.train[index], other.train[index], strict=True):
-            assert torch.equal(torch.as_tensor(one), torch.as_tensor(two))
-            assert not torch.equal(torch.as_tensor(one), torch.as_tensor(three))
+        for first, same, different in zip(
+            once.train[index], again.train[index], other.train[index], strict=True
+        ):
+            assert torch.equal(torch.as_tensor(first), torch.as_tensor(same))
+            assert not torch.equal(torch.as_tensor(first), torch.as_tensor(different))
     first_held_out, eighth = again.test[0], once.train[7]
     assert torch.equal(first_held_out[0], eighth[0]), "what is held out comes after what is trained on"
     with pytest.raises(IndexError, match="sample 7 of 7"):
@@ -42,7 +44,7 @@ def test_a_shape_has_its_own_colour_and_outline() -> None:
         assert float(inside.std(1).mean()) < float(image.flatten(1).std(1).mean())
 
 
-def test_the_description_of_its_pixels_is_about_true() -> None:
+def test_mean_and_standard_deviation_are_about_right() -> None:
     data = shapes.build()
     images = torch.stack([data.train[index][0] for index in range(200)])
     assert data.mean == pytest.approx([float(images.mean())] * 3, abs=0.05)

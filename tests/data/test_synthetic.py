@@ -1,4 +1,4 @@
-"""Made-up data is the same everywhere, of any shape, and can be learnt."""
+"""Generated data is the same everywhere, has any shape, and can be learnt."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_any_shape_length_and_number_of_classes(
         inputs, targets = part.batch(torch.arange(len(part)))
         assert inputs.shape == (len(part), *shape)
         assert int(targets.min()) >= 0 and int(targets.max()) < classes
-        alone, target = same[len(part) - 1]
-        assert torch.equal(inputs[-1], alone) and torch.equal(targets[-1], target)
+        sample, target = same[len(part) - 1]
+        assert torch.equal(inputs[-1], sample) and torch.equal(targets[-1], target)
 
 
 def test_samples_differ_from_each_other_and_with_the_seed() -> None:
@@ -50,9 +50,7 @@ def test_held_out_samples_are_recognised_by_what_was_learnt() -> None:
 
 def test_size_replaces_the_sides_of_an_image() -> None:
     assert synthetic.build(size=16).shape == (3, 16, 16)
-    with pytest.raises(
-        ConfigError, match=r"data\.size=16: only images have a size, and data\.shape is \[5\]"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.size=16: applies to images only, and data\.shape is \[5\]"):
         synthetic.build(shape=[5], size=16)
 
 

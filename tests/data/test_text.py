@@ -1,4 +1,4 @@
-"""A text is cut into windows by position: nothing held out is trained on, nothing of it is left out."""
+"""Windows of a text: no held-out byte is trained on, and none is left out."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_the_target_is_the_next_byte_and_the_end_is_held_out(
     path = numbered(tmp_path_factory.mktemp("text") / "numbers", length)
     data = text.build(path, context, stride, share)
     assert data.shape == (context,) and data.classes == 256
-    kept = max(round(length * share), context + 1)
-    for samples, first, step in ((data.train, 0, stride), (data.test, length - kept, context)):
+    held_out = max(round(length * share), context + 1)
+    for samples, first, step in ((data.train, 0, stride), (data.test, length - held_out, context)):
         for index in range(len(samples)):
             input, target = samples[index]
             assert isinstance(target, torch.Tensor)
@@ -48,15 +48,15 @@ def test_the_target_is_the_next_byte_and_the_end_is_held_out(
             assert input.tolist() == list(range(start, start + context))
             assert target.tolist() == list(range(start + 1, start + context + 1))
     last = len(data.train) - 1
-    assert last * stride + context < length - kept
-    unused = kept - 1 - len(data.test) * context
+    assert last * stride + context < length - held_out
+    unused = held_out - 1 - len(data.test) * context
     assert 0 <= unused < context, "each held-out byte but a rest is to be guessed once"
 
 
 def test_the_bundled_sonnets_are_whole() -> None:
     content = (FILES / "sonnets.txt").read_bytes()
     sonnets = content.decode("ascii").removesuffix("\n").split("\n\n")
-    assert len(sonnets) == 80 and all(one.count("\n") == 13 for one in sonnets)
+    assert len(sonnets) == 80 and all(sonnet.count("\n") == 13 for sonnet in sonnets)
     assert sonnets[17].startswith("Shall I compare thee to a summer's day?\n")
     assert sonnets[72].endswith("  To love that well, which thou must leave ere long.")
     counts = Counter(content)
@@ -67,7 +67,7 @@ def test_the_bundled_sonnets_are_whole() -> None:
     assert "public domain" in (FILES / "sonnets.md").read_text()
 
 
-def test_batches_are_whole_numbers_that_nobody_shares() -> None:
+def test_batches_are_copies_as_whole_numbers() -> None:
     data = text.build()
     input, target = next(batches(data.train, batch_size=4, seed=0, epoch=0, shuffle=True))
     assert input.dtype == target.dtype == torch.long and input.shape == target.shape == (4, 32)
@@ -86,7 +86,8 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"empty: is empty"):
         text.build(str(tmp_path / "empty"))
     with pytest.raises(
-        DataError, match=r"65 bytes are too few to train on 32 of them .* smaller data\.context"
+        DataError,
+        match=r"65 bytes are too few to train on and to hold out windows of 32; .* smaller data\.context",
     ):
         text.build(numbered(tmp_path / "short", 65))
     assert len(text.build(numbered(tmp_path / "enough", 66)).train) == 1

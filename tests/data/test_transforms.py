@@ -1,4 +1,4 @@
-"""Transforms: what they do to an input, and that chance comes from the given generator alone."""
+"""What transforms do to an input, and that they draw from the given generator only."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpipe_cli.data import synthetic, transforms
-from gpipe_cli.data.datasets import Data
-from gpipe_cli.data.seeds import generator_for
+from gpipe_cli.data.datasets import Data, generator_for
 from gpipe_cli.errors import ConfigError
 
 
@@ -38,7 +37,7 @@ def test_none_leaves_inputs_alone(data: Data) -> None:
     assert transforms.none(data) == transforms.Transforms(train=None, test=None)
 
 
-def test_basic_normalises_by_the_datas_own_facts_a_sample_like_a_batch(data: Data) -> None:
+def test_basic_normalises_samples_and_batches_with_the_datas_statistics(data: Data) -> None:
     basic = transforms.basic(data).train
     assert basic is not None and not basic.random and transforms.basic(data).test is not None
     inputs, _ = data.train.batch(torch.arange(8))
@@ -49,20 +48,20 @@ def test_basic_normalises_by_the_datas_own_facts_a_sample_like_a_batch(data: Dat
     assert torch.equal(inputs, data.train.batch(torch.arange(8))[0]), "the input itself is not changed"
 
 
-def test_numbers_of_the_configuration_win_over_the_datas_own(data: Data) -> None:
+def test_explicit_statistics_take_precedence_over_the_datas(data: Data) -> None:
     basic = transforms.basic(data, mean=[0, 0, 0], std=[2, 2, 2]).test
     assert basic is not None
     input, _ = data.train[0]
     assert torch.equal(basic(input, None), input / 2)
 
 
-def test_data_without_statistics_is_left_as_it_is() -> None:
+def test_data_without_statistics_is_left_unchanged() -> None:
     assert transforms.basic(synthetic.build()).train is None
 
 
 @settings(max_examples=40)
 @given(padding=st.integers(0, 5), flip=st.booleans(), seed=st.integers(0, 2**60))
-def test_augment_gives_one_of_the_moved_or_mirrored_images(padding: int, flip: bool, seed: int) -> None:
+def test_augment_returns_a_shifted_or_mirrored_image(padding: int, flip: bool, seed: int) -> None:
     data = synthetic.build(shape=[1, 4, 5], length=1)
     input, _ = data.train[0]
     augment = transforms.augment(data, padding=padding, flip=flip).train
@@ -75,7 +74,7 @@ def test_augment_gives_one_of_the_moved_or_mirrored_images(padding: int, flip: b
     assert torch.equal(output, augment(input, generator_for(seed))), "the same generator gives the same bits"
 
 
-def test_augment_reaches_every_move_and_both_mirrorings() -> None:
+def test_augment_reaches_every_shift_and_both_orientations() -> None:
     data = synthetic.build(shape=[1, 4, 4], length=1)
     input, _ = data.train[0]
     augment = transforms.augment(data, padding=1, flip=True).train
@@ -90,7 +89,7 @@ def test_only_training_inputs_are_changed_at_random(data: Data) -> None:
     assert both.test is not None and not both.test.random
 
 
-def test_augment_mirrors_only_what_may_be_mirrored(data: Data) -> None:
+def test_augment_mirrors_only_data_that_allows_flips(data: Data) -> None:
     digits = dataclasses.replace(data, flips=False, mean=None, std=None)
     input, _ = data.train[0]
     for keys, mirrored in (({}, False), ({"flip": True}, True)):
@@ -100,7 +99,7 @@ def test_augment_mirrors_only_what_may_be_mirrored(data: Data) -> None:
         assert any(torch.equal(output, input.flip(-1)) for output in outputs) is mirrored
 
 
-def test_no_default_generator_moves(data: Data) -> None:
+def test_no_default_generator_advances(data: Data) -> None:
     before = torch.get_rng_state()
     augment = transforms.augment(data).train
     assert augment is not None
@@ -128,6 +127,6 @@ def test_wrong_keys_are_named_with_their_values(data: Data) -> None:
     with pytest.raises(ConfigError, match=r"transform\.padding=-1: must be a whole number"):
         transforms.augment(data, padding=-1)
     with pytest.raises(
-        ConfigError, match=r"transform=augment: changes images, and the data has the shape \[4\]"
+        ConfigError, match=r"transform=augment: works on images only, and the data has the shape \[4\]"
     ):
         transforms.augment(synthetic.build(shape=[4]))
