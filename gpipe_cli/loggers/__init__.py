@@ -1,1 +1,1 @@
-"""Where else the metrics of a run go, besides metrics.jsonl: one file per service, each reached by `_target_`."""
+"""Services that receive a run's metrics besides metrics.jsonl, one file per service, named by `_target_`."""

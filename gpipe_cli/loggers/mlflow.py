@@ -1,18 +1,18 @@
-"""logger=mlflow: an MLflow server or folder. A run that goes on is the same run there."""
+"""logger=mlflow: an MLflow server or folder. A resumed run stays the same MLflow run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, final
 
-from gpipe_cli.loggers.protocol import Logged, Logger, flat, known_id, remember_id, required
+from gpipe_cli.loggers.protocol import LoggedRun, Logger, flatten_dict, import_package, load_id, save_id
 
-LONGEST_VALUE = 500
-"""Characters that MLflow takes for the value of a parameter."""
+_MAX_VALUE_LENGTH = 500
+"""MLflow's limit on the characters of a parameter's value."""
 
 
 def build(experiment: str, tracking_uri: str | None = None) -> Logger:
-    return MLflow(required("mlflow", "mlflow"), experiment, tracking_uri)
+    return MLflow(import_package("mlflow", "mlflow"), experiment, tracking_uri)
 
 
 @final
@@ -21,16 +21,18 @@ class MLflow:
         self._package, self._experiment, self._tracking_uri = package, experiment, tracking_uri
         self._is_open = False
 
-    def open(self, run: Logged) -> None:
+    def open(self, run: LoggedRun) -> None:
         if self._tracking_uri is not None:
             self._package.set_tracking_uri(self._tracking_uri)
         self._package.set_experiment(self._experiment)
-        known = known_id(run, "mlflow")
-        begun = self._package.start_run(run_id=known, run_name=None if known else run.name)
+        run_id = load_id(run, "mlflow")
+        started = self._package.start_run(run_id=run_id, run_name=None if run_id else run.name)
         self._is_open = True
-        if known is None:  # parameters of a run cannot be changed there
-            remember_id(run, "mlflow", begun.info.run_id)
-            parameters = {key: str(value)[:LONGEST_VALUE] for key, value in flat(run.config).items()}
+        if run_id is None:  # MLflow does not let a resumed run change its parameters
+            save_id(run, "mlflow", started.info.run_id)
+            parameters = {
+                key: str(value)[:_MAX_VALUE_LENGTH] for key, value in flatten_dict(run.config).items()
+            }
             self._package.log_params(parameters)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

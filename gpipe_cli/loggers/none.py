@@ -1,20 +1,20 @@
-"""logger=none: metrics.jsonl and nothing else."""
+"""logger=none: metrics go to metrics.jsonl only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import final
 
-from gpipe_cli.loggers.protocol import Logged, Logger
+from gpipe_cli.loggers.protocol import LoggedRun, Logger
 
 
 def build() -> Logger:
-    return Nobody()
+    return NoLogger()
 
 
 @final
-class Nobody:
-    def open(self, run: Logged) -> None:
+class NoLogger:
+    def open(self, run: LoggedRun) -> None:
         pass
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

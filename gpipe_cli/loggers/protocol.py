@@ -1,4 +1,4 @@
-"""What a logger is to a run, and how one says that its package is missing."""
+"""The protocol of a logger, and what the loggers share: importing a package, the ids of runs, folders."""
 
 from __future__ import annotations
 
@@ -14,36 +14,32 @@ from typing import Any, Protocol, final
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.safe_files import open_directory, open_regular, parse_json, read_regular, writing
 
-__all__ = ["Logged", "Logger", "flat", "known_id", "own_folder", "remember_id", "required"]
-
-IDENTITIES = "logger.json"
-LARGEST = 2**16
-IDENTITY = re.compile(r"[\w-]{1,64}", flags=re.ASCII)
+_IDS_FILE = "logger.json"
+_MAX_BYTES = 2**16
+_ID = re.compile(r"[\w-]{1,64}", flags=re.ASCII)
 
 
 @final
 @dataclass(frozen=True)
-class Logged:
-    """The run that is logged."""
-
+class LoggedRun:
     directory: Path
     name: str
     config: Mapping[str, Any]
-    """As it is saved: references are not resolved, so no secret is in it."""
+    """As saved, with references unresolved, so that it contains no secrets."""
     step: int
-    """From which it goes on; 0 for a new one."""
+    """The step from which the run resumes; 0 for a new run."""
 
 
 class Logger(Protocol):
-    """Made before anything expensive, so that a missing package is told at once; opened with the run."""
+    """Built before anything expensive happens, so that a missing package is reported at once; opened with the run."""
 
-    def open(self, run: Logged) -> None: ...
+    def open(self, run: LoggedRun) -> None: ...
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
-def required(package: str, option: str) -> Any:
-    """The package of a service; None of them is installed with gpipe."""
+def import_package(package: str, option: str) -> Any:
+    """Import the package of a service; gpipe installs none of them by default."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -52,23 +48,34 @@ def required(package: str, option: str) -> Any:
         ) from error
 
 
-def known_id(run: Logged, option: str) -> str | None:
-    """Under which name the service knows the run from an earlier launch."""
-    found = _identities(run.directory).get(option)
-    return found if isinstance(found, str) and IDENTITY.fullmatch(found) else None
+def load_id(run: LoggedRun, option: str) -> str | None:
+    """Return the id that the service gave the run in an earlier launch, or None."""
+    identity = _load_ids(run.directory).get(option)
+    return identity if isinstance(identity, str) and _ID.fullmatch(identity) else None
 
 
-def remember_id(run: Logged, option: str, identity: str) -> None:
-    content = {**_identities(run.directory), option: identity}
-    path = run.directory / IDENTITIES
+def save_id(run: LoggedRun, option: str, identity: str) -> None:
+    content = {**_load_ids(run.directory), option: identity}
+    path = run.directory / _IDS_FILE
     with writing(path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         with os.fdopen(open_regular(path, flags, base=run.directory), "w", encoding="utf-8") as file:
             json.dump(content, file)
 
 
-def own_folder(run: Logged, name: str) -> Path:
-    """A folder in the run directory for what a service writes there; no link to another one."""
+def _load_ids(directory: Path) -> dict[str, Any]:
+    path = directory / _IDS_FILE
+    try:
+        ids = parse_json(read_regular(path, _MAX_BYTES, base=directory))
+    except (FileNotFoundError, ValueError):  # not written yet, or damaged: the service creates a new run
+        return {}
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read: {error}; remove it") from error
+    return ids if isinstance(ids, dict) else {}
+
+
+def make_folder(run: LoggedRun, name: str) -> Path:
+    """Create a folder in the run directory for a service to write to; refuse a symbolic link to another one."""
     path = run.directory / name
     with writing(path):
         path.mkdir(exist_ok=True)
@@ -76,23 +83,12 @@ def own_folder(run: Logged, name: str) -> Path:
             return path
 
 
-def _identities(directory: Path) -> dict[str, Any]:
-    path = directory / IDENTITIES
-    try:
-        found = parse_json(read_regular(path, LARGEST, base=directory))
-    except (FileNotFoundError, ValueError):  # none yet, or one that is of no use
-        return {}
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read: {error}; remove it") from error
-    return found if isinstance(found, dict) else {}
-
-
-def flat(node: Any, path: str = "") -> dict[str, Any]:
-    """Dotted key and value of all that is no mapping."""
+def flatten_dict(node: Any, path: str = "") -> dict[str, Any]:
+    """Return all values of nested mappings by their dotted keys."""
     if not isinstance(node, Mapping):
         return {path: node}
     return {
         key: value
         for name, child in node.items()
-        for key, value in flat(child, f"{path}.{name}" if path else str(name)).items()
+        for key, value in flatten_dict(child, f"{path}.{name}" if path else str(name)).items()
     }

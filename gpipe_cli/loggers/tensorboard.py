@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from gpipe_cli.loggers.protocol import Logged, Logger, flat, own_folder, required
+from gpipe_cli.loggers.protocol import LoggedRun, Logger, flatten_dict, import_package, make_folder
 
-FOLDER = "tensorboard"
+_FOLDER = "tensorboard"
 
 
 def build() -> Logger:
-    required("tensorboard", "tensorboard")
-    return TensorBoard(required("torch.utils.tensorboard", "tensorboard"))
+    import_package("tensorboard", "tensorboard")
+    return TensorBoard(import_package("torch.utils.tensorboard", "tensorboard"))
 
 
 @final
@@ -21,10 +21,10 @@ class TensorBoard:
         self._package = package
         self._writer: Any = None
 
-    def open(self, run: Logged) -> None:
-        """What an earlier launch wrote of later steps is hidden: this one writes them anew."""
-        self._writer = self._package.SummaryWriter(str(own_folder(run, FOLDER)), purge_step=run.step + 1)
-        lines = "\n".join(f"    {key}: {value}" for key, value in flat(run.config).items())
+    def open(self, run: LoggedRun) -> None:
+        """Hide what an earlier launch wrote for later steps, which this launch repeats."""
+        self._writer = self._package.SummaryWriter(str(make_folder(run, _FOLDER)), purge_step=run.step + 1)
+        lines = "\n".join(f"    {key}: {value}" for key, value in flatten_dict(run.config).items())
         self._writer.add_text("config", lines, global_step=run.step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

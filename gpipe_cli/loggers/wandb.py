@@ -1,4 +1,4 @@
-"""logger=wandb: Weights & Biases. A run that goes on is the same run there."""
+"""logger=wandb: Weights & Biases. A resumed run stays the same W&B run."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, final
 
-from gpipe_cli.loggers.protocol import Logged, Logger, known_id, own_folder, remember_id, required
+from gpipe_cli.loggers.protocol import LoggedRun, Logger, import_package, load_id, make_folder, save_id
 
 
 def build(project: str, mode: str | None = None) -> Logger:
-    return WeightsAndBiases(required("wandb", "wandb"), project, mode)
+    return WeightsAndBiases(import_package("wandb", "wandb"), project, mode)
 
 
 @final
@@ -19,9 +19,9 @@ class WeightsAndBiases:
         self._package, self._project, self._mode = package, project, mode
         self._run: Any = None
 
-    def open(self, run: Logged) -> None:
-        own_folder(run, "wandb")  # the service makes it there itself, and would follow a link
-        identity = known_id(run, "wandb") or secrets.token_hex(8)
+    def open(self, run: LoggedRun) -> None:
+        make_folder(run, "wandb")  # created here because wandb would follow a symbolic link
+        identity = load_id(run, "wandb") or secrets.token_hex(8)
         self._run = self._package.init(
             project=self._project,
             mode=self._mode,
@@ -31,10 +31,10 @@ class WeightsAndBiases:
             dir=str(run.directory),
             config=dict(run.config),
         )
-        remember_id(run, "wandb", identity)
+        save_id(run, "wandb", identity)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Its own step counts calls and cannot go back; ours is a value like any other."""
+        """Log the step as a value: the step of W&B counts calls and cannot go back."""
         self._run.log({"step": step, **values})
 
     def close(self) -> None:

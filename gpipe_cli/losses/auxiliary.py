@@ -1,7 +1,7 @@
-"""Cross entropy of a model that has auxiliary heads: its main output's, and a share of each head's.
+"""Cross entropy for a model with auxiliary heads: that of its main output plus a share of that of each head.
 
-The main output is the first of a tuple or dict, and it alone is measured. A model may give it alone, as GoogLeNet
-does in evaluation; then this is plain cross entropy. How much a head counts is the config's word.
+The main output is the first of a tuple or dict, and metrics are those of the main output. If a model returns only the
+main output, as GoogLeNet does in evaluation, this is plain cross entropy.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from gpipe_cli.losses.cross_entropy import CrossEntropy
 @dataclass(frozen=True)
 class AuxiliaryCrossEntropy:
     weight: float = 0.4
-    """What each auxiliary head counts, the main output counting 1."""
+    """The weight of each auxiliary head; the main output has weight 1."""
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
         if not (self.weight >= 0 and math.isfinite(self.weight)):
             raise ConfigError(f"loss.weight={self.weight}: must be a finite number of at least 0")
-        CrossEntropy(self.label_smoothing)  # checks it
+        CrossEntropy(self.label_smoothing)  # checks the value
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         cross_entropy = CrossEntropy(self.label_smoothing)
@@ -39,7 +39,7 @@ class AuxiliaryCrossEntropy:
 
 
 def _heads(output: Any) -> tuple[Any, ...]:
-    """Main output first."""
+    """Return all outputs, the main one first."""
     if isinstance(output, dict):
         return tuple(output.values())
     return output if isinstance(output, tuple) else (output,)

@@ -1,4 +1,4 @@
-"""Cross entropy of class scores: one class per sample, or one for each of its pixels."""
+"""Cross entropy of class scores, with one class per sample or per pixel."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any, final
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from gpipe_cli.losses.measures import accuracy, segmentation_accuracy
-from gpipe_cli.losses.shapes import are_pixel_scores, check_fit
+from gpipe_cli.losses.measures import accuracy, are_pixel_scores, check_shapes, segmentation_accuracy
 from gpipe_cli.values import check_share
 
 
 @final
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Of scores [samples, classes, ...]; targets are classes [samples, ...], or probabilities as the scores."""
+    """Scores are [samples, classes, ...]; targets are classes [samples, ...], or probabilities shaped like scores."""
 
     label_smoothing: float = 0.0
 
@@ -27,8 +26,8 @@ class CrossEntropy:
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         probabilities = isinstance(output, Tensor) and output.shape == target.shape
         fits = (probabilities and target.is_floating_point()) or are_pixel_scores(output, target)
-        takes = "scores [samples, classes, ...] and a class for each place [samples, ...]"
-        check_fit("cross_entropy", takes, output, target, fits=fits)
+        expected = "scores [samples, classes, ...] and a class for each position [samples, ...]"
+        check_shapes("cross_entropy", expected, output, target, fits=fits)
         return cross_entropy(output, target, label_smoothing=self.label_smoothing)
 
     def measure(self, output: Tensor, target: Tensor) -> Mapping[str, float]:

@@ -1,7 +1,7 @@
 """The Dice loss of segmentation: one minus the overlap of the class probabilities with the mask.
 
-The overlap is computed for each sample by itself and then averaged. Summed over a batch first, as some do, it
-would be another number for every way of dividing a mini-batch.
+The overlap is computed per sample and then averaged. Summed over a batch first, as in some implementations, it would
+depend on how the mini-batch is divided.
 """
 
 from __future__ import annotations
@@ -12,30 +12,29 @@ from typing import Any, final
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from gpipe_cli.losses.measures import segmentation_accuracy
-from gpipe_cli.losses.shapes import are_pixel_scores, check_fit
+from gpipe_cli.losses.measures import are_pixel_scores, check_shapes, segmentation_accuracy
 
 
 @final
 class Dice:
-    """Of scores [samples, classes, ...] and a class for each pixel [samples, ...].
+    """Scores are [samples, classes, ...], targets a class for each pixel [samples, ...].
 
-    The classes that are in a mask count alike. One that is not there has nothing to overlap with; seen
-    nevertheless, it takes its pixels from those that are.
+    All classes in a mask have the same weight. A class that is not in the mask has no overlap of its own, but its
+    probability is missing from the classes that are.
     """
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         fits = are_pixel_scores(output, target) and target.ndim > 1
-        takes = "scores [samples, classes, ...] and a class for each pixel [samples, ...]"
-        check_fit("dice", takes, output, target, fits=fits)
-        seen = output.softmax(1).flatten(2)
+        expected = "scores [samples, classes, ...] and a class for each pixel [samples, ...]"
+        check_shapes("dice", expected, output, target, fits=fits)
+        probabilities = output.softmax(1).flatten(2)
         mask = one_hot(target.flatten(1), output.shape[1]).transpose(1, 2)
         area = mask.sum(2)
-        # An absent class may have no area at all on either side: what it gives is left out, but must be a number.
-        overlap = 2 * (seen * mask).sum(2) / (seen.sum(2) + area.clamp(min=1))
+        # The result for an absent class is dropped below, but must not be 0 / 0: its gradient would be nan.
+        overlap = 2 * (probabilities * mask).sum(2) / (probabilities.sum(2) + area.clamp(min=1))
         present = area > 0
-        missed: Tensor = 1 - (overlap * present).sum(1) / present.sum(1)
-        return missed.mean()
+        loss: Tensor = 1 - (overlap * present).sum(1) / present.sum(1)
+        return loss.mean()
 
     def measure(self, output: Tensor, target: Tensor) -> Mapping[str, float]:
         return segmentation_accuracy(output, target)

@@ -1,57 +1,95 @@
-"""What is counted besides the loss, for each kind of task, as sums over samples.
+"""What losses share: the protocol of those that measure, the metrics for each kind of task, and the shape check.
 
-All are sums of one number per sample, so they too do not depend on how samples were divided into batches.
-Which of them fits is the loss's matter.
+Every metric is a sum of one number per sample, so it does not depend on how samples are divided into batches.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
+from gpipe_cli.errors import DataError
+
+Measure = Callable[[Any, Tensor], Mapping[str, float]]
+
+
+@runtime_checkable
+class MeasuringLoss(Protocol):
+    def __call__(self, output: Any, target: Tensor, /) -> Tensor:
+        """Return the mean over the samples."""
+
+    def measure(self, output: Any, target: Tensor, /) -> Mapping[str, float]:
+        """Return sums over the samples, by the name under which gpipe reports each mean."""
+
+
+def measure_of(loss: object) -> Measure:
+    """Return the loss's own `measure`, or `accuracy` for a loss without one, such as those of torch."""
+    return loss.measure if isinstance(loss, MeasuringLoss) else accuracy
+
 
 def accuracy(output: Any, target: Tensor) -> dict[str, float]:
-    """How many samples have their class as the first, or among the first five, of the scores.
+    """Count the samples whose class has the highest score, or one of the five highest.
 
-    Nothing is counted where the target is no class per sample (a regression, say).
+    Return nothing if the target is not one class per sample, as in a regression.
     """
     if not isinstance(output, Tensor) or output.ndim != 2 or target.ndim != 1 or target.is_floating_point():
         return {}
     best = output.detach().topk(min(5, output.shape[1]), dim=1).indices
-    right = best == target.unsqueeze(1)
-    return {"top1": float(right[:, :1].sum()), "top5": float(right.sum())}
+    correct = best == target.unsqueeze(1)
+    return {"top1": float(correct[:, :1].sum()), "top5": float(correct.sum())}
 
 
 def token_accuracy(scores: Tensor, target: Tensor) -> dict[str, float]:
-    """Tokens guessed right, and the bits a perfect code would spend on one: [samples, tokens, vocabulary].
+    """Share of tokens predicted correctly, and bits per token, for scores [samples, tokens, vocabulary].
 
-    Where tokens are bytes the latter is bits per byte. The perplexity is 2 to its power.
+    If tokens are bytes, the latter is bits per byte. The perplexity is 2 to its power.
     """
     scores = scores.detach().float()
-    right = (scores.argmax(-1) == target).float().mean(1)
+    correct = (scores.argmax(-1) == target).float().mean(1)
     nats = cross_entropy(scores.flatten(0, 1), target.flatten(), reduction="none").view_as(target).mean(1)
-    return {"token_accuracy": float(right.sum()), "bits_per_token": float(nats.sum()) / math.log(2)}
+    return {"token_accuracy": float(correct.sum()), "bits_per_token": float(nats.sum()) / math.log(2)}
 
 
 def segmentation_accuracy(scores: Tensor, target: Tensor) -> dict[str, float]:
-    """Pixels classified right, and overlap by area: scores [samples, classes, ...], targets [samples, ...].
+    """Share of pixels classified correctly, and mean IoU: scores [samples, classes, ...], targets [samples, ...].
 
-    The overlap of a sample is the mean, over the classes that are in it or were seen in it, of intersection
-    over union.
+    The IoU of a sample is the mean over the classes that occur in its target or in its prediction.
     """
     classes = scores.shape[1]
-    guessed = scores.detach().argmax(1)
-    right = (guessed == target).float().flatten(1).mean(1)
-    here, there = (one_hot(one.flatten(1), classes) for one in (guessed, target))
-    intersection, union = (here & there).sum(1), (here | there).sum(1)
-    overlap = (intersection / union.clamp(min=1)).sum(1) / (union > 0).sum(1)
-    return {"mean_iou": float(overlap.sum()), "pixel_accuracy": float(right.sum())}
+    predicted = scores.detach().argmax(1)
+    correct = (predicted == target).float().flatten(1).mean(1)
+    predicted_masks, target_masks = (one_hot(pixels.flatten(1), classes) for pixels in (predicted, target))
+    intersection, union = (predicted_masks & target_masks).sum(1), (predicted_masks | target_masks).sum(1)
+    iou = (intersection / union.clamp(min=1)).sum(1) / (union > 0).sum(1)
+    return {"mean_iou": float(iou.sum()), "pixel_accuracy": float(correct.sum())}
 
 
 def absolute_error(output: Tensor, target: Tensor) -> dict[str, float]:
-    """How far numbers are from their targets, on average over those of a sample."""
+    """Absolute error, averaged over the numbers of a sample."""
     error = (output.detach().float() - target).abs()
     return {"mean_absolute_error": float(error.flatten(1).mean(1).sum() if error.ndim > 1 else error.sum())}
+
+
+def check_shapes(loss: str, expected: str, output: Any, target: Tensor, *, fits: bool) -> None:
+    """Raise unless output and target fit the loss, before torch fails or, worse, broadcasts."""
+    if fits:
+        return
+    given = list(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    raise DataError(
+        f"loss={loss}: takes {expected}, got {given} and targets {list(target.shape)}; choose a loss that fits, "
+        "see `gpipe ls losses`"
+    )
+
+
+def are_pixel_scores(output: Any, target: Tensor) -> bool:
+    """Whether scores are [samples, classes, ...] and targets a class for each position, [samples, ...]."""
+    return (
+        isinstance(output, Tensor)
+        and output.ndim == target.ndim + 1
+        and output.shape[:1] + output.shape[2:] == target.shape
+        and not target.is_floating_point()
+    )

@@ -1,4 +1,4 @@
-"""The mean squared error, for regressions."""
+"""Mean squared error, for regression."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Any, final
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from gpipe_cli.losses.measures import absolute_error
-from gpipe_cli.losses.shapes import check_fit
+from gpipe_cli.losses.measures import absolute_error, check_shapes
 
 
 @final
 class MeanSquaredError:
-    """Of numbers in any shape, as many as there are targets: torch would stretch [8, 1] over [8] to 64."""
+    """Output and target must have the same shape: torch would broadcast [8, 1] and [8] to 64 numbers."""
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         fits = isinstance(output, Tensor) and output.shape == target.shape
-        check_fit("mse", "numbers and targets of one shape", output, target, fits=fits)
+        check_shapes("mse", "numbers and targets of the same shape", output, target, fits=fits)
         return mse_loss(output, target.to(output.dtype))
 
     def measure(self, output: Tensor, target: Tensor) -> Mapping[str, float]:

@@ -32,7 +32,7 @@ from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_t
 from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.losses.protocol import measure_of
+from gpipe_cli.losses.measures import measure_of
 from gpipe_cli.offload.building import Built, built_on
 from gpipe_cli.offload.tiers import DiskTier
 from gpipe_cli.profiling.cache import ProfileCache, default_folder

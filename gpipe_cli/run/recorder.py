@@ -18,7 +18,7 @@ from gpipe_cli.byte_size import byte_text
 from gpipe_cli.config.schema import LogConfig, TrainConfig
 from gpipe_cli.config.targets import instantiate
 from gpipe_cli.errors import GpipeError, ResourceError
-from gpipe_cli.loggers.protocol import Logged, Logger
+from gpipe_cli.loggers.protocol import LoggedRun, Logger
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.failure import describe
 from gpipe_cli.report.numbers import readable
@@ -186,7 +186,7 @@ class GuardedLogger:
     @contextmanager
     def opened(self, directory: Path, start: Position, job: Job) -> Iterator[None]:
         config: Any = OmegaConf.to_container(job.tree)
-        run = Logged(directory, f"{job.model} {directory.name}", config, start.step)
+        run = LoggedRun(directory, f"{job.model} {directory.name}", config, start.step)
         try:
             self._logger.open(run)
         except GpipeError:

@@ -19,7 +19,7 @@ from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.errors import ConfigError, DataError, RunError
-from gpipe_cli.loggers.protocol import flat
+from gpipe_cli.loggers.protocol import flatten_dict
 from gpipe_cli.run.away import keeps_on_disk
 from gpipe_cli.run.job import Job
 from gpipe_cli.run.saved_run import saved_config, select_snapshot, warn_of_damaged, with_overrides
@@ -146,7 +146,7 @@ def _load_snapshot(settings: TrainConfig, run: Path, *, larger_than_memory: bool
 
 def _changes(saved: DictConfig, tree: DictConfig) -> list[str]:
     """Settings that differ from the saved ones; those that must not are an error."""
-    before, now = (flat(OmegaConf.to_container(config)) for config in (saved, tree))
+    before, now = (flatten_dict(OmegaConf.to_container(config)) for config in (saved, tree))
     changes = []
     for key in dict.fromkeys([*before, *now]):
         old, new = (_yaml_text(config.get(key)) for config in (before, now))

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.auxiliary import AuxiliaryCrossEntropy
-from gpipe_cli.losses.protocol import measure_of
+from gpipe_cli.losses.measures import measure_of
 
 TARGET = torch.tensor([0, 2, 1, 2])
 

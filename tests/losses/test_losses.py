@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.losses.cross_entropy import CrossEntropy
 from gpipe_cli.losses.dice import Dice
+from gpipe_cli.losses.measures import measure_of
 from gpipe_cli.losses.mse import MeanSquaredError
-from gpipe_cli.losses.protocol import measure_of
 from gpipe_cli.losses.token_cross_entropy import TokenCrossEntropy
 from gpipe_cli.pipeline.plain import PlainPipe
 
@@ -64,8 +64,8 @@ def test_loss_gradient_and_measures_do_not_depend_on_the_micro_batches(
     whole = output.clone().requires_grad_()
     expected = loss(whole, target)
     expected.backward()
-    found, divided = _in_micro_batches(loss, output, target, chunks)
-    assert torch.allclose(found, expected, rtol=1e-12, atol=0)
+    total, divided = _in_micro_batches(loss, output, target, chunks)
+    assert torch.allclose(total, expected, rtol=1e-12, atol=0)
     assert whole.grad is not None and torch.allclose(divided, whole.grad, rtol=1e-12, atol=1e-18)
     sums = loss.measure(output, target)
     assert list(sums) == names
@@ -80,7 +80,7 @@ def _in_micro_batches(loss: Any, output: Tensor, target: Tensor, chunks: int) ->
     return total, input.grad
 
 
-def test_they_are_those_of_torch() -> None:
+def test_losses_are_those_of_torch() -> None:
     scores, target = classes(5)
     assert torch.equal(CrossEntropy()(scores, target), nn.CrossEntropyLoss()(scores, target))
     assert torch.equal(MeanSquaredError()(scores, scores * 2), nn.MSELoss()(scores, scores * 2))
@@ -89,7 +89,7 @@ def test_they_are_those_of_torch() -> None:
     assert torch.allclose(TokenCrossEntropy()(scores, target), expected, rtol=1e-12)
 
 
-def test_probabilities_may_be_targets_too() -> None:
+def test_targets_may_be_probabilities() -> None:
     scores, _ = classes(5)
     target = scores.softmax(1)
     assert torch.equal(CrossEntropy()(scores, target), nn.CrossEntropyLoss()(scores, target))
@@ -106,17 +106,22 @@ def test_a_perfect_mask_has_no_dice_loss_and_a_wrong_one_nearly_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "output", "target", "says"),
+    ("loss", "output", "target", "message"),
     [
         (CrossEntropy(), torch.zeros(2, 6, 11), torch.zeros(2, 6).long(), "[2, 6, 11] and targets [2, 6]"),
         (CrossEntropy(), (torch.zeros(2, 3),), torch.zeros(2).long(), "got a tuple and targets [2]"),
         (TokenCrossEntropy(), torch.zeros(2, 3), torch.zeros(2).long(), "takes scores [samples, tokens,"),
         (Dice(), torch.zeros(2, 3), torch.zeros(2).long(), "a class for each pixel [samples, ...], got"),
-        (MeanSquaredError(), torch.zeros(8, 1), torch.zeros(8), "of one shape, got [8, 1] and targets [8];"),
+        (
+            MeanSquaredError(),
+            torch.zeros(8, 1),
+            torch.zeros(8),
+            "of the same shape, got [8, 1] and targets [8];",
+        ),
     ],
 )
-def test_shapes_that_do_not_fit_are_told(loss: Any, output: Any, target: Tensor, says: str) -> None:
-    with pytest.raises(DataError, match=re.escape(says)):
+def test_shapes_that_do_not_fit_are_refused(loss: Any, output: Any, target: Tensor, message: str) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
         loss(output, target)
 
 
@@ -127,7 +132,7 @@ def test_values_out_of_range_are_refused() -> None:
         TokenCrossEntropy(-1)
 
 
-def test_beside_a_loss_that_counts_nothing_itself_classes_are_counted() -> None:
+def test_a_loss_without_a_measure_gets_accuracy() -> None:
     scores, target = classes(5)
     assert list(measure_of(nn.NLLLoss())(scores, target)) == ["top1", "top5"]
     assert measure_of(nn.L1Loss())(*numbers(5)) == {}
@@ -141,7 +146,7 @@ def test_a_yaml_has_the_keys_of_its_loss_with_the_same_defaults(path: Path) -> N
     assert isinstance(written, dict)
     module, _, name = str(written.pop("_target_")).rpartition(".")
     parameters = inspect.signature(getattr(import_module(module), name)).parameters
-    defaults = {key: one.default for key, one in parameters.items()}
+    defaults = {key: parameter.default for key, parameter in parameters.items()}
     if path.stem.startswith("auxiliary_"):  # for models whose heads have another weight
         defaults["weight"] = written["weight"]
     assert written == defaults

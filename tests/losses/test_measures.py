@@ -1,4 +1,4 @@
-"""Every measure, counted again one by one."""
+"""Every metric against a count in plain Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gpipe_cli.losses.measures import absolute_error, accuracy, segmentation_accuracy, token_accuracy
 
 
-def slowly(scores: list[list[int]], targets: list[int], first: int) -> float:
+def count_top(scores: list[list[int]], targets: list[int], first: int) -> float:
     """How many targets are among the `first` best scores, counted one by one."""
     return sum(
         sum(other > row[target] for other in row) < first for row, target in zip(scores, targets, strict=True)
@@ -20,13 +20,13 @@ def slowly(scores: list[list[int]], targets: list[int], first: int) -> float:
 
 
 @given(st.data(), st.integers(1, 9), st.integers(1, 6))
-def test_top1_and_top5_are_counted_right(data: st.DataObject, classes: int, samples: int) -> None:
+def test_top1_and_top5_count_correctly(data: st.DataObject, classes: int, samples: int) -> None:
     """Fewer than five classes included: then all are among the first five."""
     scores = [data.draw(st.permutations(range(classes))) for _ in range(samples)]
     targets = data.draw(st.lists(st.integers(0, classes - 1), min_size=samples, max_size=samples))
     assert accuracy(torch.tensor(scores).float(), torch.tensor(targets)) == {
-        "top1": slowly(scores, targets, 1),
-        "top5": slowly(scores, targets, 5),
+        "top1": count_top(scores, targets, 1),
+        "top5": count_top(scores, targets, 5),
     }
 
 
@@ -40,45 +40,46 @@ def test_top1_and_top5_are_counted_right(data: st.DataObject, classes: int, samp
         ((torch.zeros(4, 3),), torch.zeros(4, dtype=torch.long)),
     ],
 )
-def test_nothing_is_counted_where_the_target_is_no_class_per_sample(
-    output: object, target: torch.Tensor
-) -> None:
+def test_accuracy_needs_a_class_per_sample(output: object, target: torch.Tensor) -> None:
     assert accuracy(output, target) == {}
 
 
 @settings(max_examples=25)
 @given(st.integers(1, 3), st.integers(1, 4), st.integers(2, 5), st.integers(0, 99))
-def test_tokens_are_counted_right(samples: int, tokens: int, vocabulary: int, seed: int) -> None:
+def test_token_accuracy_and_bits_count_correctly(
+    samples: int, tokens: int, vocabulary: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(samples, tokens, vocabulary, generator=generator)
     target = torch.randint(vocabulary, (samples, tokens), generator=generator)
-    right, bits = 0.0, 0.0
+    correct, bits = 0.0, 0.0
     for row, targets in zip(scores.tolist(), target.tolist(), strict=True):
-        for place, token in zip(row, targets, strict=True):
-            right += (place.index(max(place)) == token) / tokens
-            bits -= math.log2(math.exp(place[token]) / sum(map(math.exp, place))) / tokens
-    found = token_accuracy(scores, target)
-    assert found == {"token_accuracy": pytest.approx(right), "bits_per_token": pytest.approx(bits, rel=1e-4)}
+        for token_scores, token in zip(row, targets, strict=True):
+            correct += (token_scores.index(max(token_scores)) == token) / tokens
+            bits -= math.log2(math.exp(token_scores[token]) / sum(map(math.exp, token_scores))) / tokens
+    measured = token_accuracy(scores, target)
+    expected = {"token_accuracy": pytest.approx(correct), "bits_per_token": pytest.approx(bits, rel=1e-4)}
+    assert measured == expected
 
 
 @settings(max_examples=25)
 @given(st.integers(1, 3), st.integers(1, 6), st.integers(1, 4), st.integers(0, 99))
-def test_pixels_are_counted_right(samples: int, pixels: int, classes: int, seed: int) -> None:
-    """A class that is neither in a mask nor in what was seen says nothing about it."""
+def test_pixel_accuracy_and_iou_count_correctly(samples: int, pixels: int, classes: int, seed: int) -> None:
+    """A class that is in neither the mask nor the prediction does not count."""
     generator = torch.Generator().manual_seed(seed)
-    seen = torch.randint(classes, (samples, pixels), generator=generator)
+    predicted = torch.randint(classes, (samples, pixels), generator=generator)
     target = torch.randint(classes, (samples, pixels), generator=generator)
-    scores = torch.nn.functional.one_hot(seen, classes).transpose(1, 2).float()
-    overlap, right = 0.0, 0.0
-    for guess, mask in zip(seen.tolist(), target.tolist(), strict=True):
+    scores = torch.nn.functional.one_hot(predicted, classes).transpose(1, 2).float()
+    iou, correct = 0.0, 0.0
+    for guess, mask in zip(predicted.tolist(), target.tolist(), strict=True):
         pairs = list(zip(guess, mask, strict=True))
-        here = set(guess) | set(mask)
-        for one in here:
-            union = sum(one in pair for pair in pairs)
-            overlap += sum(pair == (one, one) for pair in pairs) / union / len(here)
-        right += sum(a == b for a, b in pairs) / pixels
-    found = segmentation_accuracy(scores, target)
-    assert found == {"mean_iou": pytest.approx(overlap), "pixel_accuracy": pytest.approx(right)}
+        present = set(guess) | set(mask)
+        for label in present:
+            union = sum(label in pair for pair in pairs)
+            iou += sum(pair == (label, label) for pair in pairs) / union / len(present)
+        correct += sum(a == b for a, b in pairs) / pixels
+    measured = segmentation_accuracy(scores, target)
+    assert measured == {"mean_iou": pytest.approx(iou), "pixel_accuracy": pytest.approx(correct)}
 
 
 def test_errors_are_averaged_over_the_numbers_of_a_sample() -> None:
