@@ -32,7 +32,7 @@ from gpipe_cli.plan.measured import SECONDS_OF_PHASES, MeasuredCosts
 from gpipe_cli.plan.shape import Shape
 from gpipe_cli.plan.steps import step_ms
 from gpipe_cli.profiling.layers import LayerProfile, Sample, profile_layers
-from gpipe_cli.profiling.pace import Phases, measure_phases
+from gpipe_cli.profiling.phase_times import PhaseTimes, measure_phase_times
 
 CASES = ("resnet50", "transformer", "mlp", "unet")
 SHAPES = (
@@ -80,21 +80,21 @@ class Bench:
     def __init__(self, case: Case) -> None:
         self.case = case
         self._layers = {shape.chunks: self._profile(shape.chunks) for shape in SHAPES}
-        self._phases: dict[tuple[int, int], Phases] = {}
-        self.rounds: list[Mapping[tuple[int, int], Phases]] = []
+        self._phases: dict[tuple[int, int], PhaseTimes] = {}
+        self.rounds: list[Mapping[tuple[int, int], PhaseTimes]] = []
 
     def balance(self, shape: Shape) -> tuple[int, ...]:
         return tuple(solve([one.ms for one in self._layers[shape.chunks]], shape.partitions).balance)
 
     def measure(self) -> None:
         """Another round."""
-        found: dict[tuple[int, int], Phases] = {}
+        found: dict[tuple[int, int], PhaseTimes] = {}
         for chunks, workers in sorted({(shape.chunks, shape.partitions) for shape in SHAPES}):
             balance = solve([one.ms for one in self._layers[chunks]], workers).balance
 
             def turn(chunks: int = chunks, workers: int = workers, balance: Sequence[int] = balance) -> float:
                 devices = [torch.device("cpu")] * workers
-                found[chunks, workers] = measure_phases(
+                found[chunks, workers] = measure_phase_times(
                     self._clean(),
                     self._sample(chunks),
                     balance,
@@ -114,7 +114,7 @@ class Bench:
         spec = shape.spec(available_cores())
         return [step_ms(spec, self._costs(shape, phases), balance) for phases in self.rounds]
 
-    def _costs(self, shape: Shape, phases: Mapping[tuple[int, int], Phases]) -> Costs:
+    def _costs(self, shape: Shape, phases: Mapping[tuple[int, int], PhaseTimes]) -> Costs:
         taken = phases[shape.chunks, shape.partitions]
         return MeasuredCosts(self._layers[shape.chunks], taken).costs(None)
 

@@ -26,7 +26,7 @@ from gpipe_cli.balance.solver import solve
 from gpipe_cli.plan.shape import Shape
 from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.memory import activation_bytes
+from gpipe_cli.profiling.partition_memory import activation_bytes
 
 CASES = ("resnet50", "transformer", "unet")
 SHAPES = (

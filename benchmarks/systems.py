@@ -85,10 +85,10 @@ def _gpipe_backward(case: Case, seat: Seat, *, schedule: str, checkpoint: str) -
 
 def _gpipe_recorded(case: Case, seat: Seat) -> Step:
     """What `gpipe profile timeline=true` does to a step, the reading of the record included."""
-    from gpipe_cli.profiling.record import Record
+    from gpipe_cli.profiling.action_recorder import ActionRecorder
 
     pipe = _gpipe_pipe(case, "gpipe", "never")
-    pipe.recorder = record = Record(pipe.devices)
+    pipe.recorder = record = ActionRecorder(pipe.devices)
 
     def step() -> None:
         pipe.step(case.input, case.target, case.loss)

@@ -17,7 +17,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Batch
 from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import LayerProfile, Sample, profile_layers
-from gpipe_cli.profiling.memory import activation_bytes
+from gpipe_cli.profiling.partition_memory import activation_bytes
 from gpipe_cli.report.layers import counted_rows, csv_text, layer_rows, print_layers
 from gpipe_cli.report.page.document import PAGE
 from gpipe_cli.report.partitions import print_partitions

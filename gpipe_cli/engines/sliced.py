@@ -28,7 +28,7 @@ from gpipe_cli.offload.sizing import layer_bytes, optimizer_bytes
 from gpipe_cli.offload.slice import Part, Slice
 from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
 from gpipe_cli.offload.transfers import Transfers
-from gpipe_cli.profiling.optimizer_state import StateOutlines
+from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
 
 __all__ = ["Away", "SlicedEngine", "kept_bytes", "make_tier"]
 
@@ -184,12 +184,12 @@ class SlicedEngine:
     def _optimizer_states(self, objective: Objective) -> dict[int, OptimizerState]:
         if objective.optimizer is None:
             return {}
-        outlines = StateOutlines(objective.optimizer)
+        outlines = OptimizerStateShapes(objective.optimizer)
         return {
             id(group): self._optimizer_state(group, outlines) for group in self._groups() if group.optimizer
         }
 
-    def _optimizer_state(self, group: Slice | Group, outlines: StateOutlines) -> OptimizerState:
+    def _optimizer_state(self, group: Slice | Group, outlines: OptimizerStateShapes) -> OptimizerState:
         assert group.optimizer is not None, "asked of groups that are trained"
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         return OptimizerState(group.optimizer, {one: names[one] for one in group.trained}, outlines)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.engines.state_check import check_kept, check_numbers, check_tensors
 from gpipe_cli.errors import ConfigError, RunError
-from gpipe_cli.profiling.optimizer_state import StateOutlines
+from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
 
 NUMBERS = (bool, int, float, str, type(None))
 NOT_ITS_OWN = ("params", "lr")
@@ -96,7 +96,10 @@ class OptimizerState:
     """What one optimizer keeps, by the names of its parameters."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], outlines: StateOutlines
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[nn.Parameter, str],
+        outlines: OptimizerStateShapes,
     ) -> None:
         self._optimizer, self._names, self._outlines = optimizer, names, outlines
         self._at_first = _settings(optimizer)
@@ -198,7 +201,7 @@ def check_optimizer(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimiz
         optimizer.step()
     except Exception:  # noqa: BLE001 - it may want other gradients than these; training itself will tell
         return
-    OptimizerState(optimizer, {parameter: "parameter"}, StateOutlines(make)).take()
+    OptimizerState(optimizer, {parameter: "parameter"}, OptimizerStateShapes(make)).take()
 
 
 def merged_numbers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from gpipe_cli.engines.state_check import check_scaler
 from gpipe_cli.engines.update import Update, UpdateFacts
 from gpipe_cli.engines.utilisation import Gauge
 from gpipe_cli.errors import NumericError
-from gpipe_cli.profiling.optimizer_state import StateOutlines
+from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -187,7 +187,7 @@ class PipeEngine:
     def _optimizer_state(self, update: Update) -> OptimizerState:
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         assert self._objective.optimizer is not None, "an update has been made of it"
-        outlines = StateOutlines(self._objective.optimizer)
+        outlines = OptimizerStateShapes(self._objective.optimizer)
         return OptimizerState(update.optimizer, {**names, self._placeholder: ""}, outlines)
 
     def _loss(self, output: Any, target: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from typing import final
 import torch
 
 from gpipe_cli.pipeline.gpipe import GPipe
-from gpipe_cli.profiling.record import Record
-from gpipe_cli.profiling.timeline import Step
+from gpipe_cli.profiling.action_recorder import ActionRecorder
+from gpipe_cli.profiling.timeline import StepTimeline
 
 __all__ = ["Gauge", "Utilisation"]
 
@@ -39,7 +39,7 @@ class Gauge:
 
     def __init__(self, pipe: GPipe) -> None:
         self._pipe = pipe
-        self._record = Record(pipe.devices)
+        self._record = ActionRecorder(pipe.devices)
         self.last: Utilisation | None = None
 
     @contextmanager
@@ -54,7 +54,7 @@ class Gauge:
         self.last = self._utilisation()
 
     def _utilisation(self) -> Utilisation:
-        step = Step(tuple(self._record.pieces()))
+        step = StepTimeline(tuple(self._record.pieces()))
         seconds: dict[int, float] = defaultdict(float)
         for piece in step.pieces:
             seconds[piece.action.partition] += piece.end - piece.begin

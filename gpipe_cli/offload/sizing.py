@@ -93,7 +93,7 @@ def border_bytes(
         facts = model_facts(module, make_sample(), count_flops=False)
     except ConfigError:
         return 0
-    arriving = [facts.arriving(*part) for part in pairwise(accumulate(balance))]
+    arriving = [facts.partition_input(*part) for part in pairwise(accumulate(balance))]
     # The first one's input is the caller's.
     return sum(
         count * (one.bytes + ALIGNMENT * len(one.shapes))

@@ -23,7 +23,7 @@ from gpipe_cli.plan.costs import Costs, Split
 from gpipe_cli.plan.shape import Shape
 from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.pace import Phases
+from gpipe_cli.profiling.phase_times import PhaseTimes
 
 __all__ = ["SECONDS_OF_PHASES", "MeasuredCosts", "Workbench", "intra_op_threads"]
 
@@ -37,7 +37,7 @@ class MeasuredCosts:
     """At one size of micro-batch."""
 
     layers: Sequence[Timed]
-    phases: Phases
+    phases: PhaseTimes
 
     def costs(self, transfer: Sequence[float] | None) -> Costs:
         """The phases of the pipeline, divided among the layers by what they take alone."""

@@ -14,7 +14,7 @@ from gpipe_cli.plan.costs import Costs
 from gpipe_cli.plan.search import Answer
 from gpipe_cli.plan.shape import Shape
 from gpipe_cli.plan.steps import simulated
-from gpipe_cli.profiling.memory import PartitionMemory
+from gpipe_cli.profiling.partition_memory import PartitionMemory
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 

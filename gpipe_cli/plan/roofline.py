@@ -37,5 +37,5 @@ def estimate(module: Sequence[nn.Module], facts: ModelFacts, device: Device, sca
         forward.append(1000 * there + kernels)
         backward.append(1000 * back + 2 * kernels)
         entering = seen.output_bytes
-    transfer = [1000 * scale * facts.border(end).bytes / device.link for end in range(1, len(module) + 1)]
+    transfer = [1000 * scale * facts.boundary(end).bytes / device.link for end in range(1, len(module) + 1)]
     return Costs(forward, backward, transfer=transfer)

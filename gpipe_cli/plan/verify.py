@@ -17,7 +17,7 @@ from gpipe_cli.pipeline.microbatch import Value, moved
 from gpipe_cli.pipeline.plain import PlainPipe
 from gpipe_cli.plan.measured import intra_op_threads
 from gpipe_cli.plan.prediction import Prediction
-from gpipe_cli.profiling.left_as_found import left_as_found, staying_at_home
+from gpipe_cli.profiling.layers import preserved
 
 __all__ = ["verified"]
 
@@ -37,7 +37,7 @@ def verified(
     """The plans with the medians of their steps; those for which there was no time as they were."""
     deadline = time.monotonic() + seconds
     times: list[list[float]] = [[] for _ in plans]
-    with staying_at_home(module), left_as_found(module), ExitStack() as stack:
+    with preserved(module, device=True), ExitStack() as stack:
         pipes = [_pipe(plan, module, devices) for plan in plans]
         for pipe in pipes:
             stack.callback(pipe.close)

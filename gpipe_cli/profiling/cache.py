@@ -1,11 +1,11 @@
-"""What was measured of a model before, so that a run need not measure it again.
+"""Earlier measurements of a model, so that a run need not measure it again.
 
     profiles = ProfileCache(default_folder())
     layers = profiles.times(module, sample, seconds=3.0)
     profiles.origin                     # where they come from, in words
 
-Decides what may be reused: the same model, sample, device, threads and versions (`fingerprint`), measured for as
-long or longer, if a quick check (`recheck`) finds that it takes as long now.
+A measurement is reused if it has the same fingerprint, took as long or longer, and still holds: the cache runs a part
+of the work again for a moment, since a machine that was busy then, or is busy now, gives other times.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
+from math import inf
 from pathlib import Path
 from typing import final
 
@@ -21,13 +22,17 @@ import torch
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.profiling.fingerprint import fingerprint
-from gpipe_cli.profiling.layers import Sample, profile_layers
-from gpipe_cli.profiling.pace import Phases, measure_phases
-from gpipe_cli.profiling.recheck import Drift, load_per_core, recheck_layers, recheck_phases
-from gpipe_cli.profiling.shelf import Found, Shelf
+from gpipe_cli.profiling.layers import Sample, forward_times, profile_layers
+from gpipe_cli.profiling.measurement_store import Measurement, MeasurementStore, fingerprint
+from gpipe_cli.profiling.phase_times import PhaseTimes, measure_forward_backward, measure_phase_times
+from gpipe_cli.sequential import layer_names
 
-__all__ = ["LayerTimes", "ProfileCache", "default_folder"]
+TOLERANCE = 0.15
+RUNS = 3
+"""At most; the best one counts, so that a burst of other work now does not cost a good measurement."""
+SHARE = 0.5
+"""The slowest layers that take this share of the time are checked. Among many equal layers a single one would be picked
+because it was disturbed most."""
 
 
 @final
@@ -39,8 +44,8 @@ class LayerTimes:
 
 def default_folder() -> Path:
     """In the user's own cache; the XDG specification says to ignore a relative path."""
-    named = Path(os.environ.get("XDG_CACHE_HOME") or "")
-    return (named if named.is_absolute() else Path.home() / ".cache") / "gpipe" / "profiles"
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    return (cache_home if cache_home.is_absolute() else Path.home() / ".cache") / "gpipe" / "profiles"
 
 
 @final
@@ -48,39 +53,39 @@ class ProfileCache:
     def __init__(
         self, folder: Path | None, *, reuse: bool = True, say: Callable[[str], None] = lambda line: None
     ) -> None:
-        """Without a folder nothing is kept; without `reuse` everything is measured anew, and kept."""
-        self._shelf, self._reuse = Shelf(folder, say), reuse
+        """folder: None stores nothing. reuse: False measures everything again, and stores it."""
+        self._store, self._reuse = MeasurementStore(folder, say), reuse
         self.origin = ""
-        """Where the times that were asked for last come from."""
+        """Where the times returned last come from, in words."""
         self.oldest: str | None = None
-        """When the oldest measurement was made that was reused, of those asked for so far."""
+        """When the oldest measurement reused until now was made."""
         self.outdated: list[str] = []
-        """Those that were there, but did not hold any more, in words."""
+        """The stored measurements that no longer hold, in words."""
 
     def times(self, module: nn.Sequential, sample: Sample, seconds: float) -> list[LayerTimes]:
-        """Of each layer, measured for `seconds` now, or for as long or longer before if that still holds."""
+        """The times of each layer, measured for `seconds` now, or for as long or longer before if they still hold."""
         key = fingerprint(module, sample)
         has_storage = not any(parameter.is_meta for parameter in module.parameters())
         if self._reuse or not has_storage:
-            known = self._shelf.find(key, len(module), 2, seconds)
-            if known is not None:
-                layers = [LayerTimes(*row) for row in known.numbers]
+            stored = self._store.load(key, len(module), 2, seconds)
+            if stored is not None:
+                layers = [LayerTimes(*row) for row in stored.numbers]
                 forward = [layer.forward_ms for layer in layers]
                 drift = recheck_layers(module, sample, forward) if has_storage else None
-                if self._holds(known, drift):
+                if self._still_holds(stored, drift):
                     return layers
         if not has_storage:
             raise ConfigError(
-                "balance=time: nothing is run here, and no measurement of this model with these settings is kept; "
+                "balance=time: nothing is run here, and no measurement of this model with these settings is stored; "
                 "`gpipe balance --by time` makes one and prints the line to paste, balance=params needs none"
             )
         load, began = load_per_core(), time.perf_counter()
         layers = [
-            LayerTimes(one.forward_ms, one.backward_ms)
-            for one in profile_layers(module, sample, seconds=seconds)
+            LayerTimes(profile.forward_ms, profile.backward_ms)
+            for profile in profile_layers(module, sample, seconds=seconds)
         ]
         self.origin = "; ".join([f"layers measured in {time.perf_counter() - began:.1f} s", *self.outdated])
-        self._shelf.keep(key, seconds, load, [astuple(one) for one in layers])
+        self._store.save(key, seconds, load, [astuple(layer) for layer in layers])
         return layers
 
     def phases(
@@ -93,32 +98,101 @@ class ProfileCache:
         seconds: float,
         *,
         cores: int | None,
-    ) -> Phases:
-        """Of a pipeline: see `measure_phases`."""
+    ) -> PhaseTimes:
+        """The phases of a pipeline: see `measure_phase_times`."""
         key = fingerprint(module, sample) | {
             "balance": list(balance),
-            "devices": [str(one) for one in devices],
+            "devices": [str(device) for device in devices],
             "chunks": chunks,
             "cores": cores,
         }
-        known = self._shelf.find(key, 1, len(fields(Phases)), seconds) if self._reuse else None
-        if known is not None:
-            phases = Phases(*known.numbers[0])
+        stored = self._store.load(key, 1, len(fields(PhaseTimes)), seconds) if self._reuse else None
+        if stored is not None:
+            phases = PhaseTimes(*stored.numbers[0])
             cached_ms = phases.forward + phases.backward
             drift = recheck_phases(module, sample, balance, devices, chunks, cached_ms, cores=cores)
-            if self._holds(known, drift):
+            if self._still_holds(stored, drift):
                 return phases
         load = load_per_core()
-        phases = measure_phases(module, sample, balance, devices, chunks, seconds, cores=cores)
-        self._shelf.keep(key, seconds, load, [astuple(phases)])
+        phases = measure_phase_times(module, sample, balance, devices, chunks, seconds, cores=cores)
+        self._store.save(key, seconds, load, [astuple(phases)])
         return phases
 
-    def _holds(self, known: Found, drift: Drift | None) -> bool:
-        """Whether cached times may be used; without a drift nothing could be run to check them."""
+    def _still_holds(self, stored: Measurement, drift: Drift | None) -> bool:
+        """Whether stored times may be used; without a drift nothing could be run to check them."""
         if drift is not None and not drift.tolerable:
-            self.outdated.append(f"cached times of {known} do not hold any more: {drift}")
+            self.outdated.append(f"cached times of {stored} no longer hold: {drift}")
             return False
-        verdict = "reused unchecked, since nothing is run here" if drift is None else f"confirmed: {drift}"
-        self.origin = f"cached times of {known} {verdict}; balance.cache=false measures them anew"
-        self.oldest = min(known.measured, self.oldest or known.measured)
+        reason = "reused unchecked, since nothing is run here" if drift is None else f"confirmed: {drift}"
+        self.origin = f"cached times of {stored} {reason}; balance.cache=false measures them again"
+        self.oldest = min(stored.measured, self.oldest or stored.measured)
         return True
+
+
+@final
+@dataclass(frozen=True)
+class Drift:
+    """What was run again, and how long it took as a multiple of the stored time."""
+
+    what: str
+    ratio: float
+
+    @property
+    def tolerable(self) -> bool:
+        return abs(self.ratio - 1) <= TOLERANCE
+
+    def __str__(self) -> str:
+        return f"{self.what} took {self.ratio:.2f} x the cached time"
+
+
+def recheck_layers(module: nn.Sequential, sample: Sample, forward_ms: Sequence[float]) -> Drift:
+    """Compare the forward of the slowest layers with what it took before."""
+    checked = _slowest(forward_ms, without_last=sample.loss is not None)
+    best = min(sum(run[index] for index in checked) for run in forward_times(module, sample, RUNS))
+    names = layer_names(module)
+    others = f" and {len(checked) - 1} more" if len(checked) > 1 else ""
+    return Drift(
+        f"layer '{names[checked[0]]}'{others}", _ratio(best, sum(forward_ms[index] for index in checked))
+    )
+
+
+def recheck_phases(
+    module: nn.Sequential,
+    sample: Sample,
+    balance: Sequence[int],
+    devices: Sequence[torch.device],
+    chunks: int,
+    cached_ms: float,
+    *,
+    cores: int | None,
+) -> Drift:
+    """Compare the forward and backward of a pipeline with what they took before, until they agree or `RUNS` times."""
+    drifts: list[Drift] = []
+    while len(drifts) < RUNS and not (drifts and drifts[-1].tolerable):
+        now = sum(measure_forward_backward(module, sample, balance, devices, chunks, cores=cores))
+        drifts.append(Drift(f"a pipeline of {len(balance)} partitions", _ratio(now, cached_ms)))
+    return min(drifts, key=lambda drift: abs(drift.ratio - 1))
+
+
+def load_per_core() -> float | None:
+    """How many threads compete for each core of the machine, on average over the last minute."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except OSError:
+        return None
+
+
+def _slowest(forward_ms: Sequence[float], *, without_last: bool) -> list[int]:
+    """Indices, slowest first. With a loss the last layer's time contains it, so it cannot be compared."""
+    indices = range(len(forward_ms) - (without_last and len(forward_ms) > 1))
+    enough = SHARE * sum(forward_ms[index] for index in indices)
+    chosen: list[int] = []
+    for index in sorted(indices, key=lambda index: -forward_ms[index]):
+        chosen.append(index)
+        if sum(forward_ms[layer] for layer in chosen) >= enough:
+            break
+    return chosen
+
+
+def _ratio(now: float, before: float) -> float:
+    return now / before if before else inf

@@ -3,45 +3,44 @@
     facts = model_facts(sequence, Sample(input, target, loss))
     facts.layers[3].saved_bytes         # of one micro-batch, as if the layer were alone
     facts.saved_bytes(0, 4)             # of layers 0..3 together, where one's output is the next one's input
-    facts.border(4)                     # what crosses into layer 4 from those before it
-    facts.arriving(4, 8)                # what a partition of layers 4..7 is sent
+    facts.boundary(4)                   # what crosses into layer 4 from those before it
+    facts.partition_input(4, 8)         # what a partition of layers 4..7 receives
     facts.flops[3].forward
 
-The sequence is copied with fake tensors for parameters, so it may be on the meta device and larger than memory,
-and is left untouched. The sample is one micro-batch, real or not. Layers run as in a pipe: in train mode, with
-skips, the loss part of the last one. A layer that looks at values cannot be judged so and is named in the error.
+A copy of the sequence runs with fake tensors, so the original may be on the meta device or larger than memory. The
+sample is one micro-batch. Layers run as in a pipe: in train mode, with skips, the loss as part of the last layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
 from gpipe_cli.pipeline.pytree import flatten, map_tensors
-from gpipe_cli.profiling.flops import FlopsPerLayer, LayerFlops, flop_counter
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.seen import LayerFacts, Seen, Shape
+from gpipe_cli.profiling.saved_tensors import LayerFacts, SavedTensors, Shape
 from gpipe_cli.sequential import layer_names, original_output
 from gpipe_cli.sequential.meta_clone import clone_with
 from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.skip.tracker import use_skip_tracker
+from gpipe_cli.torch_internals.attention_flops import ATTENTION_ON_CPU
 from gpipe_cli.torch_internals.fake_tensors import NEEDS_VALUES, fake_tensors, fake_twin
 from gpipe_cli.torch_internals.storage import storage_of
-
-__all__ = ["Border", "ModelFacts", "model_facts"]
 
 
 @final
 @dataclass(frozen=True)
-class Border:
-    """What one micro-batch takes across between two layers: the value, then skips on their way."""
+class BoundaryFacts:
+    """What one micro-batch carries from one layer to the next: the value, then skips on their way."""
 
     shapes: tuple[Shape, ...]
     bytes: int
@@ -49,13 +48,22 @@ class Border:
 
 @final
 @dataclass(frozen=True)
+class LayerFlops:
+    """Of one micro-batch."""
+
+    forward: int
+    backward: int
+
+
+@final
+@dataclass(frozen=True)
 class ModelFacts:
-    input: Border
+    input: BoundaryFacts
     """What enters the first layer."""
     layers: tuple[LayerFacts, ...]
     flops: tuple[LayerFlops, ...]
     """One per layer, of one micro-batch; none if they were not counted."""
-    skips: tuple[Skip, ...]
+    skips: tuple[SkipFacts, ...]
     storages: tuple[Mapping[int, int], ...]
     """For each layer what it keeps for backward: bytes by a number that tells storages apart."""
 
@@ -66,20 +74,17 @@ class ModelFacts:
             together.update(storages)
         return sum(together.values())
 
-    def border(self, layer: int) -> Border:
-        """What crosses into `layer` from those before it; `border(len(layers))` is the output."""
-        return self._crossing(layer, len(self.layers))
+    def boundary(self, layer: int) -> BoundaryFacts:
+        """What crosses into `layer` from those before it; `boundary(len(layers))` is the output."""
+        return self.partition_input(layer, len(self.layers))
 
-    def arriving(self, begin: int, end: int) -> Border:
-        """What a partition of layers `begin` to `end` (exclusive) is sent: skips that pass by are left out."""
-        return self._crossing(begin, end)
-
-    def _crossing(self, begin: int, end: int) -> Border:
+    def partition_input(self, begin: int, end: int) -> BoundaryFacts:
+        """What a partition of layers `begin` to `end` (exclusive) receives: skips to later partitions are left out."""
         if begin == 0:
             return self.input
         skips = [skip for skip in self.skips if skip.begin < begin <= skip.end < end]
         before = self.layers[begin - 1]
-        return Border(
+        return BoundaryFacts(
             (*before.output_shape, *(skip.shape for skip in skips)),
             before.output_bytes + sum(skip.bytes for skip in skips),
         )
@@ -87,7 +92,7 @@ class ModelFacts:
 
 @final
 @dataclass(frozen=True)
-class Skip:
+class SkipFacts:
     """A tensor that layer `begin` stashes and layer `end` pops."""
 
     begin: int
@@ -97,53 +102,55 @@ class Skip:
 
 
 def model_facts(module: nn.Sequential, sample: Sample, *, count_flops: bool = True) -> ModelFacts:
-    """Run one micro-batch forward and backward on paper; only forward, in a third of the time, without FLOPs."""
+    """Run one micro-batch with fake tensors; without FLOPs only its forward, in a third of the time."""
     names = layer_names(module)
     with fake_tensors(), torch.enable_grad():
         clone = clone_with(module, fake_twin).train()
         assert isinstance(clone, nn.Sequential), "a copy is what it was copied from"
-        with flop_counter() if count_flops else nullcontext() as counter:
+        with _flop_counter() if count_flops else nullcontext() as counter:
             total = (lambda: 0) if counter is None else counter.get_total_flops
-            run = _Run(clone, names, FlopsPerLayer(len(clone), total))
+            run = _FakeRun(clone, names, _FlopsPerLayer(len(clone), total))
             outputs = run.forward(sample)
             if count_flops:
                 run.backward(outputs)
             flops = run.flops.finish() if count_flops else ()
-    entering = tensors_of(sample.input)
+    inputs = tensors_of(sample.input)
     return ModelFacts(
-        input=Border(tuple(tuple(one.shape) for one in entering), sum(one.nbytes for one in entering)),
+        input=BoundaryFacts(
+            tuple(tuple(tensor.shape) for tensor in inputs), sum(tensor.nbytes for tensor in inputs)
+        ),
         layers=tuple(
-            seen.facts(index, names[index], layer)
-            for index, (seen, layer) in enumerate(zip(run.seen, module, strict=True))
+            saved.facts(index, names[index], layer)
+            for index, (saved, layer) in enumerate(zip(run.saved, module, strict=True))
         ),
         flops=flops,
         skips=tuple(run.skips.popped),
-        storages=tuple(seen.storages for seen in run.seen),
+        storages=tuple(saved.storages for saved in run.saved),
     )
 
 
 @final
-class _Run:
+class _FakeRun:
     """One micro-batch through a sequence of fake tensors."""
 
-    def __init__(self, module: nn.Sequential, names: Sequence[str], flops: FlopsPerLayer) -> None:
+    def __init__(self, module: nn.Sequential, names: Sequence[str], flops: _FlopsPerLayer) -> None:
         self._module, self._names = module, names
-        parameters = {storage_of(one) for one in module.parameters()}
-        self.seen = [Seen(parameters) for _ in module]
-        self.skips = _WatchedSkips()
+        parameters = {storage_of(parameter) for parameter in module.parameters()}
+        self.saved = [SavedTensors(parameters) for _ in module]
+        self.skips = _RecordedSkips()
         self.flops = flops
 
     def forward(self, sample: Sample) -> tuple[Tensor, ...]:
-        """Gives what backward begins with."""
-        value: Any = _faked(sample.input)
+        """Return what backward starts from."""
+        value: Any = map_tensors(fake_twin, sample.input)
         with use_skip_tracker(self.skips):
             for index, layer in enumerate(self._module):
                 value = self._layer(index, layer, value)
-                self.flops.ran(index, *tensors_of(value), *self.skips.of_layer())
+                self.flops.ran(index, *tensors_of(value), *self.skips.take_stashed())
         if sample.loss is None or sample.target is None:
             return tensors_of(value)
         output = original_output(self._module, value)
-        loss = self.seen[-1].watching(sample.loss)(output, _faked(sample.target))
+        loss = self.saved[-1].including(sample.loss)(output, map_tensors(fake_twin, sample.target))
         self.flops.ran(len(self._module) - 1)
         return (loss,)
 
@@ -155,9 +162,9 @@ class _Run:
     def _layer(self, index: int, layer: nn.Module, value: Any) -> Value:
         self.skips.layer = index
         try:
-            with self.seen[index] as seen:
+            with self.saved[index] as saved:
                 output = layer(value)
-            seen.look_at(output)
+            saved.note_output(output)
             flatten(output, f"output of layer {index}")
             return output
         except NEEDS_VALUES as error:
@@ -172,12 +179,12 @@ class _Run:
 
 @final
 @dataclass
-class _WatchedSkips:
-    """Hands skips from layer to layer and remembers who stashed and who popped."""
+class _RecordedSkips:
+    """Passes skips from layer to layer, and records which layer stashed and which popped each of them."""
 
     layer: int = 0
     _stashed: list[Tensor] = field(default_factory=list)
-    popped: list[Skip] = field(default_factory=list)
+    popped: list[SkipFacts] = field(default_factory=list)
     _values: dict[SkipName, tuple[int, Tensor | None]] = field(default_factory=dict)
 
     def save(self, name: SkipName, value: Tensor | None) -> None:
@@ -188,14 +195,80 @@ class _WatchedSkips:
     def load(self, name: SkipName) -> Tensor | None:
         begin, value = self._values.pop(name)
         if value is not None:
-            self.popped.append(Skip(begin, self.layer, tuple(value.shape), value.nbytes))
+            self.popped.append(SkipFacts(begin, self.layer, tuple(value.shape), value.nbytes))
         return value
 
-    def of_layer(self) -> list[Tensor]:
-        """What was stashed since this was asked last."""
+    def take_stashed(self) -> list[Tensor]:
+        """What was stashed since the last call."""
         stashed, self._stashed = self._stashed, []
         return stashed
 
 
-def _faked(value: Value) -> Value:
-    return map_tensors(fake_twin, value)
+def _flop_counter() -> FlopCounterMode:
+    """torch's own counter, corrected for what it omits or gets wrong."""
+    return FlopCounterMode(
+        display=False,
+        custom_mapping={**ATTENTION_ON_CPU, torch.ops.aten.convolution_backward: _convolution_backward},
+    )
+
+
+def _convolution_backward(
+    gradient: Shape,
+    input: Shape,
+    weight: Shape,
+    bias: object,
+    stride: object,
+    padding: object,
+    dilation: object,
+    transposed: bool,
+    output_padding: object,
+    groups: int,
+    wanted: Sequence[bool],
+    **options: Any,
+) -> int:
+    """As much as the forward for each of the gradients of input and weight; torch's formula forgets the groups."""
+    places = (input if transposed else gradient)[2:]
+    return 2 * gradient[0] * prod(places) * prod(weight) * sum(wanted[:2])
+
+
+@final
+class _FlopsPerLayer:
+    """Divides what a counter counts among the layers of a forward, and of the backward that follows.
+
+    Autograd, on one thread, runs last what was computed first: it finishes a layer's backward before it starts that of
+    the previous layer.
+    """
+
+    def __init__(self, layers: int, total: Callable[[], int]) -> None:
+        """`total` reads the counter."""
+        self._total = total
+        self._before = total()
+        self._forward = [0] * layers
+        self._backward = [0] * layers
+        self._current = layers - 1
+
+    def ran(self, layer: int, *outputs: Tensor) -> None:
+        """Count everything since the last call as this layer's forward.
+
+        When the gradient of any of its outputs exists, backward has reached the layer. The hooks must be registered
+        before the next layer runs: a tensor that it writes in place counts as its own output from then on.
+        """
+        self._forward[layer] += self._since()
+        for output in outputs:
+            if output.requires_grad:
+                output.register_hook(lambda gradient: self._enter(layer))  # type: ignore[no-untyped-call]
+
+    def finish(self) -> tuple[LayerFlops, ...]:
+        """After the backward."""
+        self._enter(0)
+        return tuple(map(LayerFlops, self._forward, self._backward))
+
+    def _enter(self, layer: int) -> None:
+        self._backward[self._current] += self._since()
+        # A layer may return the very tensor it got: then the hooks of both layers run, the earlier layer's first.
+        self._current = min(self._current, layer)
+
+    def _since(self) -> int:
+        now = self._total()
+        counted, self._before = now - self._before, now
+        return counted

@@ -1,7 +1,7 @@
 """Time and memory of every layer, measured as the pipeline runs it: each layer is a partition of its own.
 
-So in-place layers, skips, tuples, integer inputs and keyed randomness need nothing special here. All run on one
-worker, one after the other, with the thread count of the caller. The model is left as it was found.
+So in-place layers, skips, tuples, integer inputs and keyed randomness need nothing special here. One worker runs all
+layers one after the other, with the caller's thread count. The model is unchanged afterwards.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.pipeline.buffers import all_buffers, restore, save
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
-from gpipe_cli.profiling.left_as_found import left_as_found, staying_at_home
-from gpipe_cli.profiling.record import recording
-from gpipe_cli.profiling.seen import LayerFacts, Seen
+from gpipe_cli.profiling.action_recorder import recording
+from gpipe_cli.profiling.saved_tensors import LayerFacts, SavedTensors
 from gpipe_cli.schedule import interleaved
 from gpipe_cli.sequential import layer_names
 from gpipe_cli.torch_internals.storage import storage_of
@@ -42,7 +42,7 @@ class LayerProfile:
 
     @property
     def ms(self) -> float:
-        """Of one micro-batch, there and back."""
+        """Forward and backward of one micro-batch."""
         return self.forward_ms + self.backward_ms
 
 
@@ -67,11 +67,11 @@ def profile_layers(
     if any(parameter.is_meta for parameter in module.parameters()):
         raise ConfigError("a model without storage cannot be run, so its layers cannot be measured")
     with _layer_by_layer(module, sample) as pipe:
-        seen = _look(pipe, sample)
+        saved = _saved_tensors(pipe, sample)
         times = _measure(pipe, sample, seconds, repeats)
     return [
         LayerProfile(
-            seen[index].facts(index, name, layer),
+            saved[index].facts(index, name, layer),
             forward_ms=1000 * statistics.median(times[index, "forward"]),
             backward_ms=1000 * statistics.median(times.get((index, "backward"), [0.0])),
         )
@@ -80,7 +80,7 @@ def profile_layers(
 
 
 def forward_times(module: nn.Sequential, sample: Sample, runs: int) -> list[list[float]]:
-    """Milliseconds of every layer's forward in each of some runs, without the loss; far quicker than a profile."""
+    """Milliseconds of every layer's forward in each run, without the loss; far quicker than a profile."""
     with _layer_by_layer(module, sample) as pipe:
         _forward(pipe, sample)
         with recording(pipe) as record:
@@ -94,10 +94,34 @@ def forward_times(module: nn.Sequential, sample: Sample, runs: int) -> list[list
 
 
 @contextmanager
+def preserved(module: nn.Module, *, device: bool = False) -> Iterator[None]:
+    """Train mode inside; afterwards modes and buffers are restored, and gradients, of which there may be none, removed.
+
+    device: also move the module back to the device it was on, for a pipe moves its layers to its own devices.
+    """
+    if any(parameter.grad is not None for parameter in module.parameters()):
+        raise ValueError("some parameter already has gradient")
+    home = next((parameter.device for parameter in module.parameters()), None)
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
+    buffers = save(all_buffers([module]))
+    module.train()
+    try:
+        yield
+    finally:
+        restore(buffers)
+        for parameter in module.parameters():
+            parameter.grad = None
+        for submodule, training in modes:
+            submodule.training = training
+        if device and home is not None:
+            module.to(home)
+
+
+@contextmanager
 def _layer_by_layer(module: nn.Sequential, sample: Sample) -> Iterator[GPipe]:
-    """A pipe in which each layer is a partition, all on one worker."""
+    """A pipe in which each layer is a partition, and one worker runs them all."""
     device = tensors_of(sample.input)[0].device
-    with staying_at_home(module), left_as_found(module):
+    with preserved(module, device=True):
         schedule = interleaved.TRAITS.name
         pipe = GPipe(module, [1] * len(module), devices=[device], checkpoint="never", schedule=schedule)
         with pipe:
@@ -115,10 +139,10 @@ def _step(pipe: GPipe, sample: Sample) -> None:
         pipe.step(sample.input, sample.target, sample.loss, key=0)
         return
     output = _forward(pipe, sample)
-    given = output.values() if isinstance(output, dict) else tensors_of(output)
-    outputs = [one for one in given if one.requires_grad]
-    if outputs:
-        torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+    tensors = output.values() if isinstance(output, dict) else tensors_of(output)
+    roots = [tensor for tensor in tensors if tensor.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
 def _measure(pipe: GPipe, sample: Sample, seconds: float, repeats: int) -> dict[tuple[int, str], list[float]]:
@@ -137,26 +161,25 @@ def _measure(pipe: GPipe, sample: Sample, seconds: float, repeats: int) -> dict[
     return times
 
 
-def _look(pipe: GPipe, sample: Sample) -> list[Seen]:
-    """One step with an eye on every layer."""
-    parameters = {storage_of(one) for one in pipe.parameters()}
-    seen = [Seen(parameters) for _ in pipe]
+def _saved_tensors(pipe: GPipe, sample: Sample) -> list[SavedTensors]:
+    """Run one step with hooks on every layer."""
+
+    def before(saved: SavedTensors, layer: nn.Module, inputs: Any) -> None:
+        saved.__enter__()
+
+    def after(saved: SavedTensors, layer: nn.Module, inputs: Any, output: Any) -> None:
+        saved.__exit__(None, None, None)
+        saved.note_output(output)
+
+    parameters = {storage_of(parameter) for parameter in pipe.parameters()}
+    by_layer = [SavedTensors(parameters) for _ in pipe]
     handles = []
-    for one, layer in zip(seen, pipe, strict=True):
-        handles.append(layer.register_forward_pre_hook(partial(_before, one)))
-        handles.append(layer.register_forward_hook(partial(_after, one)))
+    for saved, layer in zip(by_layer, pipe, strict=True):
+        handles.append(layer.register_forward_pre_hook(partial(before, saved)))
+        handles.append(layer.register_forward_hook(partial(after, saved)))
     try:
-        _step(pipe, replace(sample, loss=sample.loss and seen[-1].watching(sample.loss)))
+        _step(pipe, replace(sample, loss=sample.loss and by_layer[-1].including(sample.loss)))
     finally:
         for handle in handles:
             handle.remove()
-    return seen
-
-
-def _before(seen: Seen, layer: nn.Module, inputs: Any) -> None:
-    seen.__enter__()
-
-
-def _after(seen: Seen, layer: nn.Module, inputs: Any, output: Any) -> None:
-    seen.__exit__(None, None, None)
-    seen.look_at(output)
+    return by_layer

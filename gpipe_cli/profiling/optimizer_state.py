@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from gpipe_cli.torch_internals.without_compiler import without_compiler
 
-__all__ = ["MakeOptimizer", "StateOutlines", "state_bytes"]
-
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 _SIDES = (2, 3, 5, 7, 11, 13, 17, 19)
@@ -53,7 +51,7 @@ def state_bytes(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> list
 
 
 @final
-class StateOutlines:
+class OptimizerStateShapes:
     """What an optimizer keeps of a parameter from its first update on: names, shapes, dtypes."""
 
     def __init__(self, make: MakeOptimizer) -> None:

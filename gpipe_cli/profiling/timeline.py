@@ -1,12 +1,12 @@
-"""The timeline of pipelined steps: recorded, and what it says of every partition.
+"""The timeline of recorded steps: how busy every partition was, which one holds the others up, and what to try.
 
-Decides what counts as busy: forward, recomputation, backward and handing over. The rest of a worker's step is the
-bubble; the part of it between its own first and last piece of work is waiting for others. Prints nothing.
+Forward, recomputation, backward and copies between devices count as busy. The rest of a worker's step is the bubble,
+and the part of it between the worker's first and last piece of work is waiting for others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
@@ -14,18 +14,24 @@ from typing import final
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pipeline.worked import WorkedSequence
-from gpipe_cli.profiling.left_as_found import left_as_found
-from gpipe_cli.profiling.record import TRANSFERS, Piece, recording
-
-__all__ = ["PartitionTime", "Step", "median_step", "record_steps"]
+from gpipe_cli.profiling.action_recorder import TRANSFERS, Piece, recording
+from gpipe_cli.profiling.layers import preserved
+from gpipe_cli.schedule import by_slice, zero_bubble
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 WARM_UP = 2
+
+# Smaller effects are not worth mentioning: measurements on a busy machine differ as much from one run to the next.
+UNEVEN = 1.15
+LARGE_BUBBLE = 0.15
+ABOVE_IDEAL = 0.1
+MUCH_RECOMPUTATION = 0.15
 
 
 @final
 @dataclass(frozen=True)
 class PartitionTime:
-    """Of one partition in one step: shares of the step's time, except for `waiting` in seconds."""
+    """One partition in one step: shares of the step's time, except for `waiting`, which is in seconds."""
 
     busy: float
     recompute: float
@@ -37,8 +43,8 @@ class PartitionTime:
 
 @final
 @dataclass(frozen=True)
-class Step:
-    """One step as it was seen, or as it was simulated."""
+class StepTimeline:
+    """One step, recorded or simulated."""
 
     pieces: tuple[Piece, ...]
 
@@ -63,27 +69,30 @@ class Step:
             busy=_busy(own) / self.seconds,
             recompute=_busy(piece for piece in own if piece.phase == "recompute") / self.seconds,
             bubble=1 - _busy(worker) / self.seconds,
-            waiting=sum(after.begin - before.end for before, after in pairwise(sorted(worker, key=_begin))),
+            waiting=sum(
+                after.begin - before.end
+                for before, after in pairwise(sorted(worker, key=lambda piece: piece.begin))
+            ),
         )
 
 
 def record_steps(
     pipe: WorkedSequence, input: Value, target: Value, loss: LossFunction, steps: int
-) -> list[Step]:
-    """Run some steps of a whole mini-batch each; the model is left as it was found."""
+) -> list[StepTimeline]:
+    """Run some steps of a whole mini-batch each; the model is unchanged afterwards."""
     recorded = []
-    with left_as_found(pipe):
+    with preserved(pipe):
         for _ in range(WARM_UP):
             pipe.step(input, target, loss, key=0)
         with recording(pipe) as record:
             for _ in range(steps):
                 pipe.step(input, target, loss, key=0)
-                recorded.append(Step(tuple(record.pieces())))
+                recorded.append(StepTimeline(tuple(record.pieces())))
                 record.clear()
     return recorded
 
 
-def median_step(steps: Sequence[Step]) -> Step:
+def median_step(steps: Sequence[StepTimeline]) -> StepTimeline:
     return sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
 
 
@@ -91,5 +100,49 @@ def _busy(pieces: Iterable[Piece]) -> float:
     return sum(piece.end - piece.begin for piece in pieces if piece.phase not in TRANSFERS)
 
 
-def _begin(piece: Piece) -> float:
-    return piece.begin
+@final
+@dataclass(frozen=True)
+class Diagnosis:
+    bottleneck: int
+    """The partition that is busy longest."""
+    advice: list[str]
+
+
+def diagnose(
+    partitions: Sequence[PartitionTime], spec: PipelineSpec, *, bubble: float, ideal_bubble: float, rows: int
+) -> Diagnosis:
+    """`rows` is the size of a mini-batch, which bounds the number of micro-batches."""
+    busiest = max(range(len(partitions)), key=lambda index: partitions[index].busy)
+    advice = list(_advice(partitions, spec, bubble, ideal_bubble, rows))
+    return Diagnosis(busiest, advice or ["nothing stands out"])
+
+
+def _advice(
+    partitions: Sequence[PartitionTime], spec: PipelineSpec, bubble: float, ideal_bubble: float, rows: int
+) -> Iterator[str]:
+    if spec.schedule == by_slice.TRAITS.name:
+        yield from _slice_advice(partitions, bubble)
+        return
+    splits, several = spec.traits.splits_backward, spec.traits.several_per_device
+    busy = [partition.busy for partition in partitions]
+    if max(busy) > UNEVEN * sum(busy) / len(busy):
+        yield "balance=time divides the layers by their time"
+    if ideal_bubble > LARGE_BUBBLE and 2 * spec.micro_batches <= rows:
+        yield f"chunks={2 * spec.micro_batches} shortens the bubble that any schedule has at both ends"
+    if ideal_bubble > LARGE_BUBBLE and not (splits or several) and len(partitions) > 1:
+        yield f"schedule={zero_bubble.TRAITS.name} fills a part of it"
+    if bubble > ideal_bubble + ABOVE_IDEAL:
+        if spec.cores is not None and spec.partitions > spec.cores:
+            yield f"partitions={spec.cores} is as many as there are cores: more of them take turns"
+        else:
+            yield "fewer chunks or a larger batch_size make pieces that take longer than passing them on"
+    if max(partition.recompute for partition in partitions) > MUCH_RECOMPUTATION:
+        yield "checkpoint=never saves the recomputation, if memory allows"
+
+
+def _slice_advice(slices: Sequence[PartitionTime], bubble: float) -> Iterator[str]:
+    """A single worker loads and drops slices whenever it does not compute."""
+    if bubble > LARGE_BUBBLE:
+        yield f"a larger batch_size computes more for each load: {100 * bubble:.0f} % of the step is moving slices"
+    if max(slice.recompute for slice in slices) * len(slices) > MUCH_RECOMPUTATION:
+        yield "checkpoint=never saves the recomputation, if memory allows"

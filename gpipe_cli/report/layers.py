@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 from gpipe_cli.profiling.facts import ModelFacts
-from gpipe_cli.profiling.seen import LayerFacts
+from gpipe_cli.profiling.saved_tensors import LayerFacts
 from gpipe_cli.report.numbers import readable
 from gpipe_cli.report.tables import print_rows
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.text import Text
 
-from gpipe_cli.profiling.record import Piece
-from gpipe_cli.profiling.timeline import Step
+from gpipe_cli.profiling.action_recorder import Piece
+from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.tables import show
 
 __all__ = ["picture", "print_picture"]
@@ -31,13 +31,13 @@ IN_A_PIPE = 100
 LEAST = 20
 
 
-def print_picture(title: str, step: Step, partitions: int, longest: float) -> None:
+def print_picture(title: str, step: StepTimeline, partitions: int, longest: float) -> None:
     """`longest` is what the whole width stands for, so that two pictures can be compared."""
     width = Console().width if sys.stdout.isatty() else IN_A_PIPE
     show(Text(title, style="bold"), *picture(step, partitions, width, longest))
 
 
-def picture(step: Step, partitions: int, width: int, longest: float) -> list[Text]:
+def picture(step: StepTimeline, partitions: int, width: int, longest: float) -> list[Text]:
     """One line per partition, at most `width` wide."""
     names = [str(index).rjust(len(str(partitions - 1))) for index in range(partitions)]
     cells = max(LEAST, width - len(names[0]) - 1)

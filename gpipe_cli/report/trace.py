@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # who only reads a trace does not wait for torch
-    from gpipe_cli.profiling.timeline import Step
+    from gpipe_cli.profiling.timeline import StepTimeline
 
 __all__ = ["IDEAL", "MEASURED", "trace_events", "trace_text"]
 
@@ -20,14 +20,16 @@ MEASURED, IDEAL = 1, 2
 TITLES = {MEASURED: "gpipe", IDEAL: "gpipe, ideal"}
 
 
-def trace_text(steps: Sequence[Step], ideal: Step, rows: Sequence[str]) -> str:
+def trace_text(steps: Sequence[StepTimeline], ideal: StepTimeline, rows: Sequence[str]) -> str:
     """The content of the file; `rows` are the names of the partitions."""
     events = [*trace_events(steps, rows, MEASURED), *trace_events([ideal], rows, IDEAL)]
     document = {"traceEvents": events, "displayTimeUnit": "ms"}
     return json.dumps(document, separators=(",", ":"))
 
 
-def trace_events(steps: Sequence[Step], rows: Sequence[str], process: int = MEASURED) -> list[dict[str, Any]]:
+def trace_events(
+    steps: Sequence[StepTimeline], rows: Sequence[str], process: int = MEASURED
+) -> list[dict[str, Any]]:
     slices = (event for number, step in enumerate(steps) for event in _slices(number, step))
     return [{**event, "pid": process} for event in (*_names(rows, TITLES[process]), *slices)]
 
@@ -43,7 +45,7 @@ def _metadata(name: str, row: int, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "name": name, "tid": row, "args": arguments}
 
 
-def _slices(number: int, step: Step) -> Iterator[dict[str, Any]]:
+def _slices(number: int, step: StepTimeline) -> Iterator[dict[str, Any]]:
     for piece in sorted(step.pieces, key=lambda piece: piece.begin):
         yield {
             "ph": "X",

@@ -10,7 +10,7 @@ from typing import Any
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
-from gpipe_cli.profiling.memory import PartitionMemory, partition_memory
+from gpipe_cli.profiling.partition_memory import PartitionMemory, partition_memory
 from gpipe_cli.report.layers import counted_rows, print_layers
 from gpipe_cli.report.output import say
 from gpipe_cli.report.partitions import print_memory, print_partitions
@@ -52,7 +52,7 @@ def _memory(settings: TrainConfig, parts: Assembly, facts: ModelFacts) -> list[P
 
 def _with_borders(parts: Assembly, facts: ModelFacts) -> list[dict[str, Any]]:
     ends = pairwise([0, *accumulate(parts.split.balance)])
-    borders = [facts.arriving(begin, end) for begin, end in ends]
+    borders = [facts.partition_input(begin, end) for begin, end in ends]
     return [
         {**row, "input_shapes": border.shapes, "input_bytes": border.bytes}
         for row, border in zip(parts.partitions, borders, strict=True)

@@ -11,7 +11,7 @@ from typing import Any
 from gpipe_cli.byte_size import byte_count
 from gpipe_cli.config.schema import CostConfig
 from gpipe_cli.errors import RunError
-from gpipe_cli.profiling.memory import resident_memory
+from gpipe_cli.profiling.partition_memory import resident_memory
 from gpipe_cli.run.build import Assembly
 from gpipe_cli.run.job import Job
 from gpipe_cli.run.pipeline_spec import optimizer_factory

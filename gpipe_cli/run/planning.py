@@ -33,7 +33,7 @@ from gpipe_cli.plan.shape import CHECKPOINTS, FITTED, Shape, Space, powers_of_tw
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.memory import partition_memory
+from gpipe_cli.profiling.partition_memory import partition_memory
 from gpipe_cli.report.output import say
 from gpipe_cli.run.data import Feed
 from gpipe_cli.run.pipeline_spec import (
@@ -207,7 +207,7 @@ class Planner:
     def _transfers(self, chunks: int) -> list[float]:
         """Milliseconds for the output of each layer."""
         facts = self._facts(chunks)
-        return [1000 * facts.border(end).bytes / LINK for end in range(1, len(self._model) + 1)]
+        return [1000 * facts.boundary(end).bytes / LINK for end in range(1, len(self._model) + 1)]
 
     def _facts_of(self, chunks: int) -> ModelFacts:
         sample = self.sample(chunks)

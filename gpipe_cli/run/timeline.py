@@ -8,10 +8,9 @@ from typing import Any, final
 
 from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.pipeline.microbatch import moved
-from gpipe_cli.profiling.bottleneck import verdict
+from gpipe_cli.profiling.action_recorder import Piece
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.record import Piece
-from gpipe_cli.profiling.timeline import Step, median_step, record_steps
+from gpipe_cli.profiling.timeline import StepTimeline, diagnose, median_step, record_steps
 from gpipe_cli.report.numbers import readable
 from gpipe_cli.report.tables import print_facts, print_rows
 from gpipe_cli.report.timeline import print_picture
@@ -25,8 +24,8 @@ __all__ = ["Seen", "as_step", "show_timeline", "watch"]
 @final
 @dataclass(frozen=True)
 class Seen:
-    steps: list[Step]
-    ideal: Step
+    steps: list[StepTimeline]
+    ideal: StepTimeline
     names: list[str]
     """Of the rows: one per partition."""
     summary: dict[str, Any]
@@ -80,8 +79,8 @@ def show_timeline(seen: Seen) -> None:
     )
 
 
-def as_step(simulation: Simulation) -> Step:
-    return Step(
+def as_step(simulation: Simulation) -> StepTimeline:
+    return StepTimeline(
         tuple(
             Piece(span.action, span.phase, span.begin / 1000, span.end / 1000, span.worker)
             for span in simulation.spans
@@ -90,11 +89,11 @@ def as_step(simulation: Simulation) -> Step:
 
 
 def _summary(
-    step: Step, ideal: Simulation, parts: Assembly, activations: Sequence[int] | None
+    step: StepTimeline, ideal: Simulation, parts: Assembly, activations: Sequence[int] | None
 ) -> dict[str, Any]:
     spec = parts.split.spec
     times = [step.partition(index) for index in range(spec.partitions)]
-    found = verdict(times, spec, bubble=step.bubble, ideal_bubble=ideal.bubble, rows=parts.feed.batch_size)
+    found = diagnose(times, spec, bubble=step.bubble, ideal_bubble=ideal.bubble, rows=parts.feed.batch_size)
     return {
         "step_ms": 1000 * step.seconds,
         "ideal_step_ms": ideal.step,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from gpipe_cli.profiling import cache
-from gpipe_cli.profiling.recheck import Drift
+from gpipe_cli.profiling.cache import Drift
 
 Gpipe = Callable[..., Any]
 
@@ -176,7 +176,7 @@ def test_balancing_on_the_fly_is_logged_and_measured_once(
     first, second = tiny("train", *words), tiny("train", *words, "--json")
     assert "layers measured in " in first.err
     assert (
-        "confirmed: layer '0' took 1.00 x the cached time; balance.cache=false measures them anew"
+        "confirmed: layer '0' took 1.00 x the cached time; balance.cache=false measures them again"
         in second.err
     )
     log = (Path(second.json["run_dir"]) / "train.log").read_text()

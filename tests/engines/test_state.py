@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state
 from gpipe_cli.errors import ConfigError, RunError
-from gpipe_cli.profiling.optimizer_state import StateOutlines
+from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
 
 
 def trained(make: Any, steps: int = 3) -> tuple[nn.Linear, torch.optim.Optimizer, OptimizerState]:
@@ -17,7 +17,7 @@ def trained(make: Any, steps: int = 3) -> tuple[nn.Linear, torch.optim.Optimizer
     module = nn.Linear(3, 2)
     optimizer = make(module.parameters())
     names = {parameter: name for name, parameter in module.named_parameters()}
-    kept = OptimizerState(optimizer, names, StateOutlines(make))
+    kept = OptimizerState(optimizer, names, OptimizerStateShapes(make))
     for _ in range(steps):
         step(module, optimizer)
     return module, optimizer, kept

@@ -11,7 +11,7 @@ from gpipe_cli.plan.prediction import Prediction, predict
 from gpipe_cli.plan.search import Answer
 from gpipe_cli.plan.shape import Shape
 from gpipe_cli.plan.steps import step_ms
-from gpipe_cli.profiling.memory import PartitionMemory
+from gpipe_cli.profiling.partition_memory import PartitionMemory
 
 MEMORY = [PartitionMemory(1, 2, 3, 4)] * 4
 

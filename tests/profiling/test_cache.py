@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.profiling import cache, shelf
-from gpipe_cli.profiling.cache import LayerTimes, ProfileCache, default_folder
-from gpipe_cli.profiling.fingerprint import fingerprint
+from gpipe_cli.profiling import cache, measurement_store
+from gpipe_cli.profiling.cache import Drift, LayerTimes, ProfileCache, default_folder
 from gpipe_cli.profiling.layers import Sample, profile_layers
-from gpipe_cli.profiling.pace import Phases
-from gpipe_cli.profiling.recheck import Drift
+from gpipe_cli.profiling.measurement_store import fingerprint
+from gpipe_cli.profiling.phase_times import PhaseTimes
 
 SAMPLE = Sample(torch.zeros(2, 4))
 
@@ -57,7 +56,7 @@ def test_what_was_measured_once_is_reused_and_said(tmp_path: Path, measured: lis
     assert second.times(make_module(), SAMPLE, seconds=1) == times
     assert measured == [1]
     assert first.origin.startswith("layers measured in ")
-    assert second.origin.endswith("took 1.00 x the cached time; balance.cache=false measures them anew")
+    assert second.origin.endswith("took 1.00 x the cached time; balance.cache=false measures them again")
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
 
 
@@ -81,7 +80,7 @@ def test_times_cached_on_a_loaded_machine_misled_later_plans_and_are_measured_ag
     drift[:] = [ratio]
     profiles.times(make_module(), SAMPLE, seconds=1)
     assert measured == [1, 1] and profiles.oldest is None
-    reason = f" per core) do not hold any more: layer '0' took {ratio:.2f} x the cached time"
+    reason = f" per core) no longer hold: layer '0' took {ratio:.2f} x the cached time"
     assert profiles.origin.startswith("layers measured in ") and profiles.origin.endswith(reason)
 
 
@@ -154,20 +153,22 @@ def test_a_pipeline_is_measured_once_for_each_way_to_cut_it(
 ) -> None:
     calls: list[Any] = []
 
-    def watched(module: Any, sample: Any, balance: Any, *rest: Any, **more: Any) -> Phases:
+    def watched(module: Any, sample: Any, balance: Any, *rest: Any, **more: Any) -> PhaseTimes:
         calls.append(balance)
-        return Phases(1, 2, 3, 4, 5, 0.5, len(calls))
+        return PhaseTimes(1, 2, 3, 4, 5, 0.5, len(calls))
 
-    monkeypatch.setattr(cache, "measure_phases", watched)
+    monkeypatch.setattr(cache, "measure_phase_times", watched)
 
-    def phases(balance: list[int], profiles: ProfileCache) -> Phases:
+    def phases(balance: list[int], profiles: ProfileCache) -> PhaseTimes:
         devices = [torch.device("cpu")] * len(balance)
         return profiles.phases(make_module(), SAMPLE, balance, devices, 4, 1.0, cores=2)
 
     first = ProfileCache(tmp_path)
-    assert phases([1, 1], first) == phases([1, 1], ProfileCache(tmp_path)) == Phases(1, 2, 3, 4, 5, 0.5, 1)
-    assert phases([2], first) == Phases(1, 2, 3, 4, 5, 0.5, 2)
-    assert phases([1, 1], ProfileCache(tmp_path, reuse=False)) == Phases(1, 2, 3, 4, 5, 0.5, 3)
+    assert (
+        phases([1, 1], first) == phases([1, 1], ProfileCache(tmp_path)) == PhaseTimes(1, 2, 3, 4, 5, 0.5, 1)
+    )
+    assert phases([2], first) == PhaseTimes(1, 2, 3, 4, 5, 0.5, 2)
+    assert phases([1, 1], ProfileCache(tmp_path, reuse=False)) == PhaseTimes(1, 2, 3, 4, 5, 0.5, 3)
     assert calls == [[1, 1], [2], [1, 1]] and first.oldest is None
     again = ProfileCache(tmp_path)
     phases([2], again)
@@ -177,17 +178,17 @@ def test_a_pipeline_is_measured_once_for_each_way_to_cut_it(
 def test_a_pipeline_that_takes_another_time_now_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drift: list[float]
 ) -> None:
-    found = iter([Phases(2, 4, 0, 0, 0, 0.5, 0.5), Phases(1, 2, 0, 0, 0, 0.5, 0.5)])
-    monkeypatch.setattr(cache, "measure_phases", lambda *_, **__: next(found))
+    found = iter([PhaseTimes(2, 4, 0, 0, 0, 0.5, 0.5), PhaseTimes(1, 2, 0, 0, 0, 0.5, 0.5)])
+    monkeypatch.setattr(cache, "measure_phase_times", lambda *_, **__: next(found))
     profiles = ProfileCache(tmp_path)
 
-    def phases() -> Phases:
+    def phases() -> PhaseTimes:
         return profiles.phases(make_module(), SAMPLE, [2], [torch.device("cpu")], 4, 1.0, cores=2)
 
     assert phases() == phases() and profiles.outdated == []
     drift[:] = [0.5]
     assert phases().forward == 1
-    assert profiles.outdated[0].endswith(" do not hold any more: a pipeline took 0.50 x the cached time")
+    assert profiles.outdated[0].endswith(" no longer hold: a pipeline took 0.50 x the cached time")
 
 
 def test_so_does_the_source_of_a_class_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +247,7 @@ DAMAGES: dict[str, Callable[[str], str]] = {
     "infinite": lambda text: text.replace('"seconds": 1', '"seconds": Infinity'),
     "not a number": edited(lambda document: document["numbers"].__setitem__(0, [float("nan"), 1])),
     "no date": edited(lambda document: document.update(measured=5)),
-    "huge": lambda text: text + " " * (shelf.LARGEST + 1),
+    "huge": lambda text: text + " " * (measurement_store.LARGEST + 1),
 }
 
 
@@ -260,7 +261,7 @@ def test_a_damaged_or_hostile_file_is_ignored_and_said(
     said: list[str] = []
     times = ProfileCache(tmp_path, say=said.append).times(make_module(), SAMPLE, seconds=1)
     assert measured == [1, 1] and len(times) == 2
-    assert len(said) == 1 and f"{path} is no measurement and is ignored: " in said[0]
+    assert len(said) == 1 and f"{path} is not a measurement and is ignored: " in said[0]
     # What took its place is sound again.
     ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
     assert measured == [1, 1]
@@ -274,7 +275,7 @@ def test_a_damaged_or_hostile_file_is_ignored_and_said(
 )
 def test_no_document_is_taken_for_times_that_is_none(document: Any) -> None:
     with pytest.raises(ValueError, match="it "):
-        shelf._checked(document, {"layers": 2}, 2, 2)
+        measurement_store._checked(document, {"layers": 2}, 2, 2)
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path: Path, measured: list[float]) -> None:
@@ -282,7 +283,7 @@ def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path: Path, me
     said: list[str] = []
     times = ProfileCache(tmp_path / "file", say=said.append).times(make_module(), SAMPLE, seconds=1)
     assert isinstance(times[0], LayerTimes)
-    assert any("cannot be kept for the next run" in line for line in said)
+    assert any("cannot store the measurement for the next run" in line for line in said)
 
 
 def test_the_folder_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_skips_cross_every_border_between_their_layers() -> None:
     module, sample = CASES["integers, skips, tuples"]
     facts = model_facts(module, sample)
     value = (3, 5, 16)
-    assert [facts.border(layer).shapes for layer in range(1, 7)] == [
+    assert [facts.boundary(layer).shapes for layer in range(1, 7)] == [
         (value,),
         (value, value),
         (value, value, value),
@@ -146,17 +146,17 @@ def test_skips_cross_every_border_between_their_layers() -> None:
         (value, value),
         (value,),
     ]
-    assert facts.border(3).bytes == 3 * 4 * 3 * 5 * 16
-    assert facts.border(0).shapes == ((3, 5),) and facts.border(0).bytes == 8 * 3 * 5
+    assert facts.boundary(3).bytes == 3 * 4 * 3 * 5 * 16
+    assert facts.boundary(0).shapes == ((3, 5),) and facts.boundary(0).bytes == 8 * 3 * 5
 
 
 def test_a_skip_arrives_only_where_it_is_popped() -> None:
     module, sample = CASES["integers, skips, tuples"]
     facts = model_facts(module, sample)
     value = (3, 5, 16)
-    assert facts.arriving(3, 5).shapes == (value, value)  # of a pair, while the skip passes by
-    assert facts.arriving(5, 6).shapes == (value, value)  # a tensor and the skip
-    assert facts.arriving(0, 6).shapes == ((3, 5),)
+    assert facts.partition_input(3, 5).shapes == (value, value)  # of a pair, while the skip passes by
+    assert facts.partition_input(5, 6).shapes == (value, value)  # a tensor and the skip
+    assert facts.partition_input(0, 6).shapes == ((3, 5),)
 
 
 def test_operations_are_counted_per_layer_both_ways() -> None:

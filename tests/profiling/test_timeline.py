@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from gpipe_cli import GPipe
-from gpipe_cli.profiling.record import Piece, recording
-from gpipe_cli.profiling.timeline import Step, median_step, record_steps
+from gpipe_cli.profiling.action_recorder import Piece, recording
+from gpipe_cli.profiling.timeline import PartitionTime, StepTimeline, diagnose, median_step, record_steps
 from gpipe_cli.schedule.action import Action, Kind
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 
 def make_pipe(checkpoint: str = "except_last", schedule: str = "gpipe") -> GPipe:
@@ -20,7 +21,7 @@ def make_pipe(checkpoint: str = "except_last", schedule: str = "gpipe") -> GPipe
     return GPipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint, schedule=schedule)
 
 
-def record(pipe: GPipe, steps: int = 1) -> list[Step]:
+def record(pipe: GPipe, steps: int = 1) -> list[StepTimeline]:
     data = torch.linspace(0, 1, 48).reshape(6, 8)
     return record_steps(pipe, data, data, nn.functional.mse_loss, steps)
 
@@ -71,7 +72,7 @@ def piece(kind: Kind, partition: int, begin: float, end: float, phase: str = "fo
     return Piece(Action(kind, partition, 0), phase, begin, end, thread=partition)
 
 
-STEP = Step(
+STEP = StepTimeline(
     (
         piece(Kind.FORWARD, 0, 1, 2),
         piece(Kind.FORWARD, 1, 2, 4),
@@ -91,7 +92,7 @@ def test_busy_bubble_and_waiting_are_shares_of_the_step() -> None:
 
 
 def test_the_median_step_is_the_one_in_the_middle() -> None:
-    steps = [Step((piece(Kind.FORWARD, 0, 0, length),)) for length in (5, 1, 3)]
+    steps = [StepTimeline((piece(Kind.FORWARD, 0, 0, length),)) for length in (5, 1, 3)]
     assert median_step(steps).seconds == 3
 
 
@@ -107,3 +108,32 @@ def test_work_on_a_gpu_is_timed_by_its_events() -> None:
     for partition in (0, 1):
         own = [one for one in step.pieces if one.action.partition == partition]
         assert all(before.end <= after.begin + 1e-6 for before, after in pairwise(own))
+
+
+def times(*busy: float, recompute: float = 0.0) -> list[PartitionTime]:
+    return [PartitionTime(one, recompute, 1 - one, 0.0) for one in busy]
+
+
+@pytest.mark.parametrize(
+    ("partitions", "spec", "bubble", "ideal", "advice"),
+    [
+        (times(0.9, 0.9), PipelineSpec("gpipe", 2, 8), 0.1, 0.1, ["nothing stands out"]),
+        (times(0.5, 0.9), PipelineSpec("gpipe", 2, 8), 0.1, 0.1, ["balance=time"]),
+        (times(0.8, 0.8), PipelineSpec("gpipe", 2, 4), 0.2, 0.2, ["chunks=8", "schedule=zero_bubble"]),
+        (times(0.8, 0.8), PipelineSpec("zero_bubble", 2, 64), 0.2, 0.2, ["nothing stands out"]),
+        (times(0.6, 0.6), PipelineSpec("gpipe", 2, 8, cores=2), 0.4, 0.1, ["fewer chunks"]),
+        (times(0.6, 0.6, 0.6), PipelineSpec("gpipe", 3, 8, cores=2), 0.4, 0.1, ["partitions=2"]),
+        (times(0.9, 0.9, recompute=0.2), PipelineSpec("gpipe", 2, 8), 0.1, 0.1, ["checkpoint=never"]),
+    ],
+)
+def test_what_to_try_follows_from_what_was_measured(
+    partitions: list[PartitionTime], spec: PipelineSpec, bubble: float, ideal: float, advice: list[str]
+) -> None:
+    found = diagnose(partitions, spec, bubble=bubble, ideal_bubble=ideal, rows=64)
+    assert len(found.advice) == len(advice)
+    assert all(given.startswith(start) for given, start in zip(found.advice, advice, strict=True))
+
+
+def test_the_bottleneck_is_the_partition_that_is_busy_longest() -> None:
+    found = diagnose(times(0.5, 0.8, 0.7), PipelineSpec("gpipe", 3, 8), bubble=0.1, ideal_bubble=0.1, rows=64)
+    assert found.bottleneck == 1

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpipe_cli.profiling.record import Piece
-from gpipe_cli.profiling.timeline import Step
+from gpipe_cli.profiling.action_recorder import Piece
+from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.timeline import picture, print_picture
 from gpipe_cli.schedule.action import Action, Kind
 
@@ -12,7 +12,7 @@ def piece(kind: Kind, partition: int, micro_batch: int, begin: float, end: float
     return Piece(Action(kind, partition, micro_batch), phase, begin, end, thread=partition)
 
 
-STEP = Step(
+STEP = StepTimeline(
     (
         piece(Kind.FORWARD, 0, 0, 1.0, 1.4, "forward"),
         piece(Kind.FORWARD, 0, 1, 1.4, 1.8, "forward"),

@@ -1,11 +1,8 @@
-"""What the workers of a pipe did when: every piece of work with its thread.
+"""Records what the workers of a pipe did when: every piece of work with its thread.
 
-    with recording(pipe) as record:
-        pipe.step(input, target, loss)
-    record.pieces()
-
-Decides what a moment is: on the CPU the clock's, on a CUDA device an event in its stream, because work is only
-begun when its call returns; events are read when all is done. Costs two moments and a tuple per piece.
+with recording(pipe) as record:
+    pipe.step(input, target, loss)
+record.pieces()
 """
 
 from __future__ import annotations
@@ -21,15 +18,12 @@ import torch
 from gpipe_cli.pipeline.worked import WorkedSequence
 from gpipe_cli.schedule.action import Action
 
-__all__ = ["TRANSFERS", "Piece", "Record", "recording"]
-
-
 TRANSFERS = ("load", "drop")
-"""Phases in which a partition is brought in or put away, and nothing is computed."""
+"""Phases in which a partition is loaded or dropped, and nothing is computed."""
 
 
 class Piece(NamedTuple):
-    """A piece of work, in seconds since recording began; `phase` as a pipe's recorder gets it."""
+    """A piece of work, in seconds since recording began; `phase` is what the pipe calls it."""
 
     action: Action
     phase: str
@@ -39,9 +33,8 @@ class Piece(NamedTuple):
 
     @property
     def label(self) -> str:
-        """F3 for the forward of micro-batch 3, R its recomputation, B its backward (I and W where that is split);
-        load and drop of a partition.
-        """
+        """F3 for the forward of micro-batch 3, R3 its recomputation, B3 its backward (I3 and W3 if that is split); load
+        and drop of a partition."""
         if self.phase in TRANSFERS:
             return self.phase
         letter = {"recompute": "R", "copy": "copy "}.get(self.phase, self.action.kind.value)
@@ -49,9 +42,9 @@ class Piece(NamedTuple):
 
 
 @contextmanager
-def recording(pipe: WorkedSequence) -> Iterator[Record]:
-    """Inside, the pipe's work is recorded."""
-    record = Record(pipe.devices)
+def recording(pipe: WorkedSequence) -> Iterator[ActionRecorder]:
+    """Record the pipe's work inside the block."""
+    record = ActionRecorder(pipe.devices)
     pipe.recorder = record
     try:
         yield record
@@ -60,8 +53,8 @@ def recording(pipe: WorkedSequence) -> Iterator[Record]:
 
 
 @final
-class Record:
-    """The recorder of a pipe. Appending to a list is all that a worker does, and needs no lock."""
+class ActionRecorder:
+    """The recorder of a pipe. All that a worker does is append to a list, which is atomic and needs no lock."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._pieces: list[tuple[Action, str, Any, Any, int]] = []
@@ -69,10 +62,12 @@ class Record:
         for device in cuda:
             torch.cuda.synchronize(device)
         self._origin = time.perf_counter()
-        # Events are told relative to each other: these are the ones that happen at the origin.
+        # CUDA gives only the time between two events, so each device needs one at the origin.
         self._origins = {device: _event(device) for device in cuda}
 
     def now(self, device: torch.device) -> Any:
+        # On a CUDA device a call returns before its work has run, so the moment is an event in the stream. Reading it
+        # here would make the worker wait; `pieces` does so when all is done.
         return time.perf_counter() if device.type != "cuda" else (device, _event(device))
 
     def __call__(self, action: Action, phase: str, begin: Any, end: Any) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.pace import Ran, measure_phases
+from gpipe_cli.profiling.phase_times import StepTimes, measure_phase_times
 from gpipe_cli.schedule.action import Kind
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
@@ -21,7 +21,7 @@ def test_every_phase_of_a_pipeline_is_measured_and_the_model_left_as_it_was(part
     sample = Sample(torch.randn(4, 8), torch.randn(4, 4), functional.mse_loss)
     torch.set_rng_state(generator)
 
-    found = measure_phases(model, sample, [4 // partitions] * partitions, [CPU] * partitions, chunks=4)
+    found = measure_phase_times(model, sample, [4 // partitions] * partitions, [CPU] * partitions, chunks=4)
 
     checkpointed = (found.checkpointed_forward, found.recompute, found.checkpointed_backward)
     assert min(found.forward, found.backward, *checkpointed) > 0
@@ -43,7 +43,7 @@ def test_time_between_the_actions_is_told_as_a_multiple_of_what_the_simulator_kn
     }
 
     # One worker after the other, for want of a second core: 2 micro-batches x 2 partitions x 40.
-    alone = Ran(PipelineSpec("1f1b", 2, 2, "always", cores=1), step=200.0, pieces=pieces)
+    alone = StepTimes(PipelineSpec("1f1b", 2, 2, "always", cores=1), step=200.0, pieces=pieces)
 
-    assert alone.beyond_simulated() == pytest.approx(200 / 160)
+    assert alone.excess() == pytest.approx(200 / 160)
     assert alone.sum("backward") == 40 and alone.sum("backward", first=1) == 20

@@ -17,7 +17,7 @@ from torch.nn import functional
 from gpipe_cli import GPipe
 from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.memory import activation_bytes
+from gpipe_cli.profiling.partition_memory import activation_bytes
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 BALANCE = [3, 2, 3]

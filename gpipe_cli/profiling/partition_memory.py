@@ -37,7 +37,7 @@ class PartitionMemory:
 def activation_bytes(facts: ModelFacts, balance: Sequence[int], spec: PipelineSpec) -> list[int]:
     """The most that each partition keeps for backward at once."""
     return [
-        kept.bytes(facts.saved_bytes(begin, end), facts.arriving(begin, end).bytes)
+        kept.bytes(facts.saved_bytes(begin, end), facts.partition_input(begin, end).bytes)
         for (begin, end), kept in zip(_borders(balance), spec.peaks, strict=True)
     ]
 

@@ -1,8 +1,4 @@
-"""What is seen of one layer when a micro-batch passes: what it gives, and what it keeps for backward.
-
-The tensors may be real or fake. Decides that parameters do not count as kept, and that a storage counts once
-however many of its views are kept. Knows nothing of how the layer is run.
-"""
+"""What one layer outputs, and what autograd saves for its backward, when a micro-batch passes; tensors may be fake."""
 
 from __future__ import annotations
 
@@ -18,15 +14,13 @@ from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.torch_internals.storage import storage_of
 
-__all__ = ["LayerFacts", "Seen"]
-
 Shape = tuple[int, ...]
 
 
 @final
 @dataclass(frozen=True)
 class LayerFacts:
-    """What can be said of a layer without a clock."""
+    """What is known of a layer without timing it."""
 
     index: int
     name: str
@@ -34,27 +28,27 @@ class LayerFacts:
     parameters: int
     parameter_bytes: int
     saved_bytes: int
-    """Kept for backward of one micro-batch, parameters excepted, each storage counted once."""
+    """Saved for the backward of one micro-batch, parameters excepted, each storage counted once."""
     output_shape: tuple[Shape, ...]
     """One shape per tensor, skips left out."""
     output_bytes: int
 
 
 @final
-class Seen:
-    """A context manager to run a layer in. It may be entered more than once: a loss belongs to the last layer."""
+class SavedTensors:
+    """A context manager to run a layer in. You may enter it again: a loss counts as part of the last layer."""
 
     def __init__(self, parameters: Collection[int]) -> None:
         """`parameters` are the storages that do not count."""
         self._parameters = parameters
         self._hooks: list[saved_tensors_hooks] = []
         self.storages: dict[int, int] = {}
-        """What was kept: bytes by storage."""
+        """The bytes of every storage saved: one of which several views are saved counts once."""
         self.output_shape: tuple[Shape, ...] = ()
         self.output_bytes = 0
 
     def __enter__(self) -> Self:
-        hooks = saved_tensors_hooks(self._keep, lambda kept: kept)
+        hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
         hooks.__enter__()
         self._hooks.append(hooks)
         return self
@@ -64,14 +58,14 @@ class Seen:
     ) -> None:
         self._hooks.pop().__exit__(kind, error, trace)
 
-    def look_at(self, output: Any) -> None:
-        # A value of any other kind is refused by whoever runs the layer.
-        tensors = [one for one in tensors_of(output) if isinstance(one, Tensor)]
-        self.output_shape = tuple(tuple(one.shape) for one in tensors)
-        self.output_bytes = sum(one.nbytes for one in tensors)
+    def note_output(self, output: Any) -> None:
+        # What runs the layer refuses a value of any other kind, with a better message than one from here.
+        tensors = [tensor for tensor in tensors_of(output) if isinstance(tensor, Tensor)]
+        self.output_shape = tuple(tuple(tensor.shape) for tensor in tensors)
+        self.output_bytes = sum(tensor.nbytes for tensor in tensors)
 
-    def watching(self, loss: LossFunction) -> LossFunction:
-        """The loss, with what it keeps counted as this layer's."""
+    def including(self, loss: LossFunction) -> LossFunction:
+        """The loss, with what it saves counted as this layer's."""
 
         def watched(output: Any, target: Any) -> Tensor:
             with self:
@@ -84,14 +78,14 @@ class Seen:
             index=index,
             name=name,
             type=type(layer).__name__,
-            parameters=sum(one.numel() for one in layer.parameters()),
-            parameter_bytes=sum(one.nbytes for one in layer.parameters()),
+            parameters=sum(parameter.numel() for parameter in layer.parameters()),
+            parameter_bytes=sum(parameter.nbytes for parameter in layer.parameters()),
             saved_bytes=sum(self.storages.values()),
             output_shape=self.output_shape,
             output_bytes=self.output_bytes,
         )
 
-    def _keep(self, tensor: Tensor) -> Tensor:
+    def _pack(self, tensor: Tensor) -> Tensor:
         storage = storage_of(tensor)
         if storage not in self._parameters:
             self.storages[storage] = tensor.untyped_storage().nbytes()

@@ -1,0 +1,190 @@
+"""How long partitions take beside each other, in a pipeline, instead of layer by layer.
+
+    times = measure_phase_times(module, sample, balance=[14, 4], devices=[cpu, cpu], chunks=8)
+    times.backward          # milliseconds of one micro-batch, over all partitions
+
+Layers are measured alone, each as a partition of its own. In a pipeline they share caches, memory and the interpreter
+with the layers of other workers, and follow each other without a boundary. So this file runs a few short steps as a
+pipeline, in which every kind of action occurs. Time also passes between actions: graphs are freed, workers wake each
+other. Therefore it simulates the same steps and distributes the excess of the real steps over the phases: simulated
+again, they take what was measured. The model is unchanged afterwards.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import nn
+
+from gpipe_cli.pipeline.gpipe import GPipe
+from gpipe_cli.pipeline.microbatch import Value
+from gpipe_cli.pipeline.pytree import map_tensors
+from gpipe_cli.profiling.action_recorder import recording
+from gpipe_cli.profiling.layers import Sample, preserved
+from gpipe_cli.schedule import one_f_one_b, zero_bubble
+from gpipe_cli.schedule.action import Kind
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.simulate import PartitionCost
+
+PER_PARTITION = 2
+"""Micro-batches of a step for each partition: enough for all workers to be busy most of the time."""
+WARM_UP = 2
+LEAST_STEPS = 3
+MOST_STEPS = 50
+
+
+@final
+@dataclass(frozen=True)
+class PhaseTimes:
+    """Milliseconds of one micro-batch on all partitions together."""
+
+    forward: float
+    backward: float
+    checkpointed_forward: float
+    """Without a graph."""
+    recompute: float
+    checkpointed_backward: float
+    """After its recomputation."""
+    input_grad: float
+    weight_grad: float
+    """The parts of a split backward, as multiples of the whole. The first partition's is never split."""
+
+
+def measure_phase_times(
+    module: nn.Sequential,
+    sample: Sample,
+    balance: Sequence[int],
+    devices: Sequence[torch.device],
+    chunks: int,
+    seconds: float = 0.0,
+    *,
+    cores: int | None = None,
+    split: bool = True,
+) -> PhaseTimes:
+    """Medians of at least three steps of each kind, and of more until `seconds` have passed; `sample` is a micro-batch.
+
+    `cores` is how many workers can run at once. Without `split` a split backward is assumed to be two halves.
+    """
+    steps = _Steps(module, sample, balance, devices, chunks, seconds / 3, cores)
+    with preserved(module, device=True):
+        plain = steps.run(one_f_one_b.TRAITS.name, "never")
+        checkpointed = steps.run(one_f_one_b.TRAITS.name, "always")
+        halves = steps.run(zero_bubble.TRAITS.name, "never") if split and len(balance) > 1 else None
+    whole = plain.sum("backward", first=1) if halves else 0.0
+    excess, checkpointed_excess = plain.excess(), checkpointed.excess()
+    return PhaseTimes(
+        forward=plain.sum("forward") * excess,
+        backward=plain.sum("backward") * excess,
+        checkpointed_forward=checkpointed.sum("forward") * checkpointed_excess,
+        recompute=checkpointed.sum("recompute") * checkpointed_excess,
+        checkpointed_backward=checkpointed.sum("backward") * checkpointed_excess,
+        input_grad=halves.sum("backward", Kind.INPUT_GRAD, first=1) / whole if halves and whole else 0.5,
+        weight_grad=halves.sum("backward", Kind.WEIGHT_GRAD, first=1) / whole if halves and whole else 0.5,
+    )
+
+
+def measure_forward_backward(
+    module: nn.Sequential,
+    sample: Sample,
+    balance: Sequence[int],
+    devices: Sequence[torch.device],
+    chunks: int,
+    *,
+    cores: int | None = None,
+) -> tuple[float, float]:
+    """Only the forward and backward of `measure_phase_times`, from the fewest steps."""
+    with preserved(module, device=True):
+        steps = _Steps(module, sample, balance, devices, chunks, 0.0, cores)
+        plain = steps.run(one_f_one_b.TRAITS.name, "never")
+    excess = plain.excess()
+    return plain.sum("forward") * excess, plain.sum("backward") * excess
+
+
+@final
+@dataclass(frozen=True)
+class StepTimes:
+    """What the steps of a pipeline took, in milliseconds."""
+
+    spec: PipelineSpec
+    step: float
+    pieces: Mapping[tuple[int, str, Kind], float]
+    """By partition, phase and kind of action."""
+
+    def sum(self, phase: str, kind: Kind | None = None, first: int = 0) -> float:
+        """Over the partitions from `first` on."""
+        return sum(
+            duration
+            for (partition, its_phase, its_kind), duration in self.pieces.items()
+            if its_phase == phase and kind in (None, its_kind) and partition >= first
+        )
+
+    def excess(self) -> float:
+        """The measured step as a multiple of what the simulator makes of its pieces."""
+
+        def duration(partition: int, phase: str, kind: Kind) -> float:
+            return self.pieces.get((partition, phase, kind), 0.0)
+
+        costs = [
+            PartitionCost(
+                duration(partition, "forward", Kind.FORWARD),
+                duration(partition, "backward", Kind.BACKWARD),
+                recompute=duration(partition, "recompute", Kind.BACKWARD),
+            )
+            for partition in range(self.spec.partitions)
+        ]
+        return self.step / self.spec.simulate(costs).step
+
+
+@final
+@dataclass(frozen=True)
+class _Steps:
+    """Short steps of one pipeline."""
+
+    module: nn.Sequential
+    sample: Sample
+    balance: Sequence[int]
+    devices: Sequence[torch.device]
+    chunks: int
+    seconds: float
+    """For the steps of one schedule."""
+    cores: int | None
+
+    def run(self, schedule: str, checkpoint: str) -> StepTimes:
+        """Medians, without those of the first steps: new threads have to allocate their memory."""
+        loss, target = self.sample.loss, self.sample.target
+        assert loss is not None and target is not None, "a step ends with a loss"
+        count = min(self.chunks, PER_PARTITION * len(self.balance))
+        input, target = _repeated(self.sample.input, count), torch.cat([target] * count)
+        pieces: dict[tuple[int, str, Kind], list[float]] = defaultdict(list)
+        steps: list[float] = []
+        with GPipe(
+            self.module,
+            self.balance,
+            devices=self.devices,
+            chunks=count,
+            checkpoint=checkpoint,
+            schedule=schedule,
+        ) as pipe:
+            for _ in range(WARM_UP):
+                pipe.step(input, target, loss, key=0)
+            with recording(pipe) as record:
+                while len(steps) < LEAST_STEPS or (sum(steps) < self.seconds and len(steps) < MOST_STEPS):
+                    pipe.zero_grad(set_to_none=True)
+                    began = time.perf_counter()
+                    pipe.step(input, target, loss, key=0)
+                    steps.append(time.perf_counter() - began)
+            for piece in record.pieces():
+                pieces[piece.action.partition, piece.phase, piece.action.kind].append(piece.end - piece.begin)
+        medians = {place: 1000 * statistics.median(durations) for place, durations in pieces.items()}
+        spec = PipelineSpec(schedule, len(self.balance), count, checkpoint, cores=self.cores)
+        return StepTimes(spec, 1000 * statistics.median(steps), medians)
+
+
+def _repeated(value: Value, times: int) -> Value:
+    return map_tensors(lambda tensor: torch.cat([tensor] * times), value)
