@@ -81,7 +81,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
         (
             f"balance --by {by} data=synthetic data.shape=[1,8,8] batch_size=8",
             2,
-            "the model does not take a micro-batch of 2x1x8x8: RuntimeError: Given groups=1, weight of size "
+            "the model does not accept a micro-batch of 2x1x8x8: RuntimeError: Given groups=1, weight of size "
             "[64, 3, 7, 7], expected input[2, 1, 8, 8] to have 3 channels, but got 1 channels instead",
         )
         for by in ("time", "size", "params")

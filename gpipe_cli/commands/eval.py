@@ -10,8 +10,8 @@ from gpipe_cli.config.schema import EvalConfig
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
-from gpipe_cli.run.away import keeps_on_disk
 from gpipe_cli.run.build import make_engine
+from gpipe_cli.run.components import keeps_on_disk
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.launcher import launched
 from gpipe_cli.run.rank_setup import as_rank, assemble_together, joined, leads, starts_ranks, watched
@@ -54,7 +54,7 @@ def _evaluate(settings: EvalConfig, job: Job, snapshot: VerifiedSnapshot | None,
         if not in_memory:
             load_slice_by_slice(engine, parts.model, settings.weights, snapshot)
         with stop_requests(agree=team.largest, patient=team.size > 1) as stops:
-            tally, seconds = evaluate(engine, stops.until_stopped(parts.feed.ordered(settings.split)))
+            tally, seconds = evaluate(engine, stops.until_stopped(parts.loader.in_order(settings.split)))
     except StopRequested as request:
         raise request.error(f"stopped by {request.reason}") from request
     finally:

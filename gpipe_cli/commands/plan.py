@@ -1,6 +1,6 @@
-"""gpipe plan: the best ways to train a model on some devices, what they will take, and a line to paste.
+"""gpipe plan: search for the best ways to train a model on some devices, and print the command that uses the best.
 
-Measures here, or estimates for devices that are elsewhere. Writes nothing but the cache of measurements.
+It measures the model here, or estimates for devices that are elsewhere. It writes only the cache of measurements.
 """
 
 from __future__ import annotations
@@ -20,43 +20,36 @@ from gpipe_cli.report.output import say
 from gpipe_cli.report.plans import print_device_memory, print_plans
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.timeline import print_picture
-from gpipe_cli.run.build import check_components, make_model
-from gpipe_cli.run.data import make_feed
+from gpipe_cli.run.components import check_components
+from gpipe_cli.run.data import make_loader
 from gpipe_cli.run.job import Job, Summary
+from gpipe_cli.run.model import build_without_storage, make_model
 from gpipe_cli.run.planning import Planned, Planner
-from gpipe_cli.run.sketch import sketched
 from gpipe_cli.run.timeline import as_step
 
-OF_PLANNING = (
-    "plan",
-    "device",
-    "devices",
-    "verify",
-    "top",
-    "chunks",
-    "schedule",
-    "checkpoint",
-    "partitions",
-    "device_memory",
-)
-"""Keys that the command that trains does not get: they are not its own, or the plan's words replace them."""
-MOST_LINES = 16
-"""Partitions of a picture; beyond, nobody can read it."""
+# Keys that the printed train command does not repeat: they belong to gpipe plan, or the plan sets them.
+OWN_KEYS = ("plan", "device", "devices", "verify", "top", "device_memory")
+PLANNED_KEYS = ("chunks", "schedule", "checkpoint", "partitions")
+LARGEST_PICTURE = 16
+"""Partitions; a picture with more is unreadable."""
 
 
 def run(settings: PlanConfig, job: Job) -> Summary:
     if job.dry_run:
         raise ConfigError("--dry-run: gpipe plan changes nothing and writes nothing; leave it out")
-    if any(word.startswith(("balance=", "balance.")) for word in job.overrides):
+    if any(override.startswith(("balance=", "balance.")) for override in job.overrides):
         raise ConfigError(
             "balance: gpipe plan searches for it; leave it out, or use gpipe profile to see one"
         )
     add_current_folder(settings.allow)
     check_components(settings, job.overrides)
-    feed = make_feed(settings)
-    elsewhere = settings.device is not None
-    model = sketched(lambda: make_model(settings, feed)) if elsewhere else make_model(settings, feed)
-    planner = Planner(settings, job.overrides, feed, model)
+    loader = make_loader(settings)
+
+    if settings.device is None:
+        model = make_model(settings, loader)
+    else:
+        model = build_without_storage(lambda: make_model(settings, loader))
+    planner = Planner(settings, job.overrides, loader, model)
     if settings.verify and not planner.can_be_run:
         raise ConfigError(
             f"verify=true: devices={settings.devices} means machines that are not here; give a list"
@@ -75,16 +68,16 @@ def run(settings: PlanConfig, job: Job) -> Summary:
         )
     summary = _summary(plans, planned, job)
     if job.shows_result:
-        _show(plans, planned, summary)
+        _print(plans, planned, summary)
     return summary
 
 
 def _summary(plans: Sequence[Prediction], planned: Planned, job: Job) -> dict[str, Any]:
     searched = planned.searched
-    errors = [abs(one.error) for one in plans if one.error is not None]
+    errors = [abs(plan.error) for plan in plans if plan.error is not None]
     return {
         "best": plans[0].facts(),
-        "candidates": [one.facts() for one in plans],
+        "candidates": [plan.facts() for plan in plans],
         "profile": planned.origin,
         "lower_bound": searched.lower_bound_ms,
         "gap": searched.gap,
@@ -93,26 +86,28 @@ def _summary(plans: Sequence[Prediction], planned: Planned, job: Job) -> dict[st
         "left_out": searched.left_out,
         "chunks_left_out": planned.left_out,
         **({"largest_error": max(errors)} if errors else {}),
-        "paste": f"{job.training_without(OF_PLANNING)} {plans[0].overrides}",
+        "paste": f"{job.train_command(without=(*OWN_KEYS, *PLANNED_KEYS))} {plans[0].overrides}",
         "command": job.line,
     }
 
 
-def _show(plans: Sequence[Prediction], planned: Planned, summary: dict[str, Any]) -> None:
+def _print(plans: Sequence[Prediction], planned: Planned, summary: dict[str, Any]) -> None:
     print_plans(f"the best plans ({planned.origin})", summary["candidates"])
     print_device_memory(summary["best"]["memory"])
     best = plans[0]
     spec = best.shape.spec(planned.cores)
-    if best.shape.actions <= MOST_ACTIONS and best.shape.partitions <= MOST_LINES:
+    if best.shape.actions <= MOST_ACTIONS and best.shape.partitions <= LARGEST_PICTURE:
         step = as_step(spec.simulate(planned.costs(best.shape).partitions(best.balance, spec)))
         print_picture(f"predicted: {best.step_ms:.1f} ms", step, best.shape.partitions, step.seconds)
     if planned.left_out:
         say(
-            f"left out: chunks={planned.left_out}, for want of time (plan.budget=<seconds> gives more) or because "
-            "the model takes no micro-batch so small"
+            f"not searched: chunks={planned.left_out}, because the time ran out (increase plan.budget=<seconds>) or "
+            "because the model rejects such small micro-batches"
         )
     if 1 in planned.left_out:
-        say("so nothing is said here of one device with the whole mini-batch, which may be quicker")
+        say(
+            "the search therefore says nothing about one device with the whole mini-batch, which may be faster"
+        )
     facts = {
         "lower bound": f"{summary['lower_bound']:.4g} ms, {100 * summary['gap']:.2f} % below the best plan",
         "advice": summary["advice"],

@@ -18,9 +18,10 @@ from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import RunError
 from gpipe_cli.report.progress import on_terminal
 from gpipe_cli.run.auto_plan import with_best_plan
-from gpipe_cli.run.build import Split, make_engine, runs_in_ranks
-from gpipe_cli.run.data import Feed
-from gpipe_cli.run.dry_run import outlook
+from gpipe_cli.run.build import Partitioning, make_engine
+from gpipe_cli.run.components import runs_in_ranks
+from gpipe_cli.run.data import BatchLoader
+from gpipe_cli.run.dry_run import dry_run
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.launch_record import launch_of, write_launch
 from gpipe_cli.run.launcher import launched
@@ -57,12 +58,12 @@ def run(settings: TrainConfig, job: Job) -> Summary:
         team = cleanup.enter_context(joined(settings, job))
         check_same_snapshot(resumed, team)
         parts = assemble_together(settings, job, team)
-        plan = _plan(settings, parts.feed)
+        plan = _plan(settings, parts.loader)
         if resumed is not None and resumed.snapshot is not None:
             check_resumable(plan, resumed.snapshot.record)
         if job.dry_run:
-            return outlook(settings, job, parts, plan.steps)
-        summary = None if resumed is None else summary_if_finished(resumed, plan, parts.feed, job)
+            return dry_run(settings, job, parts, plan.steps)
+        summary = None if resumed is None else summary_if_finished(resumed, plan, parts.loader, job)
         directory = (
             planned_run_directory(settings.run_dir, job.number) if resumed is None else resumed.directory
         )
@@ -91,9 +92,9 @@ def run(settings: TrainConfig, job: Job) -> Summary:
                 cleanup.enter_context(logger.opened(setup.directory, setup.position, job))
             resumed = None  # frees the snapshot's tensors, which the engine has copied
             with _recorder(settings, plan, setup, team, logger, launch["partitions"]) as recorder:
-                _record_start(recorder, settings, setup, warning, parts.split, launch["partitions"])
-                last = _train(settings, parts.feed, plan, engine, setup, started, recorder, team)
-            summary = summarise(last, plan, parts.feed, setup.directory, job)
+                _record_start(recorder, settings, setup, warning, parts.partitioning, launch["partitions"])
+                last = _train(settings, parts.loader, plan, engine, setup, started, recorder, team)
+            summary = summarise(last, plan, parts.loader, setup.directory, job)
             if team.leads:
                 write_summary(setup.directory, summary)
     if job.shows_result and leads():
@@ -103,7 +104,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
 
 def _train(
     settings: TrainConfig,
-    feed: Feed,
+    loader: BatchLoader,
     plan: TrainSpec,
     engine: Engine,
     setup: RunSetup,
@@ -122,15 +123,15 @@ def _train(
         ) as keeper,
     ):
         facts = train(
-            engine, plan, feed.train, lambda epoch: stops.until_stopped(feed.test(epoch)), setup.position
+            engine, plan, loader.train, lambda epoch: stops.until_stopped(loader.test(epoch)), setup.position
         )
         return recorder.record(save_and_stop(facts, keeper, stops))
 
 
-def _plan(settings: TrainConfig, feed: Feed) -> TrainSpec:
+def _plan(settings: TrainConfig, loader: BatchLoader) -> TrainSpec:
     return TrainSpec(
-        steps=settings.steps or settings.epochs * feed.steps_per_epoch,
-        steps_per_epoch=feed.steps_per_epoch,
+        steps=settings.steps or settings.epochs * loader.steps_per_epoch,
+        steps_per_epoch=loader.steps_per_epoch,
         lr=settings.optimizer["lr"],
         lr_schedule=instantiate(settings.lr_schedule, "lr_schedule", settings.allow),
         seed=settings.seed,
@@ -171,7 +172,7 @@ def _record_start(
     settings: TrainConfig,
     setup: RunSetup,
     warning: str | None,
-    split: Split,
+    partitioning: Partitioning,
     partitions: Rows,
 ) -> None:
     recorder.say(f"run directory: {setup.directory}")
@@ -184,11 +185,11 @@ def _record_start(
         )
     if warning is not None:
         recorder.say(warning)
-    if split.origin:
-        recorder.say(f"balance {split.balance}: {split.origin}")
-    for row, cost in zip(partitions, split.balanced.sums, strict=True):
+    if partitioning.origin:
+        recorder.say(f"balance {partitioning.balance}: {partitioning.origin}")
+    for row, cost in zip(partitions, partitioning.balanced.sums, strict=True):
         recorder.log.info(
             "partition %(partition)d on %(device)s: layers %(first)s to %(last)s (%(layers)d), "
             "%(parameters)d parameters, cost %(cost).6g %(unit)s",
-            {**row, "cost": cost, "unit": split.balanced.unit},
+            {**row, "cost": cost, "unit": partitioning.balanced.unit},
         )

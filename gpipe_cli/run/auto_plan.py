@@ -1,6 +1,6 @@
-"""gpipe train plan=auto: the best plan becomes the settings of the run, and of its saved configuration.
+"""gpipe train plan=auto: the best plan becomes part of the settings and of the saved config.yaml.
 
-So a resumed run goes on with the plan it began with, and `config.yaml` says which one that was.
+A resumed run therefore continues with the plan that it started with.
 """
 
 from __future__ import annotations
@@ -15,75 +15,55 @@ from gpipe_cli.config.schema import PlanSearchConfig, ScheduleConfig, TrainConfi
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.advice import advice
-from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.report.output import say
-from gpipe_cli.run.build import check_components, make_model, uses_partitions
-from gpipe_cli.run.data import make_feed
+from gpipe_cli.run.components import check_components, engine_name, manual_balance, uses_partitions
+from gpipe_cli.run.data import make_loader
 from gpipe_cli.run.job import Job
+from gpipe_cli.run.model import make_model
 from gpipe_cli.run.planning import Planner
 from gpipe_cli.run.rank_setup import is_rank
 
-__all__ = ["with_best_plan"]
-
-BESIDE = 5
-"""How many plans are compared: the plain run should be among them, for the word about it."""
+PLANS = 5
+"""How many plans to keep: the advice compares the best one with the run on a single device, if that is among them."""
 
 
 def with_best_plan(settings: TrainConfig, job: Job) -> tuple[TrainConfig, Job]:
+    """Search for the best plan; return the settings and the job with the configuration that contain it."""
     if is_rank():
         raise ConfigError(
-            "plan=auto: every process that torchrun started would plan for itself; "
-            "run gpipe plan once and give the line it prints"
+            "plan=auto: every process that torchrun started would search for its own plan; "
+            "run gpipe plan once and use the command it prints"
         )
     if job.dry_run:
-        raise ConfigError("plan=auto: measures, and --dry-run runs nothing; leave one of them out")
+        raise ConfigError("plan=auto: measures the model, and --dry-run runs nothing; leave one of them out")
     if not uses_partitions(settings):
         raise ConfigError(
-            "plan=auto: has no effect with engine=single, which has no partitions; leave it out"
+            f"plan=auto: has no effect with {engine_name(settings)}, which has no partitions; leave it out"
         )
-    if any(word.lstrip("+").startswith(("balance=", "balance.")) for word in job.overrides):
+    if any(override.lstrip("+").startswith(("balance=", "balance.")) for override in job.overrides):
         raise ConfigError("balance: plan=auto searches for it; leave one of them out")
     add_current_folder(settings.allow)
     check_components(settings, job.overrides)
-    feed = make_feed(settings)
-    planner = Planner(settings, job.overrides, feed, make_model(settings, feed))
-    planned = planner.plan(keep=BESIDE)
+    loader = make_loader(settings)
+    planner = Planner(settings, job.overrides, loader, make_model(settings, loader))
+    planned = planner.plan(keep=PLANS)
     best = planned.plans[0]
     say(f"plan ({planned.origin}): {best.step_ms:.1f} ms per step predicted; {advice(planned.plans)}")
     say(f"plan: {best.overrides}")
-    devices = [str(one) for one in planner.devices[: best.shape.devices]]
-    return _settled(settings, best, devices), _saved(job, best, devices)
-
-
-def _settled(settings: TrainConfig, plan: Prediction, devices: list[str]) -> TrainConfig:
-    return replace(
-        settings,
-        balance=_balance(plan),
-        chunks=plan.shape.chunks,
-        schedule=ScheduleConfig(plan.shape.schedule),
-        checkpoint=plan.checkpoint,
-        devices=devices,
-        partitions=plan.shape.partitions,
-        plan=PlanSearchConfig(auto=False),
-    )
-
-
-def _saved(job: Job, plan: Prediction, devices: list[str]) -> Job:
+    shape = best.shape
+    devices = [str(device) for device in planner.devices[: shape.devices]]
+    keys: dict[str, Any] = {
+        "balance": manual_balance(best.balance),
+        "chunks": shape.chunks,
+        "checkpoint": best.checkpoint,
+        "partitions": shape.partitions,
+        "devices": devices,
+    }
     tree = copy.deepcopy(job.tree)
     OmegaConf.set_struct(tree, False)
-    chosen = {
-        "balance": _balance(plan),
-        "chunks": plan.shape.chunks,
-        "schedule.name": plan.shape.schedule,
-        "checkpoint": plan.checkpoint,
-        "partitions": plan.shape.partitions,
-        "devices": devices,
-        "plan.auto": False,
-    }
-    for key, value in chosen.items():
+    for key, value in {**keys, "schedule.name": shape.schedule, "plan.auto": False}.items():
         OmegaConf.update(tree, key, value, merge=False)
-    return replace(job, tree=tree)
-
-
-def _balance(plan: Prediction) -> dict[str, Any]:
-    return {"_target_": "gpipe_cli.balance.manual.balance", "layers": list(plan.balance)}
+    settings = replace(
+        settings, **keys, schedule=ScheduleConfig(shape.schedule), plan=PlanSearchConfig(auto=False)
+    )
+    return settings, replace(job, tree=tree)

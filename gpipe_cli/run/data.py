@@ -1,4 +1,4 @@
-"""Where the mini-batches of a run come from: the data chosen, in the order the seed decides."""
+"""The mini-batches of a run: the configured data, in the order that the seed decides."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from gpipe_cli.errors import ConfigError, DataError
 
 @final
 @dataclass(frozen=True)
-class Feed:
+class BatchLoader:
     data: Data
     transforms: Transforms
     classes: int
-    """How many the model tells apart: its own key, else as many as the data has."""
+    """How many classes the model distinguishes: its own key, else as many as the data has."""
     batch_size: int
     """Of all replicas together."""
     seed: int
@@ -35,27 +35,27 @@ class Feed:
         return batch_count(len(self.data.train), self.batch_size)
 
     def train(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The training samples as this epoch shuffles them, from one of its mini-batches on."""
+        """The training samples in the shuffled order of this epoch, beginning with mini-batch `start`."""
         return self._batches(self.data.train, self.transforms.train, epoch, shuffle=True, start=start)
 
     def test(self, epoch: int = 0) -> Iterator[Batch]:
-        """The held-out samples, first to last."""
-        return self.ordered("test")
+        """The held-out samples in order; they are the same in every epoch."""
+        return self.in_order("test")
 
-    def ordered(self, split: str) -> Iterator[Batch]:
-        """All samples of a split once, first to last, none of them changed at random."""
+    def in_order(self, split: str) -> Iterator[Batch]:
+        """All samples of a split once, in order, without random transforms."""
         samples = self.data.train if split == "train" else self.data.test
         return self._batches(samples, self.transforms.test, epoch=0, shuffle=False)
 
     def micro_batch(self, chunks: int) -> Batch:
-        """One micro-batch, to measure with: as many rows as the largest of a mini-batch has."""
+        """A micro-batch to measure with: it has as many rows as the largest one of a mini-batch."""
         rows = min(len(self.data.train), -(-self.batch_size // (chunks * self.replicas)))
-        return next(replace(self, batch_size=rows, replica=0, replicas=1).ordered("train"))
+        return next(replace(self, batch_size=rows, replica=0, replicas=1).in_order("train"))
 
     def samples_after(self, steps: int) -> int:
-        """How many training samples that many steps have seen."""
-        epochs, rest = divmod(steps, self.steps_per_epoch)
-        return epochs * len(self.data.train) + rest * self.batch_size
+        """How many training samples that many steps have used."""
+        epochs, remaining_steps = divmod(steps, self.steps_per_epoch)
+        return epochs * len(self.data.train) + remaining_steps * self.batch_size
 
     def _batches(
         self, samples: Samples, transform: Transform | None, epoch: int, *, shuffle: bool, start: int = 0
@@ -79,15 +79,13 @@ class Feed:
             yield input, target
 
 
-@memory_watched(
-    "loading the data", "choose a smaller data set, or samples that are read from files one by one"
-)
-def make_feed(settings: ModelConfig) -> Feed:
+@memory_watched("loading the data", "choose a smaller data set, or one that reads its samples from files")
+def make_loader(settings: ModelConfig) -> BatchLoader:
     data = instantiate(settings.data, "data", settings.allow)
     if not isinstance(data, Data):
         raise ConfigError(
-            f"data._target_={settings.data['_target_']}: must give a gpipe_cli.data.datasets.Data, "
-            f"gives a {type(data).__name__}"
+            f"data._target_={settings.data['_target_']}: returns a {type(data).__name__}; "
+            "it must return a gpipe_cli.data.datasets.Data"
         )
     for split, samples in (("train", data.train), ("test", data.test)):
         if len(samples) == 0:
@@ -96,10 +94,6 @@ def make_feed(settings: ModelConfig) -> Feed:
     classes = settings.model.get("num_classes") or data.classes
     seed = settings.seed if isinstance(settings, TrainConfig) else 0
     replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
-    return Feed(data, transforms, classes, settings.batch_size, seed, _replica(replicas), replicas)
-
-
-def _replica(replicas: int) -> int:
-    """Of this process: as the mesh of `data` and `pipe` has it, one replica after another."""
     team = Team.present()
-    return team.rank // max(1, team.size // replicas)
+    replica = team.rank // max(1, team.size // replicas)  # ranks of one replica are consecutive
+    return BatchLoader(data, transforms, classes, settings.batch_size, seed, replica, replicas)

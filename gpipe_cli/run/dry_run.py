@@ -1,8 +1,7 @@
-"""gpipe train --dry-run: what a run would be. Nothing is run, nothing is written, the model has no storage."""
+"""gpipe train --dry-run: print layers, partitions and estimated memory of a run without running or writing anything."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import accumulate, pairwise
 from typing import Any
@@ -10,68 +9,50 @@ from typing import Any
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
-from gpipe_cli.profiling.partition_memory import PartitionMemory, partition_memory
+from gpipe_cli.profiling.partition_memory import partition_memory
 from gpipe_cli.report.layers import counted_rows, print_layers
 from gpipe_cli.report.output import say
 from gpipe_cli.report.partitions import print_memory, print_partitions
 from gpipe_cli.report.tables import print_facts
-from gpipe_cli.run.build import Assembly, make_sample
+from gpipe_cli.run.build import RunParts
 from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.pipeline_spec import optimizer_factory, precision_of
-
-__all__ = ["outlook"]
+from gpipe_cli.run.training_step import autocast_of, make_sample, optimizer_factory
 
 
-def outlook(settings: TrainConfig, job: Job, parts: Assembly, steps: int) -> Summary:
-    """Layers, partitions, what crosses between them, and the memory each will need."""
+def dry_run(settings: TrainConfig, job: Job, parts: RunParts, steps: int) -> Summary:
+    layers: list[dict[str, Any]] = []
+    memory: list[dict[str, int]] = []
+    partitions = parts.partitions
     facts = _facts(settings, parts)
-    layers = [] if facts is None else counted_rows(facts, parts.split.balance)
-    memory = [] if facts is None else _memory(settings, parts, facts)
-    partitions = parts.partitions if facts is None else _with_borders(parts, facts)
+    if facts is not None:
+        balance = parts.partitioning.balance
+        layers = counted_rows(facts, balance)
+        boundaries = [facts.partition_input(begin, end) for begin, end in pairwise([0, *accumulate(balance)])]
+        partitions = [
+            {**row, "input_shapes": boundary.shapes, "input_bytes": boundary.bytes}
+            for row, boundary in zip(partitions, boundaries, strict=True)
+        ]
+        estimates = partition_memory(
+            parts.model, facts, balance, parts.partitioning.spec, optimizer_factory(settings)
+        )
+        memory = [{**asdict(estimate), "total_bytes": estimate.total_bytes} for estimate in estimates]
     if not job.json:
-        _show(layers, partitions, memory, steps)
+        if layers:
+            print_layers(layers, sort="order", top=None)
+        print_partitions(partitions)
+        if memory:
+            print_memory(memory)
+        print_facts("", {"steps": steps})
     if memory:
-        partitions = [{**row, **_bytes(one)} for row, one in zip(partitions, memory, strict=True)]
+        partitions = [{**row, **sizes} for row, sizes in zip(partitions, memory, strict=True)]
     return {"layers": layers, "partitions": partitions, "steps": steps, "command": job.line}
 
 
-def _facts(settings: TrainConfig, parts: Assembly) -> ModelFacts | None:
-    """None where a layer cannot be judged without running it: the rest of a dry run is worth having."""
+def _facts(settings: TrainConfig, parts: RunParts) -> ModelFacts | None:
+    """Shapes and sizes of every layer, or None if a layer depends on values and the model has none."""
     try:
-        with precision_of(settings):
-            return model_facts(parts.model, make_sample(settings, parts.feed))
+        with autocast_of(settings):
+            return model_facts(parts.model, make_sample(settings, parts.loader))
     except ConfigError as error:
-        say(f"shapes and memory are left out: {error}")
+        say(f"shapes and memory are unknown: {error}")
         return None
-
-
-def _memory(settings: TrainConfig, parts: Assembly, facts: ModelFacts) -> list[PartitionMemory]:
-    split = parts.split
-    return partition_memory(parts.model, facts, split.balance, split.spec, optimizer_factory(settings))
-
-
-def _with_borders(parts: Assembly, facts: ModelFacts) -> list[dict[str, Any]]:
-    ends = pairwise([0, *accumulate(parts.split.balance)])
-    borders = [facts.partition_input(begin, end) for begin, end in ends]
-    return [
-        {**row, "input_shapes": border.shapes, "input_bytes": border.bytes}
-        for row, border in zip(parts.partitions, borders, strict=True)
-    ]
-
-
-def _bytes(memory: PartitionMemory) -> dict[str, int]:
-    return {**asdict(memory), "total_bytes": memory.total_bytes}
-
-
-def _show(
-    layers: list[dict[str, Any]],
-    partitions: list[dict[str, Any]],
-    memory: Sequence[PartitionMemory],
-    steps: int,
-) -> None:
-    if layers:
-        print_layers(layers, sort="order", top=None)
-    print_partitions(partitions)
-    if memory:
-        print_memory([_bytes(one) for one in memory])
-    print_facts("", {"steps": steps})

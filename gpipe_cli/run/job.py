@@ -1,4 +1,4 @@
-"""What a command is given besides its settings: the job, and its rank where a launcher started several processes."""
+"""The job of a command: everything that it gets besides its settings."""
 
 from __future__ import annotations
 
@@ -22,37 +22,35 @@ class Rank:
 
     meeting: RankFiles
     balance: list[int]
-    """Layers per partition, found once by the launcher."""
+    """Layers per partition, chosen once by the launcher."""
     began: float
-    """When the command did, by the monotonic clock, which all processes of a machine share."""
+    """When the command started, by the monotonic clock, which all processes of a machine share."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a command is told besides its settings."""
-
     command: str
     overrides: tuple[str, ...]
     line: str
-    """The command that repeats it."""
+    """The command line that repeats it."""
     tree: DictConfig
-    """The composed configuration as it is saved: references unresolved, so no secret is written."""
+    """The composed configuration, to be saved: references are unresolved, so that it contains no secret."""
     model: str
-    """The option chosen, for names."""
+    """The name of the model's option, for names of directories and logged runs."""
     number: int | None
-    """Its place in a sweep."""
+    """The index of the job in a sweep; None for a single job."""
     json: bool
     dry_run: bool
     rank: Rank | None = None
-    """What this process is told besides, if a launcher started it as one of several."""
+    """Set if a launcher started this process as one of several."""
 
     @property
     def shows_result(self) -> bool:
-        """Whether its result is printed as soon as it is known; a sweep prints all of them at its end."""
+        """Whether the command prints its result; a sweep prints all results at its end."""
         return not self.json and self.number is None
 
-    def training_without(self, keys: Collection[str]) -> str:
-        """The command that trains with what was said here, but for some keys and what is below them."""
+    def train_command(self, without: Collection[str]) -> str:
+        """The command that trains with the same overrides, except for some keys and the keys below them."""
         words = shlex.split(self.line)[2:]
-        kept = [word for word in words if re.split(r"[.=]", word.lstrip("+~"))[0] not in keys]
-        return shlex.join(["gpipe", "train", *kept])
+        remaining = [word for word in words if re.split(r"[.=]", word.lstrip("+~"))[0] not in without]
+        return shlex.join(["gpipe", "train", *remaining])

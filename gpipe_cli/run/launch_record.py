@@ -12,9 +12,9 @@ from gpipe_cli.byte_size import byte_count
 from gpipe_cli.config.schema import CostConfig
 from gpipe_cli.errors import RunError
 from gpipe_cli.profiling.partition_memory import resident_memory
-from gpipe_cli.run.build import Assembly
+from gpipe_cli.run.build import RunParts
 from gpipe_cli.run.job import Job
-from gpipe_cli.run.pipeline_spec import optimizer_factory
+from gpipe_cli.run.training_step import optimizer_factory
 from gpipe_cli.safe_files import parse_json, read_regular
 from gpipe_cli.training.run_directory import write_json
 
@@ -27,7 +27,7 @@ LARGEST = 16 * 2**20
 def launch_of(
     settings: CostConfig,
     job: Job,
-    parts: Assembly,
+    parts: RunParts,
     activations: Sequence[int] | None = None,
     resumed: Path | None = None,
 ) -> dict[str, Any]:
@@ -67,10 +67,10 @@ def _commands_before(run: Path) -> list[str]:
         ) from error
 
 
-def _rows(settings: CostConfig, parts: Assembly, activations: Sequence[int] | None) -> list[dict[str, Any]]:
+def _rows(settings: CostConfig, parts: RunParts, activations: Sequence[int] | None) -> list[dict[str, Any]]:
     rows = parts.partitions
     try:
-        resident = resident_memory(parts.model, parts.split.balance, optimizer_factory(settings))
+        resident = resident_memory(parts.model, parts.partitioning.balance, optimizer_factory(settings))
     except Exception:  # noqa: BLE001 - an optimizer may want other gradients than it is tried with, and yet train
         return rows
     known: list[Mapping[str, Any]] = [asdict(one) for one in resident]

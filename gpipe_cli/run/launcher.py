@@ -20,7 +20,7 @@ from gpipe_cli.errors import ConfigError, Interrupted, PeerError, Stopped
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles
 from gpipe_cli.launch.rank_group import RankGroup, RanksFailed
 from gpipe_cli.report.output import say
-from gpipe_cli.run.build import Assembly
+from gpipe_cli.run.build import RunParts
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.rank_setup import places
 from gpipe_cli.run.resume import resume_command
@@ -37,11 +37,11 @@ START = (
 )
 
 
-def launched(settings: RunConfig, job: Job, parts: Assembly, began: float) -> Summary:
+def launched(settings: RunConfig, job: Job, parts: RunParts, began: float) -> Summary:
     """Run the job in ranks; what rank 0 found. began: when the command did, for its time limit."""
     if not hasattr(os, "pidfd_open"):
         raise ConfigError("engine=processes: starts its ranks on Linux only; start them with torchrun here")
-    split, left = parts.split, int(settings.engine.get("max_restarts", 0))
+    split, left = parts.partitioning, int(settings.engine.get("max_restarts", 0))
     if split.origin:
         say(f"balance {split.balance}: {split.origin}")
     who = places(len(split.balance), split.devices, settings.data_parallel)

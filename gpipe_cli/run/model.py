@@ -1,14 +1,13 @@
-"""A configured model as a sequence: as it is, by its list of layers, or by tracing.
+"""Build the configured model as a sequence of layers: as it is, from a list of layers, or by tracing it.
 
-    model.layers=[conv1, bn1, layer1, avgpool, {call: torch.flatten, start_dim: 1}, fc]
-    model.leaves=[encoder.attention]
-
-Decides which functions a list may name: a config is data, so only those that reshape, pool or activate.
+model.layers=[conv1, bn1, layer1, avgpool, {call: torch.flatten, start_dim: 1}, fc]
+model.leaves=[encoder.attention]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import Any
@@ -16,63 +15,104 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.config.schema import ModelConfig, TrainConfig
 from gpipe_cli.config.suggest import or_list
+from gpipe_cli.config.targets import accepted, instantiate
+from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.trial import check_fit, check_outputs
+from gpipe_cli.profiling.without_storage import without_storage
+from gpipe_cli.report.output import say
+from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.sequential import Sequence, flatten_model, to_sequential
+from gpipe_cli.sequential.meta_clone import meta_clone
 
-__all__ = ["CUTTING_KEYS", "as_sequence", "check_layers"]
+FEWER_PARAMETERS = "choose a smaller model, or keep it on disk with engine=offload engine.to=disk"
+SEQUENCE_KEYS = ("layers", "leaves")
+"""Keys of `model` that gpipe uses to make a sequence of it, unless the model's own target takes them."""
 
-CUTTING_KEYS = ("layers", "leaves")
-"""Keys of `model` that are not the target's own unless it takes them."""
-
-CALLS = {
-    f"torch.{name}": getattr(torch, name)
-    for name in [
-        "amax",
-        "cos",
-        "exp",
-        "flatten",
-        "mean",
-        "movedim",
-        "permute",
-        "relu",
-        "reshape",
-        "sigmoid",
-        "softmax",
-        "squeeze",
-        "sum",
-        "swapaxes",
-        "tanh",
-        "transpose",
-        "unflatten",
-        "unsqueeze",
-    ]
-}
-"""Functions of one tensor that a list of layers may call."""
+# A list of layers is data from a config, so it may call only these functions of one tensor.
+FUNCTION_NAMES = """
+    amax cos exp flatten mean movedim permute relu reshape sigmoid softmax squeeze sum swapaxes tanh transpose
+    unflatten unsqueeze
+"""
+FUNCTIONS = {f"torch.{name}": getattr(torch, name) for name in FUNCTION_NAMES.split()}
 
 
-def check_layers(cutting: Mapping[str, Any]) -> None:
-    """Refuse what is no list of names and calls, before anything is built."""
-    for key, items in cutting.items():
+@memory_watched("building the model", FEWER_PARAMETERS)
+def make_model(settings: ModelConfig, loader: BatchLoader) -> nn.Sequential:
+    """Build the model and initialise it from the seed; `num_classes` defaults to the classes of the data."""
+    torch.manual_seed(settings.seed if isinstance(settings, TrainConfig) else 0)
+    node = model_arguments(settings)
+    offered: dict[str, Any] = {"input_shape": loader.data.shape}
+    if "num_classes" not in node:
+        offered["num_classes"] = loader.classes
+    model = instantiate(node, "model", settings.allow, **offered)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model._target_={node['_target_']}: returns a {type(model).__name__}; it must return an nn.Module"
+        )
+    input, _ = loader.data.train[0]
+    # Batch norm in training mode rejects a batch of one sample.
+    return as_sequence(model, sequence_keys(settings), torch.stack([input, input]))
+
+
+def build_without_storage(make: Callable[[], nn.Sequential]) -> nn.Sequential:
+    """Build a model on the meta device; allocate it first only if its constructor computes with values."""
+    try:
+        with without_storage(), warnings.catch_warnings():
+            # A file of weights is read to check that it fits, but a meta tensor cannot hold its values.
+            warnings.filterwarnings("ignore", message="for .*: copying from a non-meta parameter")
+            model = make()
+    except RuntimeError as error:  # includes its child NotImplementedError
+        say(f"building the model with storage, because its constructor needs values: {error}")
+        model = make()
+    clone = meta_clone(model)
+    assert isinstance(clone, nn.Sequential), "meta_clone keeps the class"
+    return clone
+
+
+def model_arguments(settings: ModelConfig) -> dict[str, Any]:
+    """The `model` node without the keys that gpipe uses itself and without a `num_classes` of null."""
+    own = sequence_keys(settings)
+    node: Mapping[str, Any] = settings.model
+    return {
+        key: value
+        for key, value in node.items()
+        if key not in own and (key != "num_classes" or value is not None)
+    }
+
+
+def sequence_keys(settings: ModelConfig) -> dict[str, Any]:
+    """`model.layers` and `model.leaves`, where the model's target does not take them itself."""
+    node: Mapping[str, Any] = settings.model
+    if not any(key in node for key in SEQUENCE_KEYS):
+        return {}
+    taken = accepted(node, "model", settings.allow)
+    return {key: node[key] for key in SEQUENCE_KEYS if key in node and key not in taken}
+
+
+def check_layers(keys: Mapping[str, Any]) -> None:
+    """Check `model.layers` and `model.leaves` before the model is built."""
+    for key, items in keys.items():
         if not isinstance(items, SequenceOf) or isinstance(items, str):
             raise ConfigError(f"model.{key}={items}: must be a list")
-    for index, item in enumerate(cutting.get("layers", ())):
+    for index, item in enumerate(keys.get("layers", ())):
         _layer(item, f"model.layers[{index}]")
 
 
-def as_sequence(model: nn.Module, cutting: Mapping[str, Any], sample: Tensor) -> nn.Sequential:
-    """The model itself where it is a sequence and nothing was said about its layers."""
-    if "layers" in cutting:
-        items = enumerate(cutting["layers"])
-        listed = flatten_model(model, [_layer(item, f"model.layers[{index}]") for index, item in items])
-        check_fit(listed, sample, "model.layers must name all that its forward does, in order")
-        return listed
-    if isinstance(model, nn.Sequential) and "leaves" not in cutting:
-        if not isinstance(model, Sequence):  # which was tried when it was made
+def as_sequence(model: nn.Module, keys: Mapping[str, Any], sample: Tensor) -> nn.Sequential:
+    """The model as a sequence; a model that is one stays as it is if no key asks for other layers."""
+    if "layers" in keys:
+        layers = [_layer(item, f"model.layers[{index}]") for index, item in enumerate(keys["layers"])]
+        sequence = flatten_model(model, layers)
+        check_fit(sequence, sample, "model.layers must name everything that its forward does, in order")
+        return sequence
+    if isinstance(model, nn.Sequential) and "leaves" not in keys:
+        if not isinstance(model, Sequence):  # a Sequence was checked when it was made
             check_outputs(model, sample)
         return model
-    return to_sequential(model, sample, cutting.get("leaves", ()))
+    return to_sequential(model, sample, keys.get("leaves", ()))
 
 
 def _layer(item: Any, key: str) -> Any:
@@ -83,6 +123,7 @@ def _layer(item: Any, key: str) -> Any:
             f"{key}={item}: give the name of a submodule, or {{call: torch.flatten, start_dim: 1}}"
         )
     name = item["call"]
-    if not isinstance(name, str) or name not in CALLS:
-        raise ConfigError(f"{key}.call={name}: not allowed here; {or_list(str(name), CALLS)}")
-    return partial(CALLS[name], **{argument: value for argument, value in item.items() if argument != "call"})
+    if not isinstance(name, str) or name not in FUNCTIONS:
+        raise ConfigError(f"{key}.call={name}: not allowed here; {or_list(str(name), FUNCTIONS)}")
+    arguments = {argument: value for argument, value in item.items() if argument != "call"}
+    return partial(FUNCTIONS[name], **arguments)

@@ -35,11 +35,11 @@ from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.partition_memory import partition_memory
 from gpipe_cli.report.output import say
-from gpipe_cli.run.data import Feed
-from gpipe_cli.run.pipeline_spec import (
+from gpipe_cli.run.data import BatchLoader
+from gpipe_cli.run.training_step import (
+    autocast_of,
     memory_limit,
     optimizer_factory,
-    precision_of,
     sample_must_fit,
     trained_bytes,
 )
@@ -73,9 +73,13 @@ class Planned:
 @final
 class Planner:
     def __init__(
-        self, settings: PlanConfig | TrainConfig, overrides: Sequence[str], feed: Feed, model: nn.Sequential
+        self,
+        settings: PlanConfig | TrainConfig,
+        overrides: Sequence[str],
+        loader: BatchLoader,
+        model: nn.Sequential,
     ) -> None:
-        self._settings, self._overrides, self._feed, self._model = settings, overrides, feed, model
+        self._settings, self._overrides, self._loader, self._model = settings, overrides, loader, model
         name = settings.device if isinstance(settings, PlanConfig) else None
         self._elsewhere: Device | None = DEVICES[name] if name else None
         self.devices = self._here()
@@ -111,11 +115,11 @@ class Planner:
 
     def batch(self) -> Batch:
         """A mini-batch to run plans with."""
-        return next(self._feed.ordered("train"))
+        return next(self._loader.in_order("train"))
 
     def sample(self, chunks: int) -> Sample:
         settings = self._settings
-        input, target = self._feed.micro_batch(chunks)
+        input, target = self._loader.micro_batch(chunks)
         return Sample(input, target, instantiate(settings.loss, "loss", settings.allow))
 
     def _here(self) -> list[torch.device]:
@@ -164,7 +168,7 @@ class Planner:
             transfer_of=self._transfers if self.apart or self.devices[0].type == "cuda" else None,
         )
         begin = time.monotonic()
-        precision = precision_of(self._settings, self.devices[0].type)
+        precision = autocast_of(self._settings, self.devices[0].type)
         with precision, sample_must_fit(self.sample(max(chunks))), intra_op_threads(1):
             measured = bench.measure(chunks, begin + MEASURING * (deadline - begin))
         if profiles.outdated:
@@ -211,7 +215,7 @@ class Planner:
 
     def _facts_of(self, chunks: int) -> ModelFacts:
         sample = self.sample(chunks)
-        with precision_of(self._settings), sample_must_fit(sample):
+        with autocast_of(self._settings), sample_must_fit(sample):
             return model_facts(self._model, sample, count_flops=False)
 
     def _limit(self) -> int | None:

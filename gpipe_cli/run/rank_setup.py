@@ -26,7 +26,8 @@ from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, PeerError, Stopped
 from gpipe_cli.launch.heartbeat import HeartbeatEngine, Heartbeats
 from gpipe_cli.report.failure import describe
-from gpipe_cli.run.build import Assembly, assemble, engine_name, measures, runs_in_ranks
+from gpipe_cli.run.build import RunParts, build_parts
+from gpipe_cli.run.components import engine_name, manual_balance, measures_layers, runs_in_ranks
 from gpipe_cli.run.job import Job
 from gpipe_cli.schedule import traits
 from gpipe_cli.schedule.action import partitions_of
@@ -74,8 +75,7 @@ def as_rank(settings: Settings, job: Job) -> Settings:
 
 def with_balance(settings: Settings, layers: list[int]) -> Settings:
     """The settings with a balance that was found elsewhere."""
-    manual = {"_target_": "gpipe_cli.balance.manual.balance", "layers": layers}
-    return replace(settings, balance=manual, partitions=None)
+    return replace(settings, balance=manual_balance(layers), partitions=None)
 
 
 @contextmanager
@@ -137,16 +137,16 @@ def _lost_a_peer(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(part in str(error) for part in OF_A_LOST_PEER)
 
 
-def assemble_together(settings: RunConfig, job: Job, team: Team) -> Assembly:
+def assemble_together(settings: RunConfig, job: Job, team: Team) -> RunParts:
     """Data, model and partitions; where the balance is measured, rank 0 does so for all."""
-    if not team.leads and measures(settings):
+    if not team.leads and measures_layers(settings):
         settings = with_balance(settings, json.loads(team.of_leader("")))
     only_looks = job.dry_run or starts_ranks(settings)
-    needed = isinstance(settings, EvalConfig) or measures(settings)
-    parts = assemble(settings, job.overrides, storage=needed or not only_looks)
-    if team.leads and measures(settings):
-        team.of_leader(json.dumps(parts.split.balance))
-    split = parts.split
+    needed = isinstance(settings, EvalConfig) or measures_layers(settings)
+    parts = build_parts(settings, job.overrides, storage=needed or not only_looks)
+    if team.leads and measures_layers(settings):
+        team.of_leader(json.dumps(parts.partitioning.balance))
+    split = parts.partitioning
     if runs_in_ranks(settings):
         check_placement(settings.schedule.name, len(split.balance), len(split.devices))
     if is_rank():

@@ -20,7 +20,7 @@ from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.errors import ConfigError, DataError, RunError
 from gpipe_cli.loggers.protocol import flatten_dict
-from gpipe_cli.run.away import keeps_on_disk
+from gpipe_cli.run.components import keeps_on_disk
 from gpipe_cli.run.job import Job
 from gpipe_cli.run.saved_run import saved_config, select_snapshot, warn_of_damaged, with_overrides
 from gpipe_cli.training.loop import TrainSpec

@@ -17,8 +17,8 @@ from gpipe_cli.engines.state import module_state
 from gpipe_cli.profiling.optimizer_state import state_bytes
 from gpipe_cli.report.environment import environment
 from gpipe_cli.run.job import Job
-from gpipe_cli.run.pipeline_spec import optimizer_factory
 from gpipe_cli.run.resume import ResumedRun, version_changes
+from gpipe_cli.run.training_step import optimizer_factory
 from gpipe_cli.safe_files import writing
 from gpipe_cli.training.loop import Position, TrainSpec
 from gpipe_cli.training.metrics import metrics_length_at, truncate_metrics

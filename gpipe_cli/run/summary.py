@@ -17,7 +17,7 @@ from gpipe_cli.report.output import say
 from gpipe_cli.report.page.document import PAGE
 from gpipe_cli.report.page.files import Files, number, whole
 from gpipe_cli.report.tables import print_facts
-from gpipe_cli.run.data import Feed
+from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.resume import ResumedRun, allow_override, resume_command
 from gpipe_cli.safe_files import parse_json, read_regular
@@ -32,27 +32,31 @@ LARGEST_SUMMARY = 2**20
 """Bytes."""
 
 
-def summarise(last: EvalResult, plan: TrainSpec, feed: Feed, directory: Path, job: Job) -> dict[str, Any]:
+def summarise(
+    last: EvalResult, plan: TrainSpec, loader: BatchLoader, directory: Path, job: Job
+) -> dict[str, Any]:
     return {
         "loss": last.loss,
         **last.means,
         "epochs": plan.epochs,
         "steps": last.step,
-        "samples_per_second": feed.samples_after(last.step) / last.seconds,
+        "samples_per_second": loader.samples_after(last.step) / last.seconds,
         "seconds": last.seconds,
         "run_dir": str(directory),
         "command": job.line,
     }
 
 
-def summary_if_finished(resumed: ResumedRun, plan: TrainSpec, feed: Feed, job: Job) -> Summary | None:
+def summary_if_finished(
+    resumed: ResumedRun, plan: TrainSpec, loader: BatchLoader, job: Job
+) -> Summary | None:
     """The summary of a run that has nothing left to train, or None."""
     position = None if resumed.snapshot is None else resumed.snapshot.record.position
     if position is None or position.evaluation is None or not position.evaluated:
         return None
     if position.step != plan.steps:
         return None
-    summary = summarise(position.evaluation, plan, feed, resumed.directory, job)
+    summary = summarise(position.evaluation, plan, loader, resumed.directory, job)
     before = _read_summary(resumed.directory)
     if all(before.get(key) == value for key, value in summary.items() if key not in ("run_dir", "command")):
         sys.stderr.write(f"{resumed.directory}: the run has finished; gpipe changed nothing\n")

@@ -1,72 +1,79 @@
-"""The part of `gpipe profile timeline=true` that runs the pipeline and says where its time goes."""
+"""gpipe profile timeline=true: run a few steps of the pipeline and show where their time goes.
+
+The pipe is that of engine=threads or engine=offload, without its optimizer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, final
 
+from gpipe_cli.balance.result import Balanced
 from gpipe_cli.config.schema import ProfileConfig
+from gpipe_cli.engines.offload import Slicing
+from gpipe_cli.engines.protocol import Objective
+from gpipe_cli.engines.threads import take_away
+from gpipe_cli.offload.sizing import border_bytes, layer_bytes
+from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.microbatch import moved
+from gpipe_cli.pipeline.worked import WorkedSequence
 from gpipe_cli.profiling.action_recorder import Piece
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.timeline import StepTimeline, diagnose, median_step, record_steps
 from gpipe_cli.report.numbers import readable
 from gpipe_cli.report.tables import print_facts, print_rows
 from gpipe_cli.report.timeline import print_picture
-from gpipe_cli.run.build import Assembly, uses_partitions
-from gpipe_cli.run.recorded import recorded_pipe
+from gpipe_cli.run.build import Partitioning, RunParts
+from gpipe_cli.run.components import uses_partitions
+from gpipe_cli.run.training_step import make_sample, optimizer_factory
+from gpipe_cli.schedule.by_slice import TRAITS as BY_SLICE
 from gpipe_cli.schedule.simulate import Simulation
-
-__all__ = ["Seen", "as_step", "show_timeline", "watch"]
 
 
 @final
 @dataclass(frozen=True)
-class Seen:
+class Timeline:
     steps: list[StepTimeline]
     ideal: StepTimeline
-    names: list[str]
-    """Of the rows: one per partition."""
+    row_names: list[str]
+    """One per partition."""
     summary: dict[str, Any]
 
 
-def watch(
+def record_timeline(
     settings: ProfileConfig,
-    parts: Assembly,
+    parts: RunParts,
     sample: Sample,
     ideal: Simulation,
     activations: Sequence[int] | None,
-) -> Seen:
-    """Run some steps as training would, and judge the median one; `activations` are the partitions', if known."""
+) -> Timeline:
+    """Run some steps as training would, and analyse the median one.
+
+    `activations` are the bytes that each partition saves for backward, if they are known.
+    """
     assert sample.loss is not None, "a configured command has a loss"
-    word = "partition" if uses_partitions(settings) else "slice"
-    input, target = next(parts.feed.ordered("train"))
-    with recorded_pipe(settings, parts, sample) as pipe:
-        steps = record_steps(
-            pipe,
-            moved(input, pipe.devices[0]),
-            moved(target, pipe.devices[-1]),
-            sample.loss,
-            settings.steps,
-        )
-    return Seen(
-        steps,
-        as_step(ideal),
-        [f"{word} {index} ({row['device']})" for index, row in enumerate(parts.partitions)],
-        _summary(median_step(steps), ideal, parts, activations),
-    )
+    unit = "partition" if uses_partitions(settings) else "slice"
+    input, target = next(parts.loader.in_order("train"))
+    with _recorded_pipe(settings, parts, sample) as pipe:
+        input, target = moved(input, pipe.devices[0]), moved(target, pipe.devices[-1])
+        steps = record_steps(pipe, input, target, sample.loss, settings.steps)
+    names = [f"{unit} {index} ({row['device']})" for index, row in enumerate(parts.partitions)]
+    summary = _summary(median_step(steps), ideal, parts, activations)
+    return Timeline(steps, as_step(ideal), names, summary)
 
 
-def show_timeline(seen: Seen) -> None:
-    """The ideal above what was measured, to the same scale; then the numbers."""
-    measured, summary = median_step(seen.steps), seen.summary
-    longest = max(measured.seconds, seen.ideal.seconds)
-    for title, step in (("ideal", seen.ideal), ("measured", measured)):
+def print_timeline(timeline: Timeline) -> None:
+    """Print the ideal step above the measured one, to the same scale, and then the figures."""
+    measured, summary = median_step(timeline.steps), timeline.summary
+    longest = max(measured.seconds, timeline.ideal.seconds)
+    for title, step in (("ideal", timeline.ideal), ("measured", measured)):
         bubble = readable("bubble", step.bubble)
-        print_picture(
-            f"{title}: {1000 * step.seconds:.1f} ms, bubble {bubble}", step, len(seen.names), longest
-        )
+        caption = f"{title}: {1000 * step.seconds:.1f} ms, bubble {bubble}"
+        print_picture(caption, step, len(timeline.row_names), longest)
     columns = list(summary["partitions"][0])
     print_rows(
         "where the time goes",
@@ -80,6 +87,7 @@ def show_timeline(seen: Seen) -> None:
 
 
 def as_step(simulation: Simulation) -> StepTimeline:
+    """A simulated step in the form of a recorded one."""
     return StepTimeline(
         tuple(
             Piece(span.action, span.phase, span.begin / 1000, span.end / 1000, span.worker)
@@ -88,12 +96,72 @@ def as_step(simulation: Simulation) -> StepTimeline:
     )
 
 
+def partition_for_timeline(settings: ProfileConfig, parts: RunParts) -> RunParts:
+    """Divide the model into slices if the engine is one without partitions."""
+    if uses_partitions(settings):
+        return parts
+    balance = _slicing(settings, parts, make_sample(settings, parts.loader)).balance()
+    spec = replace(
+        parts.partitioning.spec,
+        schedule=BY_SLICE.name,
+        partitions=len(balance),
+        checkpoint=settings.checkpoint,
+        devices=1,
+    )
+    balanced = Balanced.of(balance, list(map(float, layer_bytes(parts.model))), "bytes")
+    return replace(parts, partitioning=Partitioning(balanced, parts.partitioning.devices, spec))
+
+
+@contextmanager
+def _recorded_pipe(settings: ProfileConfig, parts: RunParts, sample: Sample) -> Iterator[WorkedSequence]:
+    partitioning, scratch = parts.partitioning, Path(settings.run_dir or "runs")
+    balance, devices = partitioning.balance, partitioning.devices
+    with ExitStack() as cleanup:
+        if not uses_partitions(settings):
+            pipe, away = _slicing(settings, parts, sample).apart(balance, devices[0], scratch)
+            cleanup.enter_context(closing(away))
+            yield cleanup.enter_context(pipe)
+            return
+        residences: Any = ()
+        offload = settings.engine.get("offload")
+        if offload is not None:
+            recomputed = partitioning.spec.checkpoint_stops
+            borders = partial(border_bytes, parts.model, balance, recomputed, lambda: sample)
+            objective = _objective(settings, sample)
+            away = take_away(parts.model, objective, balance, devices, offload, scratch, borders)
+            residences = cleanup.enter_context(closing(away)).rotations
+        yield cleanup.enter_context(
+            GPipe(
+                parts.model,
+                balance,
+                devices=devices,
+                chunks=settings.chunks,
+                checkpoint=partitioning.spec.checkpoint,
+                schedule=settings.schedule.name,
+                residences=residences,
+            )
+        )
+
+
+def _slicing(settings: ProfileConfig, parts: RunParts, sample: Sample) -> Slicing:
+    options = {key: value for key, value in settings.engine.items() if key != "_target_"}
+    objective = _objective(settings, sample)
+    return Slicing(parts.model, objective, settings.chunks, settings.checkpoint, lambda: sample, **options)
+
+
+def _objective(settings: ProfileConfig, sample: Sample) -> Objective:
+    assert sample.loss is not None, "a configured command has a loss"
+    return Objective(sample.loss, lambda output, target: {}, optimizer_factory(settings))
+
+
 def _summary(
-    step: StepTimeline, ideal: Simulation, parts: Assembly, activations: Sequence[int] | None
+    step: StepTimeline, ideal: Simulation, parts: RunParts, activations: Sequence[int] | None
 ) -> dict[str, Any]:
-    spec = parts.split.spec
+    spec = parts.partitioning.spec
     times = [step.partition(index) for index in range(spec.partitions)]
-    found = diagnose(times, spec, bubble=step.bubble, ideal_bubble=ideal.bubble, rows=parts.feed.batch_size)
+    bottleneck = diagnose(
+        times, spec, bubble=step.bubble, ideal_bubble=ideal.bubble, rows=parts.loader.batch_size
+    )
     return {
         "step_ms": 1000 * step.seconds,
         "ideal_step_ms": ideal.step,
@@ -102,13 +170,13 @@ def _summary(
         "partitions": [
             {
                 "partition": index,
-                "busy": one.busy,
-                "recompute": one.recompute,
-                "bubble": one.bubble,
-                "waiting_ms": 1000 * one.waiting,
+                "busy": partition.busy,
+                "recompute": partition.recompute,
+                "bubble": partition.bubble,
+                "waiting_ms": 1000 * partition.waiting,
                 "peak_saved_bytes": None if activations is None else activations[index],
             }
-            for index, one in enumerate(times)
+            for index, partition in enumerate(times)
         ],
-        **asdict(found),
+        **asdict(bottleneck),
     }

@@ -52,9 +52,9 @@ def test_a_machine_that_is_elsewhere_is_estimated_for_a_model_of_any_size(huge: 
     assert found["too_large"] > 0  # one device cannot hold it
 
 
-def test_a_plan_without_the_plain_run_says_so(tiny: Gpipe) -> None:
+def test_a_search_that_skips_one_device_with_the_whole_mini_batch_says_so(tiny: Gpipe) -> None:
     words = ("devices=[cpu,cpu]", "plan.cache=false")
-    silent = "nothing is said here of one device with the whole mini-batch"
+    silent = "says nothing about one device with the whole mini-batch"
     assert silent in tiny("plan", *TINY, *words, "plan.budget=0.001").err
     assert silent not in tiny("plan", *TINY, *words).err
 

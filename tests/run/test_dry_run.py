@@ -58,7 +58,7 @@ def test_a_layer_that_looks_at_values_costs_only_the_estimate(tiny: Gpipe, tmp_p
     own = ("model._target_=looking_for_tests.build", "allow=[looking_for_tests]")
     answer = tiny("train", "--dry-run", *own)
     assert answer.code == 0
-    assert "shapes and memory are left out: layer '1' (Looking) looks at the values" in answer.err
+    assert "shapes and memory are unknown: layer '1' (Looking) looks at the values" in answer.err
     assert "partition" in answer.out and "memory" not in answer.out
 
 

@@ -1,4 +1,4 @@
-"""Models that are no sequence become one on the command line: by tracing, by leaves, by a list of layers."""
+"""The configured model becomes a sequence by tracing, with leaves or from a list of layers; with or without storage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.run.model import as_sequence, check_layers
+from gpipe_cli.run.model import as_sequence, build_without_storage, check_layers
 
 SOURCE = """
 import torch
@@ -97,3 +97,35 @@ def test_a_sequence_stays_as_it_is_unless_something_is_said() -> None:
     assert as_sequence(model, {}, sample) is model
     assert len(as_sequence(model, {"layers": ["0", "1"]}, sample)) == 3
     assert len(as_sequence(model, {"leaves": ["0"]}, sample)) == 2
+
+
+def test_a_model_built_without_storage_keeps_its_ties() -> None:
+    def make() -> nn.Sequential:
+        first, second = nn.Linear(400, 400), nn.Linear(400, 400)
+        second.weight = first.weight
+        return nn.Sequential(first, nn.BatchNorm1d(400), second)
+
+    model = build_without_storage(make)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    assert model[0].weight is model[2].weight
+
+
+def test_a_constructor_that_needs_values_gets_them_with_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    def make() -> nn.Sequential:
+        width = 1 + int(torch.ones(1 << 17).mean().item())
+        return nn.Sequential(nn.Linear(width, 3))
+
+    model = build_without_storage(make)
+    assert model[0].weight.shape == (3, 2) and model[0].weight.is_meta
+    assert "with storage, because its constructor needs values" in capsys.readouterr().err
+
+
+def test_a_model_without_storage_ignores_weights_without_a_warning() -> None:
+    state = nn.Linear(400, 400).state_dict()
+
+    def make() -> nn.Sequential:
+        layer = nn.Linear(400, 400)
+        layer.load_state_dict(state)
+        return nn.Sequential(layer)
+
+    assert build_without_storage(make)[0].weight.is_meta

@@ -1,0 +1,115 @@
+"""Check the components of a configuration before any of them is built, and say what the chosen engine is able to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from gpipe_cli.config.locate import default_options
+from gpipe_cli.config.schema import COMPONENT_GROUPS, EngineConfig, ModelConfig, RunConfig, TrainConfig
+from gpipe_cli.config.targets import accepted, bind
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.run.model import check_layers, model_arguments, sequence_keys
+
+# Keys that only some engines use, each with the argument of an engine's `build` that shows it does.
+ENGINE_KEYS = {
+    "balance": "balance",
+    "partitions": "balance",
+    "device_memory": "balance",
+    "schedule": "schedule",
+    "checkpoint": "checkpoint",
+    "step_timeout": "step_timeout",
+    "deferred_batch_norm": "deferred_batch_norm",
+    "data_parallel": "data_parallel",
+    "log.layers": "log_layers",
+    "log.partitions": "log_layers",
+}
+# What a balance method may take as arguments; `within` is the memory model if there is a limit to respect.
+BALANCE_ARGUMENTS = ("module", "layer_count", "partitions", "sample", "spec", "memory", "within", "profiles")
+
+
+def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
+    """Check the arguments of every component; refuse keys that the engine would ignore."""
+    offered = {
+        "model": ("num_classes", "input_shape"),
+        "transform": ("data",),
+        "balance": BALANCE_ARGUMENTS,
+        "engine": tuple(_engine_arguments(settings)) if isinstance(settings, EngineConfig) else (),
+        "optimizer": ("params",),
+    }
+    for group in COMPONENT_GROUPS:
+        if hasattr(settings, group):
+            node = model_arguments(settings) if group == "model" else getattr(settings, group)
+            bind(
+                node,
+                group,
+                settings.allow,
+                {name: None for name in offered.get(group, ()) if name not in node},
+            )
+    check_layers(sequence_keys(settings))
+    if isinstance(settings, EngineConfig):
+        used = _engine_arguments(settings)
+        for key, argument in ENGINE_KEYS.items():
+            if argument not in used and _is_given(settings, key, overrides):
+                raise ConfigError(f"{key}: has no effect with {engine_name(settings)}; leave it out")
+
+
+def _is_given(settings: EngineConfig, key: str, overrides: Sequence[str]) -> bool:
+    """Whether the command line, or a recipe for a new run, sets the key.
+
+    An evaluation or a resumed run has the settings of its run, and may use another engine.
+    """
+    if any(re.match(rf"[+~]*{re.escape(key)}[.=]", override) for override in overrides):
+        return True
+    if not isinstance(settings, TrainConfig) or settings.resume is not None:
+        return False
+    if key == "balance":
+        return default_options("train")["balance"].name != balance_name(settings)
+    value = attrgetter(key)
+    return bool(value(settings) != value(TrainConfig()))
+
+
+def uses_partitions(settings: EngineConfig) -> bool:
+    """Whether the engine divides the model into partitions."""
+    return "balance" in _engine_arguments(settings)
+
+
+def runs_in_ranks(settings: EngineConfig) -> bool:
+    """Whether the engine runs in several processes."""
+    return "max_restarts" in _engine_arguments(settings)
+
+
+def keeps_on_disk(settings: RunConfig) -> bool:
+    """Whether the engine keeps the model in a file, because it may be larger than memory."""
+    return bool(settings.engine.get("to") == "disk")
+
+
+def scratch_folder(settings: RunConfig) -> Path:
+    """Where an engine may create a file while it runs: on the disk of the run directory, which may not exist yet."""
+    return Path((settings.run_dir if isinstance(settings, TrainConfig) else None) or "runs")
+
+
+def measures_layers(settings: ModelConfig) -> bool:
+    """Whether the balance method runs the model, and so needs its values."""
+    return "sample" in accepted(settings.balance, "balance", settings.allow)
+
+
+def engine_name(settings: EngineConfig) -> str:
+    return f"engine={settings.engine['_target_'].split('.')[-2]}"
+
+
+def balance_name(settings: ModelConfig) -> str:
+    """The module of the balance method, which is also the name of its option."""
+    return str(settings.balance["_target_"].split(".")[-2])
+
+
+def _engine_arguments(settings: EngineConfig) -> frozenset[str]:
+    return accepted(settings.engine, "engine", settings.allow)
+
+
+def manual_balance(layers: Sequence[int]) -> dict[str, Any]:
+    """The `balance` node of a balance that is already known."""
+    return {"_target_": "gpipe_cli.balance.manual.balance", "layers": list(layers)}

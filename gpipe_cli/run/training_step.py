@@ -1,0 +1,105 @@
+"""Describe one training step from the settings, before it runs: pipeline, sample, autocast, optimizer and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe_cli.balance.memory import Memory
+from gpipe_cli.balance.size import TrainedBytes, memory_of
+from gpipe_cli.byte_size import byte_count
+from gpipe_cli.config.schema import CostConfig, ModelConfig, RunConfig
+from gpipe_cli.config.targets import instantiate
+from gpipe_cli.engines.devices import available_cores
+from gpipe_cli.engines.stepping import DTYPES
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.pipeline.microbatch import tensors_of
+from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.optimizer_state import state_bytes
+from gpipe_cli.report.failure import describe
+from gpipe_cli.run.data import BatchLoader
+from gpipe_cli.schedule.checkpoint import Checkpoint, settled
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+
+
+def make_pipeline_spec(
+    settings: ModelConfig, partitions: int, devices: Sequence[torch.device]
+) -> PipelineSpec:
+    return PipelineSpec(
+        schedule=settings.schedule.name,
+        partitions=partitions,
+        micro_batches=min(settings.chunks, settings.batch_size),
+        checkpoint=checkpoint_mode(settings, partitions),
+        devices=len(devices),
+        cores=available_cores() if all(device.type == "cpu" for device in devices) else None,
+    )
+
+
+def checkpoint_mode(settings: ModelConfig, partitions: int) -> Checkpoint:
+    """One mode for all partitions, or one for each; a command that does not train recomputes nothing."""
+    if not isinstance(settings, CostConfig):
+        return "never"
+    try:
+        return settled(settings.checkpoint, partitions)
+    except ValueError as error:
+        raise ConfigError(f"checkpoint={settings.checkpoint}: {error}") from error
+
+
+def make_sample(settings: ModelConfig, loader: BatchLoader, chunks: int | None = None) -> Sample:
+    """One micro-batch with its loss, to measure with; `chunks` instead of that of the settings, if given."""
+    input, target = loader.micro_batch(settings.chunks if chunks is None else chunks)
+    return Sample(input, target, instantiate(settings.loss, "loss", settings.allow))
+
+
+@contextmanager
+def sample_must_fit(sample: Sample) -> Iterator[None]:
+    """Report what torch raises over a sample of the wrong shape as an error in the settings, not in a layer."""
+    try:
+        yield
+    except RuntimeError as error:
+        shapes = " ".join("x".join(map(str, tensor.shape)) for tensor in tensors_of(sample.input))
+        raise ConfigError(
+            f"the model does not accept a micro-batch of {shapes}: {describe(error)}; choose data and a model that "
+            "fit each other"
+        ) from error
+
+
+def autocast_of(settings: ModelConfig, device_type: str = "cpu") -> AbstractContextManager[Any]:
+    """The autocast of the run. The default is for meta tensors, which torch treats as CPU tensors here."""
+    dtype = DTYPES.get(settings.precision) if isinstance(settings, RunConfig) else None
+    return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
+
+
+def optimizer_factory(settings: CostConfig) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = instantiate(
+            settings.optimizer, "optimizer", settings.allow, params=parameters
+        )
+        return optimizer
+
+    return make_optimizer
+
+
+def make_memory(settings: ModelConfig, model: nn.Sequential, sample: Sample, spec: PipelineSpec) -> Memory:
+    """How much memory partitions of the model need, and the limit if there is one."""
+    with autocast_of(settings):
+        return memory_of(model, sample, spec, trained_bytes(settings, model), memory_limit(settings))
+
+
+def memory_limit(settings: ModelConfig) -> int | None:
+    """Bytes that a device may use at most."""
+    limit = settings.device_memory if isinstance(settings, CostConfig) else None
+    return None if limit is None else byte_count(limit)
+
+
+def trained_bytes(settings: ModelConfig, model: nn.Module) -> TrainedBytes:
+    """Bytes of a parameter with its gradient and, for a command with an optimizer, its optimizer state."""
+    state = dict[nn.Parameter, int]()
+    if isinstance(settings, CostConfig):
+        parameters = list(model.parameters())
+        state = dict(zip(parameters, state_bytes(optimizer_factory(settings), parameters), strict=True))
+    return lambda parameter: 2 * parameter.nbytes + state.get(parameter, 0)
