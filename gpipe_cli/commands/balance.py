@@ -7,9 +7,9 @@ import shlex
 from gpipe_cli.balance.solver import sums
 from gpipe_cli.config.schema import BalanceConfig
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.report.numbers import readable
-from gpipe_cli.report.output import say
-from gpipe_cli.report.partitions import print_partitions
+from gpipe_cli.report.formatting import format_value
+from gpipe_cli.report.model_tables import print_partitions
+from gpipe_cli.report.output import print_status
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.build import RunParts, build_parts
 from gpipe_cli.run.components import balance_name, measures_layers
@@ -49,7 +49,7 @@ def _memory(settings: BalanceConfig, parts: RunParts) -> list[float] | None:
             try:
                 memory = make_memory(settings, parts.model, sample, partitioning.spec)
             except ConfigError as error:
-                say(f"memory is unknown: {error}")
+                print_status(f"memory is unknown: {error}")
                 return None
     return sums(memory, partitioning.balance)
 
@@ -63,11 +63,11 @@ def _print(parts: RunParts, memory: list[float] | None, summary: Summary) -> Non
         time = {"ms": cost} if balanced.unit == "ms" else {}
         share = f"{100 * cost / total:.1f} %"
         rows.append(
-            {**row, **time, "share": share, "memory": memory and readable("bytes", int(memory[index]))}
+            {**row, **time, "share": share, "memory": memory and format_value("bytes", int(memory[index]))}
         )
     print_partitions(rows)
     figures = {
-        key: readable("bytes", int(summary[key]))
+        key: format_value("bytes", int(summary[key]))
         if balanced.unit == "bytes"
         else f"{summary[key]:.4g} {balanced.unit}"
         for key in ("max", "lower_bound")

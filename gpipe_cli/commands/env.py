@@ -8,7 +8,7 @@ import sys
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.report.environment import environment
-from gpipe_cli.report.text import plain
+from gpipe_cli.report.formatting import one_line
 
 
 def run(invocation: Invocation) -> None:
@@ -20,4 +20,4 @@ def run(invocation: Invocation) -> None:
         return
     for name, value in facts.items():
         shown = ", ".join(value) if isinstance(value, list) else value
-        sys.stdout.write(f"- {name}: {plain(str(shown))}\n")
+        sys.stdout.write(f"- {name}: {one_line(str(shown))}\n")

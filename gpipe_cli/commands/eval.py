@@ -8,7 +8,7 @@ from pathlib import Path
 from gpipe_cli.config.load import settings_of
 from gpipe_cli.config.schema import EvalConfig
 from gpipe_cli.distributed.team import Team
-from gpipe_cli.report.partitions import print_partitions
+from gpipe_cli.report.model_tables import print_partitions
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.build import make_engine
 from gpipe_cli.run.components import keeps_on_disk

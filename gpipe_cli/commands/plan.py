@@ -16,10 +16,10 @@ from gpipe_cli.plan.advice import advice
 from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.plan.steps import MOST_ACTIONS
 from gpipe_cli.plan.verify import verified
-from gpipe_cli.report.output import say
-from gpipe_cli.report.plans import print_device_memory, print_plans
+from gpipe_cli.report.model_tables import print_device_memory, print_plans
+from gpipe_cli.report.output import print_status
 from gpipe_cli.report.tables import print_facts
-from gpipe_cli.report.timeline import print_picture
+from gpipe_cli.report.timeline import print_step_timeline
 from gpipe_cli.run.components import check_components
 from gpipe_cli.run.data import make_loader
 from gpipe_cli.run.job import Job, Summary
@@ -98,14 +98,14 @@ def _print(plans: Sequence[Prediction], planned: Planned, summary: dict[str, Any
     spec = best.shape.spec(planned.cores)
     if best.shape.actions <= MOST_ACTIONS and best.shape.partitions <= LARGEST_PICTURE:
         step = as_step(spec.simulate(planned.costs(best.shape).partitions(best.balance, spec)))
-        print_picture(f"predicted: {best.step_ms:.1f} ms", step, best.shape.partitions, step.seconds)
+        print_step_timeline(f"predicted: {best.step_ms:.1f} ms", step, best.shape.partitions, step.seconds)
     if planned.left_out:
-        say(
+        print_status(
             f"not searched: chunks={planned.left_out}, because the time ran out (increase plan.budget=<seconds>) or "
             "because the model rejects such small micro-batches"
         )
     if 1 in planned.left_out:
-        say(
+        print_status(
             "the search therefore says nothing about one device with the whole mini-batch, which may be faster"
         )
     facts = {

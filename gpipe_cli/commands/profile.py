@@ -16,11 +16,10 @@ from gpipe_cli.pipeline.microbatch import Batch
 from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import Sample, profile_layers
 from gpipe_cli.profiling.partition_memory import activation_bytes
-from gpipe_cli.report.layers import counted_rows, csv_text, layer_rows, print_layers
+from gpipe_cli.report.model_tables import flop_rows, layer_rows, layers_csv, print_layers, print_partitions
 from gpipe_cli.report.page.document import PAGE
-from gpipe_cli.report.partitions import print_partitions
 from gpipe_cli.report.tables import print_facts
-from gpipe_cli.report.trace import trace_text
+from gpipe_cli.report.timeline import trace_json
 from gpipe_cli.run.build import RunParts, build_parts
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.launch_record import launch_of, write_launch
@@ -66,7 +65,7 @@ def run(settings: ProfileConfig, job: Job) -> Summary:
     else:
         facts = model_facts(parts.model, sample)
         activations = activation_bytes(facts, balance, spec)
-        rows = counted_rows(facts, balance)
+        rows = flop_rows(facts, balance)
         summary |= _sums(rows)
     summary |= {"layers": rows, "command": job.line}
 
@@ -74,9 +73,9 @@ def run(settings: ProfileConfig, job: Job) -> Summary:
     write_config(directory, job)
     write_launch(directory, launch_of(settings, job, parts, activations))
     write_json(directory / "profile.json", summary)
-    write_text(directory / "profile.csv", csv_text(rows))
+    write_text(directory / "profile.csv", layers_csv(rows))
     if timeline is not None:
-        write_text(directory / "trace.json", trace_text(timeline.steps, timeline.ideal, timeline.row_names))
+        write_text(directory / "trace.json", trace_json(timeline.steps, timeline.ideal, timeline.row_names))
     leave_page(directory)
     if job.shows_result:
         print_layers(rows, sort=settings.sort, top=settings.top)

@@ -15,10 +15,10 @@ from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.report.failure import describe
-from gpipe_cli.report.output import say
-from gpipe_cli.report.page.document import GENERATOR, PAGE, page
-from gpipe_cli.report.page.facts import Run
-from gpipe_cli.report.page.reading import read_run
+from gpipe_cli.report.output import print_status
+from gpipe_cli.report.page.document import GENERATOR, PAGE, render_page
+from gpipe_cli.report.page.facts import RunFacts
+from gpipe_cli.report.page.reader import read_run
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.safe_files import UnsafeFile, open_regular
 from gpipe_cli.training.run_directory import write_text
@@ -32,24 +32,24 @@ def run(invocation: Invocation) -> None:
     directories, out = _given(invocation.words)
     _check_replaceable(out)
     runs = [read_run(one) for one in directories]
-    write_text(out, page(runs))
-    notes = [f"{one.path / note}" for one in runs for note in one.notes]
+    write_text(out, render_page(runs))
+    notes = [f"{one.path / note}" for one in runs for note in one.problems]
     facts = {"report": str(out), "bytes": out.stat().st_size, "runs": len(runs)}
     if invocation.json:
         sys.stdout.write(f"{json.dumps({**facts, 'runs': list(map(str, directories)), 'notes': notes})}\n")
         return
     for note in notes:
-        say(f"warning: {note}")
+        print_status(f"warning: {note}")
     print_facts("", facts)
 
 
-def leave_page(directory: Path) -> Run | None:
+def leave_page(directory: Path) -> RunFacts | None:
     """The page of a run that has just ended, in its directory; None and a warning where that is not possible."""
     try:
         found = read_run(directory)
-        write_text(directory / PAGE, page([found]))
+        write_text(directory / PAGE, render_page([found]))
     except Exception as error:  # noqa: BLE001 - what was trained is saved: no picture of it may end it in an error
-        say(f"warning: {PAGE} is left out: {describe(error)}")
+        print_status(f"warning: {PAGE} is left out: {describe(error)}")
         return None
     return found
 

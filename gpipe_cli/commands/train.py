@@ -175,18 +175,18 @@ def _record_start(
     partitioning: Partitioning,
     partitions: Rows,
 ) -> None:
-    recorder.say(f"run directory: {setup.directory}")
+    recorder.print_status(f"run directory: {setup.directory}")
     for message in setup.messages:
-        recorder.say(message)
+        recorder.print_status(message)
     if settings.chunks > settings.batch_size:
-        recorder.say(
+        recorder.print_status(
             f"chunks={settings.chunks} is more than batch_size={settings.batch_size}: "
             f"each mini-batch is split into {settings.batch_size} micro-batches"
         )
     if warning is not None:
-        recorder.say(warning)
+        recorder.print_status(warning)
     if partitioning.origin:
-        recorder.say(f"balance {partitioning.balance}: {partitioning.origin}")
+        recorder.print_status(f"balance {partitioning.balance}: {partitioning.origin}")
     for row, cost in zip(partitions, partitioning.balanced.sums, strict=True):
         recorder.log.info(
             "partition %(partition)d on %(device)s: layers %(first)s to %(last)s (%(layers)d), "

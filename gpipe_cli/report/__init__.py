@@ -1,1 +1,1 @@
-"""Facts become lines, tables, bars and JSON."""
+"""Facts as lines, tables, pictures, trace files and HTML pages."""

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, processor, devices, and the state of the checkout."""
+"""What a run runs on: versions, processor, devices, and the state of the git checkout."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "rich", "numpy", 
 
 
 def environment() -> dict[str, Any]:
-    """Facts only; nothing of the process's environment variables, which may hold secrets."""
+    """Facts for env.json. Never environment variables: they may hold secrets."""
     return {
         "gpipe": VERSION,
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": _processor_name(),
         "cores": os.cpu_count(),
-        "memory_gib": _memory(),
+        "memory_gib": _memory_gib(),
         **_devices(),
         **_checkout(),
     }
@@ -44,7 +44,7 @@ def _devices() -> dict[str, Any]:
     return {"cuda": torch.version.cuda, "devices": names or ["cpu"], "threads": torch.get_num_threads()}
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
@@ -52,21 +52,21 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _memory() -> float | None:
+def _memory_gib() -> float | None:
     if sys.platform != "linux":
         return None
     return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
 
 
 def _checkout() -> dict[str, Any]:
-    """The commit of the folder the run was started in, where that is a checkout."""
+    """The commit of the current directory, if it is a git checkout."""
     commit = _git("rev-parse", "HEAD")
     return {} if commit is None else {"git": commit, "git_dirty": bool(_git("status", "--porcelain"))}
 
 
-def _git(*words: str) -> str | None:
+def _git(*arguments: str) -> str | None:
     try:
-        done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=10, check=False)
+        process = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):  # no git, or one that hangs on a slow disk
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return process.stdout.strip() if process.returncode == 0 else None

@@ -1,13 +1,13 @@
-"""An exception as one line: what went wrong, and the notes that say where. Knows nothing of where the line goes."""
+"""An exception as one line of text, and as the exit code of the process."""
 
 from __future__ import annotations
 
 import errno
 
 from gpipe_cli.errors import INTERRUPTED, GpipeError, ResourceError
-from gpipe_cli.report.text import plain
+from gpipe_cli.report.formatting import one_line
 
-RESOURCES = frozenset(
+RESOURCE_ERRNOS = frozenset(
     {
         errno.EACCES,
         errno.EPERM,
@@ -20,22 +20,22 @@ RESOURCES = frozenset(
         errno.ENOMEM,
     }
 )
-"""Of the system's errors those about memory, disk and permissions, wherever they come from."""
+"""System errors about memory, disks and permissions."""
 
 
 def describe(error: BaseException) -> str:
-    """The text of an error of ours, which says all there is to say; type and text of any other."""
-    text = plain(str(error))
+    """The message of a GpipeError, or type and message of any other exception, followed by its notes."""
+    text = one_line(str(error))
     if not isinstance(error, GpipeError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    notes = "".join(f" ({plain(note)})" for note in getattr(error, "__notes__", ()))
+    notes = "".join(f" ({one_line(note)})" for note in getattr(error, "__notes__", ()))
     return f"{text}{notes}"
 
 
 def exit_code(error: BaseException) -> int:
-    """What the process ends with. A SystemExit has no say in it: a layer's exit(0) is no success."""
+    """The exit code for an error. The code of a SystemExit is ignored: a layer's exit(0) is not a success."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    if isinstance(error, OSError) and error.errno in RESOURCES:
+    if isinstance(error, OSError) and error.errno in RESOURCE_ERRNOS:
         return ResourceError.exit_code
     return error.exit_code if isinstance(error, GpipeError) else 1

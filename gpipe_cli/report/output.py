@@ -1,7 +1,7 @@
-"""The two streams: a line for people on stderr, and both made so that writing to them never fails.
+"""stdout and stderr, replaced so that writing to them never fails.
 
-A reader that went away (`| head`), a terminal that was closed, a full disk behind `>` or a stream that was closed from
-the start (`2>&-`) is no error of a run, and must not change its result or its exit code.
+A reader that has gone (`| head`), a closed terminal, a full disk behind `>` or a stream that was closed from the start
+(`2>&-`) is not an error of the run, and must not change its result or its exit code.
 """
 
 from __future__ import annotations
@@ -14,46 +14,52 @@ from pathlib import Path
 from select import select
 from typing import Any, TextIO, final
 
-from gpipe_cli.report.text import plain
+from gpipe_cli.report.formatting import one_line
 from gpipe_cli.safe_files import open_regular
 
 STDIN, STDOUT, STDERR = 0, 1, 2
 
 
 @final
-class _Lossy(io.FileIO):
-    """A descriptor whose writes cannot fail: after the first that does, what it is given goes nowhere."""
+class _UnfailingFile(io.FileIO):
+    """A descriptor whose writes cannot fail: after the first that does, it writes to the null device."""
 
     def write(self, data: Any, /) -> int:
         try:
-            while (written := super().write(data)) is None:  # of a pipe that somebody else made non-blocking
-                select([], [self.fileno()], [])
+            while (written := super().write(data)) is None:
+                select(
+                    [], [self.fileno()], []
+                )  # another process made the pipe we share non-blocking: wait for room
         except OSError as error:
-            _discard(self.fileno())
+            _redirect_to_null(self.fileno())
             if self.fileno() == STDOUT and error.errno not in (errno.EPIPE, errno.EIO):
-                say(f"warning: stdout cannot be written: {error.strerror}; what was printed there is lost")
+                print_status(f"warning: cannot write to stdout: {error.strerror}; the result is lost")
             return memoryview(data).nbytes
         return written
 
 
 def secure_streams() -> None:
-    """Make both streams such that no write to them fails; to be called before a file can take a closed one's number."""
+    """Make sure that no write to stdout or stderr fails.
+
+    Call this before opening any file: a new file takes the number of a closed standard descriptor, and would receive
+    what is meant for that stream.
+    """
     for descriptor in (STDIN, STDOUT, STDERR):
         try:
             os.fstat(descriptor)
         except OSError:
-            _discard(descriptor)
-    sys.stdout, sys.stderr = _lossy(STDOUT, sys.stdout), _lossy(STDERR, sys.stderr)
+            _redirect_to_null(descriptor)
+    sys.stdout, sys.stderr = _unfailing(STDOUT, sys.stdout), _unfailing(STDERR, sys.stderr)
 
 
 def discard_stdout() -> None:
-    """Send whatever else is printed there to nowhere."""
+    """Discard whatever else is printed to stdout."""
     sys.stdout.flush()
-    _discard(sys.stdout.fileno())
+    _redirect_to_null(sys.stdout.fileno())
 
 
-def write_streams_to(path: Path, base: Path) -> None:
-    """Both streams go to the end of a file, also what is not written by Python; below `base` no link is followed."""
+def redirect_streams(path: Path, base: Path) -> None:
+    """Append both streams to a file, including what C code and child processes write; follow no link below `base`."""
     descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, base=base)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -62,28 +68,28 @@ def write_streams_to(path: Path, base: Path) -> None:
     os.close(descriptor)
 
 
-def say(line: str) -> None:
-    """Something worth a line, now, and no part of the result."""
-    sys.stderr.write(f"{plain(line)}\n")
+def print_status(line: str) -> None:
+    """Print a line to stderr that is not part of the result."""
+    sys.stderr.write(f"{one_line(line)}\n")
     sys.stderr.flush()
 
 
-def _lossy(descriptor: int, before: TextIO | None) -> TextIO:
-    """The stream in place of Python's own, which is None where the descriptor was closed."""
-    # A character the stream cannot write must not fail either.
+def _unfailing(descriptor: int, before: TextIO | None) -> TextIO:
+    """Replace Python's own stream, which is None if the descriptor was closed."""
     encoding = "utf-8" if before is None else before.encoding
-    at_once = descriptor == STDERR or os.isatty(descriptor)
-    raw = _Lossy(descriptor, "w", closefd=False)
+    line_buffering = descriptor == STDERR or os.isatty(descriptor)
+    raw = _UnfailingFile(descriptor, "w", closefd=False)
+    # backslashreplace: a character that the encoding lacks must not fail either.
     return io.TextIOWrapper(
-        io.BufferedWriter(raw), encoding, errors="backslashreplace", line_buffering=at_once
+        io.BufferedWriter(raw), encoding, errors="backslashreplace", line_buffering=line_buffering
     )
 
 
-def _discard(descriptor: int) -> None:
-    """Open the null device in its place, for processes that are started later as well."""
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    if nowhere != descriptor:
-        os.dup2(nowhere, descriptor)
-        os.close(nowhere)
+def _redirect_to_null(descriptor: int) -> None:
+    """Open the null device under that number, for child processes as well."""
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != descriptor:
+        os.dup2(null, descriptor)
+        os.close(null)
     else:
         os.set_inheritable(descriptor, True)

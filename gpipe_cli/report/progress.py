@@ -1,4 +1,4 @@
-"""What is seen while training: a live panel on a terminal, plain lines elsewhere; both on stderr."""
+"""Training progress on stderr: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,42 +8,43 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, final
 
-from gpipe_cli.report.eta import Eta
-from gpipe_cli.report.output import say
-from gpipe_cli.report.panel import Panel
+from gpipe_cli.report.output import print_status
+from gpipe_cli.report.panel import Eta, ProgressPanel
 
 
-class Watcher(Protocol):
-    """Who is told how training goes."""
-
+class ProgressDisplay(Protocol):
     def __enter__(self) -> Self: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
     def step(
-        self, step: int, epoch: int, loss: float, lr: float, samples_per_second: float, more: str = ""
+        self, step: int, epoch: int, loss: float, lr: float, samples_per_second: float, extra: str = ""
     ) -> None:
-        """A training step is done; `more` is what else there is to say of it."""
+        """Show that a training step is done; `extra` is more text about it."""
 
-    def load(self, busy: Sequence[float], bubble: float, memory: Sequence[int | None]) -> None:
-        """How busy each partition was, and the bytes its device held, where it tells."""
+    def utilisation(self, busy: Sequence[float], bubble: float, memory: Sequence[int | None]) -> None:
+        """Show how busy each partition was, and the bytes its device held, where the device reports them."""
 
-    def say(self, line: str) -> None:
-        """Something worth a line of its own."""
+    def print_status(self, line: str) -> None:
+        """Print a line of its own."""
 
 
 def on_terminal() -> bool:
-    """Whether somebody sees a panel that is redrawn in place."""
+    """Whether stderr is a terminal that can show a panel."""
     return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def watcher(steps: int, epochs: int, every: int, partitions: Sequence[Mapping[str, Any]] = ()) -> Watcher:
-    """The one that fits where stderr goes; `partitions` as for a Panel."""
-    return Panel(steps, epochs, partitions) if on_terminal() else Lines(steps, epochs, every)
+def progress_display(
+    steps: int, epochs: int, every: int, partitions: Sequence[Mapping[str, Any]] = ()
+) -> ProgressDisplay:
+    """The display that suits stderr; partitions: as for ProgressPanel."""
+    return ProgressPanel(steps, epochs, partitions) if on_terminal() else ProgressLines(steps, epochs, every)
 
 
 @final
-class Lines:
+class ProgressLines:
+    """A line every few steps."""
+
     def __init__(self, steps: int, epochs: int, every: int) -> None:
         self._steps, self._epochs, self._every = steps, epochs, every
         self._eta = Eta(steps)
@@ -57,17 +58,17 @@ class Lines:
         pass
 
     def step(
-        self, step: int, epoch: int, loss: float, lr: float, samples_per_second: float, more: str = ""
+        self, step: int, epoch: int, loss: float, lr: float, samples_per_second: float, extra: str = ""
     ) -> None:
         eta = self._eta.after(step)
         if step % self._every == 0 or step == self._steps:
-            self.say(
+            print_status(
                 f"epoch {epoch + 1}/{self._epochs} | step {step}/{self._steps} | loss {loss:.4f} | lr {lr:.2e}"
-                f" | {samples_per_second:.0f} samples/s{more and f' | {more}'} | eta {eta}"
+                f" | {samples_per_second:.0f} samples/s{extra and f' | {extra}'} | eta {eta}"
             )
 
-    def load(self, busy: Sequence[float], bubble: float, memory: Sequence[int | None]) -> None:
-        """A line has no room for it."""
+    def utilisation(self, busy: Sequence[float], bubble: float, memory: Sequence[int | None]) -> None:
+        """Shown by the panel only."""
 
-    def say(self, line: str) -> None:
-        say(line)
+    def print_status(self, line: str) -> None:
+        print_status(line)

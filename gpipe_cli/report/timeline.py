@@ -1,24 +1,26 @@
-"""A step as a picture: a line per partition, time from left to right, every piece of work under its label.
+"""Recorded steps as a picture in plain characters, and as a trace file for Perfetto and chrome://tracing.
 
     0 F0--F1--F2--F3--            R0--B0------
     1     F0--F1--F2--F3--B0------B1------
 
-Plain characters that any terminal and any pipe can show; on a terminal phases have colours.
+One line per partition, time from left to right; on a terminal, every phase has its colour.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
-from gpipe_cli.profiling.action_recorder import Piece
-from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.tables import show
 
-__all__ = ["picture", "print_picture"]
+if TYPE_CHECKING:  # reading a trace needs no torch
+    from gpipe_cli.profiling.action_recorder import Piece
+    from gpipe_cli.profiling.timeline import StepTimeline
 
 STYLES = {
     "forward": "blue",
@@ -27,20 +29,23 @@ STYLES = {
     "load": "magenta",
     "drop": "magenta",
 }
-IN_A_PIPE = 100
-LEAST = 20
+PIPE_WIDTH = 100
+MIN_WIDTH = 20
+MEASURED, IDEAL = 1, 2
+"""The processes of a trace: the recorded steps, and the predicted step."""
+PROCESS_NAMES = {MEASURED: "gpipe", IDEAL: "gpipe, ideal"}
 
 
-def print_picture(title: str, step: StepTimeline, partitions: int, longest: float) -> None:
-    """`longest` is what the whole width stands for, so that two pictures can be compared."""
-    width = Console().width if sys.stdout.isatty() else IN_A_PIPE
-    show(Text(title, style="bold"), *picture(step, partitions, width, longest))
+def print_step_timeline(title: str, step: StepTimeline, partitions: int, longest: float) -> None:
+    """longest: the seconds that the whole width stands for, so that two pictures can be compared."""
+    width = Console().width if sys.stdout.isatty() else PIPE_WIDTH
+    show(Text(title, style="bold"), *timeline_lines(step, partitions, width, longest))
 
 
-def picture(step: StepTimeline, partitions: int, width: int, longest: float) -> list[Text]:
+def timeline_lines(step: StepTimeline, partitions: int, width: int, longest: float) -> list[Text]:
     """One line per partition, at most `width` wide."""
     names = [str(index).rjust(len(str(partitions - 1))) for index in range(partitions)]
-    cells = max(LEAST, width - len(names[0]) - 1)
+    cells = max(MIN_WIDTH, width - len(names[0]) - 1)
     lines = []
     for index, name in enumerate(names):
         own = [piece for piece in step.pieces if piece.action.partition == index and piece.phase in STYLES]
@@ -49,7 +54,7 @@ def picture(step: StepTimeline, partitions: int, width: int, longest: float) -> 
 
 
 def _line(pieces: Iterable[Piece], origin: float, scale: float) -> Text:
-    """A piece too short to be seen gives way to the one that comes after it."""
+    """A piece that is too short for a cell gives way to the next one."""
     line = Text()
     for piece in sorted(pieces, key=lambda piece: piece.begin):
         begin, end = (round(scale * (moment - origin)) for moment in (piece.begin, piece.end))
@@ -57,3 +62,42 @@ def _line(pieces: Iterable[Piece], origin: float, scale: float) -> Text:
         room = end - len(line)
         line.append(piece.label.ljust(room, "-")[: max(0, room)], style=STYLES[piece.phase])
     return line
+
+
+def trace_json(steps: Sequence[StepTimeline], ideal: StepTimeline, rows: Sequence[str]) -> str:
+    """The content of a trace file in Chrome's trace event format; `rows` are the names of the partitions."""
+    events = [*trace_events(steps, rows, MEASURED), *trace_events([ideal], rows, IDEAL)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
+
+
+def trace_events(
+    steps: Sequence[StepTimeline], rows: Sequence[str], process: int = MEASURED
+) -> list[dict[str, Any]]:
+    """Metadata events (`M`) with the names, then complete events (`X`) in microseconds since recording began."""
+    pieces = (event for number, step in enumerate(steps) for event in _complete_events(number, step))
+    return [{**event, "pid": process} for event in (*_name_events(rows, PROCESS_NAMES[process]), *pieces)]
+
+
+def _name_events(rows: Sequence[str], process_name: str) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "tid": 0, "args": {"name": process_name}}
+    for index, name in enumerate(rows):
+        yield {"ph": "M", "name": "thread_name", "tid": index, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", "tid": index, "args": {"sort_index": index}}
+
+
+def _complete_events(number: int, step: StepTimeline) -> Iterator[dict[str, Any]]:
+    for piece in sorted(step.pieces, key=lambda piece: piece.begin):
+        yield {
+            "ph": "X",
+            "name": piece.label,
+            "cat": piece.phase,
+            "tid": piece.action.partition,
+            "ts": 1e6 * piece.begin,
+            "dur": 1e6 * (piece.end - piece.begin),
+            "args": {
+                "step": number,
+                "partition": piece.action.partition,
+                "micro_batch": piece.action.micro_batch,
+                "thread": piece.thread,
+            },
+        }

@@ -15,7 +15,7 @@ from gpipe_cli.config.schema import PlanSearchConfig, ScheduleConfig, TrainConfi
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.advice import advice
-from gpipe_cli.report.output import say
+from gpipe_cli.report.output import print_status
 from gpipe_cli.run.components import check_components, engine_name, manual_balance, uses_partitions
 from gpipe_cli.run.data import make_loader
 from gpipe_cli.run.job import Job
@@ -48,8 +48,10 @@ def with_best_plan(settings: TrainConfig, job: Job) -> tuple[TrainConfig, Job]:
     planner = Planner(settings, job.overrides, loader, make_model(settings, loader))
     planned = planner.plan(keep=PLANS)
     best = planned.plans[0]
-    say(f"plan ({planned.origin}): {best.step_ms:.1f} ms per step predicted; {advice(planned.plans)}")
-    say(f"plan: {best.overrides}")
+    print_status(
+        f"plan ({planned.origin}): {best.step_ms:.1f} ms per step predicted; {advice(planned.plans)}"
+    )
+    print_status(f"plan: {best.overrides}")
     shape = best.shape
     devices = [str(device) for device in planner.devices[: shape.devices]]
     keys: dict[str, Any] = {

@@ -23,8 +23,8 @@ from gpipe_cli.losses.measures import measure_of
 from gpipe_cli.offload.building import Built, built_on
 from gpipe_cli.offload.tiers import DiskTier
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
-from gpipe_cli.report.output import say
-from gpipe_cli.report.partitions import partition_rows
+from gpipe_cli.report.model_tables import partition_rows
+from gpipe_cli.report.output import print_status
 from gpipe_cli.run.components import (
     check_components,
     engine_name,
@@ -142,7 +142,7 @@ def _balance(
     offered: dict[str, Any] = {"module": model, "layer_count": len(model), "partitions": spec.partitions}
     memory = None
     # `gpipe balance` measures now; a run may reuse earlier measurements.
-    profiles = ProfileCache(default_folder(), reuse=isinstance(settings, RunConfig), say=say)
+    profiles = ProfileCache(default_folder(), reuse=isinstance(settings, RunConfig), say=print_status)
     with ExitStack() as contexts:
         if limited or takes & {"sample", "memory"}:
             offered["sample"] = make_sample(settings, loader).to(devices[0])

@@ -10,9 +10,8 @@ from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.partition_memory import partition_memory
-from gpipe_cli.report.layers import counted_rows, print_layers
-from gpipe_cli.report.output import say
-from gpipe_cli.report.partitions import print_memory, print_partitions
+from gpipe_cli.report.model_tables import flop_rows, print_layers, print_partition_memory, print_partitions
+from gpipe_cli.report.output import print_status
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.build import RunParts
 from gpipe_cli.run.job import Job, Summary
@@ -26,7 +25,7 @@ def dry_run(settings: TrainConfig, job: Job, parts: RunParts, steps: int) -> Sum
     facts = _facts(settings, parts)
     if facts is not None:
         balance = parts.partitioning.balance
-        layers = counted_rows(facts, balance)
+        layers = flop_rows(facts, balance)
         boundaries = [facts.partition_input(begin, end) for begin, end in pairwise([0, *accumulate(balance)])]
         partitions = [
             {**row, "input_shapes": boundary.shapes, "input_bytes": boundary.bytes}
@@ -41,7 +40,7 @@ def dry_run(settings: TrainConfig, job: Job, parts: RunParts, steps: int) -> Sum
             print_layers(layers, sort="order", top=None)
         print_partitions(partitions)
         if memory:
-            print_memory(memory)
+            print_partition_memory(memory)
         print_facts("", {"steps": steps})
     if memory:
         partitions = [{**row, **sizes} for row, sizes in zip(partitions, memory, strict=True)]
@@ -54,5 +53,5 @@ def _facts(settings: TrainConfig, parts: RunParts) -> ModelFacts | None:
         with autocast_of(settings):
             return model_facts(parts.model, make_sample(settings, parts.loader))
     except ConfigError as error:
-        say(f"shapes and memory are unknown: {error}")
+        print_status(f"shapes and memory are unknown: {error}")
         return None

@@ -19,7 +19,7 @@ from gpipe_cli.config.schema import RunConfig, TrainConfig
 from gpipe_cli.errors import ConfigError, Interrupted, PeerError, Stopped
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles
 from gpipe_cli.launch.rank_group import RankGroup, RanksFailed
-from gpipe_cli.report.output import say
+from gpipe_cli.report.output import print_status
 from gpipe_cli.run.build import RunParts
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.rank_setup import places
@@ -43,7 +43,7 @@ def launched(settings: RunConfig, job: Job, parts: RunParts, began: float) -> Su
         raise ConfigError("engine=processes: starts its ranks on Linux only; start them with torchrun here")
     split, left = parts.partitioning, int(settings.engine.get("max_restarts", 0))
     if split.origin:
-        say(f"balance {split.balance}: {split.origin}")
+        print_status(f"balance {split.balance}: {split.origin}")
     who = places(len(split.balance), split.devices, settings.data_parallel)
     run: Path | None = None
     with stop_requests() as stops:
@@ -57,7 +57,7 @@ def launched(settings: RunConfig, job: Job, parts: RunParts, began: float) -> Su
                 if not left or not failed.is_transient:
                     raise failed.cause from failed
                 left -= 1
-                say(f"{failed}; starting all ranks again, restarts left: {left}")
+                print_status(f"{failed}; starting all ranks again, restarts left: {left}")
 
 
 def _entry(job: Job, balance: Sequence[int], began: float, run: Path | None, meeting: RankFiles) -> list[str]:

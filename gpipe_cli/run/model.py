@@ -22,7 +22,7 @@ from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.trial import check_fit, check_outputs
 from gpipe_cli.profiling.without_storage import without_storage
-from gpipe_cli.report.output import say
+from gpipe_cli.report.output import print_status
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.sequential import Sequence, flatten_model, to_sequential
 from gpipe_cli.sequential.meta_clone import meta_clone
@@ -65,7 +65,7 @@ def build_without_storage(make: Callable[[], nn.Sequential]) -> nn.Sequential:
             warnings.filterwarnings("ignore", message="for .*: copying from a non-meta parameter")
             model = make()
     except RuntimeError as error:  # includes its child NotImplementedError
-        say(f"building the model with storage, because its constructor needs values: {error}")
+        print_status(f"building the model with storage, because its constructor needs values: {error}")
         model = make()
     clone = meta_clone(model)
     assert isinstance(clone, nn.Sequential), "meta_clone keeps the class"

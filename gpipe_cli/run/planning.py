@@ -34,7 +34,7 @@ from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.partition_memory import partition_memory
-from gpipe_cli.report.output import say
+from gpipe_cli.report.output import print_status
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.training_step import (
     autocast_of,
@@ -157,7 +157,7 @@ class Planner:
         """The numbers of micro-batches whose costs are known, the costs, and where they come from."""
         if self._elsewhere is not None:
             return self._estimates(chunks)
-        profiles = ProfileCache(default_folder(), reuse=self._settings.plan.cache, say=say)
+        profiles = ProfileCache(default_folder(), reuse=self._settings.plan.cache, say=print_status)
         bench = Workbench(
             self._model,
             self.sample,
@@ -172,7 +172,7 @@ class Planner:
         with precision, sample_must_fit(self.sample(max(chunks))), intra_op_threads(1):
             measured = bench.measure(chunks, begin + MEASURING * (deadline - begin))
         if profiles.outdated:
-            say(
+            print_status(
                 f"measured again: {len(profiles.outdated)} cached measurements, such as {profiles.outdated[0]}"
             )
         if profiles.oldest is None:

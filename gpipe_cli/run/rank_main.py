@@ -26,7 +26,7 @@ from gpipe_cli.launch.rank_files import ExitReport, RankFiles
 from gpipe_cli.orphans import end_with
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.failure import describe, exit_code
-from gpipe_cli.report.output import secure_streams, write_streams_to
+from gpipe_cli.report.output import redirect_streams, secure_streams
 from gpipe_cli.run.job import Job, Rank
 
 __all__ = ["main"]
@@ -40,7 +40,7 @@ def main(folder: str) -> NoReturn:
     secure_streams()
     faulthandler.enable()
     if rank:
-        write_streams_to(meeting.output(rank), meeting.folder)
+        redirect_streams(meeting.output(rank), meeting.folder)
     word = _word(meeting, task)
     meeting.write_exit_report(rank, word)
     sys.stdout.flush()

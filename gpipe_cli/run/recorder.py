@@ -21,9 +21,9 @@ from gpipe_cli.errors import GpipeError, ResourceError
 from gpipe_cli.loggers.protocol import LoggedRun, Logger
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.failure import describe
-from gpipe_cli.report.numbers import readable
-from gpipe_cli.report.output import say, write_streams_to
-from gpipe_cli.report.progress import Watcher, watcher
+from gpipe_cli.report.formatting import format_value
+from gpipe_cli.report.output import print_status, redirect_streams
+from gpipe_cli.report.progress import ProgressDisplay, progress_display
 from gpipe_cli.run.job import Job
 from gpipe_cli.safe_files import writing
 from gpipe_cli.training.loop import EvalResult, Position, StepResult, TrainFact, TrainSpec
@@ -40,7 +40,7 @@ class RunRecorder:
     metrics: MetricsFile
     logger: GuardedLogger
     log: logging.Logger
-    progress: Watcher
+    progress: ProgressDisplay
     every: int
     start: Position
     disk: DiskWarnings
@@ -63,16 +63,16 @@ class RunRecorder:
                 closing(LineFile(directory / "train.log")) as log_file,
                 run_log(log_file, partitions=settings.partitions, layers=settings.layers) as log,
                 MetricsFile(directory / "metrics.jsonl") as metrics,
-                watcher(plan.steps, plan.epochs, settings.every, partitions) as progress,
+                progress_display(plan.steps, plan.epochs, settings.every, partitions) as progress,
             ):
                 disk.files = [log_file, metrics.file]
                 yield RunRecorder(metrics, logger, log, progress, settings.every, start, disk)
         finally:
             disk.warn_of_lost_lines()
 
-    def say(self, line: str) -> None:
+    def print_status(self, line: str) -> None:
         """Write a line to stderr and to train.log."""
-        self.progress.say(line)
+        self.progress.print_status(line)
         self.log.info("%s", line)
 
     def sync(self) -> None:
@@ -93,7 +93,7 @@ class RunRecorder:
                 self._trained(fact, throughput.after(fact))
                 if fact.step % self.every == 0:
                     throughput.restart()
-            self.disk.warn_once(self.say)
+            self.disk.warn_once(self.print_status)
         assert last is not None, "training ends with an evaluation"
         return last
 
@@ -104,9 +104,9 @@ class RunRecorder:
             transfers = f"moved {moved}, waited {waited:.0f} ms"
         self.progress.step(fact.step, fact.epoch, fact.loss, fact.lr, samples_per_second, transfers)
         if fact.utilisation is not None:
-            self.progress.load(fact.utilisation.busy, fact.utilisation.bubble, fact.utilisation.memory)
+            self.progress.utilisation(fact.utilisation.busy, fact.utilisation.bubble, fact.utilisation.memory)
         if fact.skipped:
-            self.say(
+            self.print_status(
                 f"step {fact.step}: fp16 gradients overflowed; skipped the update and lowered the loss scale"
             )
         if fact.step % self.every == 0:
@@ -124,8 +124,8 @@ class RunRecorder:
 
     def _evaluated(self, fact: EvalResult) -> None:
         self._write(_row(fact, "eval", fact.samples / fact.took))
-        means = "".join(f" | {name} {readable(name, value)}" for name, value in fact.means.items())
-        self.say(f"epoch {fact.epoch + 1} | step {fact.step} | eval loss {fact.loss:.4f}{means}")
+        means = "".join(f" | {name} {format_value(name, value)}" for name, value in fact.means.items())
+        self.print_status(f"epoch {fact.epoch + 1} | step {fact.step} | eval loss {fact.loss:.4f}{means}")
 
     def _write(self, row: Mapping[str, Any]) -> None:
         self.metrics.write(row)
@@ -147,14 +147,14 @@ class RankRecorder:
         path = directory / RANK_LOGS / f"rank-{rank}.log"
         with writing(path):
             path.parent.mkdir(exist_ok=True)
-            write_streams_to(path, directory)
+            redirect_streams(path, directory)
         with (
             closing(LineFile(path, directory)) as file,
             run_log(file, partitions=settings.partitions, layers=settings.layers) as log,
         ):
             yield RankRecorder(log, settings.every, start)
 
-    def say(self, line: str) -> None:
+    def print_status(self, line: str) -> None:
         self.log.info("%s", line)
 
     def sync(self) -> None:
@@ -212,7 +212,7 @@ class GuardedLogger:
             call()
         except Exception as error:  # noqa: BLE001 - a service may raise anything, and must not end the training
             if not self._failed:
-                say(f"warning: the logger failed; training continues without it: {describe(error)}")
+                print_status(f"warning: the logger failed; training continues without it: {describe(error)}")
             self._failed = True
 
 
@@ -224,12 +224,12 @@ class DiskWarnings:
         self.files: list[LineFile] = []
         self._warned = False
 
-    def warn_once(self, say: Callable[[str], None]) -> None:
+    def warn_once(self, print_status: Callable[[str], None]) -> None:
         failing = [file for file in self.files if file.trouble is not None]
         if failing and not self._warned:
             self._warned = True
             names = " and ".join(str(file.path) for file in failing)
-            say(
+            print_status(
                 f"warning: {names}: {failing[0].trouble}; training continues, and gpipe writes the missing lines "
                 "when the disk accepts them"
             )
@@ -237,7 +237,7 @@ class DiskWarnings:
     def warn_of_lost_lines(self) -> None:
         for file in self.files:
             if file.lost:
-                say(f"warning: {file.path}: {file.lost} lines could not be written and are lost")
+                print_status(f"warning: {file.path}: {file.lost} lines could not be written and are lost")
 
 
 @final

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from gpipe_cli.config.composing import refuse_hydra
 from gpipe_cli.config.yaml_files import load_yaml
 from gpipe_cli.errors import ConfigError, RunError
-from gpipe_cli.report.text import plain
+from gpipe_cli.report.formatting import one_line
 from gpipe_cli.training.snapshot.discovery import is_snapshot, newest_valid_snapshot
 from gpipe_cli.training.snapshot.manifest import VerifiedSnapshot, read_snapshot
 
@@ -87,4 +87,4 @@ def select_snapshot(
 
 def warn_of_damaged(damaged: Mapping[Path, RunError]) -> None:
     for error in damaged.values():
-        sys.stderr.write(f"{plain(str(error))}; gpipe uses the snapshot before it\n")
+        sys.stderr.write(f"{one_line(str(error))}; gpipe uses the snapshot before it\n")

@@ -13,9 +13,9 @@ from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.errors import DataError, ResourceError, RunError, Stopped
 from gpipe_cli.report.failure import describe
-from gpipe_cli.report.output import say
+from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.document import PAGE
-from gpipe_cli.report.page.files import Files, number, whole
+from gpipe_cli.report.page.run_files import RunFiles, as_int, as_number
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.job import Job, Summary
@@ -70,7 +70,7 @@ def write_summary(run: Path, summary: Summary) -> None:
     try:
         write_json(run / SUMMARY, summary)
     except ResourceError as error:
-        say(f"warning: {error}")
+        print_status(f"warning: {error}")
 
 
 def print_summary(summary: Summary, settings: TrainConfig) -> None:
@@ -133,10 +133,10 @@ def _read_summary(run: Path) -> Summary:
 
 def _best_epoch(run: Path) -> dict[str, str]:
     """The evaluation with the smallest loss over all launches of the run."""
-    rows = [row for row in Files(run).json_lines("metrics.jsonl") if row.get("split") == "eval"]
-    losses = [(loss, row) for row in rows if (loss := number(row.get("loss"))) is not None]
+    rows = [row for row in RunFiles(run).json_lines("metrics.jsonl") if row.get("split") == "eval"]
+    losses = [(loss, row) for row in rows if (loss := as_number(row.get("loss"))) is not None]
     if not losses:
         return {}
     loss, row = min(losses, key=lambda pair: pair[0])
-    epoch = whole(row.get("epoch"), LARGEST_EPOCH) or 0
+    epoch = as_int(row.get("epoch"), LARGEST_EPOCH) or 0
     return {"best_epoch": f"{epoch + 1} (step {row.get('step')}, loss {loss:.4g})"}

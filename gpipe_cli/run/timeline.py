@@ -24,9 +24,9 @@ from gpipe_cli.pipeline.worked import WorkedSequence
 from gpipe_cli.profiling.action_recorder import Piece
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.timeline import StepTimeline, diagnose, median_step, record_steps
-from gpipe_cli.report.numbers import readable
+from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.tables import print_facts, print_rows
-from gpipe_cli.report.timeline import print_picture
+from gpipe_cli.report.timeline import print_step_timeline
 from gpipe_cli.run.build import Partitioning, RunParts
 from gpipe_cli.run.components import uses_partitions
 from gpipe_cli.run.training_step import make_sample, optimizer_factory
@@ -71,14 +71,14 @@ def print_timeline(timeline: Timeline) -> None:
     measured, summary = median_step(timeline.steps), timeline.summary
     longest = max(measured.seconds, timeline.ideal.seconds)
     for title, step in (("ideal", timeline.ideal), ("measured", measured)):
-        bubble = readable("bubble", step.bubble)
+        bubble = format_value("bubble", step.bubble)
         caption = f"{title}: {1000 * step.seconds:.1f} ms, bubble {bubble}"
-        print_picture(caption, step, len(timeline.row_names), longest)
+        print_step_timeline(caption, step, len(timeline.row_names), longest)
     columns = list(summary["partitions"][0])
     print_rows(
         "where the time goes",
         [column.replace("_", " ") for column in columns],
-        [[readable(column, row[column]) for column in columns] for row in summary["partitions"]],
+        [[format_value(column, row[column]) for column in columns] for row in summary["partitions"]],
         optional=("recompute", "waiting ms"),
     )
     print_facts(

@@ -28,14 +28,14 @@ def test_a_run_that_went_on_is_repeated_by_all_its_commands(tiny: Gpipe) -> None
     tiny("train", "run_dir=here", "epochs=1", "chunks=2")
     tiny("train", "resume=here", "epochs=2", "run_dir=null", "chunks=4")
     page = Path("here/report.html").read_text(encoding="utf-8")
-    assert "to repeat it, in this order" in page and "resume=here" in page
-    assert "chunks=4" in page[page.index("This makes it") :].split("</code>")[0]
+    assert "Repeat the run, in this order" in page and "resume=here" in page
+    assert "chunks=4" in page[page.index("To measure it, run") :].split("</code>")[0]
 
 
 def test_a_run_that_fails_leaves_a_page_too(tiny: Gpipe) -> None:
     answer = tiny("train", "run_dir=here", "model._target_=tiny_for_tests.broken")
     assert answer.code == 1
-    assert "There are no metrics yet." in Path("here/report.html").read_text(encoding="utf-8")
+    assert "No metrics were recorded yet." in Path("here/report.html").read_text(encoding="utf-8")
 
 
 def test_a_profile_has_a_page_with_its_timeline(tiny: Gpipe) -> None:
@@ -53,7 +53,7 @@ def test_runs_are_compared_on_a_page_of_their_own(gpipe: Gpipe) -> None:
     write_profile(Path("b"))
     found = gpipe("report", "a", "run=b", "--json").json
     assert found["report"] == "comparison.html" and found["runs"] == ["a", "b"] and found["notes"] == []
-    assert "2 runs compared" in Path("comparison.html").read_text(encoding="utf-8")
+    assert "Comparison of 2 runs" in Path("comparison.html").read_text(encoding="utf-8")
     assert gpipe("report", "a", "b").code == 0, "a page of ours is replaced"
 
 
@@ -69,7 +69,7 @@ def test_another_file_is_left_alone(gpipe: Gpipe) -> None:
 def test_a_damaged_file_is_told_on_stderr(gpipe: Gpipe) -> None:
     (write_training(Path("a")) / "env.json").write_text("{", encoding="utf-8")
     answer = gpipe("report", "a")
-    assert answer.code == 0 and answer.err == "warning: a/env.json: is damaged, and left out\n"
+    assert answer.code == 0 and answer.err == "warning: a/env.json: damaged; the page leaves it out\n"
 
 
 def test_a_page_is_built_without_torch(tmp_path: Path) -> None:

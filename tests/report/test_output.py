@@ -17,14 +17,14 @@ import gpipe_cli
 
 WRITE = """
 import sys
-from gpipe_cli.report.output import secure_streams, say
+from gpipe_cli.report.output import print_status, secure_streams
 secure_streams()
 from pathlib import Path
 with Path(sys.argv[1]).open("w") as file:
     for _ in range(3):
         sys.stdout.write("result " + "x" * 9000 + chr(10))
         sys.stdout.flush()
-        say("progress")
+        print_status("progress")
         file.write("trained")
 print("printed as Python ends", end="")
 """
@@ -84,7 +84,7 @@ def test_no_stream_changes_what_a_process_does_or_its_exit_code(
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "file").read_text() == "trained" * 3, "no stream took the number of a file"
     if err is intact:
-        lost = "warning: stdout cannot be written: No space left on device; what was printed there is lost"
+        lost = "warning: cannot write to stdout: No space left on device; the result is lost"
         assert done.stderr.splitlines() == [*([lost] if out is full else []), *["progress"] * 3]
     if out is intact:
         assert done.stdout.count("result") == 3 and done.stdout.endswith("printed as Python ends")

@@ -8,27 +8,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from gpipe_cli.report.panel import BLOCKS, Panel, sparkline
+from gpipe_cli.report.panel import BLOCKS, ProgressPanel, sparkline
 
 ROWS = [{"device": "cpu", "parameter_bytes": 2**20, "gradient_bytes": 2**20}, {"device": "cuda:0"}]
 
 
-def drawn(panel: Panel, width: int, height: int = 24) -> list[str]:
+def drawn(panel: ProgressPanel, width: int, height: int = 24) -> list[str]:
     file = io.StringIO()
     Console(file=file, width=width, height=height, legacy_windows=False).print(panel)
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
 @pytest.fixture
-def panel() -> Panel:
-    panel = Panel(steps=8, epochs=2, partitions=ROWS)
+def panel() -> ProgressPanel:
+    panel = ProgressPanel(steps=8, epochs=2, partitions=ROWS)
     for step in range(1, 7):
         panel.step(step, (step - 1) // 4, 3.0 / step, 1e-3, 120.0, "read 3 MiB")
-        panel.load([0.25, 0.75], 0.5, [None, 3 * 2**20])
+        panel.utilisation([0.25, 0.75], 0.5, [None, 3 * 2**20])
     return panel
 
 
-def test_a_wide_panel_shows_everything(panel: Panel) -> None:
+def test_a_wide_panel_shows_everything(panel: ProgressPanel) -> None:
     progress, loss, numbers, *partitions = drawn(panel, 100)
     assert re.fullmatch(r"epoch 2/2 [━╸╺ ]+ 6/8  eta 0:00", progress)
     assert loss == "loss 0.5000 █▄▂▂▁▁"
@@ -38,23 +38,23 @@ def test_a_wide_panel_shows_everything(panel: Panel) -> None:
 
 
 @pytest.mark.parametrize("width", [20, 39, 69, 70, 200])
-def test_no_line_is_wider_than_the_terminal(panel: Panel, width: int) -> None:
+def test_no_line_is_wider_than_the_terminal(panel: ProgressPanel, width: int) -> None:
     lines = drawn(panel, width)
     assert len(lines) == 5 and max(map(len, lines)) <= width
     assert lines[0].startswith("epoch 2/2") and "6/8" in lines[0] and "25 %" in lines[3]
 
 
 def test_partitions_beyond_the_height_are_counted() -> None:
-    panel = Panel(8, 1, [])
-    panel.load([0.5] * 40, 0.5, [None] * 40)
+    panel = ProgressPanel(8, 1, [])
+    panel.utilisation([0.5] * 40, 0.5, [None] * 40)
     lines = drawn(panel, 80, height=10)
     assert len(lines) < 10 and lines[-1] == "... and 37 more"
 
 
 def test_single_steps_do_not_flicker() -> None:
-    panel = Panel(8, 1, [])
-    panel.load([1.0], 0.0, [None])
-    panel.load([0.0], 1.0, [None])
+    panel = ProgressPanel(8, 1, [])
+    panel.utilisation([1.0], 0.0, [None])
+    panel.utilisation([0.0], 1.0, [None])
     assert "80 % busy" in drawn(panel, 80)[-1] and "bubble 20 %" in drawn(panel, 80)[2]
 
 
@@ -67,14 +67,14 @@ def reflowed_rows(lines: list[str], width: int) -> int:
 def test_a_frame_that_a_narrower_terminal_has_broken_is_cleared_as_a_whole(narrower: int) -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=100, height=24, legacy_windows=False)
-    panel = Panel(8, 2, ROWS, console)
+    panel = ProgressPanel(8, 2, ROWS, console)
     with panel:
-        panel.load([0.25, 0.75], 0.5, [None, 3 * 2**20])
-        panel.say("as wide as before")
+        panel.utilisation([0.25, 0.75], 0.5, [None, 3 * 2**20])
+        panel.print_status("as wide as before")
         before = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", file.getvalue()).splitlines()[-5:]
         file.truncate(0)
         console.width = narrower
-        panel.say("narrower")
+        panel.print_status("narrower")
         cleared = file.getvalue().split("narrower")[0].count("\x1b[2K")
     # The row that the cursor is in counts as well: it is cleared before it is left.
     assert cleared == reflowed_rows(before, narrower)

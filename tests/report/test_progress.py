@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 import gpipe_cli
-from gpipe_cli.report import eta as eta_module
-from gpipe_cli.report.eta import Eta
-from gpipe_cli.report.progress import Lines
+from gpipe_cli.report import panel
+from gpipe_cli.report.panel import Eta
+from gpipe_cli.report.progress import ProgressLines
 
-WATCH = """
-from gpipe_cli.report.progress import watcher
-with watcher(steps=4, epochs=2, every=2) as watching:
-    watching.say("run directory: a\\x1b[2Jb\\nc")
+SHOW_PROGRESS = """
+from gpipe_cli.report.progress import progress_display
+with progress_display(steps=4, epochs=2, every=2) as display:
+    display.print_status("run directory: a\\x1b[2Jb\\nc")
     for step in range(1, 5):
-        watching.step(step, (step - 1) // 2, 0.5, 0.001, 99.0)
+        display.step(step, (step - 1) // 2, 0.5, 0.001, 99.0)
 """
 LINES = [
     "run directory: a[2Jb c",
@@ -41,7 +41,7 @@ def on_a_terminal(**variables: str) -> str:
     """What reaches a terminal that the process has as its stderr."""
     leader, follower = pty.openpty()
     with subprocess.Popen(
-        [sys.executable, "-c", WATCH],
+        [sys.executable, "-c", SHOW_PROGRESS],
         stderr=follower,
         stdout=subprocess.DEVNULL,
         env=environment(**variables),
@@ -62,15 +62,15 @@ def on_a_terminal(**variables: str) -> str:
 
 
 def test_a_pipe_gets_plain_lines() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WATCH],
+    process = subprocess.run(
+        [sys.executable, "-c", SHOW_PROGRESS],
         capture_output=True,
         text=True,
         env=environment(TERM="xterm"),
         check=True,
     )
-    assert done.stderr.splitlines() == LINES
-    assert done.stdout == ""
+    assert process.stderr.splitlines() == LINES
+    assert process.stdout == ""
 
 
 def test_a_terminal_gets_a_panel_with_all_that_matters() -> None:
@@ -92,9 +92,9 @@ def test_no_color_is_obeyed() -> None:
 
 
 def test_the_last_step_has_a_line_whatever_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
-    with Lines(steps=5, epochs=1, every=3) as watching:
+    with ProgressLines(steps=5, epochs=1, every=3) as display:
         for step in range(1, 6):
-            watching.step(step, 0, 1.0, 0.1, 1.0)
+            display.step(step, 0, 1.0, 0.1, 1.0)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" | ")[1] for line in lines] == ["step 3/5", "step 5/5"]
 
@@ -103,6 +103,6 @@ def test_the_time_left_follows_the_pace_and_leaves_out_the_first_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = iter([100.0, 102.0, 104.0, 106.0])
-    monkeypatch.setattr(eta_module.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(panel.time, "monotonic", lambda: next(clock))
     eta = Eta(steps=3600)
     assert [eta.after(step) for step in (1, 2, 3, 3570)] == ["-", "1:59:56", "1:59:54", "0:00"]

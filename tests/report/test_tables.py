@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_cli.report.partitions import partition_rows, print_partitions
+from gpipe_cli.report.model_tables import partition_rows, print_partitions
 from gpipe_cli.report.tables import print_facts, print_rows
 
 Captured = pytest.CaptureFixture[str]

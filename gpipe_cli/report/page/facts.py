@@ -1,7 +1,4 @@
-"""What a page is made from, in the page's own words: curves, timelines, layers, partitions.
-
-Records only. Where they come from is the matter of `reading`; a part that is not known is empty or None.
-"""
+"""What a report page is made from. A part that is not known is empty or None."""
 
 from __future__ import annotations
 
@@ -10,15 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-__all__ = ["Curve", "Layer", "Partition", "Piece", "Run", "Timeline"]
-
 
 @final
 @dataclass(frozen=True)
-class Curve:
-    """One quantity of one split over the steps of a run."""
+class MetricCurve:
+    """One metric of one split over the steps of a run."""
 
-    quantity: str
+    metric: str
     split: str
     points: tuple[tuple[float, float], ...]
     """Step and value, by step."""
@@ -26,8 +21,8 @@ class Curve:
 
 @final
 @dataclass(frozen=True)
-class Piece:
-    """A piece of work of one partition, in milliseconds since its step began."""
+class TimelineBar:
+    """One action of one partition, in milliseconds since its step began."""
 
     label: str
     phase: str
@@ -39,45 +34,42 @@ class Piece:
 
 @final
 @dataclass(frozen=True)
-class Timeline:
-    """One step."""
-
-    pieces: tuple[Piece, ...]
+class TimelineFacts:
+    bars: tuple[TimelineBar, ...]
     bubble: float | None = None
-    """The share of all workers' time in which they do nothing."""
+    """The share of all workers' time in which they are idle."""
 
     @property
     def milliseconds(self) -> float:
-        return max(piece.begin + piece.milliseconds for piece in self.pieces)
+        return max(bar.begin + bar.milliseconds for bar in self.bars)
 
     @property
     def partitions(self) -> int:
-        return 1 + max(piece.partition for piece in self.pieces)
+        return 1 + max(bar.partition for bar in self.bars)
 
 
 @final
 @dataclass(frozen=True)
-class Layer:
+class LayerCost:
     name: str
     type: str
     partition: int
     forward: float
     backward: float
-    """Milliseconds, or floating-point operations where nothing was run."""
+    """Milliseconds, or FLOPs if nothing was run."""
     parameter_bytes: float
     saved_bytes: float
 
 
 @final
 @dataclass(frozen=True)
-class Partition:
-    """What is known of one: `memory` is in bytes, by what they are for."""
-
+class PartitionUsage:
     device: str = ""
     layers: str = ""
-    """How many, from which to which."""
+    """How many, and the names of the first and the last."""
     parameters: float | None = None
     memory: Mapping[str, float] = field(default_factory=dict)
+    """Bytes by purpose."""
     busy: float | None = None
     recompute: float | None = None
     waiting_ms: float | None = None
@@ -85,28 +77,28 @@ class Partition:
 
 @final
 @dataclass(frozen=True)
-class Run:
+class RunFacts:
     """The facts of one run directory."""
 
     path: Path
     command: str = "train"
-    """The word after `gpipe` that made it."""
+    """The gpipe command that made it."""
     summary: Mapping[str, Any] = field(default_factory=dict)
-    curves: tuple[Curve, ...] = ()
-    layers: tuple[Layer, ...] = ()
+    curves: tuple[MetricCurve, ...] = ()
+    layers: tuple[LayerCost, ...] = ()
     unit: str = "ms"
-    """Of the layers' costs."""
-    measured: Timeline | None = None
-    ideal: Timeline | None = None
+    """Of the layers' costs: ms or flops."""
+    measured: TimelineFacts | None = None
+    ideal: TimelineFacts | None = None
     advice: tuple[str, ...] = ()
-    partitions: tuple[Partition, ...] = ()
+    partitions: tuple[PartitionUsage, ...] = ()
     device_memory: float | None = None
-    """The limit in bytes that was asked for."""
+    """The limit in bytes that was configured."""
     config: str = ""
     environment: Mapping[str, Any] = field(default_factory=dict)
     commands: tuple[str, ...] = ()
-    """What was typed to make it, in this order."""
+    """The commands that made it, in this order."""
     next_commands: Mapping[str, str] = field(default_factory=dict)
-    """What can be done with it, each with its purpose."""
-    notes: tuple[str, ...] = ()
+    """What you can do with the run, each purpose with its command."""
+    problems: tuple[str, ...] = ()
     """What is wrong with its files."""

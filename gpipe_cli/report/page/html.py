@@ -1,4 +1,4 @@
-"""HTML that is safe by construction: whatever is not made by `tag` is text, and is escaped.
+"""HTML that is safe by construction: everything that `tag` did not make is text, and is escaped.
 
 Names of elements and attributes are ours; contents and values may come from anywhere.
 """
@@ -6,15 +6,13 @@ Names of elements and attributes are ours; contents and values may come from any
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from gpipe_cli.report.text import legible
+from gpipe_cli.report.formatting import printable
 
-__all__ = ["Child", "Html", "join", "tag"]
-
-VOID = ("meta", "br")
+VOID_ELEMENTS = ("meta", "br")
 
 
 @final
@@ -30,21 +28,33 @@ Child = Html | str | None
 
 
 def tag(name: str, attributes: Mapping[str, str | float] | None = None, *children: Child) -> Html:
-    """An element of HTML or SVG; numbers of an attribute keep as many digits as a screen can show."""
-    given = "".join(f' {key}="{_attribute(value)}"' for key, value in (attributes or {}).items())
-    if name in VOID:
-        return Html(f"<{name}{given}>")
-    return Html(f"<{name}{given}>{join(children).source}</{name}>")
+    """An element of HTML or SVG. Numbers in attributes get two decimals: a screen shows no more."""
+    rendered = "".join(f' {key}="{_attribute(value)}"' for key, value in (attributes or {}).items())
+    if name in VOID_ELEMENTS:
+        return Html(f"<{name}{rendered}>")
+    return Html(f"<{name}{rendered}>{join(children).source}</{name}>")
 
 
 def join(children: Iterable[Child]) -> Html:
-    """One after the other."""
     return Html("".join(_source(child) for child in children if child is not None))
 
 
+def table(kind: str, headings: Iterable[str], rows: Iterable[Sequence[Child]]) -> Html:
+    """A table that scrolls sideways on a narrow screen; kind: its CSS class."""
+    head = tag("tr", None, *(tag("th", None, heading) for heading in headings))
+    body = (tag("tr", None, *(tag("td", None, cell) for cell in row)) for row in rows)
+    content = tag("table", {"class": kind}, tag("thead", None, head), tag("tbody", None, *body))
+    return tag("div", {"class": "scroll", "tabindex": "0"}, content)
+
+
+def color_dot(css_class: str) -> Html:
+    """A square of a run's or partition's colour."""
+    return tag("svg", {"class": "dot"}, tag("rect", {"class": css_class, "width": "100%", "height": "100%"}))
+
+
 def _source(child: Html | str) -> str:
-    return child.source if isinstance(child, Html) else html.escape(legible(child), quote=False)
+    return child.source if isinstance(child, Html) else html.escape(printable(child), quote=False)
 
 
 def _attribute(value: str | float) -> str:
-    return html.escape(legible(value)) if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
+    return html.escape(printable(value)) if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,5 +1,5 @@
 "use strict";
-// What is under the pointer, in words. Texts are set as text; nothing is fetched, nothing is evaluated.
+// Tooltips. Texts are set as textContent; the script fetches nothing and evaluates nothing.
 (() => {
   const tip = document.getElementById("tip");
 
@@ -15,15 +15,15 @@
     tip.style.top = `${Math.max(8, top)}px`;
   };
 
-  // A title is what readers without scripts see; shown by us it is at once there, and on touch too.
+  // Without this script the browser shows each title after a delay, and never on touch screens.
   for (const title of document.querySelectorAll("svg title")) {
     const owner = title.parentElement;
     const text = title.textContent;
     owner.setAttribute("aria-label", text.replaceAll("\n", ", "));
     title.remove();
-    const tell = (event) => show(text, event.clientX, event.clientY);
-    owner.addEventListener("pointerenter", tell);
-    owner.addEventListener("pointermove", tell);
+    const follow = (event) => show(text, event.clientX, event.clientY);
+    owner.addEventListener("pointerenter", follow);
+    owner.addEventListener("pointermove", follow);
     owner.addEventListener("pointerleave", hide);
   }
 

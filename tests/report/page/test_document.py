@@ -4,13 +4,13 @@ import json
 import re
 from pathlib import Path
 
-from gpipe_cli.report.page.document import GENERATOR, page
-from gpipe_cli.report.page.reading import read_run
+from gpipe_cli.report.page.document import GENERATOR, render_page
+from gpipe_cli.report.page.reader import read_run
 from tests.report.page.runs import HOSTILE, write_profile, write_training
 
 
 def test_a_page_is_small_whole_and_names_no_other_place(tmp_path: Path) -> None:
-    text = page([read_run(write_profile(tmp_path / "run"))])
+    text = render_page([read_run(write_profile(tmp_path / "run"))])
     assert len(text) < 40_000 and GENERATOR in text[:4096]
     assert not re.search(r"https?:|url\(|@import|<link|\bsrc=", text)
     assert "default-src &#x27;none&#x27;; style-src &#x27;sha256-" in text and "unsafe" not in text
@@ -18,7 +18,7 @@ def test_a_page_is_small_whole_and_names_no_other_place(tmp_path: Path) -> None:
 
 
 def test_missing_parts_name_the_command_that_makes_them(tmp_path: Path) -> None:
-    text = page([read_run(write_training(tmp_path))])
+    text = render_page([read_run(write_training(tmp_path))])
     assert (
         text.count("<code>gpipe profile timeline=true</code>") == 2 and "<code>gpipe profile</code>" in text
     )
@@ -26,22 +26,22 @@ def test_missing_parts_name_the_command_that_makes_them(tmp_path: Path) -> None:
 
 def test_several_runs_are_compared_and_what_differs_is_listed(tmp_path: Path) -> None:
     runs = [read_run(write_training(tmp_path / name, length)) for name, length in (("a", 20), ("b", 30))]
-    text = page(runs)
-    differences = text[text.index("What differs") :].split("</table>")[0]
+    text = render_page(runs)
+    differences = text[text.index("Settings that differ") :].split("</table>")[0]
     assert re.findall(r"<td>(.*?)</td>", differences) == ["chunks", "20", "30"]
     assert text.count('<article id="run') == 2 and "b eval" in text
 
 
 def test_equal_configurations_are_said_to_be_equal(tmp_path: Path) -> None:
     runs = [read_run(write_training(tmp_path / name)) for name in "ab"]
-    assert "The configurations are the same." in page(runs)
+    assert "All runs have the same settings." in render_page(runs)
 
 
 def test_hostile_text_is_nowhere_an_element(tmp_path: Path) -> None:
     run = write_profile(tmp_path / HOSTILE.replace("/", "_"), HOSTILE)
     for file in ("config.yaml", "env.json"):
         (run / file).write_text(HOSTILE, encoding="utf-8")
-    text = page([read_run(run)])
+    text = render_page([read_run(run)])
     assert text.count("<script>") == 1 and "<img" not in text and "\u202e" not in text and "\x1b" not in text
 
 
@@ -51,4 +51,4 @@ def test_a_run_whose_activations_are_unknown_says_what_counts_them(tmp_path: Pat
     for known, told in (({}, True), ({"activation_bytes": 80}, False)):
         launch = {"command": "train", "commands": [], "partitions": [{**sizes, **known}]}
         (run / "launch.json").write_text(json.dumps(launch), encoding="utf-8")
-        assert ("Activations are not counted here." in page([read_run(run)])) == told
+        assert ("The memory above does not include activations." in render_page([read_run(run)])) == told

@@ -5,8 +5,8 @@ from html.parser import HTMLParser
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpipe_cli.report.formatting import printable
 from gpipe_cli.report.page.html import join, tag
-from gpipe_cli.report.text import legible
 
 
 class Reader(HTMLParser):
@@ -29,8 +29,8 @@ def test_whatever_is_given_as_text_or_value_is_read_back_as_such(text: str, valu
     reader = Reader()
     reader.feed(tag("p", {"class": value}, text).source)
     reader.close()
-    assert reader.elements == [("p", {"class": legible(value)})]
-    assert reader.text == legible(text)
+    assert reader.elements == [("p", {"class": printable(value)})]
+    assert reader.text == printable(text)
 
 
 def test_what_was_made_by_tag_is_not_escaped_again() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_cli.report.page.document import page
-from gpipe_cli.report.page.reading import read_run
+from gpipe_cli.report.page.document import render_page
+from gpipe_cli.report.page.reader import read_run
 from tests.report.page.browser import CHROMIUM, Browser, browser
 from tests.report.page.runs import HOSTILE, write_profile, write_training
 
@@ -24,7 +24,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 def shown(chromium: Browser, tmp_path: Path, *directories: Path, dark: bool = False) -> Browser:
     """The page of these runs, opened."""
     path = tmp_path / "page.html"
-    path.write_text(page([read_run(one) for one in directories]), encoding="utf-8")
+    path.write_text(render_page([read_run(one) for one in directories]), encoding="utf-8")
     chromium.errors.clear()
     chromium.open(path, dark=dark)
     return chromium
@@ -63,7 +63,7 @@ def test_a_curve_tells_the_values_of_the_nearest_step(chromium: Browser, tmp_pat
 def test_hostile_names_stay_text(chromium: Browser, tmp_path: Path, name: str) -> None:
     run = write_profile(tmp_path / name.replace("/", "_"), name)
     shown(chromium, tmp_path, run, write_training(tmp_path / "other", command=f"gpipe train {name!r}"))
-    assert chromium.value("document.title") == "2 runs compared · gpipe"
+    assert chromium.value("document.title") == "Comparison of 2 runs · gpipe"
     assert chromium.value("document.scripts.length") == 1 and chromium.value("document.images.length") == 0
     legible = name.replace("\x1b", "").replace("\u202e", "")
     assert chromium.value("document.querySelector('.layers td:nth-child(2)').textContent") == legible
@@ -76,7 +76,7 @@ def test_hostile_names_stay_text(chromium: Browser, tmp_path: Path, name: str) -
 def test_the_page_is_as_wide_as_the_screen(chromium: Browser, tmp_path: Path, width: int) -> None:
     path = tmp_path / "page.html"
     runs = [read_run(write_profile(tmp_path / "profile")), read_run(write_training(tmp_path / "training"))]
-    path.write_text(page(runs), encoding="utf-8")
+    path.write_text(render_page(runs), encoding="utf-8")
     chromium.open(path, width=width)
     assert chromium.value("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
 

@@ -10,8 +10,54 @@ import torch
 from torch import nn
 
 from gpipe_cli import GPipe
-from gpipe_cli.profiling.timeline import record_steps
-from gpipe_cli.report.trace import IDEAL, MEASURED, trace_text
+from gpipe_cli.profiling.action_recorder import Piece
+from gpipe_cli.profiling.timeline import StepTimeline, record_steps
+from gpipe_cli.report.timeline import IDEAL, MEASURED, print_step_timeline, timeline_lines, trace_json
+from gpipe_cli.schedule.action import Action, Kind
+
+
+def piece(kind: Kind, partition: int, micro_batch: int, begin: float, end: float, phase: str) -> Piece:
+    return Piece(Action(kind, partition, micro_batch), phase, begin, end, thread=partition)
+
+
+STEP = StepTimeline(
+    (
+        piece(Kind.FORWARD, 0, 0, 1.0, 1.4, "forward"),
+        piece(Kind.FORWARD, 0, 1, 1.4, 1.8, "forward"),
+        piece(Kind.FORWARD, 0, 1, 1.8, 1.81, "copy"),
+        piece(Kind.FORWARD, 1, 0, 1.4, 1.8, "forward"),
+        piece(Kind.BACKWARD, 1, 0, 1.8, 2.4, "backward"),
+        piece(Kind.BACKWARD, 0, 0, 2.0, 2.4, "recompute"),
+        piece(Kind.BACKWARD, 0, 0, 2.4, 3.0, "backward"),
+    )
+)
+
+
+def test_every_piece_stands_at_its_time_under_its_label() -> None:
+    assert [line.plain for line in timeline_lines(STEP, 2, width=42, longest=2.0)] == [
+        "0 F0------F1------    R0------B0----------",
+        "1         F0------B0----------",
+    ]
+
+
+@pytest.mark.parametrize("width", [1, 24, 37, 80, 200])
+def test_no_line_is_wider_than_it_may_be(width: int) -> None:
+    lines = timeline_lines(STEP, 2, width, longest=2.0)
+    assert all(len(line) <= max(22, width) for line in lines)
+    assert lines[0].plain.startswith("0 F0")
+
+
+def test_two_pictures_share_a_scale() -> None:
+    (line, _) = timeline_lines(STEP, 2, width=42, longest=4.0)
+    assert line.plain == "0 F0--F1--  R0--B0----"
+
+
+def test_in_a_pipe_it_is_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+    print_step_timeline("measured", STEP, 2, longest=2.0)
+    title, first, second = capsys.readouterr().out.splitlines()
+    assert title == "measured" and first.startswith("0 F0-") and second.startswith("1  ")
+    assert first.isascii() and "\x1b" not in first
+
 
 Event = dict[str, Any]
 
@@ -22,7 +68,7 @@ def document() -> dict[str, Any]:
     with GPipe(module, [1, 2], devices=["cpu", "cpu"], chunks=2) as pipe:
         data = torch.randn(4, 8)
         steps = record_steps(pipe, data, data, nn.functional.mse_loss, steps=2)
-    text = trace_text(steps, steps[0], ["partition 0 (cpu)", "partition 1 (cpu)"])
+    text = trace_json(steps, steps[0], ["partition 0 (cpu)", "partition 1 (cpu)"])
 
     def refuse(constant: str) -> Any:
         raise AssertionError(f"{constant} is no JSON")

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import unicodedata
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gpipe_cli.report.numbers import readable
+from gpipe_cli.report.formatting import format_value, one_line
 
 
 @pytest.mark.parametrize(
@@ -30,4 +33,23 @@ from gpipe_cli.report.numbers import readable
     ],
 )
 def test_a_fact_is_shown_by_its_name(name: str, value: Any, shown: str) -> None:
-    assert readable(name, value) == shown
+    assert format_value(name, value) == shown
+
+
+@given(st.text())
+def test_no_control_character_survives(text: str) -> None:
+    shown = one_line(text)
+    assert not any(
+        unicodedata.category(one).startswith("C") and unicodedata.category(one) != "Cn" for one in shown
+    )
+    assert len(shown.splitlines()) <= 1
+    assert one_line(shown) == shown
+
+
+@given(st.text(alphabet=st.characters(codec="ascii", categories=["L", "N", "P"])))
+def test_ordinary_text_is_left_alone(text: str) -> None:
+    assert one_line(text) == text
+
+
+def test_escape_sequences_lose_their_power_and_lines_become_one() -> None:
+    assert one_line("a\x1b[31mb\r\n\tc\u202ed\u2028e\x9bf") == "a[31mb cd ef"

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpipe_cli.errors import RunError
-from gpipe_cli.report.page.document import page
-from gpipe_cli.report.page.reading import read_run
+from gpipe_cli.report.page.document import render_page
+from gpipe_cli.report.page.reader import read_run
 from tests.report.page.runs import steps, write_profile, write_training
 
 JSON_FILES = ("launch.json", "summary.json", "profile.json", "trace.json", "env.json")
@@ -23,10 +23,10 @@ anything = st.recursive(
 
 def test_a_profile_is_read_whole(tmp_path: Path) -> None:
     run = read_run(write_profile(tmp_path))
-    assert (run.command, run.notes, run.device_memory) == ("profile", (), 1000)
+    assert (run.command, run.problems, run.device_memory) == ("profile", (), 1000)
     assert [layer.name for layer in run.layers] == ["conv", "head"]
     assert run.measured is not None and run.ideal is not None
-    assert len(run.measured.pieces) == len(run.ideal.pieces) == len(steps())
+    assert len(run.measured.bars) == len(run.ideal.bars) == len(steps())
     assert (run.measured.bubble, run.ideal.bubble) == (0.25, 0.2)
     assert run.measured.milliseconds == 7
     assert run.partitions[0].memory == {"parameter": 40, "gradient": 40, "optimizer": 80, "activation": 160}
@@ -35,10 +35,10 @@ def test_a_profile_is_read_whole(tmp_path: Path) -> None:
 
 def test_a_training_run_is_read_whole(tmp_path: Path) -> None:
     run = read_run(write_training(tmp_path))
-    curves = {(curve.quantity, curve.split): curve.points for curve in run.curves}
+    curves = {(curve.metric, curve.split): curve.points for curve in run.curves}
     assert curves["loss", "eval"] == ((20, 0.5),) and len(curves["loss", "train"]) == 20
     assert run.commands == ("gpipe train",) and run.environment["devices"] == ["cpu"]
-    assert run.next_commands["evaluate"] == f"gpipe eval run={tmp_path}"
+    assert run.next_commands["Evaluate it"] == f"gpipe eval run={tmp_path}"
 
 
 def test_the_median_step_is_drawn(tmp_path: Path) -> None:
@@ -48,12 +48,12 @@ def test_the_median_step_is_drawn(tmp_path: Path) -> None:
         event["dur"] *= 1 + (event["args"]["step"] + 1) % 3  # lengths 2, 3 and 1
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
     measured = read_run(tmp_path).measured
-    assert measured is not None and measured.pieces[0].milliseconds == 2
+    assert measured is not None and measured.bars[0].milliseconds == 2
 
 
 @pytest.mark.parametrize("words", ["nowhere", "."])
 def test_what_is_no_run_is_refused(words: str, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"no such directory|is no run directory"):
+    with pytest.raises(RunError, match=r"no such directory|not a run directory"):
         read_run(tmp_path / words)
 
 
@@ -64,8 +64,8 @@ def test_a_damaged_file_is_a_note_in_the_page(name: str, content: bytes, tmp_pat
     write_training(tmp_path)
     (tmp_path / name).write_bytes(content)
     run = read_run(tmp_path)
-    assert len(run.notes) == 1 and run.notes[0].startswith(f"{name}: ")
-    assert run.notes[0] in page([run])
+    assert len(run.problems) == 1 and run.problems[0].startswith(f"{name}: ")
+    assert run.problems[0] in render_page([run])
 
 
 def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
@@ -73,8 +73,8 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 21, "split": "train", "loss": NaN, "lr": 0.2}\n[1]\n{"step":')
     run = read_run(tmp_path)
-    assert run.notes == ("metrics.jsonl: 2 damaged lines are left out",)
-    curves = {(curve.quantity, curve.split): curve.points for curve in run.curves}
+    assert run.problems == ("metrics.jsonl: 2 damaged lines; the page leaves them out",)
+    curves = {(curve.metric, curve.split): curve.points for curve in run.curves}
     assert curves["lr", "train"][-1] == (21, 0.2) and curves["loss", "train"][-1][0] == 20
 
 
@@ -89,7 +89,7 @@ def test_a_file_may_hold_anything(name: str, content: dict[str, Any], tmp_path: 
     write_profile(tmp_path)
     write_training(tmp_path)
     (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
-    assert page([read_run(tmp_path)]).startswith("<!DOCTYPE html>")
+    assert render_page([read_run(tmp_path)]).startswith("<!DOCTYPE html>")
 
 
 @pytest.mark.parametrize(
@@ -111,4 +111,4 @@ def test_a_command_of_a_file_is_one_of_gpipe_or_none(
 def test_an_unfinished_run_tells_how_far_it_came(tmp_path: Path) -> None:
     write_training(tmp_path)
     (tmp_path / "summary.json").unlink()
-    assert "20, not finished" in page([read_run(tmp_path)])
+    assert "20, not finished" in render_page([read_run(tmp_path)])

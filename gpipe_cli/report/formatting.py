@@ -1,0 +1,59 @@
+"""Values and untrusted text for people to read. Facts on disk and in JSON stay unrounded."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+PERCENTAGES = ("top1", "top5", "accuracy", "mean_iou", "share", "bubble", "busy", "recompute")
+COUNT_UNITS = (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3))
+BYTE_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+INVISIBLE = ("Cc", "Cf", "Cs", "Co")
+"""Unicode categories: control, format, surrogate, private use. They can move a cursor or reverse text."""
+
+
+def format_value(name: str, value: Any) -> str:
+    """Format a fact by its name: fractions as per cent, times and sizes with a unit, the rest with few digits."""
+    if value is None:
+        return "-"
+    if isinstance(value, str):  # text as it is, except for a count that was read from a file
+        return format_value(name, int(value)) if name == "parameters" and value.isdecimal() else value
+    if name.endswith(PERCENTAGES):
+        return f"{100 * value:.2f} %"
+    if name == "seconds":
+        return f"{value:.1f} s"
+    if name.endswith("_ms"):
+        return f"{value:.3f}"
+    if name.endswith(("parameters", "flops")):
+        return _with_unit(value, COUNT_UNITS)
+    if name.endswith("bytes"):
+        return _with_unit(value, BYTE_UNITS, " ") + ("" if value >= BYTE_UNITS[-1][1] else " B")
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _with_unit(value: float, units: Sequence[tuple[str, int]], space: str = "") -> str:
+    """11181642 becomes 11.18M."""
+    for unit, size in units:
+        if value >= size:
+            return f"{value / size:.2f}{space}{unit}"
+    return str(value)
+
+
+def one_line(text: str) -> str:
+    """Remove invisible characters and fold white space, so that no name can move the cursor of a terminal."""
+    visible = (
+        character
+        for character in text
+        if character.isspace() or unicodedata.category(character) not in INVISIBLE
+    )
+    return " ".join("".join(visible).split())
+
+
+def printable(text: str) -> str:
+    """Remove invisible characters but keep lines and their indentation, for an HTML page."""
+    return "".join(
+        character
+        for character in text
+        if character in "\n\t" or unicodedata.category(character) not in INVISIBLE
+    )

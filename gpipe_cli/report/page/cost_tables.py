@@ -1,0 +1,129 @@
+"""Time and memory of layers and partitions as tables with bars. A layer has the colour of its partition."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gpipe_cli.report.formatting import format_value
+from gpipe_cli.report.page.facts import LayerCost, PartitionUsage, RunFacts
+from gpipe_cli.report.page.html import Child, Html, color_dot, join, table, tag
+
+
+def layer_table(run: RunFacts) -> Html | None:
+    """None if the run was not profiled."""
+    if not run.layers:
+        return None
+    slowest = max(layer.forward + layer.backward for layer in run.layers)
+    largest = max(layer.parameter_bytes + layer.saved_bytes for layer in run.layers)
+    cost = "time in ms" if run.unit == "ms" else "FLOPs"
+    headings = (
+        "layer",
+        "name",
+        "type",
+        "partition",
+        f"{cost}: forward, backward",
+        "memory: parameters, saved for backward",
+    )
+    rows = (_layer_row(index, layer, run.unit, slowest, largest) for index, layer in enumerate(run.layers))
+    return table("layers", headings, rows)
+
+
+def _layer_row(index: int, layer: LayerCost, unit: str, slowest: float, largest: float) -> Sequence[Child]:
+    cost = {f"forward_{unit}": layer.forward, f"backward_{unit}": layer.backward}
+    memory = {"parameter bytes": layer.parameter_bytes, "saved bytes": layer.saved_bytes}
+    color = _partition_color(layer.partition)
+    return (
+        str(index),
+        layer.name,
+        layer.type,
+        join([color_dot(color), str(layer.partition)]),
+        _bar(color, layer.name, cost, slowest),
+        _bar(color, layer.name, memory, largest),
+    )
+
+
+def partition_table(run: RunFacts) -> Html | None:
+    """Balance, load and memory; None if nothing is known of the partitions."""
+    if not run.partitions:
+        return None
+    limit = run.device_memory
+    longest = max([*(sum(partition.memory.values()) for partition in run.partitions), limit or 0.0])
+    timed = any(partition.busy is not None for partition in run.partitions)
+    headings = ["partition", "device", "layers", "parameters"]
+    if timed:
+        headings += ["busy", "recompute", "waiting in ms"]
+    if longest:
+        purposes = dict.fromkeys(purpose for partition in run.partitions for purpose in partition.memory)
+        bound = "" if limit is None else f"; limit {format_value('bytes', limit)}"
+        headings.append(f"estimated memory: {', '.join(purposes)}{bound}")
+    rows = [
+        [
+            *_partition_cells(index, partition, timed=timed),
+            *([_memory_bar(index, partition, longest, limit)] if longest else []),
+        ]
+        for index, partition in enumerate(run.partitions)
+    ]
+    return join([_balance_bar(run.layers), table("partitions", headings, rows)])
+
+
+def _partition_cells(index: int, partition: PartitionUsage, *, timed: bool) -> list[Child]:
+    cells: list[Child] = [
+        join([color_dot(_partition_color(index)), str(index)]),
+        partition.device or "-",
+        partition.layers or "-",
+        format_value("parameters", partition.parameters),
+    ]
+    if timed:
+        cells += [
+            format_value("busy", partition.busy),
+            format_value("recompute", partition.recompute),
+            format_value("waiting_ms", partition.waiting_ms),
+        ]
+    return cells
+
+
+def _memory_bar(index: int, partition: PartitionUsage, longest: float, limit: float | None) -> Html:
+    sizes = {f"{purpose} bytes": size for purpose, size in partition.memory.items()}
+    return _bar(_partition_color(index), f"partition {index}", sizes, longest, limit)
+
+
+def _balance_bar(layers: Sequence[LayerCost]) -> Html | None:
+    """The layers side by side, each as wide as its share of the time."""
+    total = sum(layer.forward + layer.backward for layer in layers)
+    if not total:
+        return None
+    begin, segments = 0.0, []
+    for layer in layers:
+        width = 100 * (layer.forward + layer.backward) / total
+        tooltip = f"{layer.name}\npartition {layer.partition}\n{width:.2f} % of the time"
+        segments.append(_segment(_partition_color(layer.partition), begin, width, tooltip))
+        begin += width
+    return tag("svg", {"class": "shares", "role": "img", "aria-label": "balance"}, *segments)
+
+
+def _bar(
+    color: str, name: str, parts: Mapping[str, float], longest: float, limit: float | None = None
+) -> Html:
+    """The parts side by side, each paler than the last, and their sum as a number."""
+    begin, segments = 0.0, []
+    for index, (part, size) in enumerate(parts.items()):
+        width = 100 * size / longest if longest else 0.0
+        tooltip = f"{name}\n{part.replace('_', ' ')}: {format_value(part, size)}"
+        segments.append(_segment(f"{color} part{index}", begin, width, tooltip))
+        begin += width
+    if limit is not None and longest:
+        x = f"{100 * limit / longest:.2f}%"
+        segments.append(tag("line", {"class": "limit", "x1": x, "x2": x, "y2": "100%"}))
+    total = format_value(next(iter(parts), "bytes"), sum(parts.values()))
+    return tag(
+        "span", {"class": "measure"}, tag("svg", {"class": "bar"}, *segments), tag("span", None, total)
+    )
+
+
+def _segment(color: str, begin: float, width: float, tooltip: str) -> Html:
+    geometry = {"x": f"{begin:.2f}%", "width": f"{width:.2f}%", "height": "100%"}
+    return tag("rect", {"class": color, **geometry}, tag("title", None, tooltip))
+
+
+def _partition_color(partition: int) -> str:
+    return f"p{partition % 8}"

@@ -1,0 +1,182 @@
+"""A run directory as the facts of a report page: which file tells what. Nothing in the files is trusted or run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gpipe_cli.errors import RunError
+from gpipe_cli.report.page.facts import (
+    LayerCost,
+    MetricCurve,
+    PartitionUsage,
+    RunFacts,
+    TimelineBar,
+    TimelineFacts,
+)
+from gpipe_cli.report.page.run_files import (
+    RunFiles,
+    as_int,
+    as_list,
+    as_mapping,
+    as_number,
+    as_rows,
+    as_text,
+)
+from gpipe_cli.report.timeline import IDEAL, MEASURED
+
+RUN_FILES = ("launch.json", "config.yaml", "metrics.jsonl", "profile.json", "summary.json")
+"""A directory with none of these is not a run."""
+POSITION_COLUMNS = ("step", "epoch", "seconds")
+"""Numbers in a row of metrics that say where it stands, not what was measured."""
+MEMORY_PURPOSES = ("parameter", "gradient", "optimizer", "activation")
+PACKAGE_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
+MAX_PARTITIONS = 1024
+MAX_BARS = 20_000
+"""A timeline of more bars would show nothing."""
+
+
+def read_run(directory: Path) -> RunFacts:
+    if not directory.is_dir():
+        raise RunError(f"{directory}: no such directory")
+    if not any(os.path.lexists(directory / name) for name in RUN_FILES):
+        raise RunError(f"{directory}: not a run directory: it has none of {', '.join(RUN_FILES)}")
+    files = RunFiles(directory)
+    launch, summary, profile = (files.json(f"{name}.json") for name in ("launch", "summary", "profile"))
+    timeline = as_mapping(profile.get("timeline"))
+    trace = files.json("trace.json")
+    layers = as_rows(profile.get("layers"))
+    unit = "ms" if any("forward_ms" in row for row in layers) else "flops"
+    return RunFacts(
+        path=directory,
+        command="profile" if profile and not summary else "train",
+        summary=summary
+        or {key: value for key, value in profile.items() if key not in ("layers", "timeline")},
+        curves=_curves(files.json_lines("metrics.jsonl")),
+        layers=tuple(_layer_cost(row, unit) for row in layers),
+        unit=unit,
+        measured=_median_step(trace, MEASURED, as_number(timeline.get("bubble"))),
+        ideal=_median_step(trace, IDEAL, as_number(timeline.get("ideal_bubble"))),
+        advice=tuple(map(as_text, as_list(timeline.get("advice")))),
+        partitions=_partitions(launch, timeline),
+        device_memory=as_number(launch.get("device_memory")),
+        config=files.text("config.yaml"),
+        environment=files.json("env.json"),
+        commands=_commands(launch, summary or profile),
+        next_commands={} if profile else _next_commands(directory, launch),
+        problems=tuple(files.problems),
+    )
+
+
+def _curves(metrics: Iterable[Mapping[str, Any]]) -> tuple[MetricCurve, ...]:
+    """One per metric and split. A value that is not finite is left out of its own curve only."""
+    points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for row in metrics:
+        step, split = as_number(row.get("step")), as_text(row.get("split"))
+        for metric, value in row.items():
+            number = as_number(value)
+            if step is not None and number is not None and metric not in POSITION_COLUMNS:
+                points[metric, split].append((step, number))
+    return tuple(MetricCurve(*key, tuple(sorted(values))) for key, values in points.items())
+
+
+def _layer_cost(row: Mapping[str, Any], unit: str) -> LayerCost:
+    forward, backward, parameters, saved = (
+        max(0.0, as_number(row.get(key)) or 0.0)
+        for key in (f"forward_{unit}", f"backward_{unit}", "parameter_bytes", "saved_bytes")
+    )
+    partition = as_int(row.get("partition"), MAX_PARTITIONS - 1) or 0
+    return LayerCost(
+        as_text(row.get("name")), as_text(row.get("type")), partition, forward, backward, parameters, saved
+    )
+
+
+def _partitions(launch: Mapping[str, Any], timeline: Mapping[str, Any]) -> tuple[PartitionUsage, ...]:
+    """Devices and layers come from launch.json, how busy a partition was from the recorded steps."""
+    placed, timed = (as_rows(source.get("partitions"))[:MAX_PARTITIONS] for source in (launch, timeline))
+    count = max(len(placed), len(timed))
+    rows = zip(placed + [{}] * (count - len(placed)), timed + [{}] * (count - len(timed)), strict=True)
+    return tuple(_partition(place, time) for place, time in rows)
+
+
+def _partition(place: Mapping[str, Any], time: Mapping[str, Any]) -> PartitionUsage:
+    first, last = as_text(place.get("first")), as_text(place.get("last"))
+    count = as_number(place.get("layers"))
+    memory = {purpose: as_number(place.get(f"{purpose}_bytes")) for purpose in MEMORY_PURPOSES}
+    if memory["activation"] is None:
+        memory["activation"] = as_number(time.get("peak_saved_bytes"))
+    return PartitionUsage(
+        device=as_text(place.get("device")),
+        layers="" if count is None else f"{count:.0f}: {first}" + (f" to {last}" if last != first else ""),
+        parameters=as_number(place.get("parameters")),
+        memory={purpose: max(0.0, size) for purpose, size in memory.items() if size is not None},
+        busy=as_number(time.get("busy")),
+        recompute=as_number(time.get("recompute")),
+        waiting_ms=as_number(time.get("waiting_ms")),
+    )
+
+
+def _median_step(trace: Mapping[str, Any], process: int, bubble: float | None) -> TimelineFacts | None:
+    """The recorded step of median length; None if there is none, or none that can be drawn."""
+    steps: dict[int, list[TimelineBar]] = defaultdict(list)
+    for event in as_rows(trace.get("traceEvents")):
+        if event.get("ph") == "X" and event.get("pid") == process and (bar := _bar(event)) is not None:
+            steps[as_int(as_mapping(event.get("args")).get("step"), 10**9) or 0].append(bar)
+    timelines = []
+    for bars in steps.values():
+        origin = min(bar.begin for bar in bars)
+        moved = (replace(bar, begin=bar.begin - origin) for bar in bars)
+        ordered = sorted(moved, key=lambda bar: (bar.partition, bar.begin))
+        timelines.append(TimelineFacts(tuple(ordered), bubble))
+    if not timelines:
+        return None
+    timelines.sort(key=lambda timeline: timeline.milliseconds)
+    median = timelines[len(timelines) // 2]
+    return median if len(median.bars) <= MAX_BARS else None
+
+
+def _bar(event: Mapping[str, Any]) -> TimelineBar | None:
+    arguments = as_mapping(event.get("args"))
+    partition = as_int(arguments.get("partition"), MAX_PARTITIONS - 1)
+    micro_batch = as_int(arguments.get("micro_batch"), 10**9)
+    begin, duration = as_number(event.get("ts")), as_number(event.get("dur"))
+    if partition is None or micro_batch is None or begin is None or duration is None or duration < 0:
+        return None
+    label, phase = as_text(event.get("name")), as_text(event.get("cat"))
+    return TimelineBar(label, phase, partition, micro_batch, begin / 1000, duration / 1000)
+
+
+def _commands(launch: Mapping[str, Any], summary: Mapping[str, Any]) -> tuple[str, ...]:
+    lines = [as_text(line) for line in as_list(launch.get("commands"))] or [as_text(summary.get("command"))]
+    return tuple(quoted for line in lines if (quoted := _requote(line)))
+
+
+def _next_commands(directory: Path, launch: Mapping[str, Any]) -> dict[str, str]:
+    """Made from `directory` rather than read from a file, so that they fit a run that was moved."""
+    names = [name for name in as_list(launch.get("allow")) if isinstance(name, str)]
+    packages = [name for name in names if PACKAGE_NAME.fullmatch(name)]
+    allow = [f"allow=[{','.join(packages)}]"] if packages else []
+    profile = _requote(as_text(launch.get("profile")))
+    return {
+        "Resume the run; add epochs=... to train longer": shlex.join(
+            ["gpipe", "train", f"resume={directory}", *allow]
+        ),
+        "Evaluate it": shlex.join(["gpipe", "eval", f"run={directory}", *allow]),
+        "Export the trained weights": shlex.join(["gpipe", "export", f"run={directory}"]),
+        **({"See where time and memory go": profile} if profile else {}),
+    }
+
+
+def _requote(line: str) -> str:
+    """A gpipe command with every word quoted, so that you can paste it safely; empty for any other line."""
+    try:
+        words = shlex.split(line)
+    except ValueError:
+        return ""
+    return shlex.join(words) if words and words[0] == "gpipe" else ""

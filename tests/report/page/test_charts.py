@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe_cli.report.page.charts import MAX_POINTS, Scale, thin_points
+
+numbers = st.floats(-1e100, 1e100)
+
+
+@given(st.lists(numbers, min_size=1), st.sampled_from([0.0, 0.06]))
+def test_every_value_has_a_position_and_ticks_lie_on_the_axis(values: list[float], margin: float) -> None:
+    scale = Scale.over(values, margin=margin)
+    assert all(-1e-9 <= scale.share(value) <= 1 + 1e-9 for value in values)
+    ticks = scale.ticks()
+    assert ticks == sorted(ticks) and 1 <= len(ticks) <= 12
+    assert all(-1e-6 <= scale.share(tick) <= 1 + 1e-6 for tick in ticks)
+
+
+def test_ticks_are_round_numbers() -> None:
+    assert Scale(0, 1).ticks() == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
+    assert Scale(0, 2437.5).ticks() == [0, 500, 1000, 1500, 2000]
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5000))
+def test_a_long_curve_keeps_its_spikes_and_its_ends(values: list[float]) -> None:
+    points = [(float(step), value) for step, value in enumerate(values)]
+    kept = thin_points(points)
+    assert len(kept) <= MAX_POINTS + 2
+    assert kept == sorted(set(kept)) and set(kept) <= set(points) and kept[-1] == points[-1]
+    assert {min(values), max(values)} <= {value for _, value in kept}
+
+
+def test_a_short_curve_stays_as_it_is() -> None:
+    points = [(1.0, 5.0), (2.0, 5.0), (3.0, 4.0)]
+    assert thin_points(points) == points
