@@ -120,7 +120,7 @@ def _plain(case: dict[str, Any]) -> dict[str, Any]:
     import torch
     from torch import nn
 
-    from gpipe_cli.pipeline.plain import PlainPipe
+    from gpipe_cli.pipeline.gpipe import PlainPipe
 
     pipe = PlainPipe(_model(case))
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4)

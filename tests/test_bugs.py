@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from gpipe_cli import GPipe, current_microbatch, register_layer_logging_hooks
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.torch_internals.keyed_random import UnkeyedRandomError
 
 

@@ -34,7 +34,7 @@ LEVELS = """
     pipeline
     sequential
     skip
-    schedule torch_internals vision config.schema
+    schedule accelerator torch_internals vision config.schema
     values safe_files owned_folder
     errors version byte_size orphans collector redaction
 """

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.schedule.checkpoint import Checkpoint
 from gpipe_cli.skip import pop, skippable, stash
 from tests.random_pipes.compare import problems_of

@@ -10,11 +10,11 @@ from typing import overload
 
 from torch import nn
 
+from gpipe_cli.accelerator.devices import Device, device_here
 from gpipe_cli.balance.argument_order import either_order
 from gpipe_cli.balance.memory import LayerBytes, Memory, SkipBytes
 from gpipe_cli.balance.result import Balanced, best
 from gpipe_cli.balance.solver import require_layers
-from gpipe_cli.pipeline.devices import Device, device_here
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
 from gpipe_cli.pipeline.pytree import map_tensors
 from gpipe_cli.profiling.facts import ModelFacts, model_facts

@@ -12,12 +12,12 @@ from typing import Protocol, overload
 
 from torch import nn
 
+from gpipe_cli.accelerator.devices import Device, device_here
 from gpipe_cli.balance.argument_order import either_order
 from gpipe_cli.balance.memory import Memory
 from gpipe_cli.balance.nearby import best_nearby
 from gpipe_cli.balance.result import Balanced, best
 from gpipe_cli.balance.solver import Additive, ByPlace, Objective, require_layers, sums
-from gpipe_cli.pipeline.devices import Device, device_here
 from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
 from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import Sample

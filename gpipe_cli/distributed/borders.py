@@ -23,12 +23,12 @@ from gpipe_cli.pipeline.aliasing import find_aliases
 from gpipe_cli.pipeline.batchnorm import deferred_batch_norms
 from gpipe_cli.pipeline.caller_state import CallerState
 from gpipe_cli.pipeline.context import MicroBatch, Running
-from gpipe_cli.pipeline.cutting import cut, make_partitions
 from gpipe_cli.pipeline.layer import layers_of
+from gpipe_cli.pipeline.layer_loop import PartitionSkips
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pipeline.partition import Partition
+from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
 from gpipe_cli.pipeline.pytree import Template, flatten, unflatten
-from gpipe_cli.pipeline.skips import PartitionSkips
 from gpipe_cli.sequential.meta_clone import clone_with
 from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.skip.tracker import use_skip_tracker
@@ -92,7 +92,7 @@ class Sketch:
         assert isinstance(clone, nn.Sequential), "a copy is what it was copied from"
         self._module = clone
         layers = layers_of(clone)
-        views = cut(clone, layers, balance)
+        views = partition_modules(clone, layers, balance)
         self._partitions = make_partitions(views, layers, balance, [device], keep_aliases=False)
         self._known: dict[tuple[Any, ...], tuple[Border, ...]] = {}
 

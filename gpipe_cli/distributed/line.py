@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from gpipe_cli.distributed.exchange import Sending, begin_sending, receive_on_device, share_numbers
 from gpipe_cli.distributed.groups import PIPE, get_group
-from gpipe_cli.pipeline.boundary import Gradients, Parcel
+from gpipe_cli.pipeline.boundary import Gradients, PartitionInput
 
 __all__ = ["Line"]
 
@@ -59,9 +59,9 @@ class Line:
         needs_grad = [tensor.requires_grad for tensor in tensors]
         self._send(tuple(tensor.detach() for tensor in tensors), needs_grad, self.rank + 1)
 
-    def receive(self) -> Parcel:
+    def receive(self) -> PartitionInput:
         tensors, needs_grad = self._received(self.rank - 1)
-        return Parcel(tensors, tuple(needs_grad))
+        return PartitionInput(tensors, tuple(needs_grad))
 
     def send_back(self, gradients: Gradients) -> None:
         self._send(gradients, None, self.rank - 1)

@@ -9,7 +9,7 @@ replicas tell each other stands in the files beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import final
@@ -24,19 +24,17 @@ from gpipe_cli.distributed.replicas import Replicas
 from gpipe_cli.distributed.schedules import TorchSchedule
 from gpipe_cli.distributed.shard import keep_only
 from gpipe_cli.distributed.tied_gradients import TiedGradients
-from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, deferred_batch_norms
-from gpipe_cli.pipeline.boundary import Parcel
-from gpipe_cli.pipeline.buffers import Buffer, all_buffers, save
-from gpipe_cli.pipeline.cutting import cut, make_partitions
-from gpipe_cli.pipeline.flight import Flight
-from gpipe_cli.pipeline.keys import replica_key
+from gpipe_cli.pipeline.batch_state import BatchState
+from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, commit_or_discard, deferred_batch_norms
+from gpipe_cli.pipeline.boundary import PartitionInput
+from gpipe_cli.pipeline.forward_task import MicroBatchLoss
+from gpipe_cli.pipeline.gpipe import PipeBase
+from gpipe_cli.pipeline.layer import replica_key
 from gpipe_cli.pipeline.loss import StepLoss
-from gpipe_cli.pipeline.microbatch import Value
-from gpipe_cli.pipeline.minibatch import MiniBatch, committed
-from gpipe_cli.pipeline.runner import joined
-from gpipe_cli.pipeline.tied import Aliases, TiedParameters
-from gpipe_cli.pipeline.visit import Head
-from gpipe_cli.pipeline.wrapped import WrappedSequence
+from gpipe_cli.pipeline.microbatch import MiniBatch, Value
+from gpipe_cli.pipeline.module_state import Buffer, all_buffers, save_buffers
+from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
+from gpipe_cli.pipeline.tied import TiedParameters, Untied
 from gpipe_cli.schedule import traits
 from gpipe_cli.schedule.checkpoint import Checkpoint
 
@@ -47,7 +45,7 @@ _MOST_SCHEDULES = 8
 
 
 @final
-class RankPipe(WrappedSequence):
+class RankPipe(PipeBase):
     def __init__(
         self,
         module: nn.Sequential,
@@ -65,7 +63,7 @@ class RankPipe(WrappedSequence):
         self._traits, self._torch_schedule = traits(schedule), torch_schedule_class(schedule)
         self._sketch = Sketch(self.module, balance, place.device)
         # Not registered children: the layers already are children of `module`, under their own names.
-        self.__dict__["partitions"] = cut(self.module, self._layers, balance)
+        self.__dict__["partitions"] = partition_modules(self.module, self._layers, balance)
         partitions = make_partitions(
             self.partitions, self._layers, balance, [place.device], keep_aliases=False
         )
@@ -96,30 +94,28 @@ class RankPipe(WrappedSequence):
             return ()
         # Without backward any schedule does what ScheduleGPipe does, unless a process has several partitions.
         schedule = self._torch_schedule if self._traits.several_per_device else ScheduleGPipe
-        with committed(self._own_batch_norms):
-            flight = self._fly(batch, schedule, None)
+        with commit_or_discard(self._own_batch_norms):
+            state = self._run(batch, schedule, None)
         if not self.place.has_output:
             return ()
-        return joined(flight)
+        return state.joined_output()
 
-    def _step(self, batch: MiniBatch, make_loss: Callable[[], StepLoss]) -> StepLoss:
-        loss = make_loss()
+    def _step(self, batch: MiniBatch, loss: StepLoss) -> None:
         total = self._replicas.total(batch.rows)
-        loss.count_in(total)
+        loss.set_total_rows(total)
         batch = self._mini_batch(batch)
-        before = save(self._plain_buffers()) if self._replicas.several else ()
-        aliases = self._tied.aliases()
-        with committed(self._own_batch_norms):
+        before = save_buffers(self._plain_buffers()) if self._replicas.several else ()
+        untied = self._tied.untied()
+        with commit_or_discard(self._own_batch_norms):
             if batch.rows:
-                self._fly(batch, self._torch_schedule, loss.weighted, aliases)
+                self._run(batch, self._torch_schedule, loss.weighted, untied)
             self._replicas.merge_moments(self._own_batch_norms)
-        self._settle(aliases)
+        self._settle(untied)
         self._replicas.merge_buffers(before, batch.rows / total)
-        return loss
 
-    def _settle(self, aliases: Sequence[Aliases]) -> None:
+    def _settle(self, untied: Sequence[Untied]) -> None:
         """Tied parameters first, so that a replica gives the sum one alone would have; copies last."""
-        self._tied_gradients.collect(aliases)
+        self._tied_gradients.collect(untied)
         self._replicas.sum_gradients(self._summed)
         self._tied_gradients.spread()
 
@@ -128,22 +124,22 @@ class RankPipe(WrappedSequence):
         buffers = all_buffers([layer.module for layer in self._own_layers])
         return [one for one in buffers if not isinstance(one.module, DeferredBatchNorm)]
 
-    def _fly(
+    def _run(
         self,
         batch: MiniBatch,
         schedule: TorchScheduleClass,
-        head: Head | None,
-        aliases: Sequence[Aliases] = (),
-    ) -> Flight:
-        rest = iter(aliases or self._tied.aliases())
-        recomputes = self.training and head is not None
-        flight = Flight(
+        loss: MicroBatchLoss | None,
+        untied: Sequence[Untied] = (),
+    ) -> BatchState:
+        layers = iter(untied or self._tied.untied())
+        recomputes = self.training and loss is not None
+        state = BatchState(
             batch,
-            [Parcel.of(tensors, batch.template) for tensors in batch.inputs],
+            [PartitionInput.of_pipe(tensors, batch.template) for tensors in batch.inputs],
             self._tied,
-            [[tuple(islice(rest, length)) for length in self._lengths]],
+            [[tuple(islice(layers, length)) for length in self._lengths]],
             batch.checkpoint_stops(self._checkpoint, len(self._lengths), recomputes),
-            head,
+            loss,
         )
         for partition in self._own:
             partition.begin()
@@ -158,8 +154,8 @@ class RankPipe(WrappedSequence):
             for flush in flushes(sizes, schedule, self.place.ranks)
         ]
         for flush, borders in legs:
-            self._schedule_for(flush, borders, training=head is not None).run(flight, flush.first)
-        return flight
+            self._schedule_for(flush, borders, training=loss is not None).run(state, flush.first)
+        return state
 
     def _schedule_for(self, flush: Flush, borders: tuple[Border, ...], *, training: bool) -> TorchSchedule:
         """One made before, if it is among those used last.

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from gpipe_cli.distributed.exchange import gather_numbers, sum_of_numbers
 from gpipe_cli.distributed.place import Place
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, Moments
-from gpipe_cli.pipeline.buffers import SavedBuffer
+from gpipe_cli.pipeline.module_state import SavedBuffer
 
 __all__ = ["Replicas", "summed_gradients"]
 

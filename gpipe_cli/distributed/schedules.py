@@ -21,7 +21,7 @@ from gpipe_cli.distributed.borders import Border
 from gpipe_cli.distributed.flushes import Flush
 from gpipe_cli.distributed.place import Place
 from gpipe_cli.distributed.stage import Stage
-from gpipe_cli.pipeline.flight import Flight
+from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.partition import Partition
 
 __all__ = ["TorchSchedule"]
@@ -64,10 +64,10 @@ class TorchSchedule:
             stages, flush.count, loss_fn=_given if training else None, scale_grads=False
         )
 
-    def run(self, flight: Flight, first: int) -> None:
-        """Take so many micro-batches of the flight from `first` on through the pipeline."""
+    def run(self, state: BatchState, first: int) -> None:
+        """Take so many micro-batches of the mini-batch from `first` on through the pipeline."""
         for stage in self._stages:
-            stage.begin(flight, first)
+            stage.begin(state, first)
         # torch wants a target to split, where there is a loss; the loss has seen the real one already.
         needs_target = self._training and self._has_output
         target = {"target": torch.zeros(self._count)} if needs_target else {}
@@ -75,7 +75,7 @@ class TorchSchedule:
             with _silenced():
                 self._schedule.step(**target, return_outputs=False)
         except Exception as error:
-            failure, flight.failure = flight.failure, None
+            failure, state.failure = state.failure, None
             if failure is None or failure is error:
                 raise
             raise failure from None

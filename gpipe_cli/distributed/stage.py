@@ -5,7 +5,7 @@ engine: boundaries, keys, recomputation, aliases, and its own split of the backw
 checkpointed forward three times and needs a graph of torch's choosing; a `dw_builder` replaces it by ours.
 
 torch counts micro-batches from 0 in each flush and runs them in ascending order, so the stage counts with it. The
-first stage takes its input from the flight and the last one leaves its output there: torch would split both, and
+first stage takes its input from the batch state and the last one leaves its output there: torch would split both, and
 evenly only. Tensors leave contiguous, because gloo takes no others, and in the shape that was announced: of a wrong
 one torch notices nothing.
 """
@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from gpipe_cli.distributed.borders import Border, TensorKind
-from gpipe_cli.pipeline.boundary import ANCHOR, Gradients, Parcel
-from gpipe_cli.pipeline.failure import add_note
-from gpipe_cli.pipeline.flight import Flight
+from gpipe_cli.pipeline.batch_state import BatchState
+from gpipe_cli.pipeline.boundary import ANCHOR, Gradients, PartitionInput
+from gpipe_cli.pipeline.failures import add_note, failure_note
+from gpipe_cli.pipeline.forward_task import SavedForBackward
 from gpipe_cli.pipeline.partition import Partition
-from gpipe_cli.pipeline.visit import Kept
-from gpipe_cli.pipeline.walk import failure_note
 from gpipe_cli.schedule.action import Action, Kind
 from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.torch_internals.function import apply
@@ -44,76 +43,76 @@ class Stage(nn.Module):
         self._entering = entering
         self._leaving = leaving
         self.split = split
-        self._flight: Flight | None = None
+        self._current: BatchState | None = None
         self._micro_batch = 0
-        self._half_done: Kept | None = None
+        self._half_done: SavedForBackward | None = None
 
-    def begin(self, flight: Flight, first: int) -> None:
-        """The next flush is of this flight, from micro-batch `first` on."""
-        self._flight, self._micro_batch = flight, first
+    def begin(self, state: BatchState, first: int) -> None:
+        """The next flush is of this mini-batch, from micro-batch `first` on."""
+        self._current, self._micro_batch = state, first
 
     def end(self) -> None:
-        self._flight = self._half_done = None
+        self._current = self._half_done = None
 
     def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
         micro_batch = self._micro_batch
         self._micro_batch += 1
         if torch.is_grad_enabled():
-            sent: tuple[Tensor, ...] = apply(_Visit, self, micro_batch, ANCHOR, *received)
+            sent: tuple[Tensor, ...] = apply(_StageFunction, self, micro_batch, ANCHOR, *received)
         else:
             sent = self.run(micro_batch, received).present
         # torch takes what the last stage gives for the loss, which is one tensor.
         return sent if self._leaving is not None else sent[0]
 
-    def run(self, micro_batch: int, received: tuple[Tensor, ...]) -> Parcel:
+    def run(self, micro_batch: int, received: tuple[Tensor, ...]) -> PartitionInput:
         """The forward of one micro-batch; what is sent on, and what of it needs a gradient."""
-        flight, index = self._flight_now, self._partition.index
-        with self._noting(Kind.FORWARD, "forward", micro_batch), flight.batch.state.entered():
+        state, index = self._state, self._partition.index
+        with self._noting(Kind.FORWARD, "forward", micro_batch), state.batch.state.entered():
             given, passing = self._unpack(micro_batch, received)
-            output, kept = self._partition.forward((given,), flight.visit(index, micro_batch))
-            if kept is not None and flight.batch.state.grad:
-                flight.kept[index, micro_batch] = kept
+            output, saved = self._partition.forward((given,), state.forward_task(index, micro_batch))
+            if saved is not None and state.batch.state.grad:
+                state.saved[index, micro_batch] = saved
             return self._pack(micro_batch, output, passing)
 
     def run_backward(self, micro_batch: int, gradients: Gradients) -> Gradients:
         """The gradients of what was received, from those of what was sent."""
-        flight, partition = self._flight_now, self._partition
-        kept = flight.kept[partition.index, micro_batch]
-        if kept.parcels is not None:
-            with self._noting(Kind.BACKWARD, "recompute", micro_batch), flight.batch.state.entered():
-                partition.recompute(kept)
+        state, partition = self._state, self._partition
+        saved = state.saved[partition.index, micro_batch]
+        if saved.inputs is not None:
+            with self._noting(Kind.BACKWARD, "recompute", micro_batch), state.batch.state.entered():
+                partition.recompute(saved)
         leaving, passing = self._gradients_of_output(gradients)
         with self._noting(Kind.BACKWARD, "backward", micro_batch):
             if self.split:
-                entering = partition.backward_input(kept, leaving, keep_graph=False)
-                self._half_done = kept
+                entering = partition.backward_input(saved, leaving, keep_graph=False)
+                self._half_done = saved
             else:
-                entering = partition.backward(kept, leaving, keep_graph=False)
-        del flight.kept[partition.index, micro_batch]
+                entering = partition.backward(saved, leaving, keep_graph=False)
+        del state.saved[partition.index, micro_batch]
         return self._gradients_of_input(entering, passing)
 
     def weights_half(self) -> Callable[[], None]:
         """The rest of the backward that has just been run, for later: torch's `dw_builder`."""
-        kept, self._half_done = self._half_done, None
+        saved, self._half_done = self._half_done, None
 
         def run() -> None:
-            if kept is not None:
-                with self._noting(Kind.WEIGHT_GRAD, "backward", kept.visit.micro_batch.index):
-                    self._partition.backward_weights(kept, keep_graph=False)
+            if saved is not None:
+                with self._noting(Kind.WEIGHT_GRAD, "backward", saved.task.micro_batch.index):
+                    self._partition.backward_weights(saved, keep_graph=False)
 
         return run
 
     @property
-    def _flight_now(self) -> Flight:
-        assert self._flight is not None, "a flush has begun"
-        return self._flight
+    def _state(self) -> BatchState:
+        assert self._current is not None, "a flush has begun"
+        return self._current
 
     def _unpack(
         self, micro_batch: int, received: tuple[Tensor, ...]
-    ) -> tuple[Parcel, dict[SkipName, Tensor]]:
+    ) -> tuple[PartitionInput, dict[SkipName, Tensor]]:
         """What the layers get, and the skips that only pass through."""
         if self._partition.index == 0:
-            return self._flight_now.inputs[micro_batch], {}
+            return self._state.inputs[micro_batch], {}
         border = self._entering
         count = len(border.value)
         tensors = [tensor.detach() for tensor in received]
@@ -124,8 +123,8 @@ class Stage(nn.Module):
         needs = [kind.needs_grad for kind in border.value] + [
             name in kinds and kinds[name].needs_grad for name in names
         ]
-        grad = self._flight_now.batch.state.grad
-        return Parcel(
+        grad = self._state.batch.state.grad
+        return PartitionInput(
             (*tensors[:count], *popped),
             tuple(need and grad for need in needs),
             border.template,
@@ -133,21 +132,23 @@ class Stage(nn.Module):
             len(popped),
         ), skips
 
-    def _pack(self, micro_batch: int, outputs: tuple[Parcel, ...], passing: dict[SkipName, Tensor]) -> Parcel:
+    def _pack(
+        self, micro_batch: int, outputs: tuple[PartitionInput, ...], passing: dict[SkipName, Tensor]
+    ) -> PartitionInput:
         border = self._leaving
         if border is None:
-            (self._flight_now.outputs[micro_batch],) = outputs
+            (self._state.outputs[micro_batch],) = outputs
             return outputs[0]
         count = outputs[0].values
-        sent = [tensor for parcel in outputs for tensor in parcel.tensors]
+        sent = [tensor for output in outputs for tensor in output.tensors]
         skips: dict[SkipName, Tensor | None] = dict(passing)
         names = (route.name for route in self._partition.sends)
         skips.update(zip(names, sent[count:], strict=True))
         tensors = (*sent[:count], *(skips[name] for name in sorted(skips)))
         present = tuple(tensor.contiguous() for tensor in tensors if tensor is not None)
         self._check(border, present)
-        grad = self._flight_now.batch.state.grad
-        return Parcel(present, tuple(kind.needs_grad and grad for kind in border.kinds))
+        grad = self._state.batch.state.grad
+        return PartitionInput(present, tuple(kind.needs_grad and grad for kind in border.kinds))
 
     def _check(self, border: Border, tensors: tuple[Tensor, ...]) -> None:
         kinds = border.kinds
@@ -179,21 +180,21 @@ class Stage(nn.Module):
 
     @contextmanager
     def _noting(self, kind: Kind, phase: str, micro_batch: int) -> Iterator[None]:
-        """torch wraps whatever a stage raises in an error of its own: what was raised first is kept."""
+        """torch wraps whatever a stage raises in an error of its own: what was raised first is saved."""
         try:
             yield
         except BaseException as error:
-            flight, partition = self._flight_now, self._partition
-            flight.failure = flight.failure or error
-            kept = flight.kept.get((partition.index, micro_batch))
+            state, partition = self._state, self._partition
+            state.failure = state.failure or error
+            saved = state.saved.get((partition.index, micro_batch))
             action = Action(kind, partition.index, micro_batch)
             raised = error
-            add_note(raised, lambda: failure_note(action, phase, partition.whereabouts(phase, kept, raised)))
+            add_note(raised, lambda: failure_note(action, phase, partition.locate(phase, saved, raised)))
             raise
 
 
 @final
-class _Visit(Function):
+class _StageFunction(Function):
     """One micro-batch at one stage."""
 
     @staticmethod

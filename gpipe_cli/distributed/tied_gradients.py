@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from gpipe_cli.distributed.place import Place
-from gpipe_cli.pipeline.tied import Aliases, TiedParameters, accumulate
+from gpipe_cli.pipeline.tied import TiedParameters, Untied, accumulate
 
 __all__ = ["TiedGradients"]
 
@@ -32,10 +32,10 @@ class TiedGradients:
         ]
         """Copies here whose owner is another process."""
 
-    def collect(self, aliases: Sequence[Aliases]) -> None:
+    def collect(self, untied: Sequence[Untied]) -> None:
         """Give each shared parameter, at its owner, the sum of its uses' gradients."""
         gradients = [
-            [of_layer.take_gradient(parameter) for of_layer in (aliases[user] for user in users)]
+            [of_layer.take_gradient(parameter) for of_layer in (untied[user] for user in users)]
             for parameter, users in self._shared
         ]
         present = self._present(gradients)

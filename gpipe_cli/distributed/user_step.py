@@ -19,7 +19,7 @@ from torch import Tensor
 from gpipe_cli.distributed.gradients import refusing_reducers
 from gpipe_cli.distributed.line import Line
 from gpipe_cli.errors import ConfigError, PeerError
-from gpipe_cli.pipeline.boundary import Mailbox, Parcel, enter
+from gpipe_cli.pipeline.boundary import GradSink, PartitionInput, enter
 from gpipe_cli.pipeline.context import MicroBatch
 from gpipe_cli.pipeline.microbatch import Batch, Value, gather, micro_batches
 from gpipe_cli.pipeline.pytree import flatten, unflatten
@@ -91,11 +91,11 @@ def _begun(line: Line, forward: Forward, inputs: Inputs, count: int, dtype: torc
 
 @final
 @dataclass(frozen=True)
-class _Flight:
+class _ForwardResult:
     """A micro-batch between its forward and its backward."""
 
     part: MicroBatch
-    mailbox: Mailbox
+    sink: GradSink
     output: Value
 
 
@@ -120,24 +120,24 @@ class _Step:
         return unflatten(template, tensors)
 
     def train(self, backward: Backward) -> Tensor | None:
-        waiting: deque[_Flight] = deque()
+        waiting: deque[_ForwardResult] = deque()
         losses = []
         ahead = self.line.ranks - self.line.rank - 1
         for part in self.parts:
-            flight = self._run(part)
-            waiting.append(flight)
+            result = self._run(part)
+            waiting.append(result)
             if self.line.is_last:
-                losses.append(_loss(flight.output).detach())
+                losses.append(_loss(result.output).detach())
             if len(waiting) > ahead:
                 self._run_back(waiting.popleft(), backward)
         while waiting:
             self._run_back(waiting.popleft(), backward)
         return self._mean(losses) if losses else None
 
-    def _run(self, part: MicroBatch) -> _Flight:
-        parcel = Parcel((), ()) if self.line.is_first else self.line.receive()
-        mailbox = Mailbox(parcel.needs_grad)
-        given = [*enter((parcel,), mailbox)[0], *self.inputs[part.index]]
+    def _run(self, part: MicroBatch) -> _ForwardResult:
+        received = PartitionInput((), ()) if self.line.is_first else self.line.receive()
+        sink = GradSink(received.needs_grad)
+        given = [*enter((received,), sink)[0], *self.inputs[part.index]]
         # One micro-batch shows how the layers are wrapped; without gradients any wrapper is right.
         watched = part.index == 0 and torch.is_grad_enabled()
         with refusing_reducers() if watched else nullcontext():
@@ -146,18 +146,18 @@ class _Step:
         if not self.line.is_last:
             value = self._as_sent(value)
             self.line.send_on(_members(value))
-        return _Flight(part, mailbox, value)
+        return _ForwardResult(part, sink, value)
 
-    def _run_back(self, flight: _Flight, backward: Backward) -> None:
-        with flight.mailbox:
+    def _run_back(self, result: _ForwardResult, backward: Backward) -> None:
+        with result.sink:
             if self.line.is_last:
-                backward(_loss(flight.output) * (flight.part.size / self.rows), None)
+                backward(_loss(result.output) * (result.part.size / self.rows), None)
             else:
                 gradients = self.line.receive_back()
-                single = isinstance(flight.output, Tensor)
-                backward(flight.output, gradients[0] if single else gradients)
+                single = isinstance(result.output, Tensor)
+                backward(result.output, gradients[0] if single else gradients)
         if not self.line.is_first:
-            self.line.send_back(flight.mailbox.take())
+            self.line.send_back(result.sink.take())
 
     def _as_sent(self, value: Value) -> Value:
         def cast(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.engines.sliced import Away, SlicedEngine, kept_bytes, make_tier
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.cut import parameters_of
-from gpipe_cli.offload.pipe import SlicedPipe
+from gpipe_cli.offload.pipe import OffloadedPipe
 from gpipe_cli.offload.rotation import Rotation
 from gpipe_cli.offload.sizing import Demand, border_bytes, layer_bytes
 from gpipe_cli.offload.tiers import TIERS
@@ -131,7 +131,7 @@ class Slicing:
         *,
         deferred_batch_norm: bool = False,
         value_of: Callable[[Tensor], Tensor] | None = None,
-    ) -> tuple[SlicedPipe, Away]:
+    ) -> tuple[OffloadedPipe, Away]:
         """Take the model away, and give what runs it from there."""
         module = self.module
         borders = partial(border_bytes, module, balance, [self._recomputed] * len(balance), self.make_sample)
@@ -140,11 +140,11 @@ class Slicing:
         parameters.keep_shared([device], value_of)
         slices = parameters.on(tier, value_of)
         rotation = Rotation(slices, tier, device, rooms=self._rooms, beside=self.prefetch)
-        pipe = SlicedPipe(
+        pipe = OffloadedPipe(
             module,
             balance,
-            device=device,
-            residence=rotation,
+            devices=[device],
+            stores=[rotation],
             chunks=self.chunks,
             checkpoint=self.checkpoint,
             deferred_batch_norm=deferred_batch_norm,

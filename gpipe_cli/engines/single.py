@@ -7,7 +7,7 @@ from torch import nn
 
 from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.engines.stepping import PipeEngine
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.gpipe import PlainPipe
 
 
 def build(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,10 +16,11 @@ from gpipe_cli.engines.stepping import PipeEngine
 from gpipe_cli.engines.utilisation import Gauge
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.cut import parameters_of
+from gpipe_cli.offload.pipe import OffloadedPipe
 from gpipe_cli.offload.rotation import Rotation
 from gpipe_cli.offload.sizing import border_bytes
 from gpipe_cli.offload.tiers import TIERS
-from gpipe_cli.pipeline.gpipe import GPipe
+from gpipe_cli.pipeline.gpipe import GPipe, ThreadedPipe
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.schedule.action import partitions_of
@@ -50,15 +52,17 @@ def build(
         recomputed = checkpoint_stops(checkpoint, len(balance), chunks)
         borders = partial(border_bytes, module, balance, recomputed, make_sample)
         away = take_away(module, objective, balance, devices, offload, scratch, borders)
-    pipe = GPipe(
-        module,
-        balance,
-        devices=devices,
-        chunks=chunks,
-        checkpoint=checkpoint,
-        deferred_batch_norm=deferred_batch_norm,
-        schedule=schedule,
-        residences=() if away is None else away.rotations,
+    shared: dict[str, Any] = {
+        "devices": devices,
+        "chunks": chunks,
+        "checkpoint": checkpoint,
+        "deferred_batch_norm": deferred_batch_norm,
+        "schedule": schedule,
+    }
+    pipe: ThreadedPipe = (
+        GPipe(module, balance, **shared)
+        if away is None
+        else OffloadedPipe(module, balance, stores=away.rotations, **shared)
     )
     pipe.step_timeout = step_timeout
     if log_layers:

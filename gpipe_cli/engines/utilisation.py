@@ -13,7 +13,7 @@ from typing import final
 
 import torch
 
-from gpipe_cli.pipeline.gpipe import GPipe
+from gpipe_cli.pipeline.gpipe import ThreadedPipe
 from gpipe_cli.profiling.action_recorder import ActionRecorder
 from gpipe_cli.profiling.timeline import StepTimeline
 
@@ -37,7 +37,7 @@ class Utilisation:
 class Gauge:
     """Reads a pipe; what it saw last is in `last`."""
 
-    def __init__(self, pipe: GPipe) -> None:
+    def __init__(self, pipe: ThreadedPipe) -> None:
         self._pipe = pipe
         self._record = ActionRecorder(pipe.devices)
         self.last: Utilisation | None = None

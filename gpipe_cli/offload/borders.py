@@ -15,7 +15,7 @@ from torch import Tensor
 from gpipe_cli.offload.layout import Layout, as_bytes
 from gpipe_cli.offload.mover import Mover
 from gpipe_cli.offload.tiers import Region, Tier
-from gpipe_cli.pipeline.boundary import Parcel
+from gpipe_cli.pipeline.boundary import PartitionInput
 
 __all__ = ["Borders"]
 
@@ -27,7 +27,7 @@ class Borders:
         self._free: dict[int, list[Region]] = {}
         """By their bytes."""
 
-    def put_away(self, parcel: Parcel) -> _Deposit | None:
+    def put_away(self, parcel: PartitionInput) -> _Deposit | None:
         """None for a parcel that stays: one that is not laid out densely might come back with other strides."""
         tensors = [one for one in parcel.tensors if one is not None]
         layout = Layout(tensors)
@@ -51,7 +51,7 @@ class _Deposit:
 
     def __init__(
         self,
-        parcel: Parcel,
+        parcel: PartitionInput,
         layout: Layout,
         region: Region,
         jobs: list[Future[None]],
@@ -63,7 +63,7 @@ class _Deposit:
         self._layout, self._region, self._jobs = layout, region, jobs
         self._device, self._mover = device, mover
 
-    def __call__(self) -> Parcel:
+    def __call__(self) -> PartitionInput:
         self._mover.wait(self._jobs)
         memory = torch.empty(self._layout.nbytes, dtype=torch.uint8, device=self._device)
         # Not by the mover, where it would have to wait for the slice that is on its way.

@@ -19,22 +19,21 @@ from torch import Tensor, nn
 
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.offload.cut import parameters_of
-from gpipe_cli.offload.pipe import SlicedSequence
+from gpipe_cli.offload.pipe import OffloadedPipeBase
 from gpipe_cli.offload.rotation import Rotation
 from gpipe_cli.offload.sizing import layer_bytes
 from gpipe_cli.offload.tiers import CpuTier
-from gpipe_cli.pipeline.boundary import Parcel
+from gpipe_cli.pipeline.action_loop import PartitionVisit
+from gpipe_cli.pipeline.boundary import PartitionInput
 from gpipe_cli.pipeline.loss import StepLoss
-from gpipe_cli.pipeline.microbatch import Value, moved
-from gpipe_cli.pipeline.minibatch import MiniBatch
-from gpipe_cli.pipeline.residence import Stay
-from gpipe_cli.pipeline.wrapped import Output
+from gpipe_cli.pipeline.microbatch import MiniBatch, Value, moved
+from gpipe_cli.pipeline.pipe_module import Output
 
 __all__ = ["OffloadModel"]
 
 
 @final
-class OffloadModel(SlicedSequence):
+class OffloadModel(OffloadedPipeBase):
     def __init__(
         self,
         model: nn.Sequential | Sequence[nn.Module] | None,
@@ -58,7 +57,7 @@ class OffloadModel(SlicedSequence):
         parameters.keep_shared([self.device])
         tier = CpuTier(self.device)
         self._rotation = Rotation(parameters.on(tier), tier, self.device)
-        self._run_by_slices(balance, self.device, _WithGradients(self._rotation, self.device))
+        self._set_up(balance, [self.device], [_WithGradients(self._rotation, self.device)])
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Output:
         if kwargs:
@@ -73,9 +72,9 @@ class OffloadModel(SlicedSequence):
         self._rotation.forget()
         return super()._forward(input)
 
-    def _step(self, batch: MiniBatch, make_loss: Callable[[], StepLoss]) -> StepLoss:
+    def _step(self, batch: MiniBatch, loss: StepLoss) -> None:
         self._rotation.forget()
-        return super()._step(batch, make_loss)
+        super()._step(batch, loss)
 
     def close(self) -> None:
         """End the threads that run and move slices."""
@@ -93,18 +92,18 @@ class _WithGradients:
     def __init__(self, rotation: Rotation, device: torch.device) -> None:
         self._rotation, self._device = rotation, device
 
-    def put_away(self, parcel: Parcel) -> Callable[[], Parcel] | None:
-        return self._rotation.put_away(parcel)
+    def offload(self, input: PartitionInput) -> Callable[[], PartitionInput] | None:
+        return self._rotation.offload(input)
 
     @contextmanager
-    def staying(self, stay: Stay, following: Stay | None) -> Iterator[None]:
-        trained = self._rotation.slices[stay.partition].trained
+    def on_device(self, visit: PartitionVisit, following: PartitionVisit | None) -> Iterator[None]:
+        trained = self._rotation.slices[visit.partition].trained
         before = [parameter.grad for parameter in trained]
         homes = [parameter.device for parameter in trained]
         _set_gradients(trained, [None] * len(trained))
         after: Sequence[Tensor | None] = before
         try:
-            with self._rotation.staying(stay, following):
+            with self._rotation.on_device(visit, following):
                 _set_gradients(trained, [_moved(one, self._device) for one in before])
                 yield
                 after = [parameter.grad for parameter in trained]

@@ -1,56 +1,60 @@
-"""A sequence on one device, slice by slice: each is brought in, run for all micro-batches, and put away again.
+"""Pipes whose partitions are stored elsewhere and brought to a device for as long as a worker needs them.
 
-The pipe of engine=offload, and what OffloadModel shares with it. It is run by the pipeline's own walk, in the
-order of `by_slice`, so keys, recomputation, skips and errors are the same as there.
+The executor of every pipe runs them, so keys, recompute, skips and errors are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import final
 
 import torch
 from torch import nn
 
-from gpipe_cli.pipeline.cutting import cut, make_partitions, place_buffers
-from gpipe_cli.pipeline.executor import Executor
-from gpipe_cli.pipeline.residence import Residence
-from gpipe_cli.pipeline.runner import Runner
-from gpipe_cli.pipeline.worked import WorkedSequence
-from gpipe_cli.schedule.by_slice import order
+from gpipe_cli.pipeline.action_loop import PartitionStore
+from gpipe_cli.pipeline.executor import Executor, MakeOrder
+from gpipe_cli.pipeline.gpipe import ThreadedPipe
+from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules, place_buffers
+from gpipe_cli.schedule import order as schedule_order
+from gpipe_cli.schedule.by_slice import order as slice_order
+from gpipe_cli.schedule.checkpoint import Checkpoint
 
-__all__ = ["SlicedPipe", "SlicedSequence"]
 
-
-class SlicedSequence(WorkedSequence):
-    """Base of those that one worker runs by slices."""
-
-    def _run_by_slices(self, balance: Sequence[int], device: torch.device, residence: Residence) -> None:
-        self.devices = [device]
-        views = cut(self.module, self._layers, balance)
-        self._keep_views(views)
-        place_buffers(self.module, device)
-        partitions = make_partitions(views, self._layers, balance, self.devices)
-        self._runner = Runner(
-            partitions,
-            Executor(partitions, order, workers=1, residences=[residence]),
-            self._batch_norms,
-        )
+class OffloadedPipeBase(ThreadedPipe):
+    def _set_up(
+        self,
+        balance: Sequence[int],
+        devices: Sequence[torch.device],
+        stores: Sequence[PartitionStore],
+        make_order: MakeOrder = slice_order,
+    ) -> None:
+        """stores: one per device."""
+        self.devices = list(devices)
+        modules = partition_modules(self.module, self._layers, balance)
+        self._set_partitions(modules)
+        for index, module in enumerate(modules):
+            place_buffers(module, self.devices[index % len(self.devices)])
+        partitions = make_partitions(modules, self._layers, balance, self.devices)
+        self._executor = Executor(partitions, make_order, len(devices), self._batch_norms, stores=stores)
 
 
 @final
-class SlicedPipe(SlicedSequence):
+class OffloadedPipe(OffloadedPipeBase):
     def __init__(
         self,
         module: nn.Sequential,
         balance: Sequence[int],
         *,
-        device: torch.device,
-        residence: Residence,
+        devices: Sequence[torch.device],
+        stores: Sequence[PartitionStore],
+        schedule: str | None = None,
         chunks: int = 1,
-        checkpoint: str = "always",
+        checkpoint: Checkpoint = "always",
         deferred_batch_norm: bool = False,
     ) -> None:
+        """schedule: None runs each partition for all micro-batches before the next partition."""
         super().__init__(module, chunks, deferred_batch_norm)
         self.checkpoint = checkpoint
-        self._run_by_slices(balance, device, residence)
+        make_order = slice_order if schedule is None else partial(schedule_order, schedule)
+        self._set_up(balance, devices, stores, make_order)

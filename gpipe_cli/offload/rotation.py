@@ -21,8 +21,8 @@ from gpipe_cli.offload.layout import ALIGNMENT
 from gpipe_cli.offload.mover import Mover
 from gpipe_cli.offload.slice import Part, Slice
 from gpipe_cli.offload.tiers import Tier
-from gpipe_cli.pipeline.boundary import Parcel
-from gpipe_cli.pipeline.residence import Stay
+from gpipe_cli.pipeline.action_loop import PartitionVisit
+from gpipe_cli.pipeline.boundary import PartitionInput
 
 __all__ = ["Completion", "Rotation"]
 
@@ -62,15 +62,15 @@ class Rotation:
         self._room_of = {index: self._rooms[turn % count] for turn, index in enumerate(slices)}
 
     @contextmanager
-    def staying(self, stay: Stay, following: Stay | None) -> Iterator[None]:
+    def on_device(self, visit: PartitionVisit, following: PartitionVisit | None) -> Iterator[None]:
         ahead = None if following is None else (following.partition, self._parts(following))
-        with self._brought(stay.partition, self._parts(stay), ahead) as changed:
+        with self._brought(visit.partition, self._parts(visit), ahead) as changed:
             yield
-            if stay.completes and self.completion is not None:
-                changed.update(self.completion.completed(self.slices[stay.partition]))
+            if visit.is_last and self.completion is not None:
+                changed.update(self.completion.completed(self.slices[visit.partition]))
 
-    def put_away(self, parcel: Parcel) -> Callable[[], Parcel] | None:
-        return None if self._borders is None else self._borders.put_away(parcel)
+    def offload(self, input: PartitionInput) -> Callable[[], PartitionInput] | None:
+        return None if self._borders is None else self._borders.put_away(input)
 
     def tour(self, parts: Sequence[Part], changed: Collection[Part]) -> Iterator[Slice]:
         """All slices, one after another, with these parts; some of them change while they are there."""
@@ -89,8 +89,8 @@ class Rotation:
     def close(self) -> None:
         self.mover.close()
 
-    def _parts(self, stay: Stay) -> Sequence[Part]:
-        extra = self.completion.needs if stay.completes and self.completion is not None else ()
+    def _parts(self, visit: PartitionVisit) -> Sequence[Part]:
+        extra = self.completion.needs if visit.is_last and self.completion is not None else ()
         return [Part.WEIGHTS, *extra]
 
     @contextmanager

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from gpipe_cli.torch_internals.storage import storage_of
 
-__all__ = ["Alias", "find_aliases", "is_dense"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

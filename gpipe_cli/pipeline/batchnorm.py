@@ -8,7 +8,8 @@ Knows nothing of workers: micro-batches arrive at a layer in ascending order, so
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeGuard, final
 
@@ -47,6 +48,19 @@ def discard_deferred_batch_norm(module: nn.Module) -> None:
     """Forget a mini-batch that failed midway, so that it does not mix with the next."""
     for layer in deferred_batch_norms(module):
         layer.discard()
+
+
+@contextlib.contextmanager
+def commit_or_discard(batch_norms: Sequence[DeferredBatchNorm]) -> Iterator[None]:
+    """Run one mini-batch inside: commit the statistics at its end, or discard them if it raises."""
+    try:
+        yield
+    except BaseException:
+        for batch_norm in batch_norms:
+            batch_norm.discard()
+        raise
+    for batch_norm in batch_norms:
+        batch_norm.commit()
 
 
 def deferred_batch_norms(module: nn.Module) -> Iterator[DeferredBatchNorm]:

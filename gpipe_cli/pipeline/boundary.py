@@ -1,8 +1,8 @@
-"""Where one partition's graph ends and the next one's begins.
+"""Where the autograd graph of one partition ends and that of the next one begins.
 
-Decides what crosses: detached tensors and whether each takes part in backward; and how gradients cross
-back. A layer gets a copy-free successor of the received tensor that is no leaf, so it may work in place.
-Knows nothing of threads.
+A partition sends detached tensors and whether each takes part in backward; the receiver's gradients return to where
+the tensors were detached. `enter` gives the layers tensors that share the received memory and are no leaves, so a layer
+may write its input in place.
 """
 
 from __future__ import annotations
@@ -22,38 +22,36 @@ from gpipe_cli.pipeline.pytree import Template, unflatten
 from gpipe_cli.torch_internals.function import apply
 from gpipe_cli.torch_internals.tensor_version import version_of
 
-__all__ = ["ANCHOR", "Gradients", "Mailbox", "Parcel", "enter", "pack", "roots_of"]
-
 Gradients = tuple[Tensor | None, ...]
-"""One gradient per tensor of a parcel; None where there is none."""
+"""One gradient per tensor of a partition input; None where there is none."""
 
 NO_VALUE: Template = -1
-"""The template of a parcel of nothing but skips."""
+"""The template of an input that carries only skips."""
 NOTHING_SHARED: Mapping[int, Alias] = {}
 
 ANCHOR = torch.zeros(0, requires_grad=True)
-"""Makes autograd track what enters a partition. It never gets a gradient, so all partitions share it."""
+"""Makes autograd track what enters a partition. It never receives a gradient, so all partitions share it."""
 
 
-class Parcel(NamedTuple):
-    """Detached tensors on their way from one partition to another: of the value a layer returned, then skips."""
+class PartitionInput(NamedTuple):
+    """The detached tensors that one partition sends to another: those of the value, then skips."""
 
     tensors: tuple[Tensor | None, ...]
-    """Of the value, then one per skip, then bases. None stands for a skip stashed as None, and for an alias."""
+    """Of the value, then one per skip, then bases of aliases. None for a skip stashed as None, and for an alias."""
     needs_grad: tuple[bool, ...]
     template: Template = NO_VALUE
-    """Makes the value from its tensors."""
+    """Builds the value from its tensors."""
     values: int = 0
     """How many tensors belong to the value."""
     skips: int = 0
     aliases: Mapping[int, Alias] = NOTHING_SHARED
-    """By place, the tensors that are made from others."""
+    """By place, the tensors that the receiver builds from others."""
 
     @classmethod
-    def of(cls, values: Sequence[Tensor], template: Template) -> Parcel:
-        """What enters the pipe. Micro-batches are views of one tensor: each gets a count of writes of its own, or a
-        write to one would look like a write to all.
-        """
+    def of_pipe(cls, values: Sequence[Tensor], template: Template) -> PartitionInput:
+        """The input of the first partition."""
+        # Micro-batches are views of one tensor and would share its version counter, so that a write to one would look
+        # like a write to all. `.data` gives each a counter of its own.
         return cls(
             tuple([tensor.data for tensor in values]),
             tuple([tensor.requires_grad for tensor in values]),
@@ -70,7 +68,7 @@ class Parcel(NamedTuple):
         return tuple(tensor for tensor in self.tensors if tensor is not None)
 
     def unpack(self, tensors: Sequence[Tensor | None]) -> tuple[Value, Sequence[Tensor | None]]:
-        """The value and the skips, from tensors in the place of those of the parcel."""
+        """The value and the skips, built from `tensors` in place of the input's own."""
         if self.aliases:
             complete = list(tensors)
             for place, alias in self.aliases.items():
@@ -82,8 +80,8 @@ class Parcel(NamedTuple):
         value = unflatten(self.template, tensors)  # type: ignore[arg-type]
         return value, tensors[self.values : self.values + self.skips]
 
-    def as_if_tracked(self, needs_grad: tuple[bool, ...], aliases: Mapping[int, Alias]) -> Parcel:
-        """As it would be if autograd had tracked its tensors; `aliases` are those of a parcel that it did."""
+    def as_if_tracked(self, needs_grad: tuple[bool, ...], aliases: Mapping[int, Alias]) -> PartitionInput:
+        """The input as if autograd had tracked its tensors; `aliases` are those of an input that it did track."""
         tracked = {
             place: replace(alias, detached=place in aliases and aliases[place].detached)
             for place, alias in self.aliases.items()
@@ -91,13 +89,13 @@ class Parcel(NamedTuple):
         return self._replace(needs_grad=needs_grad, aliases=tracked)
 
     def linked_skips(self) -> Collection[int]:
-        """Which skips share memory with another tensor of the parcel, in a way that autograd knows."""
+        """Which skips share memory with another tensor of the input, as views that autograd knows."""
         if not self.aliases:
             return ()
         linked = {place for alias in self.aliases.items() for place in (alias[0], alias[1].of)}
         return {place - self.values for place in linked if place >= self.values}
 
-    def cloned(self) -> Parcel:
+    def cloned(self) -> PartitionInput:
         return self._replace(
             tensors=tuple(tensor if tensor is None else tensor.clone() for tensor in self.tensors)
         )
@@ -112,17 +110,16 @@ def pack(
     skips: Sequence[Tensor | None] = (),
     *,
     keep_aliases: bool = True,
-) -> tuple[Parcel, Sequence[Tensor | None]]:
-    """What crosses to one partition, and the tensors it was detached from, where its gradients arrive."""
+) -> tuple[PartitionInput, Sequence[Tensor | None]]:
+    """What one partition receives, and the tensors it was detached from, where the gradients will arrive."""
     sources: Sequence[Tensor | None] = (*values, *skips) if skips else values
     aliases: Mapping[int, Alias] = NOTHING_SHARED
     if keep_aliases and len(sources) > 1:
-        bases, found = find_aliases(sources)
-        if found:
-            aliases = found
-            crossing = (None if place in found else tensor for place, tensor in enumerate(sources))
+        bases, aliases = find_aliases(sources)
+        if aliases:
+            crossing = (None if place in aliases else tensor for place, tensor in enumerate(sources))
             sources = [*crossing, *bases]
-    parcel = Parcel(
+    packed = PartitionInput(
         tuple([None if tensor is None else tensor.detach() for tensor in sources]),
         tuple([tensor is not None and tensor.requires_grad for tensor in sources]),
         template,
@@ -130,12 +127,12 @@ def pack(
         len(skips),
         aliases,
     )
-    return parcel, sources
+    return packed, sources
 
 
 @final
-class Mailbox:
-    """Where the backward of a partition leaves the gradients of what entered it."""
+class GradSink:
+    """Receives, while it is open, the gradients of what entered a partition."""
 
     __slots__ = ("_open", "_places", "gradients")
 
@@ -144,7 +141,7 @@ class Mailbox:
         self._open = False
         self.gradients: list[Tensor | None] = [None] * len(needs_grad)
 
-    def __enter__(self) -> Mailbox:
+    def __enter__(self) -> GradSink:
         self._open = True
         return self
 
@@ -153,7 +150,7 @@ class Mailbox:
 
     def fill(self, gradients: tuple[Tensor | None, ...]) -> None:
         if not self._open:
-            # Another partition's backward came here through a tensor that did not cross a boundary.
+            # The backward of another partition reached this one through a tensor that did not cross a boundary.
             raise RuntimeError(
                 "a layer used a tensor of another partition that was not handed to it, so its gradient "
                 "would be lost. Hand it over with @skippable (see gpipe_cli.skip)"
@@ -172,47 +169,44 @@ class Mailbox:
 
 
 class _Entry(Function):
-    """Identity without a copy. `detach` makes an output that autograd does not take for a view: it may be
-    written in place."""
+    """Identity without a copy. Autograd does not take the output of `detach` for a view here: layers may write it."""
 
     @staticmethod
-    def forward(ctx: Any, mailbox: Mailbox, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.mailbox = mailbox
+    def forward(ctx: Any, sink: GradSink, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.sink = sink
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        ctx.mailbox.fill(gradients)
+        ctx.sink.fill(gradients)
         return (None,) * (2 + len(gradients))
 
 
-def enter(parcels: Sequence[Parcel], mailbox: Mailbox) -> list[Sequence[Tensor | None]]:
-    """The tensors of each parcel as a partition's layers get them; their gradients will be in `mailbox`."""
-    if len(parcels) == 1 and all(parcels[0].needs_grad):
-        return [apply(_Entry, mailbox, ANCHOR, *parcels[0].tensors)] if parcels[0].tensors else [()]
+def enter(inputs: Sequence[PartitionInput], sink: GradSink) -> list[Sequence[Tensor | None]]:
+    """The tensors of each input as the partition's layers receive them; `sink` receives their gradients."""
+    if len(inputs) == 1 and all(inputs[0].needs_grad):
+        return [apply(_Entry, sink, ANCHOR, *inputs[0].tensors)] if inputs[0].tensors else [()]
     needing = [
         tensor
-        for parcel in parcels
-        for tensor, needed in zip(parcel.tensors, parcel.needs_grad, strict=True)
+        for input in inputs
+        for tensor, needed in zip(input.tensors, input.needs_grad, strict=True)
         if needed
     ]
     if not needing:
-        return [parcel.tensors for parcel in parcels]
-    entered = iter(apply(_Entry, mailbox, ANCHOR, *needing))
+        return [input.tensors for input in inputs]
+    entered = iter(apply(_Entry, sink, ANCHOR, *needing))
     return [
         [
             next(entered) if needed else tensor
-            for tensor, needed in zip(parcel.tensors, parcel.needs_grad, strict=True)
+            for tensor, needed in zip(input.tensors, input.needs_grad, strict=True)
         ]
-        for parcel in parcels
+        for input in inputs
     ]
 
 
 def roots_of(tensors: Sequence[Tensor | None]) -> tuple[GradientEdge | None, ...]:
-    """Where backward begins for each tensor. Edges, not tensors: the sender keeps no activation it does
-    not need.
-    """
+    """Where backward begins for each tensor. An edge, unlike a tensor, keeps no activation alive."""
     return tuple(
         [None if tensor is None or not tensor.requires_grad else _edge(tensor) for tensor in tensors]
     )

@@ -16,8 +16,6 @@ import torch
 
 from gpipe_cli.torch_internals.thread_modes import SavedTensorsHooks, current_saved_tensors_hooks
 
-__all__ = ["CallerState"]
-
 
 @final
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import final
 
-__all__ = ["LostSkip", "MicroBatch", "Running", "current_microbatch", "is_checkpointing", "is_recomputing"]
-
 
 @final
 class MicroBatch:
@@ -74,12 +72,11 @@ class Running:
     def __init__(
         self,
         micro_batch: MicroBatch,
-        *,
         checkpointing: bool = False,
         recomputing: bool = False,
         where: Callable[[], str] | None = None,
     ) -> None:
-        """`where` names the layer that is running, for a `LostSkip`."""
+        """where: names the layer that is running, for a `LostSkip`."""
         self._now = (micro_batch, checkpointing, recomputing)
         self._where = where
 

@@ -1,7 +1,7 @@
-"""Takes a flight through the partitions by the actions of a schedule.
+"""Runs mini-batches through the partitions: forward, a whole step, and the backward of an earlier forward.
 
-Decides which actions belong to a call (all for a step, the forward or the backward part otherwise) and
-which thread runs them. Knows nothing of what an action does.
+The executor picks the actions that belong to a call, lets the workers or the calling thread run them, and keeps one
+autograd graph across all partitions where layers connect them behind the pipe's back.
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
+import torch
+
+from gpipe_cli.accelerator.copies import uses_cuda
+from gpipe_cli.pipeline.action_loop import ActionLoop, PartitionStore, Recorder
+from gpipe_cli.pipeline.batch_state import BatchState
+from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, commit_or_discard
 from gpipe_cli.pipeline.boundary import Gradients
-from gpipe_cli.pipeline.flight import Flight
+from gpipe_cli.pipeline.forward_task import MicroBatchLoss
+from gpipe_cli.pipeline.graph_leaks import GraphLeak
+from gpipe_cli.pipeline.loss import StepLoss
+from gpipe_cli.pipeline.microbatch import MiniBatch, Value
 from gpipe_cli.pipeline.partition import Partition
-from gpipe_cli.pipeline.residence import Residence
-from gpipe_cli.pipeline.transfer import uses_cuda
-from gpipe_cli.pipeline.walk import Recorder, Walk
-from gpipe_cli.pipeline.worker import WorkerPool
+from gpipe_cli.pipeline.pipe_function import attach_to_graph
+from gpipe_cli.pipeline.tied import TiedParameters
+from gpipe_cli.pipeline.workers import WorkerPool
 from gpipe_cli.schedule import Action, Kind, Order
 from gpipe_cli.torch_internals.thread_modes import CallerModes
 
-__all__ = ["Executor", "MakeOrder"]
-
 MakeOrder = Callable[[int, int, int], Order]
-"""By partitions, micro-batches and workers."""
+"""Takes the numbers of partitions, micro-batches and workers."""
 
 
 @final
@@ -34,32 +40,20 @@ class _Orders:
     whole: Order
     forward: Order
     backward: Order
-    in_one_thread: Order
-    """The backward part as one list, for a caller whom the workers would wait for."""
+    backward_in_one_thread: Order
 
 
 @functools.lru_cache(maxsize=128)
 def _orders(make_order: MakeOrder, partitions: int, chunks: int, workers: int) -> _Orders:
     whole = make_order(partitions, chunks, workers)
-    backward = _only(whole, lambda action: action.kind is not Kind.FORWARD)
-    return _Orders(
-        whole=whole,
-        forward=_only(whole, lambda action: action.kind is Kind.FORWARD),
-        backward=backward,
-        in_one_thread=backward
-        if workers <= 1
-        else (
-            tuple(
-                Action(Kind.BACKWARD, partition, micro_batch)
-                for micro_batch in range(chunks)
-                for partition in reversed(range(partitions))
-            ),
-        ),
+    forward = tuple(tuple(each for each in actions if each.kind is Kind.FORWARD) for actions in whole)
+    backward = tuple(tuple(each for each in actions if each.kind is not Kind.FORWARD) for actions in whole)
+    one_thread = tuple(
+        Action(Kind.BACKWARD, partition, micro_batch)
+        for micro_batch in range(chunks)
+        for partition in reversed(range(partitions))
     )
-
-
-def _only(whole: Order, belongs: Callable[[Action], bool]) -> Order:
-    return tuple(tuple(action for action in actions if belongs(action)) for actions in whole)
+    return _Orders(whole, forward, backward, backward if workers <= 1 else (one_thread,))
 
 
 @final
@@ -69,71 +63,160 @@ class Executor:
         partitions: Sequence[Partition],
         make_order: MakeOrder,
         workers: int,
-        residences: Sequence[Residence] = (),
+        batch_norms: Sequence[DeferredBatchNorm] = (),
+        *,
+        stores: Sequence[PartitionStore] = (),
+        whole_graph: bool = False,
     ) -> None:
         """workers: 0 lets the calling thread run the actions.
-        residences: one per worker; none where the partitions are always on their devices.
+        stores: one per worker; none where the partitions stay on their devices.
+        whole_graph: leave the backward of a forward to autograd, which then allows a second derivative.
         """
-        self._partitions = partitions
-        self._make_order = make_order
-        self._residences = residences
-        self._workers = workers
-        self._pool = WorkerPool(workers)
+        self.partitions = partitions
         self.timeout: float | None = None
         self.recorder: Recorder | None = None
-        # A Python autograd function runs in the engine's thread of its device. A worker's backward on that
-        # device needs the same thread, so waiting there for a worker would wait for ever: run it there
-        # instead.
+        self._layers = [layer.module for partition in partitions for layer in partition.layers]
+        self._lengths = [len(partition.layers) for partition in partitions]
+        self._batch_norms = batch_norms
+        self._make_order = make_order
+        self._stores = stores
+        self._workers = workers
+        self._pool = WorkerPool(workers)
+        self._whole_graph = whole_graph
+        self._layers_are_connected = False
+        # A Python autograd function runs in the autograd thread of its device. The backward of a worker on that device
+        # needs the same thread, so waiting there for a worker would never end: run the backward there instead.
         self._backward_in_caller = uses_cuda([partition.device for partition in partitions])
 
-    def forward(self, flight: Flight) -> None:
-        self._fly(self._walk(flight, self._orders(flight).forward))
+    def forward(self, batch: MiniBatch, checkpoint_stops: Sequence[int]) -> Value:
+        """The joined output, attached to the input and the parameters for `loss.backward()`."""
+        whole_graph = self._whole_graph or (self._layers_are_connected and not any(checkpoint_stops))
+        try:
+            return self._forward(batch, checkpoint_stops, whole_graph)
+        except GraphLeak:
+            if not self._can_keep_whole_graph(checkpoint_stops):
+                raise
+        return self._forward(batch, checkpoint_stops, True)
 
-    def step(self, flight: Flight) -> None:
-        self._fly(self._walk(flight, self._orders(flight).whole))
+    def _forward(self, batch: MiniBatch, checkpoint_stops: Sequence[int], whole_graph: bool) -> Value:
+        state = self._begin(batch, checkpoint_stops, None, whole_graph)
+        with commit_or_discard(self._batch_norms):
+            self._run(state, self._orders(state).forward)
+        if whole_graph:
+            return state.joined_output()
+        state.count_writes()
+        return attach_to_graph(state, self.backward)
 
-    def backward(self, flight: Flight, gradients: list[Gradients], *, keep_graph: bool) -> None:
-        if len(flight.kept) < len(self._partitions) * len(flight.micro_batches):
+    def step(self, batch: MiniBatch, loss: StepLoss, checkpoint_stops: Sequence[int]) -> None:
+        """Forward and backward: fill `.grad` of parameters and inputs, and the losses of `loss`."""
+        whole_graph = self._layers_are_connected and not any(checkpoint_stops)
+        try:
+            self._step(batch, loss, checkpoint_stops, whole_graph)
+        except GraphLeak:
+            if not self._can_keep_whole_graph(checkpoint_stops):
+                raise
+            loss.restart()
+            self._step(batch, loss, checkpoint_stops, True)
+
+    def _step(
+        self, batch: MiniBatch, loss: StepLoss, checkpoint_stops: Sequence[int], whole_graph: bool
+    ) -> None:
+        state = self._begin(batch, checkpoint_stops, loss.weighted, whole_graph)
+        orders = self._orders(state)
+        with commit_or_discard(self._batch_norms):
+            self._run(state, orders.forward if whole_graph else orders.whole)
+            if whole_graph:
+                _backward_whole_graph(state)
+        for untied in state.untied_by_layer():
+            state.tied.add_up(untied)
+        if not whole_graph:
+            state.count_writes()
+            _backward_of_inputs(state)
+
+    def backward(self, state: BatchState, gradients: list[Gradients], *, keep_graph: bool) -> None:
+        """The backward of an earlier forward, from the gradients of each micro-batch's output."""
+        if len(state.saved) < len(self.partitions) * len(state.batch.micro_batches):
             raise RuntimeError(
-                "Trying to backward through the pipe a second time, but what it kept is gone. Specify "
+                "Trying to backward through the pipe a second time, but what it saved has been freed. Specify "
                 "retain_graph=True in the first backward"
             )
-        flight.output_gradients = gradients
-        orders = self._orders(flight)
-        order = orders.in_one_thread if self._backward_in_caller else orders.backward
-        walk = self._walk(flight, order, keep_graph=keep_graph)
-        if self._backward_in_caller:
-            walk.run(0)
-            walk.raise_failure()
-        else:
-            self._fly(walk)
+        state.output_gradients = gradients
+        orders = self._orders(state)
+        if not self._backward_in_caller:
+            self._run(state, orders.backward, keep_graph=keep_graph)
+            return
+        loop = self._action_loop(state, orders.backward_in_one_thread, keep_graph)
+        loop.run(0)
+        loop.raise_failure()
 
     def close(self) -> None:
         self._pool.close()
 
-    def _orders(self, flight: Flight) -> _Orders:
-        return _orders(self._make_order, len(self._partitions), len(flight.micro_batches), self._workers)
+    def _can_keep_whole_graph(self, checkpoint_stops: Sequence[int]) -> bool:
+        """Called where layers pass tensors around the boundaries, which the first mini-batch shows.
 
-    def _walk(self, flight: Flight, order: Order, *, keep_graph: bool = False) -> Walk:
-        return Walk(
-            flight,
-            self._partitions,
+        The caller then runs the mini-batch again with one graph, unless it is checkpointed: recompute would lose such
+        gradients all the same.
+        """
+        for partition in self.partitions:
+            partition.undo()
+        self._layers_are_connected = not any(checkpoint_stops)
+        return self._layers_are_connected
+
+    def _begin(
+        self,
+        batch: MiniBatch,
+        checkpoint_stops: Sequence[int],
+        loss: MicroBatchLoss | None,
+        whole_graph: bool,
+    ) -> BatchState:
+        tied = TiedParameters(self._layers)
+        return BatchState.of(batch, self._lengths, tied, checkpoint_stops, loss, whole_graph=whole_graph)
+
+    def _orders(self, state: BatchState) -> _Orders:
+        return _orders(self._make_order, len(self.partitions), len(state.batch.micro_batches), self._workers)
+
+    def _action_loop(self, state: BatchState, order: Order, keep_graph: bool) -> ActionLoop:
+        return ActionLoop(
+            state,
+            self.partitions,
             order,
             keep_graph=keep_graph,
             recorder=self.recorder,
-            residences=self._residences,
+            stores=self._stores,
             modes=CallerModes.capture() if self._workers else None,
         )
 
-    def _fly(self, walk: Walk) -> None:
+    def _run(self, state: BatchState, order: Order, *, keep_graph: bool = False) -> None:
+        loop = self._action_loop(state, order, keep_graph)
         # Each worker gets the caller's context variables, in a copy that it may change.
         jobs = [
-            functools.partial(contextvars.copy_context().run, walk.run, worker)
+            functools.partial(contextvars.copy_context().run, loop.run, worker)
             for worker in range(self._workers)
         ]
         with self._pool.turn:
             if self._workers:
-                self._pool.run(jobs, walk.fail, self.timeout)
+                self._pool.run(jobs, loop.fail, self.timeout)
             else:
-                walk.run(0)
-        walk.raise_failure()
+                loop.run(0)
+        loop.raise_failure()
+
+
+def _backward_whole_graph(state: BatchState) -> None:
+    for piece in state.batch.micro_batches:
+        (loss,) = state.outputs[piece.index].tensors
+        if loss is not None and loss.requires_grad:
+            with state.batch.state.without_autocast():
+                torch.autograd.backward(loss)
+
+
+def _backward_of_inputs(state: BatchState) -> None:
+    """The input of a step may require grad, or be computed from tensors that do."""
+    pairs = [
+        (tensor, gradient)
+        for tensor, gradient in zip(state.batch.tensors, state.joined_input_gradients(), strict=True)
+        if tensor.requires_grad and gradient is not None
+    ]
+    if pairs:
+        tensors, gradients = zip(*pairs, strict=True)
+        torch.autograd.backward(tensors, gradients)

@@ -1,43 +1,157 @@
-"""GPipe: an nn.Module that runs a sequence as a pipeline.
-
-Decides what may be asked of a pipe and checks it. How a mini-batch is run is the runner's business.
-"""
+"""GPipe: an nn.Module that runs a sequence of layers as a pipeline. `step` and `forward` begin here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, NoReturn, Self, final
+from itertools import chain
+from typing import Any, Literal, NoReturn, Self, final, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gpipe_cli.pipeline.cutting import cut, make_partitions, place_buffers
-from gpipe_cli.pipeline.devices import Device, choose_devices, denies_move
+from gpipe_cli.accelerator.devices import Device, choose_devices, denies_move
+from gpipe_cli.pipeline.action_loop import Recorder
 from gpipe_cli.pipeline.executor import Executor
-from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
+from gpipe_cli.pipeline.loss import LossFunction, StepLoss
+from gpipe_cli.pipeline.microbatch import MiniBatch, Value, moved, tensors_of
 from gpipe_cli.pipeline.partition import Partition
-from gpipe_cli.pipeline.residence import Residence
-from gpipe_cli.pipeline.runner import Runner
-from gpipe_cli.pipeline.worked import WorkedSequence
+from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
+from gpipe_cli.pipeline.pipe_module import Output, PipeModule, refuse_hooks
 from gpipe_cli.schedule import order, traits
-from gpipe_cli.schedule.checkpoint import settled
+from gpipe_cli.schedule.action import Action, Kind, Order
+from gpipe_cli.schedule.checkpoint import Checkpoint, settled
 
-__all__ = ["GPipe"]
+_BALANCE_HINT = "Find one with gpipe_cli.balance, for example balance_by_time(module, sample, partitions=2)."
 
-_RECIPE = "Find one with gpipe_cli.balance, for example balance_by_time(module, sample, partitions=2)."
+
+class PipeBase(PipeModule):
+    """`step` and `forward` of every pipe."""
+
+    @overload
+    def step(
+        self,
+        input: Value,
+        target: Value,
+        loss_fn: LossFunction,
+        key: int | None = None,
+        return_output: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def step(
+        self,
+        input: Value,
+        target: Value,
+        loss_fn: LossFunction,
+        key: int | None = None,
+        *,
+        return_output: Literal[True],
+    ) -> tuple[Tensor, Output]: ...
+
+    def step(
+        self,
+        input: Value,
+        target: Value,
+        loss_fn: LossFunction,
+        key: int | None = None,
+        return_output: bool = False,
+    ) -> Tensor | tuple[Tensor, Output]:
+        """Run forward and backward of a mini-batch: fill `.grad` and return the detached mean loss."""
+        self._check_layers()
+        batch = MiniBatch.of(input, self.chunks, key)
+        loss = self._step_loss(batch, target, loss_fn, return_output)
+        self._step(batch, loss)
+        return self._step_result(loss, return_output)
+
+    def forward(self, input: Value) -> Output:
+        self._check_layers()
+        # Without layers there is nothing to split the input for.
+        return self._original_output(self._forward(input)) if self._layers else input
+
+    @abstractmethod
+    def _forward(self, input: Value) -> Value:
+        """The output of the last layer; () if that layer is in another process."""
+
+    @abstractmethod
+    def _step(self, batch: MiniBatch, loss: StepLoss) -> None:
+        """Run the mini-batch forward and backward with `loss`."""
+
+
+class ThreadedPipe(PipeBase):
+    """A pipe whose partitions an executor runs, in worker threads or in the calling thread.
+
+    Subclasses set these attributes in their constructor.
+    """
+
+    checkpoint: Checkpoint
+    devices: list[torch.device]
+    partitions: nn.ModuleList
+    _executor: Executor
+
+    def _forward(self, input: Value) -> Value:
+        batch = MiniBatch.of(input, self.chunks, key=None)
+        output = self._executor.forward(batch, self._checkpoint_stops(batch))
+        # Interleaved partitions may end on another device than the last one.
+        device = self.devices[-1] if self.devices else None
+        if device is None or all(tensor.device == device for tensor in tensors_of(output)):
+            return output
+        return moved(output, device)
+
+    def _step(self, batch: MiniBatch, loss: StepLoss) -> None:
+        self._executor.step(batch, loss, self._checkpoint_stops(batch))
+
+    def _checkpoint_stops(self, batch: MiniBatch) -> tuple[int, ...]:
+        return batch.checkpoint_stops(self.checkpoint, len(self._executor.partitions), self.training)
+
+    def _set_partitions(self, modules: nn.ModuleList) -> None:
+        for index, module in enumerate(modules):
+            refuse_hooks(module, f"pipe.partitions[{index}]")
+        # Not a registered child: the layers already are children of `module`, under their own names.
+        self.__dict__["partitions"] = modules
+
+    def _layer_containers(self) -> list[Iterable[nn.Module]]:
+        return [self.module, chain(*self.partitions)]
+
+    @property
+    def step_timeout(self) -> float | None:
+        """Seconds after which a call raises StepTimeout if its workers have not ended; None waits for ever."""
+        return self._executor.timeout
+
+    @step_timeout.setter
+    def step_timeout(self, seconds: float | None) -> None:
+        self._executor.timeout = seconds
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Called after every action; None costs nothing."""
+        return self._executor.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._executor.recorder = recorder
+
+    def close(self) -> None:
+        """End the workers. You may close a pipe twice; using it again starts new ones."""
+        self._executor.close()
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.partitions.train(mode)
+        return self
 
 
 @final
-class GPipe(WorkedSequence):
-    """A sequence cut into partitions that work on micro-batches at the same time.
+class GPipe(ThreadedPipe):
+    """A sequence split into partitions that work on micro-batches at the same time.
 
         pipe = GPipe(module, balance=[2, 3], chunks=8)
         output = pipe(input)                        # then loss_fn(output, target).backward()
         loss = pipe.step(input, target, loss_fn)    # forward and backward by the whole schedule
 
     `balance` is the number of layers per partition, `checkpoint` a mode for all of them or one for each. The input
-    belongs on `devices[0]`, the output is on `devices[-1]`. Names of parameters are those of `module`.
+    must be on `devices[0]`; the output is on `devices[-1]`. Parameters keep the names they have in `module`.
     """
 
     def __init__(
@@ -50,30 +164,26 @@ class GPipe(WorkedSequence):
         checkpoint: str | Iterable[str] = "except_last",
         deferred_batch_norm: bool = False,
         schedule: str = "gpipe",
-        residences: Sequence[Residence] = (),
+        step_timeout: float | None = None,
     ) -> None:
         if balance is None:
-            raise ValueError(f"balance is required: how many layers go to each partition. {_RECIPE}")
+            raise ValueError(f"balance is required: how many layers go to each partition. {_BALANCE_HINT}")
         super().__init__(module, chunks, deferred_batch_norm)
         self.balance = list(balance)
         self.checkpoint = settled(checkpoint, len(self.balance))
         self.schedule = str(schedule)
         repeats_devices = traits(self.schedule).several_per_device
         self._check_balance()
-        count = len(self.balance)
-        self.devices = choose_devices(devices, count, repeats=repeats_devices)
-        views = cut(self.module, self._layers, self.balance)
-        self._keep_views(views)
-        self._place(views, only_buffers=bool(residences))
-        self._runner = self._make_runner(views, residences)
-
-    def _forward(self, input: Value) -> Value:
-        output = super()._forward(input)
-        # Interleaved partitions may end on another device than the last one.
-        device = self.devices[-1] if self.devices else None
-        if device is None or all(tensor.device == device for tensor in tensors_of(output)):
-            return output
-        return moved(output, device)
+        self.devices = choose_devices(devices, len(self.balance), repeats=repeats_devices)
+        modules = partition_modules(self.module, self._layers, self.balance)
+        self._set_partitions(modules)
+        self._move_to_devices(modules)
+        partitions = make_partitions(modules, self._layers, self.balance, self.devices)
+        # Without layers a pipe is the identity, and so is a partition without layers.
+        partitions = partitions or [Partition(index=0, layers=(), device=torch.device("cpu"))]
+        workers = max(1, len(self.devices))
+        self._executor = Executor(partitions, partial(order, self.schedule), workers, self._batch_norms)
+        self.step_timeout = step_timeout
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         if denies_move(args, kwargs):
@@ -90,29 +200,47 @@ class GPipe(WorkedSequence):
         if len(self) != sum(self.balance):
             raise ValueError(
                 "module and sum of balance have different length "
-                f"(module: {len(self)}, sum of balance: {sum(self.balance)}). {_RECIPE}"
+                f"(module: {len(self)}, sum of balance: {sum(self.balance)}). {_BALANCE_HINT}"
             )
         if any(layers <= 0 for layers in self.balance):
             raise ValueError(f"all balance numbers must be positive integer (balance: {self.balance})")
 
-    def _place(self, views: nn.ModuleList, *, only_buffers: bool) -> None:
-        homes: dict[nn.Parameter, torch.device] = {}
-        for index, view in enumerate(views):
+    def _move_to_devices(self, modules: nn.ModuleList) -> None:
+        device_of: dict[nn.Parameter, torch.device] = {}
+        for index, module in enumerate(modules):
             device = self.devices[index % len(self.devices)]
-            for name, parameter in view.named_parameters():
-                if homes.setdefault(parameter, device) != device:
+            for name, parameter in module.named_parameters():
+                if device_of.setdefault(parameter, device) != device:
                     raise ValueError(
-                        f"parameter '{name}' is shared by partitions on {homes[parameter]} and {device}; "
+                        f"parameter '{name}' is shared by partitions on {device_of[parameter]} and {device}; "
                         "partitions that share parameters must be on one device"
                     )
-            place_buffers(view, device) if only_buffers else view.to(device)
+            module.to(device)
 
-    def _make_runner(self, views: nn.ModuleList, residences: Sequence[Residence]) -> Runner:
-        partitions = make_partitions(views, self._layers, self.balance, self.devices)
-        # Without layers a pipe is the identity, and one partition without layers is just that.
-        partitions = partitions or [Partition(index=0, layers=(), device=torch.device("cpu"))]
-        executor = Executor(partitions, partial(order, self.schedule), max(1, len(self.devices)), residences)
-        return Runner(partitions, executor, self._batch_norms)
+
+@final
+class PlainPipe(ThreadedPipe):
+    """The whole sequence as one partition, run by the calling thread, one micro-batch at a time.
+
+    Every other engine is compared with it, to the bit: it uses the same micro-batches and keys, and runs backward in
+    ascending order.
+    """
+
+    def __init__(self, module: nn.Sequential, *, chunks: int = 1, deferred_batch_norm: bool = False) -> None:
+        super().__init__(module, chunks, deferred_batch_norm)
+        self.checkpoint = "never"
+        self.devices = []
+        self._set_partitions(partition_modules(self.module, self._layers, [len(self)]))
+        partition = Partition(index=0, layers=self._layers, device=torch.device("cpu"))
+        self._executor = Executor(
+            [partition], _one_by_one, workers=0, batch_norms=self._batch_norms, whole_graph=True
+        )
+
+
+def _one_by_one(partitions: int, chunks: int, workers: int) -> Order:
+    """Forward and backward of each micro-batch before the next one."""
+    kinds = (Kind.FORWARD, Kind.BACKWARD)
+    return (tuple(Action(kind, 0, micro_batch) for micro_batch in range(chunks) for kind in kinds),)
 
 
 def _deny_moving() -> NoReturn:

@@ -14,8 +14,6 @@ from torch.utils.hooks import RemovableHandle
 
 from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
 
-__all__ = ["register_layer_logging_hooks"]
-
 logger = logging.getLogger("gpipe_cli.layers")
 
 

@@ -1,7 +1,6 @@
-"""The loss of a step, micro-batch by micro-batch.
+"""The loss of a step, one micro-batch at a time.
 
-Decides that each micro-batch's mean loss counts by its size, so that loss and gradients are those of the
-whole batch. Knows nothing of where it runs.
+The mean loss of a micro-batch is weighted by its size, so loss and gradients are those of the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from gpipe_cli.pipeline.context import MicroBatch, is_recomputing
 from gpipe_cli.pipeline.microbatch import Batch, Value
 from gpipe_cli.pipeline.pytree import map_tensors, unflatten
 
-__all__ = ["LossFunction", "StepLoss"]
-
 LossFunction = Callable[[Any, Any], Tensor]
 
 
 @final
 class StepLoss:
-    """Computes and remembers the losses of one step, micro-batch after micro-batch; one thread uses it."""
+    """Computes and keeps the losses of one step, in the order of the micro-batches. One thread uses it."""
 
     def __init__(
         self,
@@ -45,32 +42,33 @@ class StepLoss:
         self._targets = [unflatten(batch.template, tensors) for tensors in batch.scatter(count)]
         self._rows = max(rows, 1)
         self._keeps_outputs = keeps_outputs
-        self._outputs: list[Value] = []
-        self._weighted: list[Tensor] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the losses and outputs of a step that has to run again."""
+        self._losses: list[Tensor] = []
+        self.outputs: list[Value] = []
+        """Those of all micro-batches, if `keeps_outputs`."""
 
     def weighted(self, output: Value, micro_batch: MicroBatch) -> Tensor:
-        """This micro-batch's part of the loss of the whole batch, ready for backward."""
+        """The micro-batch's share of the loss of the mini-batch, with its graph."""
         loss = self._function(output, self._targets[micro_batch.index])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(f"loss_fn must give one number per call, got {_shape(loss)}")
         weighted = (loss if loss.dim() == 0 else loss.reshape(())) * (micro_batch.size / self._rows)
         if not is_recomputing():
-            self._weighted.append(weighted.detach())
+            self._losses.append(weighted.detach())
             if self._keeps_outputs:
-                self._outputs.append(map_tensors(Tensor.detach, output))
+                self.outputs.append(map_tensors(Tensor.detach, output))
         return weighted
 
-    def count_in(self, rows: int) -> None:
-        """The batch is a part of one with so many rows: what it gives is its part of the mean over those."""
+    def set_total_rows(self, rows: int) -> None:
+        """Weight by `rows` instead: the mini-batch is one replica's part of a larger one."""
         self._rows = rows
 
     def total(self) -> Tensor:
-        """The loss of all micro-batches seen, detached: that of the whole batch where it has seen them all."""
-        return torch.stack(self._weighted).sum() if self._weighted else torch.zeros(())
-
-    def outputs(self) -> list[Value]:
-        """Those of all micro-batches, if they were to be kept."""
-        return self._outputs
+        """The sum of the losses so far, detached: that of the mini-batch once all its micro-batches have run."""
+        return torch.stack(self._losses).sum() if self._losses else torch.zeros(())
 
 
 def _shape(value: object) -> str:

@@ -1,30 +1,23 @@
 """Mini-batches into micro-batches and back.
 
-Decides how a value is split on dimension 0 and how outputs are joined. Every tensor of a value is split, except those
-marked `NoChunk`; plain values go to every micro-batch as they are. Knows nothing of partitions or devices.
+`MiniBatch` splits every tensor of its input on dimension 0, except those marked `NoChunk`; other values go to every
+micro-batch as they are. `gather` joins the outputs of the micro-batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
+from gpipe_cli.pipeline.caller_state import CallerState
 from gpipe_cli.pipeline.context import MicroBatch
-from gpipe_cli.pipeline.pytree import SINGLE, Template, element, flatten, flatten_with, map_tensors, unflatten
-
-__all__ = [
-    "Batch",
-    "NoChunk",
-    "Value",
-    "gather",
-    "micro_batches",
-    "moved",
-    "split",
-    "tensors_of",
-]
+from gpipe_cli.pipeline.layer import draw_key
+from gpipe_cli.pipeline.pytree import SINGLE, Template, element, flatten, flatten_with, map_tensors
+from gpipe_cli.schedule.checkpoint import Checkpoint, checkpoint_stops
 
 Value: TypeAlias = Any
 """What passes from layer to layer: see `pytree`."""
@@ -133,10 +126,44 @@ def micro_batches(rows: int, chunks: int) -> tuple[MicroBatch, ...]:
     return tuple(MicroBatch(index, small + (index < larger)) for index in range(count))
 
 
-def split(value: Value, count: int, what: str) -> list[Value]:
-    """`value` in `count` parts."""
-    batch = Batch(value, what)
-    return [unflatten(batch.template, tensors) for tensors in batch.scatter(count)]
+@final
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """One call of a pipe: the input, its micro-batches, and the caller's state."""
+
+    key: int
+    rows: int
+    micro_batches: tuple[MicroBatch, ...]
+    tensors: tuple[Tensor, ...]
+    """Those of the input."""
+    inputs: list[tuple[Tensor, ...]]
+    """The tensors of each micro-batch."""
+    template: Template
+    """Builds the value that enters the first layer."""
+    whole: frozenset[int]
+    """Places of the tensors that every micro-batch receives whole."""
+    state: CallerState
+
+    @classmethod
+    def of(cls, input: Value, chunks: int, key: int | None) -> MiniBatch:
+        batch = Batch(input, "input")
+        pieces = micro_batches(batch.rows, chunks)
+        return cls(
+            key=draw_key() if key is None else key,
+            rows=batch.rows,
+            micro_batches=pieces,
+            tensors=batch.tensors,
+            inputs=batch.scatter(len(pieces)),
+            template=batch.template,
+            whole=batch.whole,
+            state=CallerState.capture(),
+        )
+
+    def checkpoint_stops(self, checkpoint: Checkpoint, partitions: int, training: bool) -> tuple[int, ...]:
+        """By partition, the first micro-batch that is not checkpointed; in evaluation none is."""
+        if not (training and self.state.grad):
+            return (0,) * partitions
+        return checkpoint_stops(checkpoint, partitions, len(self.micro_batches))
 
 
 def gather(parts: Sequence[tuple[Sequence[Tensor], Template]]) -> tuple[tuple[Tensor, ...], Template]:

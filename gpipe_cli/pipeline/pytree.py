@@ -17,8 +17,6 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
-__all__ = ["SINGLE", "Template", "flatten", "flatten_with", "map_tensors", "unflatten"]
-
 _PLAIN = (
     type(None),
     numbers.Number,

@@ -11,10 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.pipeline.gpipe import GPipe
+from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value, moved
-from gpipe_cli.pipeline.plain import PlainPipe
 from gpipe_cli.plan.measured import intra_op_threads
 from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.profiling.layers import preserved

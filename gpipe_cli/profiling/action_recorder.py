@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-from gpipe_cli.pipeline.worked import WorkedSequence
+from gpipe_cli.pipeline.gpipe import ThreadedPipe
 from gpipe_cli.schedule.action import Action
 
 TRANSFERS = ("load", "drop")
@@ -42,7 +42,7 @@ class Piece(NamedTuple):
 
 
 @contextmanager
-def recording(pipe: WorkedSequence) -> Iterator[ActionRecorder]:
+def recording(pipe: ThreadedPipe) -> Iterator[ActionRecorder]:
     """Record the pipe's work inside the block."""
     record = ActionRecorder(pipe.devices)
     pipe.recorder = record

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.pipeline.buffers import all_buffers, restore, save
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
+from gpipe_cli.pipeline.module_state import all_buffers, restore_buffers, save_buffers
 from gpipe_cli.profiling.action_recorder import recording
 from gpipe_cli.profiling.saved_tensors import LayerFacts, SavedTensors
 from gpipe_cli.schedule import interleaved
@@ -103,12 +103,12 @@ def preserved(module: nn.Module, *, device: bool = False) -> Iterator[None]:
         raise ValueError("some parameter already has gradient")
     home = next((parameter.device for parameter in module.parameters()), None)
     modes = [(submodule, submodule.training) for submodule in module.modules()]
-    buffers = save(all_buffers([module]))
+    buffers = save_buffers(all_buffers([module]))
     module.train()
     try:
         yield
     finally:
-        restore(buffers)
+        restore_buffers(buffers)
         for parameter in module.parameters():
             parameter.grad = None
         for submodule, training in modes:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
+from gpipe_cli.pipeline.gpipe import ThreadedPipe
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value
-from gpipe_cli.pipeline.worked import WorkedSequence
 from gpipe_cli.profiling.action_recorder import TRANSFERS, Piece, recording
 from gpipe_cli.profiling.layers import preserved
 from gpipe_cli.schedule import by_slice, zero_bubble
@@ -77,7 +77,7 @@ class StepTimeline:
 
 
 def record_steps(
-    pipe: WorkedSequence, input: Value, target: Value, loss: LossFunction, steps: int
+    pipe: ThreadedPipe, input: Value, target: Value, loss: LossFunction, steps: int
 ) -> list[StepTimeline]:
     """Run some steps of a whole mini-batch each; the model is unchanged afterwards."""
     recorded = []

@@ -20,7 +20,7 @@ from gpipe_cli.config.suggest import or_list
 from gpipe_cli.config.targets import accepted, instantiate
 from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.pipeline.trial import check_fit, check_outputs
+from gpipe_cli.pipeline.layer_check import check_fit, check_outputs
 from gpipe_cli.profiling.without_storage import without_storage
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.data import BatchLoader

@@ -17,10 +17,10 @@ from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.engines.offload import Slicing
 from gpipe_cli.engines.protocol import Objective
 from gpipe_cli.engines.threads import take_away
+from gpipe_cli.offload.pipe import OffloadedPipe
 from gpipe_cli.offload.sizing import border_bytes, layer_bytes
-from gpipe_cli.pipeline.gpipe import GPipe
+from gpipe_cli.pipeline.gpipe import GPipe, ThreadedPipe
 from gpipe_cli.pipeline.microbatch import moved
-from gpipe_cli.pipeline.worked import WorkedSequence
 from gpipe_cli.profiling.action_recorder import Piece
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.timeline import StepTimeline, diagnose, median_step, record_steps
@@ -113,7 +113,7 @@ def partition_for_timeline(settings: ProfileConfig, parts: RunParts) -> RunParts
 
 
 @contextmanager
-def _recorded_pipe(settings: ProfileConfig, parts: RunParts, sample: Sample) -> Iterator[WorkedSequence]:
+def _recorded_pipe(settings: ProfileConfig, parts: RunParts, sample: Sample) -> Iterator[ThreadedPipe]:
     partitioning, scratch = parts.partitioning, Path(settings.run_dir or "runs")
     balance, devices = partitioning.balance, partitioning.devices
     with ExitStack() as cleanup:
@@ -122,14 +122,24 @@ def _recorded_pipe(settings: ProfileConfig, parts: RunParts, sample: Sample) -> 
             cleanup.enter_context(closing(away))
             yield cleanup.enter_context(pipe)
             return
-        residences: Any = ()
         offload = settings.engine.get("offload")
         if offload is not None:
             recomputed = partitioning.spec.checkpoint_stops
             borders = partial(border_bytes, parts.model, balance, recomputed, lambda: sample)
             objective = _objective(settings, sample)
             away = take_away(parts.model, objective, balance, devices, offload, scratch, borders)
-            residences = cleanup.enter_context(closing(away)).rotations
+            yield cleanup.enter_context(
+                OffloadedPipe(
+                    parts.model,
+                    balance,
+                    devices=devices,
+                    stores=cleanup.enter_context(closing(away)).rotations,
+                    schedule=settings.schedule.name,
+                    chunks=settings.chunks,
+                    checkpoint=partitioning.spec.checkpoint,
+                )
+            )
+            return
         yield cleanup.enter_context(
             GPipe(
                 parts.model,
@@ -138,7 +148,6 @@ def _recorded_pipe(settings: ProfileConfig, parts: RunParts, sample: Sample) -> 
                 chunks=settings.chunks,
                 checkpoint=partitioning.spec.checkpoint,
                 schedule=settings.schedule.name,
-                residences=residences,
             )
         )
 

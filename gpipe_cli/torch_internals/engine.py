@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 
-__all__ = ["capture_gradients", "run_backward"]
-
 
 def run_backward(
     roots: Sequence[GradientEdge],

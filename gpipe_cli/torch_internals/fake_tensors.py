@@ -20,8 +20,6 @@ from torch._subclasses.fake_tensor import (
 
 from gpipe_cli.torch_internals.without_compiler import without_compiler
 
-__all__ = ["NEEDS_VALUES", "fake_tensors", "fake_twin"]
-
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Raised where an operation cannot do without values, or was never told how to."""
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from torch.autograd import Function
 
-__all__ = ["apply"]
-
 
 def apply(function: type[Function], *arguments: Any) -> Any:
     return super(Function, function).apply(*arguments)  # type: ignore[misc]

@@ -16,8 +16,6 @@ from typing import Any, final
 
 from torch import nn
 
-__all__ = ["noticing_reducers"]
-
 Notice = Callable[[nn.Module], None]
 _ENTRIES = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "_pre_forward"),

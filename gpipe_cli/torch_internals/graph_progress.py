@@ -13,8 +13,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["Node", "complaint", "has_run", "next_number", "nodes_behind", "number_of", "saved_behind"]
-
 Node: TypeAlias = Any
 """torch.autograd.graph.Node, whose stubs do not know the attributes of its kinds."""
 

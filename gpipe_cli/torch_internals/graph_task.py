@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["fills_leaf", "has_hooks", "is_asked_for", "is_captured", "keeps_graph", "without_hooks"]
-
 
 def keeps_graph() -> bool:
     """Whether the backward running in this thread was given retain_graph=True."""

@@ -23,8 +23,6 @@ from torch._ops import OpOverload
 from gpipe_cli.errors import GpipeError
 from gpipe_cli.torch_internals.graph_progress import number_of
 
-__all__ = ["BACKWARD", "KeyedRandom", "UnkeyedRandomError"]
-
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 _KEY = torch._C._dispatch_key_parse(_KEY_NAME)
 _BELOW_KEY = torch._C._dispatch_keyset_full().remove(_KEY)
@@ -51,9 +49,9 @@ BACKWARD = object()
 class KeyedRandom:
     """While entered, random operators of this thread draw from generators seeded by `seed_of(source)`.
 
-    `source` is whatever draws now: whoever runs layers assigns the next one before it runs. In a backward it is
-    BACKWARD, which stands for the number of the autograd node that draws. A generator is seeded at the first draw of
-    a source, so a source that draws nothing costs an assignment. Of what it cannot key it tells
+    `source` is the layer that draws now: the loop over the layers assigns it before each call. In a backward it is
+    BACKWARD, which stands for the number of the autograd node that draws. The first draw of a source seeds its
+    generator, so a source that draws nothing costs an assignment. Draws that it cannot key are reported to
     `unkeyed(source, what)`. One object serves one thread at a time.
     """
 
@@ -68,29 +66,24 @@ class KeyedRandom:
         "source",
     )
 
-    def __init__(self, unkeyed: Callable[[Any, str], None]) -> None:
+    def __init__(self, seed_of: Callable[[Any], int], unkeyed: Callable[[Any, str], None]) -> None:
         _register_kernels()
         self.source: Any = None
+        self._seed_of = seed_of
         self._unkeyed = unkeyed
         self._generators: dict[torch.device, torch.Generator] = {}
         self._seeded: set[torch.device] = set()
         self._seeded_for: Any = _NO_SOURCE
-        self._seed_of: Callable[[Any], int] | None = None
 
-    def __reduce__(self) -> tuple[type[KeyedRandom], tuple[Callable[[Any, str], None]]]:
-        # Generators are made when needed and seeded before use: there is nothing to copy.
-        return KeyedRandom, (self._unkeyed,)
-
-    def seeded_by(self, seed_of: Callable[[Any], int]) -> KeyedRandom:
-        """Start over: the next draw of any source seeds the generators again."""
-        self._seed_of = seed_of
-        self._seeded_for = _NO_SOURCE
-        return self
+    def __reduce__(self) -> tuple[type[KeyedRandom], tuple[Callable[..., Any], ...]]:
+        # Generators are created when needed and seeded before use: there is nothing to copy.
+        return KeyedRandom, (self._seed_of, self._unkeyed)
 
     def __enter__(self) -> KeyedRandom:
         # A pipe may be a layer of another pipe: the outer one's draws continue where they were.
         self._outer = _thread.random
         _thread.random = self
+        self._seeded_for = _NO_SOURCE
         self._guard = _INCLUDE_KEY(_KEY)
         self._guard.__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -98,7 +91,6 @@ class KeyedRandom:
     def __exit__(self, *exception: object) -> None:
         self._guard.__exit__(*exception)
         _thread.random = self._outer
-        self._seed_of = None
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The generator that the running source draws from on `device`."""
@@ -111,7 +103,6 @@ class KeyedRandom:
             generator = self._generators[device] = torch.Generator(device)
         if device not in self._seeded:
             _refuse_in_checkpoint()
-            assert self._seed_of is not None, "seeded_by comes before the first draw"
             generator.manual_seed(self._seed_of(source))
             self._seeded.add(device)
         return generator
@@ -121,6 +112,7 @@ class KeyedRandom:
         return any(generator._cdata == own._cdata for own in self._generators.values())  # type: ignore[attr-defined]
 
     def report(self, what: str) -> None:
+        """Report a draw of the running source that it cannot key."""
         self._unkeyed(self._drawing_source(), what)
 
     def _drawing_source(self) -> Any:

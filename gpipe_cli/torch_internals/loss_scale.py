@@ -11,8 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["agree_on_overflow"]
-
 
 def agree_on_overflow(
     scaler: torch.amp.GradScaler,

@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Room", "Spilling", "spilling"]
-
 _SMALL = 2**16
 """Bytes: smaller ones stay, as constructors compute with them, and moving them would gain nothing."""
 

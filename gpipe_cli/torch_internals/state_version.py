@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["adopt_version", "repeat_versions"]
-
 
 def adopt_version(module: nn.Module, original: nn.Module) -> None:
     """Let what `module` saves count as saved by `original`."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["storage_of"]
-
 
 def storage_of(tensor: Tensor) -> int:
     """Equal for a tensor and its views; another tensor may get it once they are all gone."""

@@ -17,8 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-__all__ = ["CallerModes", "SavedTensorsHooks", "current_saved_tensors_hooks"]
-
 SavedTensorsHooks: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
 
 

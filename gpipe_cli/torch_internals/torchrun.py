@@ -12,8 +12,6 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["follows", "leave_reason"]
-
 _STARTED, _RANK, _REASON = "TORCHELASTIC_RUN_ID", "RANK", "TORCHELASTIC_ERROR_FILE"
 _LATER = 60
 """Seconds. torchrun blames who failed first, by clocks that count whole seconds."""

@@ -18,8 +18,6 @@ from typing import Any, final
 
 import torch
 
-__all__ = ["without_compiler"]
-
 _COMPILER = "torch._dynamo"
 _WRAPPED = "__dynamo_disable"
 """Where a function that is not to be compiled keeps what the compiler made of it."""

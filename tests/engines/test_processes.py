@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.engines.update import Update
-from gpipe_cli.pipeline.keys import replica_key
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.layer import replica_key
 from tests.distributed.cases import Case, Course, run
 from tests.distributed.crew import found, note, run_crew
 from tests.distributed.tasks import make

@@ -22,7 +22,7 @@ from gpipe_cli.losses.dice import Dice
 from gpipe_cli.losses.measures import measure_of
 from gpipe_cli.losses.mse import MeanSquaredError
 from gpipe_cli.losses.token_cross_entropy import TokenCrossEntropy
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.gpipe import PlainPipe
 
 FILES = sorted((Path(__file__).resolve().parents[2] / "conf" / "loss").glob("*.yaml"))
 

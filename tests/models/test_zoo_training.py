@@ -19,7 +19,7 @@ from gpipe_cli.losses.cross_entropy import CrossEntropy
 from gpipe_cli.losses.dice import Dice
 from gpipe_cli.losses.token_cross_entropy import TokenCrossEntropy
 from gpipe_cli.models import amoebanetd, gpt, mlp, unet
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.sequential import partition_uniform
 
 Task = tuple[nn.Sequential, Tensor, Tensor, Callable[..., Tensor]]

@@ -8,15 +8,15 @@ import torch
 from gpipe_cli.offload.borders import Borders
 from gpipe_cli.offload.mover import Mover
 from gpipe_cli.offload.tiers import DiskTier
-from gpipe_cli.pipeline.boundary import Parcel
+from gpipe_cli.pipeline.boundary import PartitionInput
 from gpipe_cli.pipeline.pytree import flatten
 
 CPU = torch.device("cpu")
 
 
-def parcel(*tensors: torch.Tensor | None) -> Parcel:
+def parcel(*tensors: torch.Tensor | None) -> PartitionInput:
     needs_grad = tuple(one is not None for one in tensors)
-    return Parcel(tensors, needs_grad, flatten(tensors, "output")[1], values=len(tensors))
+    return PartitionInput(tensors, needs_grad, flatten(tensors, "output")[1], values=len(tensors))
 
 
 def test_a_parcel_comes_back_as_it_was_and_as_often_as_asked(tmp_path: Path) -> None:

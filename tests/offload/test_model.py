@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.offload import OffloadModel
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.gpipe import PlainPipe
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.errors import ResourceError
 from gpipe_cli.offload.cut import parameters_of
-from gpipe_cli.offload.pipe import SlicedPipe
+from gpipe_cli.offload.pipe import OffloadedPipe
 from gpipe_cli.offload.rotation import Rotation
 from gpipe_cli.offload.slice import Part
 from gpipe_cli.offload.tiers import DiskTier, Tier
@@ -67,8 +67,8 @@ def rotation_of(module: nn.Sequential, tier: Tier, **settings: Any) -> Rotation:
 
 
 def step(module: nn.Sequential, rotation: Rotation, recorder: Any = None, checkpoint: str = "always") -> None:
-    pipe = SlicedPipe(
-        module, [1] * len(module), device=CPU, residence=rotation, chunks=2, checkpoint=checkpoint
+    pipe = OffloadedPipe(
+        module, [1] * len(module), devices=[CPU], stores=[rotation], chunks=2, checkpoint=checkpoint
     )
     pipe.recorder = recorder
     pipe.step(torch.ones(4, 4), torch.zeros(4, 4), nn.functional.mse_loss, key=1)

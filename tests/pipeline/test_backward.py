@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.gpipe import PlainPipe
 
 MODES = ["always", "except_last", "never"]
 
@@ -133,7 +133,7 @@ def test_the_graph_dies_after_backward_and_with_a_dropped_output(pipe: GPipe) ->
 
 
 def test_create_graph_is_refused_clearly(pipe: GPipe) -> None:
-    with pytest.raises(RuntimeError, match="create_graph=True cannot go through a pipe"):
+    with pytest.raises(RuntimeError, match="create_graph=True does not work through a pipe"):
         pipe(torch.randn(7, 3).double()).sum().backward(create_graph=True)
 
 
@@ -245,7 +245,7 @@ def test_the_backward_that_cuda_needs_gives_the_same_bits() -> None:
     results = []
     for in_caller in (False, True):
         with GPipe(model(), [1, 2, 2], chunks=3) as pipe:
-            pipe._runner.executor._backward_in_caller = in_caller
+            pipe._executor._backward_in_caller = in_caller
             pipe(torch.ones(7, 3).double()).square().sum().backward()
             results.append(gradients(pipe))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.devices import choose_devices, device_here
+from gpipe_cli.accelerator.devices import choose_devices, device_here
 
 
 def accelerators(monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int) -> None:

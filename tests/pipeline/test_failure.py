@@ -17,9 +17,9 @@ from torch.nn import functional
 
 from gpipe_cli import GPipe, current_microbatch, is_recomputing
 from gpipe_cli.errors import StepTimeout
-from gpipe_cli.pipeline.failure import add_note
-from gpipe_cli.pipeline.plain import PlainPipe
-from gpipe_cli.pipeline.walk import Walk
+from gpipe_cli.pipeline.action_loop import ActionLoop
+from gpipe_cli.pipeline.failures import add_note
+from gpipe_cli.pipeline.gpipe import PlainPipe
 
 
 class Ouch(Exception):
@@ -262,14 +262,14 @@ def test_ctrl_c_while_the_caller_waits_ends_the_step_once_the_running_actions_ha
     stopped = threading.Event()
     interrupts = True
     with GPipe(nn.Sequential(Interrupt(), nn.Identity()), [1, 1], chunks=4) as pipe:
-        fail = Walk.fail
+        fail = ActionLoop.fail
 
-        def fail_and_tell(walk: Walk, error: BaseException) -> None:
+        def fail_and_tell(walk: ActionLoop, error: BaseException) -> None:
             fail(walk, error)
             stopped.set()
 
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Walk, "fail", fail_and_tell)
+            patch.setattr(ActionLoop, "fail", fail_and_tell)
             pipe(torch.ones(4, 1))
         assert begun == [0]
         interrupts = False

@@ -14,24 +14,24 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.gpipe import PlainPipe
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero_bubble"]
 CALLS = ["step", "backward"]
 # Whatever helps to say where a failure happened: "module:name" or "module:class.method".
 DIAGNOSIS = [
-    "gpipe_cli.pipeline.culprit:_suspects",
-    "gpipe_cli.pipeline.culprit:_in_traceback",
-    "gpipe_cli.pipeline.culprit:_with_the_same_words",
-    "gpipe_cli.pipeline.culprit:_made_here",
-    "gpipe_cli.pipeline.culprit:_between",
-    "gpipe_cli.pipeline.culprit:complaint",
-    "gpipe_cli.pipeline.culprit:has_run",
-    "gpipe_cli.pipeline.culprit:number_of",
-    "gpipe_cli.pipeline.layer_run:failed_in_backward",
-    "gpipe_cli.pipeline.layer_run:LayerRun.whereabouts",
-    "gpipe_cli.pipeline.partition:Partition.whereabouts",
-    "gpipe_cli.pipeline.walk:failure_note",
+    "gpipe_cli.pipeline.failures:_suspects",
+    "gpipe_cli.pipeline.failures:_in_traceback",
+    "gpipe_cli.pipeline.failures:_with_the_same_message",
+    "gpipe_cli.pipeline.failures:_created_by_layers",
+    "gpipe_cli.pipeline.failures:_between",
+    "gpipe_cli.pipeline.failures:complaint",
+    "gpipe_cli.pipeline.failures:has_run",
+    "gpipe_cli.pipeline.failures:number_of",
+    "gpipe_cli.pipeline.layer_loop:layer_that_failed",
+    "gpipe_cli.pipeline.layer_loop:LayerLoop.locate",
+    "gpipe_cli.pipeline.partition:Partition.locate",
+    "gpipe_cli.pipeline.action_loop:failure_note",
     "gpipe_cli.pipeline.layer:Layer.__repr__",
 ]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.skip import pop, skippable, stash
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 

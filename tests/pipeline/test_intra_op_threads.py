@@ -5,8 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gpipe_cli.pipeline.gpipe import GPipe
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe
 
 
 def gradients(pipe: GPipe | PlainPipe) -> dict[str, Tensor]:

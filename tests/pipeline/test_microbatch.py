@@ -10,13 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe_cli.pipeline.microbatch import Batch, NoChunk, gather, micro_batches, split
+from gpipe_cli.pipeline.microbatch import Batch, NoChunk, gather, micro_batches
 from gpipe_cli.pipeline.pytree import flatten, unflatten
 
 
 class Masked(NamedTuple):
     rows: Tensor
     mask: Tensor
+
+
+def split(value: Any, count: int, what: str) -> list[Any]:
+    batch = Batch(value, what)
+    return [unflatten(batch.template, tensors) for tensors in batch.scatter(count)]
 
 
 def joined(parts: list[Any]) -> Any:

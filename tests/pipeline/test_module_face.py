@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.gpipe import PlainPipe
 
 pytestmark = pytest.mark.timeout(60)
 

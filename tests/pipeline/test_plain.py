@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.pipeline.layer import UnkeyedRandomWarning
-from gpipe_cli.pipeline.plain import PlainPipe
 
 
 def gradients(pipe: nn.Module) -> list[torch.Tensor]:

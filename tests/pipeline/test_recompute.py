@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe, current_microbatch, is_checkpointing, is_recomputing
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.gpipe import PlainPipe
 
 
 class Spy(nn.Module):

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from gpipe_cli import GPipe, current_microbatch, is_recomputing
 from gpipe_cli.pipeline.context import MicroBatch
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.skip import Namespace, pop, skippable, stash
 
 MODES = ["always", "except_last", "never"]

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.boundary import Mailbox, Parcel, enter, roots_of
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.boundary import GradSink, PartitionInput, enter, roots_of
+from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.partition_backward import SplitBackward
 from gpipe_cli.pipeline.pytree import SINGLE
-from gpipe_cli.pipeline.split_backward import SplitBackward
 
 
-def split(layer: nn.Module, input: Tensor) -> tuple[SplitBackward, Mailbox]:
-    mailbox = Mailbox((True,))
-    ((entered,),) = enter([Parcel((input,), (True,), SINGLE, values=1)], mailbox)
+def split(layer: nn.Module, input: Tensor) -> tuple[SplitBackward, GradSink]:
+    mailbox = GradSink((True,))
+    ((entered,),) = enter([PartitionInput((input,), (True,), SINGLE, values=1)], mailbox)
     assert entered is not None
     output = layer(entered)
     (root,) = roots_of([output])

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.gpipe import PlainPipe
 
 CHUNKS = 2
 CALLS = ["step", "backward"]

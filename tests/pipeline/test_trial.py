@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.context import current_microbatch
-from gpipe_cli.pipeline.trial import check_fit, check_outputs
+from gpipe_cli.pipeline.layer_check import check_fit, check_outputs
 from gpipe_cli.skip import pop, skippable, stash
 
 SAMPLE = torch.ones(2, 3)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import gpipe_cli
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.skip import pop, skippable, stash
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 

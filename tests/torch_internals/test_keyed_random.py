@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.torch_internals.keyed_random import (
     BACKWARD,
     KeyedRandom,
@@ -37,9 +37,9 @@ def keyed(seed: int = 1, reports: list[str] | None = None) -> contextlib.Abstrac
         assert reports is not None, f"{source} draws with {what}"
         reports.append(what)
 
-    random = KeyedRandom(unkeyed)
+    random = KeyedRandom(lambda source: seed, unkeyed)
     random.source = "layer"
-    return random.seeded_by(lambda source: seed)
+    return random
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,7 @@ def test_a_layer_that_draws_nothing_gives_the_same_bits_under_a_key(
         layer.zero_grad()
         return [output, *gradients]
 
-    random = KeyedRandom(unkeyed)
-    under_key = random.seeded_by(lambda source: seeds.append(source) or 1)  # type: ignore[func-returns-value]
+    under_key = KeyedRandom(lambda source: seeds.append(source) or 1, unkeyed)  # type: ignore[func-returns-value]
     pairs = zip(results(contextlib.nullcontext()), results(under_key), strict=True)
     assert all(torch.equal(plain, mine) for plain, mine in pairs)
     assert seeds == []
@@ -191,10 +190,10 @@ def test_every_operator_that_draws_is_keyed_or_says_whether_it_would_draw() -> N
 
 
 def test_each_source_draws_from_its_own_seed_however_often_the_source_changes() -> None:
-    random = KeyedRandom(lambda source, what: None)
+    random = KeyedRandom(ord, lambda source, what: None)
     drawn: dict[str, list[Tensor]] = {"a": [], "b": []}
     for names in ("ab", "ba"):
-        with random.seeded_by(ord):
+        with random:
             for name in names:
                 random.source = name
                 drawn[name].append(torch.cat([torch.rand(4), torch.rand(4)]))
@@ -213,13 +212,14 @@ def test_what_draws_in_backward_is_keyed_by_its_node() -> None:
         def backward(ctx: object, gradient: Tensor) -> Tensor:
             return gradient + torch.rand(4)
 
-    random, sources = KeyedRandom(lambda source, what: None), []
+    sources: list[int] = []
+    random = KeyedRandom(lambda number: sources.append(number) or 7, lambda source, what: None)  # type: ignore[func-returns-value]
     input = torch.zeros(4, requires_grad=True)
     output = Noisy.apply(Noisy.apply(input)).sum()
     random.source = BACKWARD
     gradients = []
     for _ in range(2):
-        with random.seeded_by(lambda number: sources.append(number) or 7):  # type: ignore[func-returns-value]
+        with random:
             gradients += torch.autograd.grad(output, input, retain_graph=True)
     assert torch.equal(*gradients)
     assert len(set(sources)) == 2 and sources[:2] == sources[2:]

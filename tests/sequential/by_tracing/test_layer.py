@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipe_cli import GPipe
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.pipeline.plain import PlainPipe
+from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.sequential import to_sequential
 
 

@@ -1,43 +1,39 @@
-"""The face all pipes share: that of the sequence they wrap, and a step.
+"""The nn.Module that every pipe is: a module that looks like the sequence it wraps.
 
-Decides that state_dict, load_state_dict, parameters and buffers go by the names of the module that was
-given, whatever the balance, and that torchgpipe's `partitions.N.` prefix is understood when loading. Knows
-nothing of running.
+state_dict, load_state_dict, parameters and buffers use the names of the original module, for every balance. Loading
+also understands torchgpipe's `partitions.N.` prefix. A pipe calls its layers one by one, so a hook on the sequence
+itself would never run; registering one raises.
 """
 
 from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias, overload
+from typing import Any, Self, TypeAlias, final
 
 from torch import Tensor, nn
 
 from gpipe_cli.pipeline.batchnorm import convert_deferred_batch_norm, deferred_batch_norms
-from gpipe_cli.pipeline.hooks import refuse_hooks
 from gpipe_cli.pipeline.layer import layers_of
 from gpipe_cli.pipeline.loss import LossFunction, StepLoss
-from gpipe_cli.pipeline.microbatch import Value, gather
-from gpipe_cli.pipeline.minibatch import MiniBatch
+from gpipe_cli.pipeline.microbatch import MiniBatch, Value, gather
 from gpipe_cli.pipeline.pytree import flatten, unflatten
 from gpipe_cli.sequential import original_output
 from gpipe_cli.sequential.original_paths import find_original, layer_paths
 from gpipe_cli.skip.skippable import verify_skippables
 
-__all__ = ["WrappedSequence"]
-
 Output: TypeAlias = Value | dict[str, Tensor]
-"""A dict where the model that the sequence was made from returns one."""
+"""A dict where the original model returns one."""
 
+_HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TORCHGPIPE_PREFIX = re.compile(r"^partitions\.\d+\.")
 
 
-class WrappedSequence(nn.Module):
-    """Base of the pipes: an nn.Module that answers as the sequence in `module` would."""
-
+class PipeModule(nn.Module):
     def __init__(self, module: nn.Sequential, chunks: int, deferred_batch_norm: bool) -> None:
         super().__init__()
         if not isinstance(module, nn.Sequential):
@@ -58,7 +54,7 @@ class WrappedSequence(nn.Module):
         self._layer_modules = [layer.module for layer in self._layers]
         self._batch_norms = tuple(deferred_batch_norms(module))
         self._prefix = ""
-        self.register_load_state_dict_pre_hook(_loaded_by_a_parent)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_rename_keys_of_parent)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_report_own_names)  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
@@ -70,93 +66,48 @@ class WrappedSequence(nn.Module):
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.module)
 
-    @overload
-    def step(
-        self,
-        input: Value,
-        target: Value,
-        loss_fn: LossFunction,
-        key: int | None = None,
-        return_output: Literal[False] = False,
-    ) -> Tensor: ...
-
-    @overload
-    def step(
-        self,
-        input: Value,
-        target: Value,
-        loss_fn: LossFunction,
-        key: int | None = None,
-        *,
-        return_output: Literal[True],
-    ) -> tuple[Tensor, Output]: ...
-
-    def step(
-        self,
-        input: Value,
-        target: Value,
-        loss_fn: LossFunction,
-        key: int | None = None,
-        return_output: bool = False,
-    ) -> Tensor | tuple[Tensor, Output]:
-        """Forward and backward of a whole mini-batch: fills `.grad` and returns the detached mean loss."""
-        self._check_layers()
-        batch = MiniBatch.of(input, self.chunks, key)
-
-        def loss_of(output: Value, target: Value) -> Tensor:
-            return loss_fn(original_output(self.module, output), target)
-
-        def make_loss() -> StepLoss:
-            return StepLoss(loss_of, target, batch.rows, len(batch.inputs), keeps_outputs=return_output)
-
-        loss = self._step(batch, make_loss)
-        if not return_output:
-            return loss.total()
-        outputs = loss.outputs()
-        if not outputs:
-            return loss.total(), ()
-        tensors, template = gather([flatten(output, "output") for output in outputs])
-        return loss.total(), self._outside(unflatten(template, tensors))
-
-    def forward(self, input: Value) -> Output:
-        self._check_layers()
-        # Without layers there is nothing to split the input for.
-        return self._outside(self._forward(input)) if self._layers else input
-
-    def _holders(self) -> list[Iterable[nn.Module]]:
+    def _layer_containers(self) -> list[Iterable[nn.Module]]:
         """The containers in which users see the layers, and could replace them."""
         return [self.module]
 
     def _check_layers(self) -> None:
-        """What is known of the layers was found when the pipe was made."""
+        """Raise if the layers are no longer those that the constructor looked at."""
         if any(
             child is not layer
-            for holder in self._holders()
-            for child, layer in zip_longest(holder, self._layer_modules)
+            for container in self._layer_containers()
+            for child, layer in zip_longest(container, self._layer_modules)
         ):
             raise RuntimeError(
-                "a layer of the pipe was replaced, added or removed after the pipe was made. Make a new pipe of the "
-                "changed module"
+                "a layer of the pipe was replaced, added or removed after the pipe was constructed. Construct a new "
+                "pipe from the changed module"
             )
 
-    def _outside(self, value: Value) -> Output:
-        """What the original model gives; nothing where the last layer is in another process."""
+    def _original_output(self, value: Value) -> Output:
+        """The output as the original model returns it; () where the last layer is in another process."""
         if isinstance(value, tuple) and not value:
             return ()
         output: Output = original_output(self.module, value)
         return output
 
-    @abstractmethod
-    def _forward(self, input: Value) -> Value:
-        """Run the mini-batch forward; what the last layer gives, () if it is in another process."""
+    def _step_loss(
+        self, batch: MiniBatch, target: Value, loss_fn: LossFunction, keeps_outputs: bool
+    ) -> StepLoss:
+        def function(output: Value, target: Value) -> Tensor:
+            return loss_fn(original_output(self.module, output), target)
 
-    @abstractmethod
-    def _step(self, batch: MiniBatch, make_loss: Callable[[], StepLoss]) -> StepLoss:
-        """Run the mini-batch forward and backward with a loss of `make_loss`, which it returns."""
+        return StepLoss(function, target, batch.rows, len(batch.inputs), keeps_outputs=keeps_outputs)
+
+    def _step_result(self, loss: StepLoss, return_output: bool) -> Tensor | tuple[Tensor, Output]:
+        if not return_output:
+            return loss.total()
+        if not loss.outputs:
+            return loss.total(), ()
+        tensors, template = gather([flatten(output, "output") for output in loss.outputs])
+        return loss.total(), self._original_output(unflatten(template, tensors))
 
     @abstractmethod
     def close(self) -> None:
-        """End what runs for this pipe. Closing twice is fine."""
+        """End the threads or processes that run for this pipe. You may close it twice."""
 
     def __enter__(self) -> Self:
         return self
@@ -218,18 +169,16 @@ class WrappedSequence(nn.Module):
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
 
-def _loaded_by_a_parent(
-    pipe: WrappedSequence, state_dict: dict[str, Any], prefix: str, *rest: object
-) -> None:
-    """A module that holds a pipe does not call its `load_state_dict` but looks for the pipe's children."""
+def _rename_keys_of_parent(pipe: PipeModule, state_dict: dict[str, Any], prefix: str, *rest: object) -> None:
+    """A module that holds a pipe does not call `load_state_dict` of the pipe but loads into its children."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
         own = pipe._own_name(key.removeprefix(prefix))
         state_dict[f"{prefix}module.{own}"] = state_dict.pop(key)
     pipe._prefix = prefix
 
 
-def _report_own_names(pipe: WrappedSequence, incompatible_keys: Any) -> None:
-    """What a parent says of keys that are missing or too many goes by the names it knows."""
+def _report_own_names(pipe: PipeModule, incompatible_keys: Any) -> None:
+    """A parent reports missing and unexpected keys by the names it knows."""
     for keys in incompatible_keys:
         keys[:] = [
             pipe._prefix + key.removeprefix(f"{pipe._prefix}module.")
@@ -237,3 +186,29 @@ def _report_own_names(pipe: WrappedSequence, incompatible_keys: Any) -> None:
             else key
             for key in keys
         ]
+
+
+@final
+class _NoHooks(OrderedDict[int, Any]):
+    """Takes the place of the dictionary in which torch keeps hooks."""
+
+    what = "the module"
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        raise RuntimeError(
+            f"a hook on {self.what} would never run: a pipe calls its layers one by one. Register it on a layer, "
+            "pipe[i], or on the pipe itself"
+        )
+
+
+def refuse_hooks(module: nn.Module, what: str) -> None:
+    """Raise if `module` has hooks, and make registering one raise."""
+    for kind in _HOOK_DICTS:
+        if getattr(module, kind):
+            raise ValueError(
+                f"{what} has a hook, which would never run: a pipe calls its layers one by one. Register it on a "
+                "layer instead"
+            )
+        none = _NoHooks()
+        none.what = what
+        setattr(module, kind, none)

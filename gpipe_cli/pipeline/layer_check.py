@@ -20,8 +20,6 @@ from gpipe_cli.sequential import layer_names
 from gpipe_cli.sequential.meta_clone import meta_clone, meta_like
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 
-__all__ = ["check_fit", "check_outputs"]
-
 
 class _Misfit(Exception):
     """A layer that raised, and what it was given; the cause is what it raised."""

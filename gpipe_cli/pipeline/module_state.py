@@ -1,32 +1,22 @@
-"""Buffers that change when a layer runs, such as the running statistics of batch norm.
+"""The parameters and buffers of a partition's layers, around forward, recompute and backward.
 
-Decides how to find them; that recomputation works on copies of their values before the forward, so that it repeats
-what the forward did and changes nothing; and that a graph which saved a buffer keeps it as it was while later
-micro-batches change it. Knows nothing of partitions.
+Recompute works on copies of the buffers as they were before the forward, so it repeats the forward and changes nothing.
+A graph that saved a buffer keeps it as it was while later micro-batches change it. Autograd checks the version counters
+of what a graph saved; a checkpointed forward has no graph until recompute, so this file checks them instead.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
 from gpipe_cli.torch_internals.tensor_version import version_of
-
-__all__ = [
-    "Buffer",
-    "SavedBuffer",
-    "WrittenApart",
-    "all_buffers",
-    "changed",
-    "restore",
-    "save",
-    "swapped_in",
-]
 
 
 @final
@@ -53,11 +43,11 @@ def all_buffers(layers: Sequence[nn.Module]) -> list[Buffer]:
     return [Buffer(module, name) for module in modules for name, _ in module.named_buffers(recurse=False)]
 
 
-def save(buffers: Sequence[Buffer]) -> tuple[SavedBuffer, ...]:
+def save_buffers(buffers: Sequence[Buffer]) -> tuple[SavedBuffer, ...]:
     return tuple(SavedBuffer(buffer, buffer.get(), buffer.get().clone()) for buffer in buffers)
 
 
-def changed(saved: Sequence[SavedBuffer], written: Sequence[Buffer] = ()) -> tuple[Buffer, ...]:
+def changed_buffers(saved: Sequence[SavedBuffer], written: Sequence[Buffer] = ()) -> tuple[Buffer, ...]:
     """All buffers of the modules that changed or wrote any: a mean that happened to stay will move the next time."""
     modules = {buffer.module for buffer in written} | {
         item.buffer.module
@@ -67,7 +57,7 @@ def changed(saved: Sequence[SavedBuffer], written: Sequence[Buffer] = ()) -> tup
     return tuple(item.buffer for item in saved if item.buffer.module in modules)
 
 
-def restore(saved: Sequence[SavedBuffer]) -> None:
+def restore_buffers(saved: Sequence[SavedBuffer]) -> None:
     """Undo what happened since `save`."""
     for item in saved:
         item.original.copy_(item.value)
@@ -75,7 +65,7 @@ def restore(saved: Sequence[SavedBuffer]) -> None:
 
 
 @contextlib.contextmanager
-def swapped_in(saved: Sequence[SavedBuffer]) -> Iterator[None]:
+def use_saved_buffers(saved: Sequence[SavedBuffer]) -> Iterator[None]:
     """Inside, the modules see copies of the saved values in place of their buffers.
 
     Copying into the buffers and back would not do: batch norm saves them for backward, and a write would be
@@ -92,7 +82,7 @@ def swapped_in(saved: Sequence[SavedBuffer]) -> Iterator[None]:
 
 
 @final
-class WrittenApart:
+class BufferCopies:
     """Context manager: inside, the modules see copies of their buffers; afterwards the buffers have the copies' values.
 
     So a graph made inside holds tensors that nobody writes again. Compiled batch norm saves its buffers for backward,
@@ -104,7 +94,7 @@ class WrittenApart:
     def __init__(self, buffers: Sequence[Buffer]) -> None:
         self._buffers = buffers
 
-    def __enter__(self) -> WrittenApart:
+    def __enter__(self) -> BufferCopies:
         self._originals = [buffer.get() for buffer in self._buffers]
         self._copies = [original.clone() for original in self._originals]
         for buffer, copy in zip(self._buffers, self._copies, strict=True):
@@ -126,3 +116,57 @@ class WrittenApart:
         return tuple(
             buffer for buffer, copy in zip(self._buffers, self._copies, strict=True) if version_of(copy)
         )
+
+
+@final
+class ModuleTensors:
+    """The parameters, buffers and modes of some layers as they are now."""
+
+    __slots__ = ("_tensors", "parameters", "training")
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        modules = [module for layer in layers for module in layer.modules()]
+        self.training = tuple([module.training for module in modules])
+        self._tensors: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = [
+            (module, held, name, tensor)
+            for module in modules
+            # Deferred batch norm commits its statistics after the forward, and recomputes without them.
+            for held in (module._parameters, {} if isinstance(module, DeferredBatchNorm) else module._buffers)
+            for name, tensor in held.items()
+            if tensor is not None
+        ]
+        self.parameters = [tensor for module, held, _, tensor in self._tensors if held is module._parameters]
+
+    def versions(self, but: Collection[nn.Module]) -> int:
+        """A number that grows with every write to one of them, except those of the modules in `but`."""
+        return sum(
+            [version_of(tensor) for module, _, _, tensor in self._tensors if not but or module not in but]
+        )
+
+    @contextlib.contextmanager
+    def in_place(self, but: Collection[nn.Module]) -> Iterator[None]:
+        """Inside, those that were replaced by other tensors since are back, except those of the modules in `but`."""
+        replaced = [
+            (held, name, tensor, held.get(name))
+            for module, held, name, tensor in self._tensors
+            if held.get(name) is not tensor and module not in but
+        ]
+        for held, name, tensor, _ in replaced:
+            held[name] = tensor
+        try:
+            yield
+        finally:
+            for held, name, _, other in replaced:
+                held[name] = other
+
+
+NO_TENSORS = ModuleTensors(())
+
+
+def modified_in_place(what: str, partition: int) -> RuntimeError:
+    """The error that autograd raises where a graph is kept, for a partition that has none until it is recomputed."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what} was changed between forward and backward, so partition {partition} cannot be recomputed "
+        "to the same values"
+    )

@@ -1,7 +1,6 @@
-"""Which devices a pipe's partitions live on.
+"""The devices of this machine, and those that hold the partitions of a pipe.
 
-Decides the default (all accelerators, or one CPU worker per partition), what counts as too few, and that a device
-which this machine does not have is an error.
+By default a pipe uses all accelerators, or one CPU worker per partition.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-
-__all__ = ["Device", "choose_devices", "denies_move", "device_here"]
 
 Device = int | str | torch.device
 

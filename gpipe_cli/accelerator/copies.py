@@ -1,7 +1,7 @@
-"""Tensors from one device to another. The only file that knows CUDA streams.
+"""Copies of tensors between devices, without the host waiting for any.
 
-Decides on which stream a copy runs and who waits for it: nobody on the host. Between equal devices nothing
-happens.
+A copy runs on side streams of both devices; the stream that uses the tensors waits for an event. Between equal devices
+nothing is copied.
 """
 
 from __future__ import annotations
@@ -14,44 +14,43 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Shipment", "ship", "uses_cuda"]
 
-
-class Shipment(NamedTuple):
-    """Tensors on the destination's device, and the event after which they are really there."""
+class DeviceCopy(NamedTuple):
+    """Tensors on the destination device, and the event after which their memory is filled."""
 
     tensors: tuple[Tensor | None, ...]
-    arrived: torch.cuda.Event | None
+    arrived: torch.cuda.Event | None = None
 
     def receive(self) -> tuple[Tensor | None, ...]:
-        """Called by the thread that goes on with the tensors, on the stream it works on."""
+        """Called by the thread that uses the tensors: its current stream waits for the copy."""
         if self.arrived is not None:
             present = [tensor for tensor in self.tensors if tensor is not None and tensor.is_cuda]
             for device in {tensor.device for tensor in present}:
                 torch.cuda.current_stream(device).wait_event(self.arrived)
             for tensor in present:
-                # The allocator must not reuse what was made on the copy stream while this one still reads it.
+                # The allocator must not reuse memory of the copy stream while this stream still reads it.
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return self.tensors
 
 
-def ship(tensors: tuple[Tensor | None, ...], destination: torch.device) -> Shipment:
-    """Start the way of `tensors` to `destination`, from the streams the calling thread works on."""
-    sources = {tensor.device for tensor in tensors if tensor is not None}
-    sources.discard(destination)
-    if not sources:
-        return Shipment(tensors, None)
+def start_copy(tensors: tuple[Tensor | None, ...], destination: torch.device) -> DeviceCopy:
+    """Start to copy `tensors` to `destination`, after what the calling thread has queued on its streams."""
+    for tensor in tensors:
+        if tensor is not None and tensor.device != destination:
+            break
+    else:
+        return DeviceCopy(tensors)
+    sources = {tensor.device for tensor in tensors if tensor is not None} - {destination}
     if not uses_cuda([destination, *sources]):
-        return Shipment(tuple(_moved(tensor, destination) for tensor in tensors), None)
-    return _ship_by_side_streams(tensors, sources, destination)
+        return DeviceCopy(tuple(_moved(tensor, destination) for tensor in tensors))
+    return _copy_on_side_streams(tensors, sources, destination)
 
 
-def _ship_by_side_streams(
+def _copy_on_side_streams(
     tensors: tuple[Tensor | None, ...], sources: set[torch.device], destination: torch.device
-) -> Shipment:
-    """torch copies on the source's current stream and lets the destination's wait: both must be side streams,
-    or the copy would stand in the way of the source's next micro-batch.
-    """
+) -> DeviceCopy:
+    # torch copies on the current stream of the source and makes that of the destination wait. Both must be side
+    # streams, or the copy would delay the source's next micro-batch.
     streams = {device: _copy_stream(device) for device in (*sources, destination) if device.type == "cuda"}
     with contextlib.ExitStack() as entered:
         for device, stream in streams.items():
@@ -65,10 +64,10 @@ def _ship_by_side_streams(
             tensor.record_stream(streams[tensor.device])
     arrived = streams[destination if destination in streams else next(iter(streams))].record_event()
     if destination.type == "cuda":
-        return Shipment(moved, arrived)
+        return DeviceCopy(moved, arrived)
     # The host reads the copy next, and no stream can make it wait.
     arrived.synchronize()
-    return Shipment(moved, None)
+    return DeviceCopy(moved)
 
 
 def uses_cuda(devices: Sequence[torch.device]) -> bool:

@@ -1,26 +1,26 @@
-"""The backward of a partition in two halves: first the gradients of its input, later those of its weights.
+"""The two special ways to run a partition's backward: in two halves, and with its gradients collected.
 
-Decides where to cut. A node on the way from the output to the input whose other edges lead to parameters
-works twice: in the first half for the input, in the second, from the gradient it was given then, for its
-parameters. Knows nothing of partitions or schedules.
+A split backward computes the gradients of the partition's input first and those of its weights later. A node on the way
+from the output to the input whose other edges lead to parameters runs twice: in the first half for the input, in the
+second half, from the gradient it received then, for its parameters. A hook on a tensor between layers therefore fires
+in both halves.
 
-A hook on a tensor between layers fires in both halves: one that changes gradients changes weights' twice.
+A collected backward hands the gradients of some leaves to its caller instead of adding them to `.grad`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gpipe_cli.pipeline.boundary import ANCHOR, Mailbox
-from gpipe_cli.torch_internals.engine import run_backward
-from gpipe_cli.torch_internals.graph_progress import Node
-
-__all__ = ["SplitBackward"]
+from gpipe_cli.pipeline.boundary import ANCHOR, GradSink
+from gpipe_cli.torch_internals.engine import capture_gradients, run_backward
+from gpipe_cli.torch_internals.graph_progress import Node, nodes_behind
+from gpipe_cli.torch_internals.graph_task import without_hooks
 
 
 @final
@@ -34,9 +34,9 @@ class _Branch:
 
 @final
 class SplitBackward:
-    def __init__(self, roots: Sequence[tuple[GradientEdge, Tensor]], mailbox: Mailbox) -> None:
-        self._mailbox = mailbox
-        leads = _leads_to_input([root.node for root, _ in roots], mailbox)
+    def __init__(self, roots: Sequence[tuple[GradientEdge, Tensor]], sink: GradSink) -> None:
+        self._sink = sink
+        leads = _leads_to_input([root.node for root, _ in roots], sink)
         self._ahead = [(root, gradient) for root, gradient in roots if leads[root.node]]
         self._aside = [(root, gradient) for root, gradient in roots if not leads[root.node]]
         self._branches = [_Branch(node, _parameters(node, leads)) for node, ahead in leads.items() if ahead]
@@ -55,12 +55,12 @@ class SplitBackward:
         return len(set(used)) == len(used) and not (self._aside and self._ahead)
 
     def run_input_half(self) -> None:
-        """Fill the mailbox, and remember what each branch was given."""
+        """Fill the sink, and remember what each branch was given."""
         if not self._ahead:
             return
         handles = [branch.node.register_prehook(self._remember(branch.node)) for branch in self._branches]
         try:
-            with self._mailbox:
+            with self._sink:
                 _run(self._ahead, keep_graph=True, inputs=(ANCHOR,))
         finally:
             for handle in handles:
@@ -92,7 +92,7 @@ def _run(
         run_backward(roots, gradients, keep_graph=keep_graph, inputs=inputs)
 
 
-def _leads_to_input(nodes: Sequence[Node], mailbox: Mailbox) -> dict[Node, bool]:
+def _leads_to_input(nodes: Sequence[Node], sink: GradSink) -> dict[Node, bool]:
     """All nodes behind `nodes`, and whether each leads to what entered the partition."""
     leads: dict[Node, bool] = {}
     stack: list[tuple[Node, bool]] = [(node, False) for node in nodes]
@@ -100,7 +100,7 @@ def _leads_to_input(nodes: Sequence[Node], mailbox: Mailbox) -> dict[Node, bool]
         node, following_known = stack.pop()
         following = [other for other, _ in node.next_functions if other is not None]
         if following_known:
-            own_entry = getattr(node, "mailbox", None) is mailbox
+            own_entry = getattr(node, "sink", None) is sink
             leads[node] = own_entry or any(leads[other] for other in following)
         elif node not in leads:
             leads[node] = False
@@ -124,3 +124,47 @@ def _parameters(node: Node, leads: dict[Node, bool]) -> tuple[Tensor, ...]:
             found[other] = variable
         stack.extend(behind for behind, _ in other.next_functions if behind is not None)
     return tuple(found.values())
+
+
+@final
+@dataclass(slots=True)
+class GradientCollector:
+    """What a backward gives to its caller instead of adding it to `.grad`."""
+
+    leaves: dict[int, Tensor]
+    """By id; their gradients are collected."""
+    accumulated: Collection[int] | None
+    """The ids of other leaves that get theirs as usual; None for all of them."""
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    def run(self, roots: Sequence[Any], gradients: Sequence[Tensor], *, keep_graph: bool) -> None:
+        """Run a backward, in the order of the micro-batches for each leaf."""
+        leaves = []
+        if self.leaves or self.accumulated is None or self.accumulated:
+            leaves = [leaf for leaf in leaves_behind([root.node for root in roots]) if self._wants(leaf)]
+        # The caller's backward runs the hooks, on what is collected.
+        with without_hooks(leaves):
+            captured = capture_gradients(roots, gradients, keep_graph=keep_graph, inputs=(ANCHOR, *leaves))
+        for leaf, gradient in zip(leaves, captured[1:], strict=True):
+            if gradient is None:
+                continue
+            if id(leaf) not in self.leaves:
+                run_backward([get_gradient_edge(leaf)], [gradient], keep_graph=False)
+            elif id(leaf) in self.gradients:
+                self.gradients[id(leaf)] = self.gradients[id(leaf)] + gradient
+            else:
+                self.gradients[id(leaf)] = gradient
+
+    def take(self, leaf: Tensor) -> Tensor | None:
+        return self.gradients.pop(id(leaf), None)
+
+    def _wants(self, leaf: Tensor) -> bool:
+        if leaf is ANCHOR:
+            return False
+        return self.accumulated is None or id(leaf) in self.leaves or id(leaf) in self.accumulated
+
+
+def leaves_behind(nodes: Sequence[Node]) -> list[Tensor]:
+    """The leaves of the graph that begins with `nodes`."""
+    leaves = (getattr(node, "variable", None) for node in nodes_behind(nodes))
+    return [leaf for leaf in leaves if leaf is not None]

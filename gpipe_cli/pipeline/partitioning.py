@@ -1,8 +1,4 @@
-"""A sequence cut into partitions: which layers are in which, and which skips cross between them.
-
-Decides nothing of its own: the balance says where, the layers declare what they stash and pop. Knows nothing of
-workers or processes.
-"""
+"""Splits a sequence into partitions: which layers are in which, and which skips cross between them."""
 
 from __future__ import annotations
 
@@ -18,38 +14,38 @@ from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.skip.layout import SkipRoute, skip_layout
 
-__all__ = ["PartitionView", "cut", "make_partitions", "place_buffers"]
-
 
 @final
-class PartitionView(nn.Sequential):
+class PartitionModule(nn.Sequential):
     """Some layers of the sequence, under the names they have there."""
 
     def __init__(self, named: list[tuple[str, nn.Module]], layers: tuple[Layer, ...]) -> None:
         super().__init__(OrderedDict(named))
         self.layer_names = tuple(layer.name for layer in layers)
-        """The names for people, which may hold dots, as no child's name can."""
+        """The display names, which may contain dots; the name of a child cannot."""
 
 
-def cut(module: nn.Sequential, layers: tuple[Layer, ...], balance: Sequence[int]) -> nn.ModuleList:
+def partition_modules(
+    module: nn.Sequential, layers: tuple[Layer, ...], balance: Sequence[int]
+) -> nn.ModuleList:
     """The partitions as sequences of the same layers under the same names."""
     named = list(module.named_children())
     return nn.ModuleList(
-        PartitionView(named[end - length : end], layers[end - length : end])
+        PartitionModule(named[end - length : end], layers[end - length : end])
         for end, length in zip(accumulate(balance), balance, strict=True)
     )
 
 
 def make_partitions(
-    views: nn.ModuleList,
+    modules: nn.ModuleList,
     layers: tuple[Layer, ...],
     balance: Sequence[int],
     devices: Sequence[torch.device],
     *,
     keep_aliases: bool = True,
 ) -> list[Partition]:
-    """Partitions are dealt to `devices` round robin."""
-    layout = skip_layout(list(views))
+    """Assign partitions to `devices` round robin."""
+    layout = skip_layout(list(modules))
     ends = list(accumulate(balance))
     return [
         Partition(
@@ -59,21 +55,21 @@ def make_partitions(
             receives=_neighbour_first(layout.receives[index], index - 1),
             sends=_neighbour_first(layout.sends[index], index + 1),
             keeps_aliases=keep_aliases and index < len(balance) - 1,
-            others=[view for view in views if view is not views[index]],
+            others=[module for module in modules if module is not modules[index]],
         )
         for index, length in enumerate(balance)
     ]
 
 
 def _neighbour_first(routes: Sequence[SkipRoute], neighbour: int) -> tuple[SkipRoute, ...]:
-    """Skips of the next partition travel with the value, the others by partition."""
+    """Skips to the neighbour travel with the value, the others by partition."""
     return tuple(
         sorted(routes, key=lambda route: (route.partition != neighbour, route.partition, route.name))
     )
 
 
 def place_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move what is no parameter; for a module whose parameters come and go."""
+    """Move buffers only, for a module whose parameters are offloaded."""
     for owner in module.modules():
         for name, buffer in owner.named_buffers(recurse=False):
             setattr(owner, name, buffer.to(device))

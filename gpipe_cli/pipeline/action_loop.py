@@ -1,0 +1,282 @@
+"""The loop of a worker over its actions.
+
+The first failure wins: every worker that waits is woken up, and no action begins after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+from typing import Any, Protocol, final
+
+import torch
+
+from gpipe_cli.pipeline.batch_state import BatchState
+from gpipe_cli.pipeline.boundary import PartitionInput
+from gpipe_cli.pipeline.channels import ChannelClosed, Channels
+from gpipe_cli.pipeline.failures import add_note, failure_note
+from gpipe_cli.pipeline.partition import Partition
+from gpipe_cli.schedule.action import Action, Kind, Order
+from gpipe_cli.torch_internals.thread_modes import CallerModes
+
+_NO_MODES = contextlib.nullcontext()
+logger = logging.getLogger("gpipe_cli.pipeline")
+
+
+class Recorder(Protocol):
+    """Called after each piece of work, by the thread that did it.
+
+    `phase` is forward, recompute, backward, copy for sending the result, or load and drop for bringing a partition to
+    its device and removing it.
+    """
+
+    def now(self, device: torch.device) -> Any:
+        """This moment in the work of a device, in the recorder's own form."""
+
+    def __call__(self, action: Action, phase: str, begin: Any, end: Any) -> None: ...
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PartitionVisit:
+    """Consecutive actions of a worker on one partition."""
+
+    actions: tuple[Action, ...]
+    is_last: bool
+    """Whether it holds the partition's last backward: after it, the partition's gradients are complete."""
+
+    @property
+    def partition(self) -> int:
+        return self.actions[0].partition
+
+
+class PartitionStore(Protocol):
+    """Where the partitions of one worker are while it does not work on them."""
+
+    def on_device(
+        self, visit: PartitionVisit, following: PartitionVisit | None
+    ) -> AbstractContextManager[object]:
+        """Inside, the partition is on the worker's device; `following` is the visit to prefetch for."""
+
+    def offload(self, input: PartitionInput) -> Callable[[], PartitionInput] | None:
+        """Store an input that recompute needs, and return how to fetch it; None leaves it where it is."""
+
+
+def partition_visits(actions: Sequence[Action]) -> list[PartitionVisit]:
+    last = {action.partition: action for action in actions if action.kind is not Kind.FORWARD}
+    runs = [tuple(run) for _, run in groupby(actions, key=lambda action: action.partition)]
+    return [PartitionVisit(run, last.get(run[0].partition) in run) for run in runs]
+
+
+@final
+class _Position:
+    """Where a worker is, for the note on an error."""
+
+    __slots__ = ("action", "phase")
+
+    def __init__(self) -> None:
+        self.action: Action | None = None
+        self.phase = ""
+
+
+@final
+class ActionLoop:
+    """One pass of all workers over their actions for one mini-batch."""
+
+    def __init__(
+        self,
+        state: BatchState,
+        partitions: Sequence[Partition],
+        order: Order,
+        *,
+        keep_graph: bool = False,
+        recorder: Recorder | None = None,
+        stores: Sequence[PartitionStore] = (),
+        modes: CallerModes | None = None,
+    ) -> None:
+        """stores: one per worker; none where partitions stay on their devices."""
+        self._state = state
+        self._partitions = partitions
+        self._order = order
+        self._keep_graph = keep_graph
+        self._recorder = recorder
+        self._stores = stores
+        self._channels = Channels(partitions, state)
+        self._failure_lock = threading.Lock()
+        self._failure: BaseException | None = None
+        self._modes = modes
+        self._logs = logger.isEnabledFor(logging.INFO)
+        self._handlers: dict[Kind, Callable[[_Position, Action], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.INPUT_GRAD: self._backward,
+            Kind.WEIGHT_GRAD: self._backward_weights,
+        }
+
+    def run(self, worker: int) -> None:
+        """Run the actions of one worker; never raises."""
+        position = _Position()
+        actions = self._order[worker]
+        try:
+            for index in {action.partition for action in actions if action.kind is Kind.FORWARD}:
+                self._partitions[index].begin()
+            with self._state.batch.state.entered():
+                if self._stores:
+                    self._run_visits(position, worker)
+                else:
+                    for position.action in actions:
+                        self._handlers[position.action.kind](position, position.action)
+        except ChannelClosed:
+            return
+        except BaseException as error:  # noqa: BLE001 - whatever a layer raises, the caller must see
+            # Close the channels before anything else: no worker may wait while this one describes its failure.
+            self.fail(error)
+            if position.action is not None:
+                add_note(error, functools.partial(self._describe, position.action, position.phase, error))
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first failure and wake up every worker that waits."""
+        with self._failure_lock:
+            if self._failure is None:
+                self._failure = error
+        self._channels.close()
+
+    def raise_failure(self) -> None:
+        """Called by the caller when all workers have ended."""
+        failure, self._failure = self._failure, None
+        if failure is None:
+            return
+        try:
+            raise failure
+        finally:
+            # The traceback refers to this frame; without this, the error and its tensors would keep each other alive.
+            del failure
+
+    def _describe(self, action: Action, phase: str, error: BaseException) -> str:
+        saved = self._state.saved.get((action.partition, action.micro_batch))
+        return failure_note(action, phase, self._partitions[action.partition].locate(phase, saved, error))
+
+    def _run_visits(self, position: _Position, worker: int) -> None:
+        """Run the actions partition by partition, each brought to the device for its visit."""
+        store = self._stores[worker]
+        visits = partition_visits(self._order[worker])
+        for visit, following in zip_longest(visits, visits[1:]):
+            with self._on_device(store, visit, following):
+                for position.action in visit.actions:
+                    self._handlers[position.action.kind](position, position.action)
+                    if not visit.is_last and position.action.kind is Kind.FORWARD:
+                        self._offload_inputs(position.action, store)
+
+    @contextmanager
+    def _on_device(
+        self, store: PartitionStore, visit: PartitionVisit, following: PartitionVisit | None
+    ) -> Iterator[None]:
+        partition = self._partitions[visit.partition]
+        begin = self._now(partition)
+        with store.on_device(visit, following):
+            self._record(visit.actions[0], "load", partition, begin)
+            yield
+            begin = self._now(partition)
+        self._record(visit.actions[-1], "drop", partition, begin)
+
+    def _offload_inputs(self, action: Action, store: PartitionStore) -> None:
+        # The input of the first partition belongs to the caller and stays in memory anyway.
+        saved = self._state.saved.get((action.partition, action.micro_batch))
+        if saved is not None and action.partition > 0:
+            saved.offload(store.offload)
+
+    def _forward(self, position: _Position, action: Action) -> None:
+        self._check_no_failure()
+        partition = self._partitions[action.partition]
+        position.phase = "forward"
+        inputs = self._channels.receive(partition, action.micro_batch)
+        task = self._state.forward_task(action.partition, action.micro_batch)
+        if self._logs:
+            logger.info(
+                "Micro-batch %d (partition %d): checkpoint_stop=%d, using_checkpointing=%s",
+                action.micro_batch,
+                action.partition,
+                self._state.checkpoint_stops[action.partition],
+                task.checkpointed,
+            )
+        self._check_no_failure()
+        begin = self._now(partition)
+        with _NO_MODES if self._modes is None else self._modes.entered():
+            outputs, saved = partition.forward(inputs, task)
+        begin = self._record(action, position.phase, partition, begin)
+        if saved is not None:
+            self._state.saved[action.partition, action.micro_batch] = saved
+        self._channels.send(partition, action.micro_batch, outputs)
+        if action.partition < len(self._partitions) - 1:
+            self._record(action, "copy", partition, begin)
+
+    def _backward(self, position: _Position, action: Action) -> None:
+        self._check_no_failure()
+        partition = self._partitions[action.partition]
+        saved = self._state.saved[action.partition, action.micro_batch]
+        if saved.inputs is not None:
+            # Recompute before waiting for the gradient: this hides recompute in the idle time of the pipeline.
+            position.phase = "recompute"
+            begin = self._now(partition)
+            with _NO_MODES if self._modes is None else self._modes.entered():
+                partition.recompute(saved)
+            self._record(action, position.phase, partition, begin)
+        position.phase = "backward"
+        gradients = self._channels.receive_gradients(partition, action.micro_batch)
+        self._check_no_failure()
+        begin = self._now(partition)
+        collector = self._state.collector
+        with _NO_MODES if self._modes is None else self._modes.entered():
+            # A backward whose gradients the caller collects is not split.
+            if action.kind is Kind.INPUT_GRAD and collector is None:
+                gradients = partition.backward_input(saved, gradients, keep_graph=self._keep_graph)
+            else:
+                gradients = partition.backward(
+                    saved, gradients, keep_graph=self._keep_graph, collector=collector
+                )
+        begin = self._record(action, position.phase, partition, begin)
+        if action.kind is Kind.BACKWARD:
+            self._release(action)
+        self._channels.send_gradients(partition, gradients, saved)
+        if action.partition > 0:
+            self._record(action, "copy", partition, begin)
+
+    def _backward_weights(self, position: _Position, action: Action) -> None:
+        self._check_no_failure()
+        partition = self._partitions[action.partition]
+        position.phase = "backward"
+        begin = self._now(partition)
+        saved = self._state.saved[action.partition, action.micro_batch]
+        with _NO_MODES if self._modes is None else self._modes.entered():
+            partition.backward_weights(saved, keep_graph=self._keep_graph)
+        self._record(action, position.phase, partition, begin)
+        self._release(action)
+
+    def _release(self, action: Action) -> None:
+        """Drop what was saved; with retain_graph, drop only a graph that recompute can build again."""
+        place = (action.partition, action.micro_batch)
+        if not self._keep_graph:
+            del self._state.saved[place]
+        elif self._state.saved[place].inputs is not None:
+            self._state.saved[place].roots = ()
+
+    def _check_no_failure(self) -> None:
+        if self._failure is not None:
+            raise ChannelClosed
+
+    def _now(self, partition: Partition) -> Any:
+        return None if self._recorder is None else self._recorder.now(partition.device)
+
+    def _record(self, action: Action, phase: str, partition: Partition, begin: Any) -> Any:
+        """Return the end, where the next phase begins."""
+        if self._recorder is None:
+            return None
+        end = self._recorder.now(partition.device)
+        self._recorder(action, phase, begin, end)
+        return end

@@ -1,0 +1,111 @@
+"""The channels between partitions: one per pair of partitions and direction.
+
+A channel carries micro-batches in ascending order, because every schedule does, so nothing needs a label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from queue import SimpleQueue
+from typing import Any, final
+
+from gpipe_cli.accelerator.copies import DeviceCopy, start_copy
+from gpipe_cli.pipeline.batch_state import BatchState
+from gpipe_cli.pipeline.boundary import Gradients, PartitionInput
+from gpipe_cli.pipeline.forward_task import SavedForBackward
+from gpipe_cli.pipeline.layer_loop import refuse_written_skips, skip_version
+from gpipe_cli.pipeline.partition import Partition
+
+
+@final
+class ChannelClosed(Exception):
+    """Another worker failed, so what this one waits for will never arrive."""
+
+
+@final
+class _Channel:
+    """A queue that can be closed while a worker waits on it."""
+
+    __slots__ = ("_queue", "put")
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self.put = self._queue.put
+
+    def get(self) -> Any:
+        item = self._queue.get()
+        if item is None:
+            raise ChannelClosed
+        return item
+
+
+@final
+class Channels:
+    """All channels of one pass over the actions, and the way to the pipe's own input and output."""
+
+    def __init__(self, partitions: Sequence[Partition], state: BatchState) -> None:
+        self._partitions = partitions
+        self._state = state
+        self._last = len(partitions) - 1
+        pairs = [
+            (partition.index, destination)
+            for partition in partitions
+            for destination in partition.destinations
+            if destination <= self._last
+        ]
+        self._forward = {pair: _Channel() for pair in pairs}
+        self._backward = {pair: _Channel() for pair in pairs}
+
+    def close(self) -> None:
+        """Wake up every worker that waits. A worker waits on one channel at a time, so one item each is enough."""
+        for channel in (*self._forward.values(), *self._backward.values()):
+            channel.put(None)
+
+    def receive(self, partition: Partition, micro_batch: int) -> tuple[PartitionInput, ...]:
+        """The value of the preceding partition with its skips, then the skips of earlier partitions."""
+        if partition.index == 0:
+            return (self._state.inputs[micro_batch],)
+        return tuple([self._receive(source, partition, micro_batch) for source in partition.sources])
+
+    def _receive(self, source: int, partition: Partition, micro_batch: int) -> PartitionInput:
+        input: PartitionInput
+        copy: DeviceCopy
+        input, copy, versions = self._forward[source, partition.index].get()
+        if source < partition.index - 1:
+            names = [route.name for route in partition.receives if route.partition == source]
+            written = self._state.written_copies[micro_batch]
+            refuse_written_skips(names, input.tensors, versions, written)
+        tensors = copy.receive()
+        return input if tensors is input.tensors else input._replace(tensors=tensors)
+
+    def send(self, partition: Partition, micro_batch: int, outputs: tuple[PartitionInput, ...]) -> None:
+        # Skips first: once the following partition has the value, it may write it in place.
+        for destination, output in zip(reversed(partition.destinations), reversed(outputs), strict=True):
+            if destination > self._last:
+                self._state.outputs[micro_batch] = output
+                continue
+            copy = start_copy(output.tensors, self._partitions[destination].device)
+            # Only a skip that passes by other partitions can be written before it arrives.
+            passes_by = destination > partition.index + 1
+            versions = [skip_version(tensor) for tensor in output.tensors] if passes_by else []
+            self._forward[partition.index, destination].put((output, copy, versions))
+
+    def receive_gradients(self, partition: Partition, micro_batch: int) -> Gradients:
+        """One gradient per tensor that `partition` sent, in that order."""
+        if partition.index == self._last:
+            return self._state.gradients_of_output(micro_batch)
+        received: list[Gradients] = [
+            self._backward[partition.index, destination].get().receive()
+            for destination in partition.destinations
+        ]
+        return received[0] if len(received) == 1 else tuple(g for gradients in received for g in gradients)
+
+    def send_gradients(self, partition: Partition, gradients: Gradients, saved: SavedForBackward) -> None:
+        if partition.index == 0:
+            self._state.input_gradients[saved.task.micro_batch.index] = gradients
+            return
+        remaining = iter(gradients)
+        for source, size in zip(partition.sources, saved.sizes, strict=True):
+            copy = start_copy(tuple(islice(remaining, size)), self._partitions[source].device)
+            self._backward[source, partition.index].put(copy)
