@@ -1,1 +1,1 @@
-"""Model families, one file each; reached through a YAML _target_."""
+"""Model families, one file each, which the YAML files of conf/model name by `_target_`."""

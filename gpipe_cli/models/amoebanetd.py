@@ -1,8 +1,7 @@
 """AmoebaNet-D (Real et al., 2019) in the sizes of the GPipe paper: (num_layers, num_filters).
 
-A layer is a cell. A cell looks at the two cells before it, so what travels between layers is a pair: the
-output of the last cell and that of the one before. The file decides the cells; the genotype is that of the
-paper. It knows nothing of partitions.
+A layer is a cell. A cell reads the outputs of the two cells before it, so layers pass on a pair of tensors: the output
+of the last cell and that of the one before it.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.models.classes import check_num_classes
-from gpipe_cli.models.images import check_images
 from gpipe_cli.values import check_whole_number
 
 States = tuple[Tensor, Tensor]
-"""What the last cell gave, and what the one before it gave."""
+"""The output of the last cell, and that of the one before it."""
 MakeOperation = Callable[[int, int], nn.Module]
-"""From channels and stride; all operations keep the number of channels."""
+"""Takes channels and stride; no operation changes the number of channels."""
 
 
 def build(
@@ -32,22 +29,25 @@ def build(
     num_filters: int = 64,
     input_shape: tuple[int, ...] = (3, 32, 32),
 ) -> nn.Sequential:
-    """`num_layers` normal cells in three groups with reductions between them.
+    """Return `num_layers` normal cells in three groups with reductions between them.
 
     num_filters: channels of a state after the two reductions of the stem, before the first normal cell.
     """
-    check_num_classes(num_classes)
+    check_whole_number("model.num_classes", num_classes, least=1)
     check_whole_number("model.num_layers", num_layers, least=3)
     check_whole_number("model.num_filters", num_filters, least=8)
-    check_images("an AmoebaNet", input_shape)
+    if len(input_shape) != 3:
+        raise ConfigError(f"model: amoebanetd takes images, and the data has the shape {list(input_shape)}")
     if num_layers % 3:
-        raise ConfigError(f"model.num_layers={num_layers}: three groups of cells need a multiple of 3")
+        raise ConfigError(
+            f"model.num_layers={num_layers}: must be a multiple of 3, for three groups of cells"
+        )
     if num_filters % 8:
         raise ConfigError(
-            f"model.num_filters={num_filters}: the first cell works with an eighth of it; give a multiple of 8"
+            f"model.num_filters={num_filters}: must be a multiple of 8, because the first cell has an eighth of it"
         )
     channels = num_filters // 4
-    cells = _Cells(channels)
+    cells = _CellBuilder(channels)
     layers: OrderedDict[str, nn.Module] = OrderedDict(stem=_stem(input_shape[0], channels))
     layers["stem_reduction1"] = cells.reduction()
     layers["stem_reduction2"] = cells.reduction()
@@ -68,7 +68,7 @@ def _stem(input_channels: int, channels: int) -> nn.Sequential:
 
 @final
 class Head(nn.Module):
-    """Scores from the mean of each channel of the last cell."""
+    """Scores classes from the mean of each channel of the last cell."""
 
     def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Head(nn.Module):
 
 
 def _activated(inputs: int, outputs: int, kernel: tuple[int, int], stride: tuple[int, int]) -> nn.Sequential:
-    """ReLU, convolution, batch norm: in this order, as all convolutions of the cells are."""
+    """Return ReLU, convolution and batch norm, in this order."""
     padding = (kernel[0] // 2, kernel[1] // 2)
     return nn.Sequential(
         nn.ReLU(),
@@ -119,7 +119,7 @@ def _conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
 
 
 def _max_pool_2x2(channels: int, stride: int) -> nn.Module:
-    # Rounding up, as the padding of the other operations does, so that images may have odd sides.
+    # Rounds up, as the padding of the other operations does, so that images may have odd sides.
     return nn.MaxPool2d(2, stride=stride, ceil_mode=True)
 
 
@@ -137,7 +137,7 @@ def _identity(channels: int, stride: int) -> nn.Module:
 
 @final
 class FactorizedReduction(nn.Module):
-    """Half the size: of each 2x2 block one half of the channels sees the first pixel, the other the last."""
+    """Halves the size: half of the channels read the first pixel of each 2x2 block, the other half the last."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class FactorizedReduction(nn.Module):
 @dataclass(frozen=True)
 class Operation:
     state: int
-    """Which of the states so far it is applied to."""
+    """The index of the state it is applied to."""
     make: MakeOperation
 
 
@@ -164,9 +164,9 @@ class Operation:
 @dataclass(frozen=True)
 class Genotype:
     pairs: tuple[tuple[Operation, Operation], ...]
-    """Each makes a new state, the sum of two operations; states 0 and 1 are those of the cells before."""
+    """Each pair adds a state, the sum of two operations; states 0 and 1 come from the two cells before."""
     output: tuple[int, ...]
-    """The states that together are the output."""
+    """The states that are concatenated to the output."""
 
 
 NORMAL = Genotype(
@@ -193,7 +193,7 @@ REDUCTION = Genotype(
 
 @final
 class Cell(nn.Module):
-    """Gives its output together with its input, which the cell after the next looks at."""
+    """Returns its output together with its input, which the cell after the next reads."""
 
     def __init__(
         self, last: int, before: int, channels: int, genotype: Genotype, *, stride: int, after_reduction: bool
@@ -212,18 +212,18 @@ class Cell(nn.Module):
             for operation in pair
         )
 
-    def forward(self, given: Tensor | States) -> States:
-        last, before = (given, given) if isinstance(given, Tensor) else given
+    def forward(self, input: Tensor | States) -> States:
+        last, before = (input, input) if isinstance(input, Tensor) else input
         states = [self.last(last), self.before(before)]
         operations = iter(self.operations)
-        for one, other in self.genotype.pairs:
-            states.append(next(operations)(states[one.state]) + next(operations)(states[other.state]))
+        for left, right in self.genotype.pairs:
+            states.append(next(operations)(states[left.state]) + next(operations)(states[right.state]))
         return torch.cat([states[index] for index in self.genotype.output], dim=1), last
 
 
 @final
-class _Cells:
-    """Makes one cell after another; each must know the channels of the two before it."""
+class _CellBuilder:
+    """Builds cells in order; each needs the numbers of channels of the two cells before it."""
 
     def __init__(self, channels: int) -> None:
         self._channels = self.last = self._before = channels

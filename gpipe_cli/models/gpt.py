@@ -1,7 +1,7 @@
-"""A decoder-only transformer in the manner of GPT-2: what comes next, from what came before.
+"""A decoder-only transformer like GPT-2.
 
-A layer is the embedding, one block, or the head. The head may be tied to the embedding: one matrix, used in
-the first partition and in the last. The file knows nothing of partitions; the pipeline sums what both find.
+A layer is the embedding, a block or the head. The head may share its matrix with the embedding, in the first and the
+last partition; the pipeline then sums the gradients of both.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.models.classes import check_num_classes
 from gpipe_cli.values import check_share, check_whole_number
 
-_SPREAD = 0.02  # standard deviation of fresh weights, as GPT-2 has it
+_INIT_STD = 0.02  # as in GPT-2
 
 
 def build(
@@ -32,11 +31,11 @@ def build(
     num_classes: int = 256,
     input_shape: tuple[int, ...] = (32,),
 ) -> nn.Sequential:
-    """`depth` blocks of `width` channels with `heads` heads.
+    """Return an embedding, `depth` blocks of `width` channels with `heads` heads, and a head.
 
-    context: tokens it can look back to, itself included; None: as many as a sample has.
-    vocabulary: tokens it knows; None: as many as the data has, which is num_classes.
-    tied: whether head and embedding are one matrix.
+    context: the number of positions; None takes the length of a sample.
+    vocabulary: the number of tokens; None takes that of the data, which is num_classes.
+    tied: whether head and embedding share a matrix.
     """
     for key, value in (("width", width), ("depth", depth), ("heads", heads)):
         check_whole_number(f"model.{key}", value, least=1)
@@ -55,7 +54,9 @@ def build(
 
 def _context(context: int | None, input_shape: tuple[int, ...]) -> int:
     if len(input_shape) != 1:
-        raise ConfigError(f"model: gpt takes rows of tokens, and the data has the shape {list(input_shape)}")
+        raise ConfigError(
+            f"model: gpt takes sequences of tokens, and the data has the shape {list(input_shape)}"
+        )
     (tokens,) = input_shape
     if context not in (None, tokens):
         raise ConfigError(
@@ -65,20 +66,20 @@ def _context(context: int | None, input_shape: tuple[int, ...]) -> int:
 
 
 def _vocabulary(vocabulary: int | None, num_classes: int) -> int:
-    check_num_classes(num_classes)
+    check_whole_number("model.num_classes", num_classes, least=1)
     if vocabulary is None:
         return num_classes
     check_whole_number("model.vocabulary", vocabulary, least=1)
     if vocabulary < num_classes:
         raise ConfigError(
-            f"model.vocabulary={vocabulary}: the data has {num_classes} tokens; give at least that"
+            f"model.vocabulary={vocabulary}: must be at least {num_classes}, the number of tokens in the data"
         )
     return vocabulary
 
 
 @final
 class Embedding(nn.Module):
-    """What a token is, and where it stands."""
+    """Embeds each token and its position."""
 
     def __init__(self, vocabulary: int, width: int, context: int, dropout: float) -> None:
         super().__init__()
@@ -86,17 +87,17 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
         for part in (self.tokens, self.positions):
-            nn.init.normal_(part.weight, std=_SPREAD)
+            nn.init.normal_(part.weight, std=_INIT_STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        output: Tensor = self.dropout(self.tokens(tokens) + self.positions(places))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        output: Tensor = self.dropout(self.tokens(tokens) + self.positions(positions))
         return output
 
 
 @final
 class Block(nn.Module):
-    """Attention, then a perceptron, each beside a way around it."""
+    """Attention and a perceptron, each with a residual connection around it."""
 
     def __init__(self, width: int, heads: int, dropout: float, depth: int) -> None:
         super().__init__()
@@ -116,9 +117,11 @@ class Block(nn.Module):
     def _initialise(self, depth: int) -> None:
         for path, part in self.named_modules():
             if isinstance(part, nn.Linear):
-                # Every block adds to the same sum twice: what they add must shrink as they become more.
-                adds = path.endswith(("narrow", "merge"))
-                nn.init.normal_(part.weight, std=_SPREAD / math.sqrt(2 * depth) if adds else _SPREAD)
+                # Every block adds to the residual stream twice, so its additions must shrink with the number of blocks.
+                is_last_of_branch = path.endswith(("narrow", "merge"))
+                nn.init.normal_(
+                    part.weight, std=_INIT_STD / math.sqrt(2 * depth) if is_last_of_branch else _INIT_STD
+                )
                 nn.init.zeros_(part.bias)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -129,7 +132,7 @@ class Block(nn.Module):
 
 @final
 class Attention(nn.Module):
-    """Each token looks at itself and at those before it."""
+    """Causal self-attention: each token attends to itself and those before it."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -143,22 +146,22 @@ class Attention(nn.Module):
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.split(input).chunk(3, dim=-1)
         )
-        left_out = self.dropout.p if self.training else 0.0
-        seen = scaled_dot_product_attention(query, key, value, dropout_p=left_out, is_causal=True)
-        output: Tensor = self.dropout(self.merge(seen.transpose(1, 2).flatten(2)))
+        dropout = self.dropout.p if self.training else 0.0
+        attended = scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        output: Tensor = self.dropout(self.merge(attended.transpose(1, 2).flatten(2)))
         return output
 
 
 @final
 class Head(nn.Module):
-    """A score for every token of the vocabulary."""
+    """Scores every token of the vocabulary."""
 
     def __init__(self, width: int, vocabulary: int, tied_to: nn.Embedding | None) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.scores = nn.Linear(width, vocabulary, bias=False)
         if tied_to is None:
-            nn.init.normal_(self.scores.weight, std=_SPREAD)
+            nn.init.normal_(self.scores.weight, std=_INIT_STD)
         else:
             self.scores.weight = tied_to.weight
 

@@ -1,8 +1,7 @@
-"""The ResNets of torchvision as sequences of their natural blocks.
+"""The ResNets of torchvision as sequences: a layer is the stem, a residual block or the head.
 
-A layer is the stem, one residual block, or the head. The modules are written here, because importing torchvision
-takes as long as importing torch; names, random numbers drawn and bits are torchvision's, so its weights load by name.
-The file knows nothing of partitions.
+The modules are written here because importing torchvision takes as long as importing torch. Names, initial values and
+bits are torchvision's, so its weights load by name.
 """
 
 from __future__ import annotations
@@ -14,28 +13,26 @@ from typing import final
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.models.classes import check_num_classes
 from gpipe_cli.models.weights import load_weights, read_weights
 from gpipe_cli.sequential import Sequence
-
-__all__ = ["NAMES", "build"]
+from gpipe_cli.values import check_whole_number
 
 
 @final
 class _Basic(nn.Module):
-    """Two convolutions of 3 x 3 with a way around them."""
+    """Two 3x3 convolutions with a residual connection around them."""
 
-    widening = 1
+    expansion = 1
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
-        around = _around(channels, width, stride)
+        downsample = _downsample(channels, width, stride)
         self.conv1 = _convolution(channels, width, 3, stride)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
         self.conv2 = _convolution(width, width, 3)
         self.bn2 = nn.BatchNorm2d(width)
-        self.downsample = around
+        self.downsample = downsample
 
     @property
     def last_norm(self) -> nn.BatchNorm2d:
@@ -51,14 +48,14 @@ class _Basic(nn.Module):
 
 @final
 class _Bottleneck(nn.Module):
-    """A convolution of 3 x 3 between two of 1 x 1 that make it narrow, with a way around them."""
+    """A 3x3 convolution between two 1x1 convolutions that narrow and widen, with a residual connection."""
 
-    widening = 4
+    expansion = 4
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
-        out = self.widening * width
-        around = _around(channels, out, stride)
+        out = self.expansion * width
+        downsample = _downsample(channels, out, stride)
         self.conv1 = _convolution(channels, width, 1)
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = _convolution(width, width, 3, stride)
@@ -66,7 +63,7 @@ class _Bottleneck(nn.Module):
         self.conv3 = _convolution(width, out, 1)
         self.bn3 = nn.BatchNorm2d(out)
         self.relu = nn.ReLU(inplace=True)
-        self.downsample = around
+        self.downsample = downsample
 
     @property
     def last_norm(self) -> nn.BatchNorm2d:
@@ -88,7 +85,7 @@ BLOCKS: dict[str, tuple[type[_Basic] | type[_Bottleneck], tuple[int, ...]]] = {
     "resnet101": (_Bottleneck, (3, 4, 23, 3)),
     "resnet152": (_Bottleneck, (3, 8, 36, 3)),
 }
-"""The kind of a network's blocks, and how many each of its four stages has."""
+"""The block class of each network, and the number of blocks in each of its four stages."""
 NAMES = tuple(BLOCKS)
 
 
@@ -98,14 +95,14 @@ def build(
     weights: str | Path | None = None,
     zero_init_residual: bool = False,
 ) -> Sequence:
-    """A ResNet with fresh parameters from torch's default generator, or with those of the file `weights`.
+    """Return a ResNet with parameters drawn from torch's default generator, or those of the file `weights`.
 
-    With `zero_init_residual` every block begins as its way around: the scale of its last batch norm is 0. Deep ones
-    learn sooner so.
+    With `zero_init_residual` the scale of each block's last batch norm starts at 0, so that every block starts as its
+    residual connection, which helps deep networks to learn.
     """
     if name not in NAMES:
-        raise ConfigError(f"model.name={name}: unknown ResNet; choose one of {', '.join(NAMES)}")
-    check_num_classes(num_classes)
+        raise ConfigError(f"model.name={name}: no such ResNet; choose one of {', '.join(NAMES)}")
+    check_whole_number("model.num_classes", num_classes, least=1)
     sequence = _sequence(name, num_classes)
     if zero_init_residual:
         for layer in sequence:
@@ -131,7 +128,7 @@ def _sequence(name: str, num_classes: int) -> Sequence:
         for index in range(count):
             stride = 2 if stage > 0 and index == 0 else 1
             blocks[f"layer{stage + 1}.{index}"] = block(channels, width, stride)
-            channels = block.widening * width
+            channels = block.expansion * width
     head = _named(avgpool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(1), fc=nn.Linear(channels, num_classes))
     sequence = Sequence(
         [stem, *blocks.values(), head], paths=["", *blocks, ""], names=["stem", *blocks, "head"]
@@ -142,17 +139,18 @@ def _sequence(name: str, num_classes: int) -> Sequence:
     return sequence
 
 
-def _around(channels: int, out: int, stride: int) -> nn.Sequential | None:
-    """What makes a block's input fit its output. Made before the block's own, as in torchvision, where it is
-    registered last: random numbers are drawn in this order.
+def _downsample(channels: int, out: int, stride: int) -> nn.Sequential | None:
+    """Return what makes a block's input fit its output.
+
+    Blocks create it first but register it last, as torchvision does, so that the initial values are the same.
     """
     if stride == 1 and channels == out:
         return None
     return nn.Sequential(_convolution(channels, out, 1, stride), nn.BatchNorm2d(out))
 
 
-def _convolution(before: int, after: int, size: int, stride: int = 1) -> nn.Conv2d:
-    return nn.Conv2d(before, after, size, stride=stride, padding=size // 2, bias=False)
+def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, kernel, stride=stride, padding=kernel // 2, bias=False)
 
 
 def _named(**modules: nn.Module) -> nn.Sequential:

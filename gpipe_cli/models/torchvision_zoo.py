@@ -1,9 +1,7 @@
 """The models of torchvision for classification, segmentation and video, cut into layers by tracing.
 
-Decides which names are taken, why others are not, and what a model is told besides its classes. The modules are
-torchvision's own, so outputs are bitwise those of the original and its weights load by name. Nothing is ever
-downloaded. Auxiliary heads are there as torchvision trains them; which loss they are given is the config's
-word. How a model is cut is the business of `gpipe_cli.sequential`.
+The modules are torchvision's own, with its auxiliary heads, so outputs are bitwise those of the original and its
+weights load by name. gpipe downloads nothing.
 """
 
 from __future__ import annotations
@@ -16,22 +14,20 @@ from typing import Any
 import torch
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.models.classes import check_num_classes
 from gpipe_cli.models.weights import load_weights, read_weights
 from gpipe_cli.sequential import Sequence, to_sequential
+from gpipe_cli.values import check_whole_number
 from gpipe_cli.vision import torchvision
 
-__all__ = ["build", "names", "options"]
-
 _DIMENSIONS = {"classification": 3, "segmentation": 3, "video": 4}
-"""The tasks whose models are taken, and of how many dimensions one input is."""
+"""The supported tasks, and the number of dimensions of one input."""
 
-_REFUSED = {
-    "detection": "returns boxes, a different number for each image, which no layer can be cut out of",
-    "optical_flow": "takes two images and repeats itself as often as it is told",
-    "quantization": "is made for evaluation in whole numbers and cannot be trained",
+_UNSUPPORTED = {
+    "detection": "returns a different number of boxes for each image, which a pipeline cannot carry",
+    "optical_flow": "takes two images and has a loop of variable length",
+    "quantization": "is quantized for evaluation and cannot be trained",
 }
-"""Packages of torchvision.models whose models are not taken, and why."""
+"""Packages of torchvision.models that are not supported, and why."""
 
 
 def names(task: str = "classification") -> list[str]:
@@ -49,18 +45,17 @@ def build(
     leaves: SequenceOf[str] = (),
     input_shape: tuple[int, ...] = (3, 224, 224),
 ) -> Sequence:
-    """A model with fresh parameters from torch's default generator, or with those of the file `weights`.
+    """Return a model with parameters drawn from torch's default generator, or those of the file `weights`.
 
-    leaves: paths or classes of submodules that are not to be cut.
-    input_shape: of one image, or of one clip as (channels, frames, height, width); the model is made and cut
-    for it.
+    leaves: paths or classes of submodules to keep whole.
+    input_shape: of one image, or of one clip as (channels, frames, height, width).
     """
     _check_input(name, _task(name), input_shape)
-    check_num_classes(num_classes)
+    check_whole_number("model.num_classes", num_classes, least=1)
     model = torchvision.models.get_model(
         name, weights=None, num_classes=num_classes, **options(name, input_shape)
     )
-    # Two inputs: batch norm in training knows no single one.
+    # A batch of two: in training, batch norm does not accept a single sample.
     sequence = to_sequential(model, torch.empty(2, *input_shape, device="meta"), leaves)
     if weights is not None:
         load_weights(sequence, read_weights(weights), weights)
@@ -68,15 +63,15 @@ def build(
 
 
 def options(name: str, input_shape: tuple[int, ...]) -> dict[str, Any]:
-    """What torchvision is told of a model besides its classes."""
+    """Return the arguments of a torchvision model besides its classes."""
     if name in ("googlenet", "inception_v3"):
-        # Given, because torchvision warns that it will change its mind about the first.
+        # torchvision warns that the default of init_weights will change.
         return {"init_weights": True, "aux_logits": True}
     if name.startswith("lraspp_"):
         return {"weights_backbone": None}
     if name in names("segmentation"):
         return {"weights_backbone": None, "aux_loss": True}
-    if name.startswith("vit_"):  # this family and the next are built for one size of images
+    if name.startswith("vit_"):  # this family and the next are built for a fixed image size
         return {"image_size": input_shape[-1]}
     if name.startswith("maxvit_"):
         return {"input_size": input_shape[-2:]}
@@ -87,13 +82,13 @@ def _check_input(name: str, task: str, input_shape: tuple[int, ...]) -> None:
     if len(input_shape) != _DIMENSIONS[task]:
         needed = {3: "images: channels, height, width", 4: "clips: channels, frames, height, width"}
         raise ConfigError(
-            f"model.name={name}: takes {needed[_DIMENSIONS[task]]}, and the data gives {_by(input_shape)}; "
-            f"choose fitting data, such as data=synthetic{'_clips' if task == 'video' else ''}"
+            f"model.name={name}: takes {needed[_DIMENSIONS[task]]}, and the data has {_by(input_shape)}; "
+            f"choose data that fits, such as data=synthetic{'_clips' if task == 'video' else ''}"
         )
-    # torchvision's own functions fix this size, whatever they are told.
+    # torchvision's builders fix this size.
     if name.startswith("mvit_") and input_shape[1:] != (16, 224, 224):
         raise ConfigError(
-            f"model.name={name}: takes clips of 3x16x224x224 only, and the data gives {_by(input_shape)}; "
+            f"model.name={name}: takes only clips of 3x16x224x224, and the data has {_by(input_shape)}; "
             "give data=synthetic_clips data.shape=[3,16,224,224], or choose another model"
         )
 
@@ -102,12 +97,12 @@ def _task(name: str) -> str:
     for task in _DIMENSIONS:
         if name in names(task):
             return task
-    for package, reason in _REFUSED.items():
+    for package, reason in _UNSUPPORTED.items():
         if name in names(package):
             raise ConfigError(
                 f"model.name={name}: {reason}; choose a model for {', '.join(list(_DIMENSIONS)[:-1])} or video"
             )
-    known = [one for task in _DIMENSIONS for one in names(task)]
+    known = [other for task in _DIMENSIONS for other in names(task)]
     near = get_close_matches(name, known, n=5) or known
     raise ConfigError(f"model.name={name}: torchvision has no such model; choose one of {', '.join(near)}")
 

@@ -1,4 +1,4 @@
-"""AmoebaNet-D takes images of any size and shape of batch; its cells see the two before them."""
+"""AmoebaNet-D accepts images of any size; its cells read the two cells before them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_layer_is_a_cell() -> None:
     ]  # fmt: skip
 
 
-def test_each_reduction_halves_the_size_and_a_cell_hands_on_its_input() -> None:
+def test_each_reduction_halves_the_size_and_a_cell_passes_on_its_input() -> None:
     model = build().eval()
     state = model[0](torch.randn(1, 3, 64, 64))
     sides = [state.shape[-1]]
@@ -36,9 +36,9 @@ def test_each_reduction_halves_the_size_and_a_cell_hands_on_its_input() -> None:
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.num_layers=4: three groups of cells need a multiple of 3"):
+    with pytest.raises(ConfigError, match=r"model\.num_layers=4: must be a multiple of 3"):
         build(num_layers=4)
-    with pytest.raises(ConfigError, match=r"model\.num_filters=20: .* give a multiple of 8"):
+    with pytest.raises(ConfigError, match=r"model\.num_filters=20: must be a multiple of 8"):
         build(num_filters=20)
-    with pytest.raises(ConfigError, match=r"an AmoebaNet takes images, and the data has the shape \[32\]"):
+    with pytest.raises(ConfigError, match=r"amoebanetd takes images, and the data has the shape \[32\]"):
         build(input_shape=(32,))

@@ -1,4 +1,4 @@
-"""GPT looks back and never ahead; what it cannot be built as is told with its key."""
+"""GPT attends only to earlier tokens and refuses settings that do not fit, by key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.models.gpt import build
 
 
-def test_a_token_changes_what_comes_after_it_and_nothing_before() -> None:
+def test_a_token_changes_only_later_outputs() -> None:
     model = build(16, 2, 4, num_classes=9, input_shape=(8,)).eval()
     tokens = torch.randint(8, (1, 8))
     other = tokens.clone()
@@ -29,7 +29,7 @@ def test_a_tied_head_is_the_embedding_itself() -> None:
     assert [name for name, _ in tied.named_parameters()] == names[:-1] and names[-1] == "head.scores.weight"
 
 
-def test_before_it_learns_it_is_as_good_as_guessing() -> None:
+def test_before_training_it_is_as_good_as_guessing() -> None:
     torch.manual_seed(0)
     tokens, target = torch.randint(256, (2, 4, 32))
     scores = build()(tokens).detach()
@@ -37,23 +37,23 @@ def test_before_it_learns_it_is_as_good_as_guessing() -> None:
     assert float(loss) == pytest.approx(math.log(256), rel=0.05)
 
 
-def test_shorter_rows_than_it_was_built_for_are_taken() -> None:
+def test_it_accepts_shorter_sequences_than_it_was_built_for() -> None:
     assert build(16, 1, 2)(torch.randint(256, (2, 7))).shape == (2, 7, 256)
 
 
 @pytest.mark.parametrize(
-    ("keys", "says"),
+    ("keys", "message"),
     [
         ({"width": 10, "heads": 4}, "model.heads=4: must divide model.width=10"),
         ({"depth": 0}, "model.depth=0: must be a whole number of at least 1"),
         ({"dropout": 2.0}, "model.dropout=2.0: must be from 0 to 1"),
         ({"context": 64}, "model.context=64: samples have 32 tokens; set data.context=64"),
-        ({"vocabulary": 9}, "model.vocabulary=9: the data has 256 tokens; give at least that"),
-        ({"input_shape": (3, 8, 8)}, "gpt takes rows of tokens, and the data has the shape [3, 8, 8]"),
+        ({"vocabulary": 9}, "model.vocabulary=9: must be at least 256, the number of tokens in the data"),
+        ({"input_shape": (3, 8, 8)}, "gpt takes sequences of tokens, and the data has the shape [3, 8, 8]"),
     ],
 )
-def test_what_does_not_fit_is_told(keys: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(says)):
+def test_settings_that_do_not_fit_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         build(**keys)
 
 

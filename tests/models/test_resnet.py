@@ -71,7 +71,7 @@ def test_keys_layers_and_the_facts_of_its_yaml_are_true(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
-def test_blocks_can_begin_as_their_way_around(name: str) -> None:
+def test_blocks_can_start_as_their_residual_connection(name: str) -> None:
     torch.manual_seed(1)
     original = getattr(torchvision.models, name)(weights=None, num_classes=10, zero_init_residual=True)
     torch.manual_seed(1)
@@ -101,7 +101,7 @@ def test_weights_with_other_classes_say_what_to_set(tmp_path: Path) -> None:
 
 
 def test_unknown_names_and_numbers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.name=resnet19: unknown ResNet; choose one of resnet18, "):
+    with pytest.raises(ConfigError, match=r"model\.name=resnet19: no such ResNet; choose one of resnet18, "):
         build("resnet19")
     with pytest.raises(ConfigError, match=r"model\.num_classes=0: must be a whole number of at least 1"):
         build(num_classes=0)

@@ -108,7 +108,7 @@ def test_weights_of_torchvision_load(tmp_path: Path) -> None:
     input = torch.randn(1, 3, 64, 64)
     sequence = build("squeezenet1_1", 7, weights=path, input_shape=(3, 64, 64)).eval()
     assert torch.equal(sequence(input), original(input))
-    with pytest.raises(ConfigError, match=r"made for another model \(\d+ of another shape: classifier\.1"):
+    with pytest.raises(ConfigError, match=r"made for another model \(\d+ with another shape: classifier\.1"):
         build("squeezenet1_1", 8, weights=path)
 
 
@@ -126,8 +126,8 @@ def test_what_is_named_as_a_leaf_stays_whole() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("fasterrcnn_resnet50_fpn", "returns boxes"),
-        ("ssdlite320_mobilenet_v3_large", "returns boxes"),
+        ("fasterrcnn_resnet50_fpn", "returns a different number of boxes"),
+        ("ssdlite320_mobilenet_v3_large", "returns a different number of boxes"),
         ("raft_small", "takes two images"),
         ("quantized_resnet18", "cannot be trained"),
         ("swin_tt", "torchvision has no such model; choose one of swin_t, "),
@@ -138,16 +138,16 @@ def test_other_models_are_refused_with_the_reason(name: str, reason: str) -> Non
         build(name)
 
 
-def test_images_a_model_cannot_take_are_told_with_the_layer() -> None:
+def test_images_that_a_model_does_not_accept_are_reported_with_the_layer() -> None:
     with pytest.raises(
         ConfigError, match=r"'Mixed_6a.*' does not accept an input of shape 2x3x32x32: .*Kernel size"
     ):
         build("inception_v3", input_shape=(3, 32, 32))
-    with pytest.raises(ConfigError, match=r"r3d_18: takes clips: .*gives 3x8x8; .* data=synthetic_clips$"):
+    with pytest.raises(ConfigError, match=r"r3d_18: takes clips: .*has 3x8x8; .* data=synthetic_clips$"):
         build("r3d_18", input_shape=(3, 8, 8))
-    with pytest.raises(ConfigError, match=r"fcn_resnet50: takes images: .*gives 3x8x8x8; choose fitting"):
+    with pytest.raises(ConfigError, match=r"fcn_resnet50: takes images: .*has 3x8x8x8; choose fitting"):
         build("fcn_resnet50", input_shape=(3, 8, 8, 8))
-    with pytest.raises(ConfigError, match=r"mvit_v2_s: takes clips of 3x16x224x224 only"):
+    with pytest.raises(ConfigError, match=r"mvit_v2_s: takes only clips of 3x16x224x224"):
         build("mvit_v2_s", input_shape=(3, 8, 64, 64))
     with pytest.raises(ConfigError, match=r"model\.num_classes=0: must be a whole number of at least 1"):
         build(num_classes=0)

@@ -1,4 +1,4 @@
-"""Models whose borders many tensors cross train in a pipe as they do alone: same bits after two steps."""
+"""Models whose cuts many tensors cross train in a pipe as they do alone: same bits after two steps."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_every_pixel_gets_its_scores_whatever_the_sides(model: nn.Sequential, si
 
 
 @pytest.mark.parametrize("make", [build, build_standard])
-def test_each_level_has_one_skip_that_jumps_over_what_is_below(make: Any) -> None:
+def test_each_level_has_a_skip_over_the_levels_below(make: Any) -> None:
     model = make(3, base_channels=4)
     names = [name for name, _ in model.named_children()]
     sends = skip_layout(list(model)).sends
@@ -34,21 +34,21 @@ def test_each_level_has_one_skip_that_jumps_over_what_is_below(make: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("keys", "says"),
+    ("keys", "message"),
     [
         ({"depth": 0}, "model.depth=0: must be a whole number of at least 1"),
         ({"base_channels": 1}, "model.base_channels=1: must be a whole number of at least 2"),
         (
             {"depth": 5},
-            "model.depth=5: halves images that often and needs 64 pixels each way, the data has 32x32",
+            "model.depth=5: halves images 5 times and needs at least 64x64 pixels, but the data has 32x32",
         ),
         ({"input_shape": (32,)}, "a U-Net takes images, and the data has the shape [32]"),
         ({"num_classes": 0}, "model.num_classes=0: must be a whole number of at least 1"),
     ],
 )
 @pytest.mark.parametrize("make", [build, build_standard])
-def test_what_does_not_fit_is_told(make: Any, keys: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(says)):
+def test_settings_that_do_not_fit_are_refused(make: Any, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         make(**keys)
 
 

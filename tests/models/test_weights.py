@@ -1,4 +1,4 @@
-"""Files of weights: what is read, what is refused, and that no file runs code."""
+"""Which files of weights load, which are refused, and that no file runs code."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def test_weights_come_back_as_they_were_saved(tmp_path: Path, suffix: str, save:
     assert torch.equal(other.bias, model.bias)
 
 
-def test_another_kind_of_file_is_a_mistake_in_the_configuration(tmp_path: Path) -> None:
+def test_an_unknown_file_type_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"weights\.npz: unknown kind of file; give one of \.safetensors, \.pth"
+        ConfigError, match=r"weights\.npz: unknown file type; give one of \.safetensors, \.pth"
     ):
         read_weights(tmp_path / "weights.npz")
 
@@ -44,34 +44,36 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "weights.pth"])
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_named_pipe_is_refused_without_waiting(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(RunError, match=f"{name}: cannot be read: is a named pipe"):
         read_weights(tmp_path / name)
 
 
-def test_another_precision_is_converted_and_another_kind_of_number_is_not(tmp_path: Path) -> None:
+def test_another_precision_is_converted_but_integers_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
-    given = {name: one.half() for name, one in model.state_dict().items()}
+    given = {name: tensor.half() for name, tensor in model.state_dict().items()}
     load_weights(model, given, "file")
     given["weight"] = given["weight"].int()
-    with pytest.raises(ConfigError, match="1 of another kind: weight int32 instead of float32"):
+    with pytest.raises(ConfigError, match="1 with another dtype: weight int32 instead of float32"):
         load_weights(model, given, "file")
 
 
 @pytest.mark.parametrize(("suffix", "save"), [(".safetensors", save_file), (".pth", torch.save)])
-@pytest.mark.parametrize("kept", [0.0, 0.01, 0.5, 0.99])
-def test_a_file_that_was_cut_short_is_damaged(tmp_path: Path, suffix: str, save: Save, kept: float) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
+def test_a_truncated_file_is_reported_as_damaged(
+    tmp_path: Path, suffix: str, save: Save, share: float
+) -> None:
     path = tmp_path / f"weights{suffix}"
     save({"weight": torch.randn(100, 10)}, path)
     content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * kept)])
+    path.write_bytes(content[: int(len(content) * share)])
     with pytest.raises(RunError, match=rf"weights{suffix}: damaged") as caught:
         read_weights(path)
     assert "\n" not in str(caught.value)
 
 
-class Evil:
+class RunsCode:
     def __init__(self, canary: Path) -> None:
         self.canary = canary
 
@@ -80,14 +82,14 @@ class Evil:
 
 
 @pytest.mark.parametrize("save", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))])
-def test_no_file_runs_code_even_where_the_environment_asks_for_it(
+def test_no_file_runs_code_even_if_the_environment_allows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[object, Path], None]
 ) -> None:
     """TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD flips every torch.load that leaves weights_only to its default."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     canary, path = tmp_path / "canary", tmp_path / "weights.pth"
-    save({"weight": Evil(canary)}, path)
-    with pytest.raises(RunError, match="damaged, or holds more than tensors"):
+    save({"weight": RunsCode(canary)}, path)
+    with pytest.raises(RunError, match="damaged, or contains more than tensors"):
         read_weights(path)
     assert not canary.exists()
 
@@ -96,11 +98,11 @@ def test_no_file_runs_code_even_where_the_environment_asks_for_it(
 def test_a_file_without_tensors_by_name_is_refused(tmp_path: Path, content: object) -> None:
     path = tmp_path / "weights.pth"
     torch.save(content, path)
-    with pytest.raises(RunError, match=r"holds a \w+, but not of tensors by name"):
+    with pytest.raises(RunError, match=r"contains a \w+ instead of a dict of tensors by name"):
         read_weights(path)
 
 
-def test_weights_of_another_model_are_told_by_name_and_number() -> None:
+def test_weights_of_another_model_are_listed_and_counted() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
     tensors = model.state_dict()
     with pytest.raises(
@@ -108,7 +110,7 @@ def test_weights_of_another_model_are_told_by_name_and_number() -> None:
     ):
         load_weights(model, {}, "w.pth")
     with pytest.raises(ConfigError, match=r"\(1 missing: 3\.bias; 1 unexpected: other\)"):
-        kept = {name: tensor for name, tensor in tensors.items() if name != "3.bias"}
-        load_weights(model, kept | {"other": torch.zeros(1)}, "w.pth")
-    with pytest.raises(ConfigError, match=r"\(1 of another shape: 0\.weight 5x2 instead of 2x2\)"):
+        incomplete = {name: tensor for name, tensor in tensors.items() if name != "3.bias"}
+        load_weights(model, incomplete | {"other": torch.zeros(1)}, "w.pth")
+    with pytest.raises(ConfigError, match=r"\(1 with another shape: 0\.weight 5x2 instead of 2x2\)"):
         load_weights(model, tensors | {"0.weight": torch.zeros(5, 2)}, "w.pth")

@@ -21,7 +21,7 @@ MEASURED = {
 
 
 def choices(name: str) -> dict[str, str]:
-    """The options its file chooses of other groups, by group."""
+    """The options of other groups that a model's file chooses, by group."""
     lines = (CONF / "model" / f"{name}.yaml").read_text().splitlines()
     chosen = [line.split("@_global_.")[1] for line in lines if line.startswith("  - override /")]
     return dict(line.split(": ") for line in chosen)
@@ -56,15 +56,15 @@ SMALL = {
 
 @pytest.mark.parametrize(
     "name",
-    [one if one in ("gpt", "unet") else pytest.param(one, marks=pytest.mark.slow) for one in OURS],
+    [name if name in ("gpt", "unet") else pytest.param(name, marks=pytest.mark.slow) for name in OURS],
 )
-def test_it_trains_and_is_evaluated_alone(gpipe: Callable[..., Any], name: str) -> None:
+def test_it_trains_and_evaluates_with_its_own_data_and_loss(gpipe: Callable[..., Any], name: str) -> None:
     trained = gpipe("train", f"model={name}", "steps=1", "batch_size=32", "chunks=2", *SMALL[name], "--json")
     assert trained.code == 0, trained.err
     measured = MEASURED[choices(name)["loss"]]
     assert list(trained.json)[: 1 + len(measured)] == ["loss", *measured]
-    found = gpipe("eval", f"run={trained.json['run_dir']}", "engine=single", "threads=1", "--json")
-    assert found.code == 0, found.err
-    assert {key: found.json[key] for key in ("loss", *measured)} == {
+    evaluated = gpipe("eval", f"run={trained.json['run_dir']}", "engine=single", "threads=1", "--json")
+    assert evaluated.code == 0, evaluated.err
+    assert {key: evaluated.json[key] for key in ("loss", *measured)} == {
         key: trained.json[key] for key in ("loss", *measured)
     }
