@@ -19,8 +19,8 @@ from gpipe_cli import GPipe
 from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.schedule.checkpoint import Checkpoint
 from gpipe_cli.skip import pop, skippable, stash
-from tests.random_pipes.compare import problems_of
-from tests.random_pipes.recipe import recipe_of
+from tests.random_pipes.case import random_pipe
+from tests.random_pipes.compare import mismatches
 
 LAYERS = 6
 BALANCES = [
@@ -94,14 +94,14 @@ def all_cases() -> list[Case]:
 
 
 def assert_same(plain: nn.Module, pipe: nn.Module) -> None:
-    for (name, mine), (other_name, theirs) in zip(
-        plain.named_parameters(), pipe.named_parameters(), strict=True
-    ):
-        assert name == other_name
-        assert torch.equal(mine, theirs), name
-        assert torch.equal(mine.grad, theirs.grad), f"gradient of {name}"
-    for (name, mine), (_, theirs) in zip(plain.named_buffers(), pipe.named_buffers(), strict=True):
-        assert torch.equal(mine, theirs), name
+    parameters, buffers = dict(pipe.named_parameters()), dict(pipe.named_buffers())
+    assert list(parameters) == [name for name, _ in plain.named_parameters()]
+    assert list(buffers) == [name for name, _ in plain.named_buffers()]
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameters[name], parameter), name
+        assert torch.equal(parameters[name].grad, parameter.grad), f"gradient of {name}"
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(buffers[name], buffer), name
 
 
 def check_equal(case: Case) -> None:
@@ -141,8 +141,8 @@ hides_warnings = pytest.mark.filterwarnings(
 @pytest.mark.parametrize("seed", range(150))
 def test_a_random_pipe_does_what_plain_autograd_does(seed: int) -> None:
     """5,500 random pipes found 26 that did not: wrong gradients, other errors, bits that depended on the split."""
-    recipe = recipe_of(seed)
-    assert problems_of(recipe) == [], recipe
+    pipe = random_pipe(seed)
+    assert mismatches(pipe) == [], pipe
 
 
 @hides_warnings
@@ -150,8 +150,8 @@ def test_a_random_pipe_does_what_plain_autograd_does(seed: int) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("first", range(150, 2400, 50))
 def test_every_random_pipe_does_what_plain_autograd_does(first: int) -> None:
-    recipes = [recipe_of(seed) for seed in range(first, first + 50)]
-    assert {recipe: problems for recipe in recipes if (problems := problems_of(recipe))} == {}
+    pipes = [random_pipe(seed) for seed in range(first, first + 50)]
+    assert {pipe: differences for pipe in pipes if (differences := mismatches(pipe))} == {}
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -186,16 +186,16 @@ def test_gradients_are_those_of_the_whole_batch(dtype: torch.dtype, tolerance: f
 
 
 @pytest.fixture
-def hurried_interpreter() -> Iterator[None]:
-    """Threads change as often as Python can make them."""
+def frequent_thread_switches() -> Iterator[None]:
+    """Let Python switch threads as often as it can."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
 
 
-class Dawdle(nn.Module):
-    """A layer that takes its time, each time another."""
+class RandomDelay(nn.Module):
+    """A layer that takes a different time in every call."""
 
     def __init__(self, layer: nn.Module, clock: random.Random) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Dawdle(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_fifty_runs_with_random_delays_have_one_result(hurried_interpreter: None, schedule: str) -> None:
+def test_fifty_runs_with_random_delays_have_one_result(frequent_thread_switches: None, schedule: str) -> None:
     clock = random.Random(0)
     torch.manual_seed(0)
     layers = [
@@ -219,7 +219,7 @@ def test_fifty_runs_with_random_delays_have_one_result(hurried_interpreter: None
         nn.ReLU(),
         nn.Linear(8, 3),
     ]
-    model = nn.Sequential(*(Dawdle(layer, clock) for layer in layers))
+    model = nn.Sequential(*(RandomDelay(layer, clock) for layer in layers))
     input, target = torch.randn(12, 5), torch.randint(3, (12,))
     fresh = copy.deepcopy(model.state_dict())
     results = set()

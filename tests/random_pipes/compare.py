@@ -1,4 +1,4 @@
-"""Whether two stories are the same."""
+"""Compare the record of a random pipe with that of plain autograd."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.random_pipes.play import Plain, Story, play_pipe
-from tests.random_pipes.recipe import Recipe
+from tests.random_pipes.case import RandomPipe
+from tests.random_pipes.run import PlainRun, RunRecord, run_pipe
 
 REFUSED = "was written in place between stash and pop"
 """A skip that passes by the partition that writes it: its gradient cannot know of the write, so the pipe refuses."""
 WRITTEN = "modified by an inplace operation"
 LAST_BIT = {1061, 1817, 2235}
-"""Seeds of recipes that use a tensor and a view of it on both sides of a boundary, in three places or more.
+"""Seeds of cases that use a tensor and a view of it on both sides of a boundary, in three places or more.
 
 Autograd sums the three gradients in the order of its nodes, the pipe sums those of one partition first: see
 docs/reliability.md.
 """
 
 
-def problems_of(recipe: Recipe) -> list[str]:
+def mismatches(case: RandomPipe) -> list[str]:
     """How the pipe differs from plain autograd, or from itself in one partition where layers draw."""
-    pipe = play_pipe(recipe, whole=False)
+    pipe = run_pipe(case, whole=False)
     if any(REFUSED in str(error) for error in pipe.errors):
         return []
-    if recipe.draws:
-        whole = play_pipe(recipe, whole=True)
-        recomputed = recipe.checkpoint != "never" and any(WRITTEN in str(error) for error in whole.errors)
+    if case.draws:
+        whole = run_pipe(case, whole=True)
+        recomputed = case.checkpoint != "never" and any(WRITTEN in str(error) for error in whole.errors)
         return [] if recomputed and not pipe.errors else differences(whole, pipe)
-    plain = Plain(recipe).play()
+    plain = PlainRun(case).run()
     written = any(WRITTEN in str(error) for error in plain.errors)
-    if written and not pipe.errors and recipe.checkpoint != "never":
+    if written and not pipe.errors and case.checkpoint != "never":
         return []
-    exact = recipe.seed not in LAST_BIT
-    if not recipe.tied:
+    exact = case.seed not in LAST_BIT
+    if not case.tied:
         return differences(plain, pipe, exact=exact)
     # A tied parameter's gradients are added up layer by layer, so that its bits do not depend on the split.
     close = [f"plain: {line}" for line in differences(plain, pipe, exact=False)]
-    whole = play_pipe(recipe, whole=True)
+    whole = run_pipe(case, whole=True)
     return close or [f"one partition: {line}" for line in differences(whole, pipe, exact=exact)]
 
 
-def differences(expected: Story, given: Story, *, exact: bool = True) -> list[str]:
+def differences(expected: RunRecord, given: RunRecord, *, exact: bool = True) -> list[str]:
     if bool(expected.errors) != bool(given.errors):
         return [f"expected errors {expected.errors}, got {given.errors}"]
     kinds = {_kind(error) for error in expected.errors}
@@ -54,7 +54,7 @@ def differences(expected: Story, given: Story, *, exact: bool = True) -> list[st
     return [
         f"round {number}: {line}"
         for number, (mine, theirs) in enumerate(zip(expected.rounds, given.rounds, strict=bool(not kinds)))
-        for line in _unlike("", mine, theirs, exact)
+        for line in _value_differences("", mine, theirs, exact)
     ]
 
 
@@ -62,27 +62,27 @@ def _kind(error: BaseException) -> tuple[type[BaseException], bool]:
     return type(error), WRITTEN in str(error)
 
 
-def _unlike(place: str, expected: Any, given: Any, exact: bool) -> Iterator[str]:
+def _value_differences(place: str, expected: Any, given: Any, exact: bool) -> Iterator[str]:
     if type(expected) is not type(given):
         yield f"{place} is a {type(given).__name__}, not a {type(expected).__name__}"
     elif isinstance(expected, Tensor):
-        yield from _unlike_tensors(place, expected, given, exact)
+        yield from _tensor_differences(place, expected, given, exact)
     elif isinstance(expected, dict):
         if expected.keys() != given.keys():
             yield f"{place} has {sorted(given)}, not {sorted(expected)}"
         else:
             for key, item in expected.items():
-                yield from _unlike(f"{place}[{key}]", item, given[key], exact)
+                yield from _value_differences(f"{place}[{key}]", item, given[key], exact)
     elif isinstance(expected, list | tuple):
         if len(expected) != len(given):
             yield f"{place} has {len(given)} members, not {len(expected)}"
         for index, (mine, theirs) in enumerate(zip(expected, given, strict=False)):
-            yield from _unlike(f"{place}[{index}]", mine, theirs, exact)
+            yield from _value_differences(f"{place}[{index}]", mine, theirs, exact)
     elif expected != given:
         yield f"{place} is {given!r}, not {expected!r}"
 
 
-def _unlike_tensors(place: str, expected: Tensor, given: Tensor, exact: bool) -> Iterator[str]:
+def _tensor_differences(place: str, expected: Tensor, given: Tensor, exact: bool) -> Iterator[str]:
     mine, theirs = ((each.dtype, each.shape) for each in (expected, given))
     if mine != theirs:
         yield f"{place} has {theirs}, not {mine}"

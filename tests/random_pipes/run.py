@@ -1,7 +1,7 @@
-"""Calls a pipe as its recipe says, and does the same with plain autograd on the same micro-batches.
+"""Run a random pipe, and the same model with plain autograd on the same micro-batches.
 
-Plain autograd forwards each micro-batch on its own copy of the rows and runs its backward on its own, in ascending
-order. What comes of it is a list of rounds, to be compared to the bit.
+Plain autograd runs each micro-batch on a copy of its rows, forward and backward, in ascending order. Both give a
+record of two rounds, which `compare` compares to the bit.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from torch.nn import functional
 
 from gpipe_cli import GPipe
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
+from tests.random_pipes.case import RandomPipe
 from tests.random_pipes.layers import merge, rebuilt, tensors_in
-from tests.random_pipes.recipe import Recipe
 
 ROUNDS = 2
-"""A pipe learns from the first call of a mode; the second one goes by what it learnt."""
+"""A pipe observes its layers in the first call of a mode and relies on that in the second."""
 
 
 @dataclass
-class Story:
-    """What happened, round by round."""
+class RunRecord:
+    """Outputs, losses, gradients and buffers of every round."""
 
     rounds: list[dict[str, Any]] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
-    """Those that end the story; with plain autograd, all that its micro-batches raised."""
+    """The error that ended the run; with plain autograd, the errors of all micro-batches."""
 
 
 @contextlib.contextmanager
-def mode_of(recipe: Recipe, cache: bool = True) -> Iterator[None]:
+def caller_modes(case: RandomPipe, cache: bool = True) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        if recipe.grad_mode == "no_grad":
+        if case.grad_mode == "no_grad":
             stack.enter_context(torch.no_grad())
-        elif recipe.grad_mode == "inference":
+        elif case.grad_mode == "inference":
             stack.enter_context(torch.inference_mode())
-        if recipe.autocast:
+        if case.autocast:
             stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache))
         yield
 
@@ -49,30 +49,30 @@ def loss_of(output: Any, target: Tensor) -> Tensor:
     return functional.mse_loss(merge(output).to(target.dtype), target)
 
 
-def given_grad(recipe: Recipe, value: Any) -> tuple[Any, list[Tensor]]:
-    """The input as the recipe wants it, and the leaves behind it."""
-    if recipe.input_grad == "none":
+def make_input(case: RandomPipe, value: Any) -> tuple[Any, list[Tensor]]:
+    """The input with the `requires_grad` of the case, and the leaves it was computed from."""
+    if case.input_grad == "none":
         return value, []
     leaves = [tensor.requires_grad_() for tensor in tensors_in(value)]
-    if recipe.input_grad == "leaf":
+    if case.input_grad == "leaf":
         return value, leaves
     return rebuilt(value, lambda tensor: tensor * 1.5), leaves
 
 
-def chosen(model: nn.Module) -> list[nn.Parameter]:
+def every_other_parameter(model: nn.Module) -> list[nn.Parameter]:
     """Every other parameter that can be differentiated."""
     return [parameter for parameter in model.parameters() if parameter.requires_grad][::2]
 
 
-def prepare(recipe: Recipe, model: nn.Module) -> dict[str, Tensor]:
-    """Gradients that are there before the first call."""
-    if recipe.keeps_grad:
+def prepare(case: RandomPipe, model: nn.Module) -> dict[str, Tensor]:
+    """Give parameters the gradients that the case starts with, and return them."""
+    if case.has_grad:
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 0.25) if parameter.requires_grad else None
     return {name: leaf.grad for name, leaf in model.named_parameters() if leaf.grad is not None}
 
 
-def seen_after(model: nn.Module, before: dict[str, Tensor], leaves: Sequence[Tensor]) -> dict[str, Any]:
+def state_after(model: nn.Module, before: dict[str, Tensor], leaves: Sequence[Tensor]) -> dict[str, Any]:
     """Gradients, buffers, and whether existing gradients were added into."""
     facts: dict[str, Any] = {f"input gradient {i}": leaf.grad for i, leaf in enumerate(leaves)}
     for name, parameter in model.named_parameters():
@@ -94,49 +94,49 @@ def detached(value: Any) -> Any:
     return rebuilt(value, lambda tensor: tensor.detach().clone())
 
 
-def play_pipe(recipe: Recipe, *, whole: bool) -> Story:
-    story = Story()
-    with recipe.pipe(whole=whole) as pipe:
-        before = prepare(recipe, pipe)
+def run_pipe(case: RandomPipe, *, whole: bool) -> RunRecord:
+    record = RunRecord()
+    with case.pipe(whole=whole) as pipe:
+        before = prepare(case, pipe)
         for round in range(ROUNDS):
             torch.manual_seed(round)
             try:
-                facts = _call_pipe(recipe, pipe, round)
+                facts = _call_pipe(case, pipe, round)
             except BaseException as error:  # noqa: BLE001 - whatever it is, it is compared
-                story.errors.append(error)
-                return story
-            story.rounds.append(facts | seen_after(pipe, before, facts.pop("leaves")))
+                record.errors.append(error)
+                return record
+            record.rounds.append(facts | state_after(pipe, before, facts.pop("leaves")))
             update(pipe)
-    return story
+    return record
 
 
-def _call_pipe(recipe: Recipe, pipe: GPipe, round: int) -> dict[str, Any]:
-    value, leaves = given_grad(recipe, recipe.value(round))
-    target = recipe.target(round)
+def _call_pipe(case: RandomPipe, pipe: GPipe, round: int) -> dict[str, Any]:
+    value, leaves = make_input(case, case.value(round))
+    target = case.target(round)
     facts: dict[str, Any] = {"leaves": leaves}
-    if recipe.call == "step":
-        with mode_of(recipe):
+    if case.call == "step":
+        with caller_modes(case):
             loss, output = pipe.step(value, target, loss_of, key=round, return_output=True)
         return facts | {"loss": loss, "output": output}
-    with mode_of(recipe):
+    with caller_modes(case):
         output = pipe(value)
-        if recipe.call == "two_forwards":
-            more, more_leaves = given_grad(recipe, recipe.value(round + 100))
+        if case.call == "two_forwards":
+            more, more_leaves = make_input(case, case.value(round + 100))
             second = pipe(more)
             leaves += more_leaves
     facts["output"] = detached(output)
-    if recipe.call == "forward":
+    if case.call == "forward":
         return facts
     loss = loss_of(output, target)
-    if recipe.call == "backward":
+    if case.call == "backward":
         loss.backward()
-    elif recipe.call == "backward_twice":
+    elif case.call == "backward_twice":
         loss.backward(retain_graph=True)
         loss.backward()
-    elif recipe.call == "backward_inputs":
-        loss.backward(inputs=[*chosen(pipe), *leaves] or None)
-    elif recipe.call == "grad":
-        wanted = [*chosen(pipe), *leaves]
+    elif case.call == "backward_inputs":
+        loss.backward(inputs=[*every_other_parameter(pipe), *leaves] or None)
+    elif case.call == "grad":
+        wanted = [*every_other_parameter(pipe), *leaves]
         # Without any, the loss depends on nothing that can be differentiated, and backward says so.
         facts["gradients"] = (
             torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else loss.backward()
@@ -149,8 +149,8 @@ def _call_pipe(recipe: Recipe, pipe: GPipe, round: int) -> dict[str, Any]:
 
 
 @dataclass
-class Passage:
-    """One mini-batch that went through the plain sequence."""
+class PlainForward:
+    """The forward pass of one mini-batch through the plain sequence."""
 
     sizes: list[int]
     inputs: list[Any]
@@ -197,28 +197,28 @@ class Passage:
         ]
 
 
-class Plain:
-    """The plain sequence and its story."""
+class PlainRun:
+    """The plain sequence, run with plain autograd."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.model = recipe.model()
-        self.story = Story()
+    def __init__(self, case: RandomPipe) -> None:
+        self.case = case
+        self.model = case.model()
+        self.record = RunRecord()
 
-    def play(self) -> Story:
-        before = prepare(self.recipe, self.model)
+    def run(self) -> RunRecord:
+        before = prepare(self.case, self.model)
         for round in range(ROUNDS):
-            facts = self._step(round) if self.recipe.call == "step" else self._call(round)
-            if self.story.errors:
+            facts = self._step(round) if self.case.call == "step" else self._call(round)
+            if self.record.errors:
                 break
             leaves = facts.pop("leaves")
-            self.story.rounds.append(facts | seen_after(self.model, before, leaves))
+            self.record.rounds.append(facts | state_after(self.model, before, leaves))
             update(self.model)
-        return self.story
+        return self.record
 
     def _pieces(self, value: Any) -> tuple[list[int], list[Any]]:
-        count = max(1, min(self.recipe.rows, self.recipe.chunks))
-        small, larger = divmod(self.recipe.rows, count)
+        count = max(1, min(self.case.rows, self.case.chunks))
+        small, larger = divmod(self.case.rows, count)
         sizes = [small + (index < larger) for index in range(count)]
         columns = [
             [piece.detach().clone().requires_grad_(tensor.requires_grad) for piece in tensor.split(sizes)]
@@ -228,104 +228,106 @@ class Plain:
         return sizes, [rebuilt(value, lambda _, row=row: next(row)) for row in rows]
 
     def _run(self, piece: Any) -> Any:
-        with mode_of(self.recipe, cache=False), use_skip_tracker(DictionarySkipTracker()):
+        with caller_modes(self.case, cache=False), use_skip_tracker(DictionarySkipTracker()):
             return self.model(piece)
 
-    def _forward(self, value: Any) -> Passage | None:
+    def _forward(self, value: Any) -> PlainForward | None:
         sizes, pieces = self._pieces(value)
         outputs = []
         for piece in pieces:
-            with self._noting():
+            with self._recording_errors():
                 outputs.append(self._run(piece))
-        return None if self.story.errors else Passage(sizes, pieces, outputs)
+        return None if self.record.errors else PlainForward(sizes, pieces, outputs)
 
     @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
+    def _recording_errors(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is, it is compared
-            self.story.errors.append(error)
+            self.record.errors.append(error)
 
     def _step(self, round: int) -> dict[str, Any]:
-        value, leaves = given_grad(self.recipe, self.recipe.value(round))
+        value, leaves = make_input(self.case, self.case.value(round))
         sizes, pieces = self._pieces(value)
         losses, outputs = [], []
-        for piece, target in zip(pieces, self.recipe.target(round).split(sizes), strict=True):
-            with self._noting():
+        for piece, target in zip(pieces, self.case.target(round).split(sizes), strict=True):
+            with self._recording_errors():
                 output = self._run(piece)
                 outputs.append(output)
-                with mode_of(self.recipe, cache=False):
-                    loss = loss_of(output, target) * (len(target) / self.recipe.rows)
+                with caller_modes(self.case, cache=False):
+                    loss = loss_of(output, target) * (len(target) / self.case.rows)
                 losses.append(loss.detach())
                 if loss.requires_grad:
                     loss.backward()
-        if self.story.errors:
+        if self.record.errors:
             return {}
-        passage = Passage(sizes, pieces, outputs)
-        self._give(value, leaves, passage)
-        return {"leaves": leaves, "loss": torch.stack(losses).sum(), "output": detached(passage.output)}
+        forward = PlainForward(sizes, pieces, outputs)
+        self._backward_to_input(value, leaves, forward)
+        return {"leaves": leaves, "loss": torch.stack(losses).sum(), "output": detached(forward.output)}
 
     def _call(self, round: int) -> dict[str, Any]:
-        value, leaves = given_grad(self.recipe, self.recipe.value(round))
-        passages, values = [self._forward(value)], [(value, leaves)]
-        if self.recipe.call == "two_forwards":
-            values.append(given_grad(self.recipe, self.recipe.value(round + 100)))
-            passages.append(self._forward(values[1][0]))
-        if self.story.errors:
+        value, leaves = make_input(self.case, self.case.value(round))
+        forwards, values = [self._forward(value)], [(value, leaves)]
+        if self.case.call == "two_forwards":
+            values.append(make_input(self.case, self.case.value(round + 100)))
+            forwards.append(self._forward(values[1][0]))
+        if self.record.errors:
             return {}
         facts: dict[str, Any] = {"leaves": [leaf for _, some in values for leaf in some]}
-        facts["output"] = detached(passages[0].output)
-        if len(passages) > 1:
-            facts["second output"] = detached(passages[1].output)
-        if self.recipe.call == "forward":
+        facts["output"] = detached(forwards[0].output)
+        if len(forwards) > 1:
+            facts["second output"] = detached(forwards[1].output)
+        if self.case.call == "forward":
             return facts
-        for (each, some), passage in zip(values, passages, strict=True):
-            with self._noting():
-                facts.setdefault("loss", self._backward(each, some, passage, round, facts))
+        for (each, some), forward in zip(values, forwards, strict=True):
+            with self._recording_errors():
+                facts.setdefault("loss", self._backward(each, some, forward, round, facts))
         return facts
 
     def _backward(
-        self, value: Any, leaves: list[Tensor], passage: Passage, round: int, facts: dict[str, Any]
+        self, value: Any, leaves: list[Tensor], forward: PlainForward, round: int, facts: dict[str, Any]
     ) -> Tensor:
-        output = passage.output
-        loss = loss_of(output, self.recipe.target(round))
+        output = forward.output
+        loss = loss_of(output, self.case.target(round))
         loss.backward()
-        call, wanted = self.recipe.call, chosen(self.model)
+        call, wanted = self.case.call, every_other_parameter(self.model)
         if call == "grad":
-            facts["gradients"] = self._gradients(wanted, passage, output, value, leaves)
+            facts["gradients"] = self._gradients(wanted, forward, output, value, leaves)
             return loss.detach()
         if call == "backward_twice":
-            passage.backward(output, keep=True)
-            self._give(value, leaves, passage, keep=True)
-        passage.backward(output, wanted if call == "backward_inputs" and wanted + leaves else None)
-        self._give(value, leaves, passage)
+            forward.backward(output, keep=True)
+            self._backward_to_input(value, leaves, forward, keep=True)
+        forward.backward(output, wanted if call == "backward_inputs" and wanted + leaves else None)
+        self._backward_to_input(value, leaves, forward)
         return loss.detach()
 
     def _gradients(
-        self, wanted: list[nn.Parameter], passage: Passage, output: Any, value: Any, leaves: list[Tensor]
+        self, wanted: list[nn.Parameter], forward: PlainForward, output: Any, value: Any, leaves: list[Tensor]
     ) -> tuple[Tensor | None, ...]:
         """autograd.grad leaves every .grad as it is."""
-        kept = [parameter.grad for parameter in wanted]
+        saved = [parameter.grad for parameter in wanted]
         for parameter in wanted:
             parameter.grad = None
         if wanted or leaves:
-            passage.backward(output, wanted)
-        self._give(value, leaves, passage)
+            forward.backward(output, wanted)
+        self._backward_to_input(value, leaves, forward)
         gradients = [leaf.grad for leaf in [*wanted, *leaves]]
-        for parameter, gradient in zip([*wanted, *leaves], [*kept, *(None for _ in leaves)], strict=True):
+        for parameter, gradient in zip([*wanted, *leaves], [*saved, *(None for _ in leaves)], strict=True):
             parameter.grad = gradient
         return tuple(gradients)
 
-    def _give(self, value: Any, leaves: list[Tensor], passage: Passage, *, keep: bool = False) -> None:
-        """The micro-batches' input gradients to the input, and to what it was computed from."""
+    def _backward_to_input(
+        self, value: Any, leaves: list[Tensor], forward: PlainForward, *, keep: bool = False
+    ) -> None:
+        """Pass the input gradients of the micro-batches on to the input and to what it was computed from."""
         if not leaves:
             return
         pairs = [
             (tensor, gradient)
-            for tensor, gradient in zip(tensors_in(value), passage.input_gradients(), strict=True)
+            for tensor, gradient in zip(tensors_in(value), forward.input_gradients(), strict=True)
             if gradient is not None
         ]
-        for piece in passage.inputs:
+        for piece in forward.inputs:
             for leaf in tensors_in(piece):
                 leaf.grad = None
         if pairs:

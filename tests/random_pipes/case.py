@@ -45,7 +45,7 @@ STEP_TIMEOUT = 30
 
 
 @dataclass(frozen=True)
-class Recipe:
+class RandomPipe:
     seed: int
     layers: tuple[str, ...]
     tied: bool
@@ -60,7 +60,7 @@ class Recipe:
     training: bool
     grad_mode: Literal["grad", "no_grad", "inference"]
     autocast: bool
-    keeps_grad: bool
+    has_grad: bool
     """Whether parameters have a gradient already."""
     hooked: bool
     """Whether hooks clip the gradients of parameters, each micro-batch's on its own; in a step only."""
@@ -71,7 +71,7 @@ class Recipe:
         return any(name in DRAWING for name in self.layers)
 
     def model(self) -> nn.Sequential:
-        """The same one each time it is asked for."""
+        """The same model on every call."""
         torch.manual_seed(self.seed)
         packed = self.input != "tensor"
         children: list[nn.Module] = []
@@ -137,7 +137,7 @@ def _layer(name: str) -> nn.Module:
     return {**PLAIN, **DRAWING, **special, "pop": Pop}[name]()
 
 
-def recipe_of(seed: int) -> Recipe:
+def random_pipe(seed: int) -> RandomPipe:
     draw = random.Random(seed)
     input = draw.choices(["tensor", "tuple", "dict"], [8, 1, 1])[0]
     layers = _layers(
@@ -149,7 +149,7 @@ def recipe_of(seed: int) -> Recipe:
     balance = tuple(end - begin for begin, end in itertools.pairwise([0, *cuts, len(layers)]))
     call: Call = draw.choice(CALLS)
     autocast = draw.random() < 0.15
-    recipe = Recipe(
+    case = RandomPipe(
         seed=seed,
         layers=tuple(layers),
         tied=draw.random() < 0.2,
@@ -165,12 +165,12 @@ def recipe_of(seed: int) -> Recipe:
         grad_mode=draw.choice(["no_grad", "inference"]) if call == "forward" else "grad",
         autocast=autocast,
         # Where autograd hands gradients on itself, it sums those of all micro-batches first.
-        keeps_grad=draw.random() < 0.3 and call != "backward_inputs",
+        has_grad=draw.random() < 0.3 and call != "backward_inputs",
         hooked=draw.random() < 0.2 and call == "step",
         # No layer multiplies bfloat16 with float64.
         dtype=torch.float32 if autocast else draw.choice([torch.float32, torch.float32, torch.float64]),
     )
-    return replace(recipe, input_grad="none") if writes_its_input(recipe) else recipe
+    return replace(case, input_grad="none") if writes_its_input(case) else case
 
 
 def _layers(draw: random.Random, *, packed: bool, names: list[str]) -> list[str]:
@@ -192,10 +192,10 @@ def _layers(draw: random.Random, *, packed: bool, names: list[str]) -> list[str]
     return [*layers, "merge"] if packed and "scalar" in layers else layers
 
 
-def writes_its_input(recipe: Recipe) -> bool:
+def writes_its_input(case: RandomPipe) -> bool:
     """Plain autograd refuses to write a leaf that requires grad, so such an input is given without."""
-    value = recipe.value(0)
+    value = case.value(0)
     # Batch norm refuses a single row; so it will when the pipe is called.
     with torch.no_grad(), use_skip_tracker(DictionarySkipTracker()), contextlib.suppress(ValueError):
-        recipe.model()(value)
+        case.model()(value)
     return any(tensor._version > 0 for tensor in tensors_in(value))
