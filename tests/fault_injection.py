@@ -1,7 +1,7 @@
-"""Faults as they are injected: in a disk, a layer, a sample, a signal, or in what a run has left behind.
+"""The faults that tests inject: into the disk, a layer, a sample or a signal, or into the files of an earlier run.
 
-Each is a function called in the process of a run before it begins, or one that sets a scene. Modules are changed in
-place, without a way back: every process that does so is a fork that ends with its run.
+A fault is a function that is called in the process of a run before the run starts, or one that prepares a sandbox.
+They patch modules and never restore them: each such process is a fork that ends with its run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpipe_cli.training import metrics, run_directory, signals
 from gpipe_cli.training.metrics import MetricsFile
 from gpipe_cli.training.snapshot import durable, manager
 from tests import faulty
-from tests.scene import Scene
+from tests.sandbox import Sandbox
 from tests.training.session import DeadlyDisk
 
 ALLOW = "allow=[tests]"
@@ -42,7 +42,7 @@ TRAIN = (
     "snapshot.monitor=null",
 )
 RESUME = ("train", "resume=run", ALLOW)
-LONGER = 8
+MORE_EPOCHS = 8
 
 
 def rows(epochs: int) -> list[tuple[int, str]]:
@@ -53,16 +53,16 @@ def rows(epochs: int) -> list[tuple[int, str]]:
 
 
 ROWS = rows(epochs=2)
-WIDE = 100  # the model's width where a snapshot has to weigh something: about 140 KB
-WEIGHT = 140_000
+WIDE_MODEL = 100  # the width of a model whose snapshot has about SNAPSHOT_BYTES
+SNAPSHOT_BYTES = 140_000
 Inject = Callable[[], None]
-Act = Callable[[Scene], None]
+SandboxStep = Callable[[Sandbox], None]
 TEMPLATE: list[Path] = []
-"""The directory of a run that stopped after step 5: made once, copied often."""
+"""The directory of a run that stopped after step 5. Tests make it once and copy it."""
 
 
-def at_row(count: int, happens: Inject) -> Inject:
-    """Something happens as soon as that many rows of metrics.jsonl have been written."""
+def after_rows(count: int, action: Inject) -> Inject:
+    """Call `action` once metrics.jsonl has `count` rows."""
 
     def inject() -> None:
         left, write = count, MetricsFile.write
@@ -72,43 +72,43 @@ def at_row(count: int, happens: Inject) -> Inject:
             write(self, row)
             left -= 1
             if left == 0:
-                happens()
+                action()
 
         MetricsFile.write = counted  # type: ignore[method-assign]
 
     return inject
 
 
-def signalled(*numbers: int) -> Inject:
-    def happens() -> None:
+def send_signals(*numbers: int) -> Inject:
+    def action() -> None:
         for number in numbers:
             os.kill(os.getpid(), number)
 
-    return happens
+    return action
 
 
-def saved(happens: Inject) -> Inject:
-    """As soon as the save that is under way has ended: another row is about what is being saved."""
+def after_pending_save(action: Inject) -> Inject:
+    """Wait for the running save first, where a fault must not hit it."""
 
     def after() -> None:
         for thread in threading.enumerate():
             if thread.name == "gpipe-snapshot":
                 thread.join()
-        happens()
+        action()
 
     return after
 
 
-def killed() -> None:
+def kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def group_signalled() -> None:
+def terminate_group() -> None:
     os.killpg(0, signal.SIGTERM)
 
 
-def in_layer(does: Callable[[], Any]) -> Inject:
-    """The layer misbehaves in the third step: in each it is called for two micro-batches and to recompute one."""
+def in_layer(action: Callable[[], Any]) -> Inject:
+    """Call `action` in a layer from the third step on: a step runs two micro-batches and recomputes one of them."""
 
     def inject() -> None:
         calls = 0
@@ -116,34 +116,34 @@ def in_layer(does: Callable[[], Any]) -> Inject:
         def layer(input: Tensor) -> Tensor:
             nonlocal calls
             calls += 1
-            found = does() if calls > 8 else None
-            return input if found is None else input * found
+            factor = action() if calls > 8 else None
+            return input if factor is None else input * factor
 
         faulty.in_layer = layer
 
     return inject
 
 
-def interrupted_twice() -> None:
-    """The second Ctrl-C comes as soon as the first has been taken notice of."""
-    note, noted, left = signals.SignalInbox.handle, threading.Event(), [1]
+def interrupt_twice() -> None:
+    """Send the second SIGINT once the first one has been handled."""
+    handle, handled, pending = signals.SignalInbox.handle, threading.Event(), [1]
 
-    def heard(self: signals.SignalInbox, number: int, frame: object) -> None:
-        noted.set()
-        note(self, number, frame)
+    def handle_and_tell(self: signals.SignalInbox, number: int, frame: object) -> None:
+        handled.set()
+        handle(self, number, frame)
 
-    def does() -> None:
-        if left:
-            left.pop()
+    def action() -> None:
+        if pending:
+            pending.pop()
             os.kill(os.getpid(), signal.SIGINT)
-            noted.wait()
+            handled.wait()
             os.kill(os.getpid(), signal.SIGINT)
 
-    signals.SignalInbox.handle = heard  # type: ignore[method-assign]
-    in_layer(does)()
+    signals.SignalInbox.handle = handle_and_tell  # type: ignore[method-assign]
+    in_layer(action)()
 
 
-def gradients_overflow() -> None:
+def overflow_gradients() -> None:
     def layer(input: Tensor) -> Tensor:
         output = input * 1
         if output.requires_grad:
@@ -153,21 +153,21 @@ def gradients_overflow() -> None:
     faulty.in_layer = layer
 
 
-def in_sample(does: Callable[[], Any], index: int = 13) -> Inject:
+def in_sample(action: Callable[[], Any], broken: int = 13) -> Inject:
     def inject() -> None:
-        faulty.in_sample = lambda asked: does() if asked == index else asked % 3
+        faulty.in_sample = lambda index: action() if index == broken else index % 3
 
     return inject
 
 
 def raises(error: BaseException) -> Callable[[], NoReturn]:
-    def does() -> NoReturn:
+    def action() -> NoReturn:
         raise error
 
-    return does
+    return action
 
 
-def disk_killed(calls: int) -> Inject:
+def kill_while_saving(calls: int) -> Inject:
     def inject() -> None:
         durable.os = DeadlyDisk(calls)  # type: ignore[assignment]
 
@@ -175,7 +175,7 @@ def disk_killed(calls: int) -> Inject:
 
 
 class BadDisk:
-    """`os` for one module, with a call that fails from the n-th time on."""
+    """Stands in for `os` in a module; one of its functions fails after `good` calls."""
 
     def __init__(self, call: str, number: int, good: int) -> None:
         self._call, self._number, self._good = call, number, good
@@ -184,47 +184,46 @@ class BadDisk:
         if name != self._call:
             return getattr(os, name)
 
-        def bad(*arguments: Any) -> Any:
+        def fail_later(*arguments: Any) -> Any:
             self._good -= 1
             if self._good < 0:
                 raise OSError(self._number, os.strerror(self._number))
             return getattr(os, name)(*arguments)
 
-        return bad
+        return fail_later
 
 
-def snapshot_fsync_fails() -> None:
+def fail_snapshot_fsync() -> None:
     durable.os = BadDisk("fsync", errno.EIO, good=14)  # type: ignore[assignment]  # in the second snapshot
 
 
-def lines_fail() -> None:
+def fail_log_writes() -> None:
     metrics.os = BadDisk("write", errno.EIO, good=4)  # type: ignore[assignment]
 
 
-def pruning_is_killed() -> None:
-    manager.verify = lambda path: killed()  # type: ignore[assignment]
+def kill_while_pruning() -> None:
+    manager.verify_snapshot = lambda path: kill_self()  # type: ignore[assignment]
 
 
-def slow_disk_and_a_second_signal() -> None:
-    """The first request is heeded with a save, during which the second one comes."""
+def signal_again_during_slow_save() -> None:
+    """The run handles the first signal by saving, and the second signal comes during that save."""
+    pending = [signal.SIGTERM]
 
-    left = [signal.SIGTERM]
-
-    class Slow:
+    class SlowDisk:
         def __getattr__(self, name: str) -> Any:
             return getattr(os, name)
 
         def write(self, descriptor: int, content: Any) -> int:
-            if left and "step-00000003" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
-                os.kill(os.getpid(), left.pop())
+            if pending and "step-00000003" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+                os.kill(os.getpid(), pending.pop())
                 time.sleep(0.3)
             return os.write(descriptor, content)
 
-    durable.os = Slow()  # type: ignore[assignment]
-    at_row(3, signalled(signal.SIGTERM))()
+    durable.os = SlowDisk()  # type: ignore[assignment]
+    after_rows(3, send_signals(signal.SIGTERM))()
 
 
-def an_hour_passes() -> None:
+def let_an_hour_pass() -> None:
     class Later:
         perf_counter = staticmethod(time.perf_counter)
 
@@ -235,7 +234,7 @@ def an_hour_passes() -> None:
     signals.time = Later  # type: ignore[assignment]
 
 
-def fill() -> None:
+def fill_disk() -> None:
     with Path("run/filler").open("wb", buffering=0) as file:
         try:
             while True:
@@ -244,29 +243,29 @@ def fill() -> None:
             return
 
 
-def filled_for_a_while() -> None:
-    at_row(2, fill)()
-    at_row(35, lambda: Path("run/filler").unlink())()
+def fill_disk_for_a_while() -> None:
+    after_rows(2, fill_disk)()
+    after_rows(35, lambda: Path("run/filler").unlink())()
 
 
-def on_a_disk(size: int) -> Act:
-    return lambda scene: scene.mount(size)
+def with_disk_of(size: int) -> SandboxStep:
+    return lambda sandbox: sandbox.mount(size)
 
 
-def read_only(scene: Scene) -> None:
-    scene.mount(WEIGHT)
-    scene.read_only()
+def remount_read_only(sandbox: Sandbox) -> None:
+    sandbox.mount(SNAPSHOT_BYTES)
+    sandbox.remount_read_only()
 
 
-def began(scene: Scene) -> None:
-    """A run that stopped after step 5, with snapshots of steps 4 and 5."""
-    shutil.copytree(TEMPLATE[0], scene.run)
+def copy_stopped_run(sandbox: Sandbox) -> None:
+    """Provide a run that stopped after step 5, with snapshots of steps 4 and 5."""
+    shutil.copytree(TEMPLATE[0], sandbox.run)
 
 
-def damaged(damage: Callable[[Path], None]) -> Act:
-    def before(scene: Scene) -> None:
-        began(scene)
-        damage(scene.run / "snapshots" / "step-00000005")
+def with_damaged_snapshot(damage: Callable[[Path], None]) -> SandboxStep:
+    def before(sandbox: Sandbox) -> None:
+        copy_stopped_run(sandbox)
+        damage(sandbox.run / "snapshots" / "step-00000005")
 
     return before
 
@@ -283,15 +282,15 @@ def flip_a_bit(snapshot: Path) -> None:
     path.write_bytes(content)
 
 
-def lose_the_manifest(snapshot: Path) -> None:
+def remove_manifest(snapshot: Path) -> None:
     (snapshot / "manifest.json").unlink()
 
 
-def lose_a_file(snapshot: Path) -> None:
+def remove_a_file(snapshot: Path) -> None:
     (snapshot / "optimizer.safetensors").unlink()
 
 
-def leave_a_part(snapshot: Path) -> None:
+def leave_a_partial_snapshot(snapshot: Path) -> None:
     part = snapshot.with_name("step-00000006.tmp")
     part.mkdir()
     (part / "model.safetensors").write_bytes(b"half")
@@ -302,45 +301,45 @@ def tear_a_line(snapshot: Path) -> None:
         file.write('{"step": 6, "split": "tra')
 
 
-def leave_a_lock(snapshot: Path) -> None:
+def leave_a_lock_file(snapshot: Path) -> None:
     (snapshot.parents[1] / "run.lock").write_text('{"pid": 1, "host": "elsewhere", "started": "2026"}')
 
 
-def in_use(scene: Scene) -> None:
-    """Another process trains in the run directory; it waits there for `release`."""
-    began(scene)
-    os.mkfifo(scene.folder / "held")
-    os.mkfifo(scene.folder / "release")
+def start_other_run(sandbox: Sandbox) -> None:
+    """Let another process train in the run directory; it waits for `release`."""
+    copy_stopped_run(sandbox)
+    os.mkfifo(sandbox.folder / "held")
+    os.mkfifo(sandbox.folder / "release")
 
-    def wait() -> None:
+    def hold() -> None:
         Path("held").open("w").close()
         Path("release").open().close()
 
-    scene.first = scene.start(*RESUME, inject=at_row(1, wait))
-    (scene.folder / "held").open().close()
+    sandbox.running = sandbox.start(*RESUME, inject=after_rows(1, hold))
+    (sandbox.folder / "held").open().close()
 
 
-def the_first_is_unharmed(scene: Scene) -> None:
-    (scene.folder / "release").open("w").close()
-    assert scene.first is not None and scene.end_of(scene.first) == 0
-    assert scene.rows() == ROWS
+def other_run_finishes(sandbox: Sandbox) -> None:
+    (sandbox.folder / "release").open("w").close()
+    assert sandbox.running is not None and sandbox.wait(sandbox.running) == 0
+    assert sandbox.rows() == ROWS
 
 
-def same_second() -> None:
-    class Stopped:
+def stop_the_clock() -> None:
+    class StoppedClock:
         @staticmethod
         def strftime(form: str) -> str:
             return "20260101-120000"
 
-    run_directory.time = Stopped  # type: ignore[assignment]
+    run_directory.time = StoppedClock  # type: ignore[assignment]
 
 
-def launched_with_others(scene: Scene) -> None:
+def start_two_more(sandbox: Sandbox) -> None:
     for _ in range(2):
-        scene.start(*TRAIN, inject=same_second)
+        sandbox.start(*TRAIN, inject=stop_the_clock)
 
 
-def each_has_its_own(scene: Scene) -> None:
-    assert scene.nobody_left()
-    made = list((scene.folder / "runs" / "train" / "model").iterdir())
-    assert len(made) == 3 and all((run / "summary.json").exists() for run in made)
+def each_has_its_own_directory(sandbox: Sandbox) -> None:
+    assert sandbox.all_ended()
+    runs = list((sandbox.folder / "runs" / "train" / "model").iterdir())
+    assert len(runs) == 3 and all((run / "summary.json").exists() for run in runs)

@@ -1,4 +1,4 @@
-"""A model that breaks inside a rank when its environment says so: ranks are processes that no test can reach into.
+"""A model that breaks inside a rank when its environment message so: ranks are processes that no test can reach into.
 
 The layer that breaks is in the last of two partitions, so it is rank 1 that does, once, in the third step of each
 attempt; if several faults are named, a new attempt has the next of them.
@@ -82,7 +82,7 @@ def terminated(input: Tensor) -> Tensor:
     return input
 
 
-def interrupted_twice(input: Tensor) -> NoReturn:
+def interrupt_twice(input: Tensor) -> NoReturn:
     """This step will never end, so the first request cannot be heeded."""
     for _ in range(2):
         os.kill(os.getppid(), signal.SIGINT)
@@ -113,7 +113,7 @@ IN_LAYER: Mapping[str, Callable[[Tensor], Any]] = {
     "raises in backward": RaisesInBackward.apply,
     "terminated": terminated,
     "launcher terminated": launcher_gets(signal.SIGTERM),
-    "launcher interrupted twice": interrupted_twice,
+    "launcher interrupted twice": interrupt_twice,
     "launcher killed": launcher_gets(signal.SIGKILL),
 }
 

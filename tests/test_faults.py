@@ -1,8 +1,8 @@
-"""What can go wrong with a training run, as one table: what happens, how the process ends, and that it can go on.
+"""A table of what can go wrong with a training run: the fault, how the process ends, and whether the run resumes.
 
-Every row is a real process and a real fault. It ends by itself, in one line with the right exit code, and leaves no
-process, no thread and nothing half-written; where a run can go on it does, without a gap or a repeat. The numbers are
-those of the matrix in the notes; those about several processes of training are in `test_rank_faults`.
+Each row is a real process with a real fault. It must end by itself with the right exit code and one line, and leave
+no process, no thread and no partial file. A run that can be resumed continues without a gap or a repeated step.
+`test_rank_faults` has the faults of runs of several processes.
 """
 
 from __future__ import annotations
@@ -18,62 +18,62 @@ import torch
 
 from gpipe_cli.cli import main
 from gpipe_cli.training.metrics import MetricsFile
-from tests.fault_findings import (
+from tests.fault_checks import (
     all_rows,
+    free_the_disk,
     has_snapshots,
-    make_room,
-    nothing_was_made,
-    only_what_a_run_leaves,
+    no_run_was_written,
+    only_run_files,
     whole_rows,
 )
 from tests.fault_injection import (
     ALLOW,
-    LONGER,
+    MORE_EPOCHS,
     RESUME,
     ROWS,
+    SNAPSHOT_BYTES,
     TEMPLATE,
     TRAIN,
-    WEIGHT,
-    WIDE,
-    Act,
+    WIDE_MODEL,
     Inject,
-    an_hour_passes,
-    at_row,
-    began,
-    damaged,
-    disk_killed,
-    each_has_its_own,
-    fill,
-    filled_for_a_while,
+    SandboxStep,
+    after_pending_save,
+    after_rows,
+    copy_stopped_run,
+    each_has_its_own_directory,
+    fail_log_writes,
+    fail_snapshot_fsync,
+    fill_disk,
+    fill_disk_for_a_while,
     flip_a_bit,
-    gradients_overflow,
-    group_signalled,
     in_layer,
     in_sample,
-    in_use,
-    interrupted_twice,
-    killed,
-    launched_with_others,
-    leave_a_lock,
-    leave_a_part,
-    lines_fail,
-    lose_a_file,
-    lose_the_manifest,
-    on_a_disk,
-    pruning_is_killed,
+    interrupt_twice,
+    kill_self,
+    kill_while_pruning,
+    kill_while_saving,
+    leave_a_lock_file,
+    leave_a_partial_snapshot,
+    let_an_hour_pass,
+    other_run_finishes,
+    overflow_gradients,
     raises,
-    read_only,
-    same_second,
-    saved,
-    signalled,
-    slow_disk_and_a_second_signal,
-    snapshot_fsync_fails,
+    remount_read_only,
+    remove_a_file,
+    remove_manifest,
+    send_signals,
+    signal_again_during_slow_save,
+    start_other_run,
+    start_two_more,
+    stop_the_clock,
     tear_a_line,
-    the_first_is_unharmed,
+    terminate_group,
     truncate,
+    with_damaged_snapshot,
+    with_disk_of,
 )
-from tests.scene import Scene, play
-from tests.without_hydra import composed
+from tests.sandbox import Sandbox, run_in_sandbox
+from tests.without_hydra import train_without_hydra
 
 
 def nothing(*_: Any) -> None:
@@ -83,51 +83,51 @@ def nothing(*_: Any) -> None:
 @dataclass(frozen=True)
 class Row:
     number: str
-    """In the notes' matrix."""
+    """Identifies the kind of fault; the same number in several rows is the same kind."""
     fault: str
     code: int
-    """0 to 130, or the negative number of a signal."""
-    says: str
+    """An exit code, or the negative number of a signal."""
+    message: str
     inject: Inject = nothing
-    """In the process of the run, before it begins."""
-    words: tuple[str, ...] = ()
-    before: Act = nothing
-    after: Act = nothing
+    """Called in the process of the run before it starts."""
+    arguments: tuple[str, ...] = ()
+    before: SandboxStep = nothing
+    after: SandboxStep = nothing
     resumes: bool = False
-    """Whether going on with it, with nothing injected, ends it as if nothing had happened."""
+    """Whether resuming it without a fault ends as if nothing had happened."""
     command: tuple[str, ...] = (*TRAIN, "run_dir=run")
-    stuck: bool = False
-    """Whether a thread cannot end, and must not keep the process from doing so."""
-    hydra: bool = False
-    """Whether its words need Hydra."""
+    has_stuck_thread: bool = False
+    """Whether a thread hangs; it must not keep the process alive."""
+    needs_hydra: bool = False
+    """Whether its arguments need Hydra."""
     slow: bool = False
-    """Whether it is left to `-m slow`: another row, or another test, proves nearly the same."""
+    """Whether only `-m slow` runs it, because another row or test proves nearly the same."""
     limit: float = 120.0
-    """Seconds until it is said to hang: generous, since timing decides nothing else."""
+    """Seconds until the run counts as hanging. Generous, because timing must not fail a test."""
 
 
 TABLE = [
-    Row("1", "killed while a snapshot is written", -9, "", disk_killed(30), resumes=True),
-    Row("2", "killed between a save and the removal of an old one", -9, "", pruning_is_killed, resumes=True),
+    Row("1", "killed while a snapshot is written", -9, "", kill_while_saving(30), resumes=True),
+    Row("2", "killed between a save and the removal of an old one", -9, "", kill_while_pruning, resumes=True),
     Row(
         "3",
         "the disk is full when a snapshot is written",
         6,
         "step-00000004: the snapshot cannot be written: [Errno 28] No space left on device; it needs ",
-        at_row(3, saved(fill)),
-        (f"model.width={WIDE}",),
-        before=on_a_disk(8 * WEIGHT),
-        after=make_room,
+        after_rows(3, after_pending_save(fill_disk)),
+        (f"model.width={WIDE_MODEL}",),
+        before=with_disk_of(8 * SNAPSHOT_BYTES),
+        after=free_the_disk,
         resumes=True,
     ),
     Row(
         "4",
         "the disk is full for a while, under the logs alone",
         0,
-        "No space left on device; training goes on",
-        filled_for_a_while,
-        ("snapshot.every=100", f"epochs={LONGER}"),
-        before=on_a_disk(8 * WEIGHT),
+        "No space left on device; training continues",
+        fill_disk_for_a_while,
+        ("snapshot.every=100", f"epochs={MORE_EPOCHS}"),
+        before=with_disk_of(8 * SNAPSHOT_BYTES),
         after=all_rows,
     ),
     Row(
@@ -135,29 +135,29 @@ TABLE = [
         "killed in the middle of a step of a run whose model is on the disk",
         -9,
         "",
-        in_layer(killed),
+        in_layer(kill_self),
         ("engine=offload", "engine.to=disk", "engine.slices=2"),
-        after=only_what_a_run_leaves,
+        after=only_run_files,
         resumes=True,
-        hydra=True,
+        needs_hydra=True,
     ),
     Row(
         "40",
         "the disk has no room for the model",
         6,
         "the offloaded model cannot be kept there: No space left on device; ",
-        words=("engine=offload", "engine.to=disk", "engine.slices=2", f"model.width={WIDE}"),
-        before=on_a_disk(WEIGHT),
-        after=nothing_was_made,
-        hydra=True,
+        arguments=("engine=offload", "engine.to=disk", "engine.slices=2", f"model.width={WIDE_MODEL}"),
+        before=with_disk_of(SNAPSHOT_BYTES),
+        after=no_run_was_written,
+        needs_hydra=True,
     ),
-    Row("4", "the disk fails under the logs, for good", 0, "Input/output", lines_fail, after=whole_rows),
+    Row("4", "the disk fails under the logs, for good", 0, "Input/output", fail_log_writes, after=whole_rows),
     Row(
         "5",
         "fsync fails in a snapshot",
         6,
         "[Errno 5] Input/output error; it needs ",
-        snapshot_fsync_fails,
+        fail_snapshot_fsync,
         after=has_snapshots(2),
         resumes=True,
     ),
@@ -166,8 +166,8 @@ TABLE = [
         "room for one snapshot, three are planned",
         6,
         "3 snapshots of about ",
-        words=(f"model.width={WIDE}",),
-        before=on_a_disk(2 * WEIGHT),
+        arguments=(f"model.width={WIDE_MODEL}",),
+        before=with_disk_of(2 * SNAPSHOT_BYTES),
         after=has_snapshots(2),
     ),
     Row(
@@ -175,26 +175,53 @@ TABLE = [
         "no room for a single snapshot",
         6,
         "run: no room for a snapshot: it needs about ",
-        words=(f"model.width={WIDE}",),
-        before=on_a_disk(WEIGHT // 2),
-        after=nothing_was_made,
+        arguments=(f"model.width={WIDE_MODEL}",),
+        before=with_disk_of(SNAPSHOT_BYTES // 2),
+        after=no_run_was_written,
     ),
-    Row("7", "the run directory is read-only", 6, "is not writable", before=read_only),
-    Row("8", "the newest snapshot is cut", 0, "has ", before=damaged(truncate), command=RESUME),
-    Row("9", "a bit of it has flipped", 0, "its sha256 is ", before=damaged(flip_a_bit), command=RESUME),
+    Row("7", "the run directory is read-only", 6, "is not writable", before=remount_read_only),
+    Row("8", "the newest snapshot is cut", 0, "has ", before=with_damaged_snapshot(truncate), command=RESUME),
     Row(
-        "10", "it has no manifest", 0, "an incomplete one", before=damaged(lose_the_manifest), command=RESUME
+        "9",
+        "a bit of it has flipped",
+        0,
+        "its sha256 is ",
+        before=with_damaged_snapshot(flip_a_bit),
+        command=RESUME,
     ),
-    Row("10", "it lacks a file", 0, "or not there", before=damaged(lose_a_file), command=RESUME, slow=True),
+    Row(
+        "10",
+        "it has no manifest",
+        0,
+        "an incomplete one",
+        before=with_damaged_snapshot(remove_manifest),
+        command=RESUME,
+    ),
+    Row(
+        "10",
+        "it lacks a file",
+        0,
+        "or not there",
+        before=with_damaged_snapshot(remove_a_file),
+        command=RESUME,
+        slow=True,
+    ),
     Row(
         "10",
         "a damaged one is asked for by name",
         4,
         "step-00000005/optimizer.safetensors: damaged",
-        before=damaged(lose_a_file),
+        before=with_damaged_snapshot(remove_a_file),
         command=("train", "resume=run/snapshots/step-00000005", ALLOW),
     ),
-    Row("11", "half of a snapshot was left", 0, "", before=damaged(leave_a_part), command=RESUME),
+    Row(
+        "11",
+        "half of a snapshot was left",
+        0,
+        "",
+        before=with_damaged_snapshot(leave_a_partial_snapshot),
+        command=RESUME,
+    ),
     Row(
         "12",
         "not a number in a layer",
@@ -209,7 +236,7 @@ TABLE = [
         "fp16 gradients that overflow at every scale",
         5,
         "overflowed in 20 steps in a row",
-        gradients_overflow,
+        overflow_gradients,
         ("precision=fp16", "epochs=20", "snapshot.every=1000"),
     ),
     Row(
@@ -225,7 +252,7 @@ TABLE = [
         "a data worker is killed",
         3,
         "loading data in workers failed: ",
-        in_sample(killed),
+        in_sample(kill_self),
         ("data.workers=2",),
     ),
     Row(
@@ -246,7 +273,14 @@ TABLE = [
         ("data.workers=2",),
     ),
     Row("18", "a label out of range", 3, "label 3 is out of range", in_sample(lambda: 3)),
-    Row("18", "no data", 3, "has no samples to train on", words=("data.length=0",), after=nothing_was_made),
+    Row(
+        "18",
+        "no data",
+        3,
+        "has no samples to train on",
+        arguments=("data.length=0",),
+        after=no_run_was_written,
+    ),
     Row(
         "19", "a layer raises", 1, "ValueError: broken", in_layer(raises(ValueError("broken"))), resumes=True
     ),
@@ -259,10 +293,10 @@ TABLE = [
         "21",
         "a layer never returns",
         7,
-        "workers did not end within step_timeout=1.0 seconds",
+        "workers did not end within step_timeout=4.0 seconds",
         in_layer(threading.Event().wait),
-        ("step_timeout=1",),
-        stuck=True,
+        ("step_timeout=4",),
+        has_stuck_thread=True,
         resumes=True,
     ),
     Row(
@@ -270,7 +304,7 @@ TABLE = [
         "Ctrl-C",
         130,
         "stopped by Ctrl-C; saved in run/",
-        at_row(3, signalled(signal.SIGINT)),
+        after_rows(3, send_signals(signal.SIGINT)),
         resumes=True,
     ),
     Row(
@@ -278,7 +312,7 @@ TABLE = [
         "Ctrl-C twice",
         130,
         "stopped by Ctrl-C at once; saved in run/snapshots/step-00000002",
-        at_row(3, saved(signalled(signal.SIGINT, signal.SIGINT))),
+        after_rows(3, after_pending_save(send_signals(signal.SIGINT, signal.SIGINT))),
         resumes=True,
     ),
     Row(
@@ -286,7 +320,7 @@ TABLE = [
         "Ctrl-C twice within a step",
         130,
         "stopped by Ctrl-C at once",
-        interrupted_twice,
+        interrupt_twice,
         resumes=True,
     ),
     Row(
@@ -294,7 +328,7 @@ TABLE = [
         "SIGTERM in a burst",
         75,
         "stopped by SIGTERM; saved in run/snapshots/step-00000003",
-        at_row(3, signalled(*[signal.SIGTERM] * 6)),
+        after_rows(3, send_signals(*[signal.SIGTERM] * 6)),
         resumes=True,
     ),
     *(
@@ -303,12 +337,12 @@ TABLE = [
             f"SIGTERM in a burst while {doing}",
             75,
             "gpipe: stopped by SIGTERM\n",
-            in_layer(signalled(*[signal.SIGTERM] * 6)),
-            words,
-            after=nothing_was_made,
-            hydra=True,
+            in_layer(send_signals(*[signal.SIGTERM] * 6)),
+            arguments,
+            after=no_run_was_written,
+            needs_hydra=True,
         )
-        for doing, words in (
+        for doing, arguments in (
             ("layers are timed", ("balance=time",)),
             ("a plan is searched", ("plan.auto=true",)),
         )
@@ -318,7 +352,7 @@ TABLE = [
         "SIGUSR1",
         75,
         "stopped by SIGUSR1",
-        at_row(3, signalled(signal.SIGUSR1)),
+        after_rows(3, send_signals(signal.SIGUSR1)),
         resumes=True,
         slow=True,
     ),
@@ -327,7 +361,7 @@ TABLE = [
         "SIGTERM to the whole group",
         75,
         "stopped by SIGTERM",
-        at_row(3, group_signalled),
+        after_rows(3, terminate_group),
         ("data.workers=2",),
         resumes=True,
     ),
@@ -336,17 +370,19 @@ TABLE = [
         "a second SIGTERM while the disk is slow",
         75,
         "stopped by SIGTERM; saved in run/snapshots/step-00000003",
-        slow_disk_and_a_second_signal,
+        signal_again_during_slow_save,
         after=has_snapshots(2, 3),
         resumes=True,
     ),
-    Row("28", "killed, with data workers", -9, "", at_row(3, killed), ("data.workers=2",), resumes=True),
+    Row(
+        "28", "killed, with data workers", -9, "", after_rows(3, kill_self), ("data.workers=2",), resumes=True
+    ),
     Row(
         "29",
         "the terminal closes: one SIGHUP of the shell, one of the kernel",
         75,
         "stopped by SIGHUP; saved in run/snapshots/step-00000003",
-        at_row(3, signalled(signal.SIGHUP, signal.SIGHUP)),
+        after_rows(3, send_signals(signal.SIGHUP, signal.SIGHUP)),
         resumes=True,
     ),
     Row(
@@ -354,7 +390,7 @@ TABLE = [
         "the time limit comes near",
         75,
         "stopped by time_limit=1h",
-        at_row(3, an_hour_passes),
+        after_rows(3, let_an_hour_pass),
         ("time_limit=1h",),
         resumes=True,
     ),
@@ -363,8 +399,8 @@ TABLE = [
         "two runs in one directory",
         2,
         "in use by process ",
-        before=in_use,
-        after=the_first_is_unharmed,
+        before=start_other_run,
+        after=other_run_finishes,
         command=RESUME,
     ),
     Row(
@@ -372,62 +408,80 @@ TABLE = [
         "three launches in one second",
         0,
         "run directory: runs/train/model/20260101-120000",
-        same_second,
-        before=launched_with_others,
-        after=each_has_its_own,
+        stop_the_clock,
+        before=start_two_more,
+        after=each_has_its_own_directory,
         command=TRAIN,
         slow=True,
     ),
-    Row("34", "the lock of a dead process", 0, "", before=damaged(leave_a_lock), command=RESUME),
-    Row("35", "resumed with other partitions", 0, "", before=began, command=(*RESUME, "partitions=3")),
+    Row(
+        "34",
+        "the lock of a dead process",
+        0,
+        "",
+        before=with_damaged_snapshot(leave_a_lock_file),
+        command=RESUME,
+    ),
+    Row(
+        "35",
+        "resumed with other partitions",
+        0,
+        "",
+        before=copy_stopped_run,
+        command=(*RESUME, "partitions=3"),
+    ),
     Row(
         "36",
         "resumed with another optimizer",
         2,
         "optimizer._target_=torch.optim.SGD: the run was started with",
-        before=began,
+        before=copy_stopped_run,
         command=(*RESUME, "optimizer=sgd"),
-        hydra=True,
+        needs_hydra=True,
     ),
-    Row("37", "a torn line in metrics.jsonl", 0, "", before=damaged(tear_a_line), command=RESUME),
+    Row(
+        "37", "a torn line in metrics.jsonl", 0, "", before=with_damaged_snapshot(tear_a_line), command=RESUME
+    ),
     Row(
         "38",
         "the summary cannot be written",
         0,
         "warning: run/summary.json: cannot be written",
-        at_row(2, lambda: Path("run/summary.json").mkdir()),
+        after_rows(2, lambda: Path("run/summary.json").mkdir()),
     ),
-    Row("39", "killed after the last step of an epoch", -9, "", at_row(4, killed), resumes=True),
-    Row("39", "killed after its evaluation", -9, "", at_row(5, killed), resumes=True, slow=True),
+    Row("39", "killed after the last step of an epoch", -9, "", after_rows(4, kill_self), resumes=True),
+    Row("39", "killed after its evaluation", -9, "", after_rows(5, kill_self), resumes=True, slow=True),
 ]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def template(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A run to begin from; and whatever is imported late is imported before the first fork."""
+    """Make the run that rows start from, and import everything that is imported late before the first fork."""
     folder = tmp_path_factory.mktemp("template")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        stop = at_row(6, signalled(signal.SIGTERM))
+        stop = after_rows(6, send_signals(signal.SIGTERM))
         patch.setattr(MetricsFile, "write", MetricsFile.write)
         stop()
         assert main([*TRAIN, "run_dir=run"]) == 75
     TEMPLATE[:] = [folder / "run"]
 
 
-def check(row: Row, scene: Scene) -> None:
-    row.before(scene)
-    code = scene.launch(*row.command, *row.words, inject=row.inject, stuck=row.stuck)
-    assert code == row.code, scene.said
-    assert row.says in scene.said, scene.said
-    assert "Traceback" not in scene.said and scene.said.count("gpipe: ") == (code > 0), scene.said
-    row.after(scene)
-    assert scene.nobody_left(), "processes are left"
+def check(row: Row, sandbox: Sandbox) -> None:
+    row.before(sandbox)
+    code = sandbox.launch(
+        *row.command, *row.arguments, inject=row.inject, has_stuck_thread=row.has_stuck_thread
+    )
+    assert code == row.code, sandbox.stderr
+    assert row.message in sandbox.stderr, sandbox.stderr
+    assert "Traceback" not in sandbox.stderr and sandbox.stderr.count("gpipe: ") == (code > 0), sandbox.stderr
+    row.after(sandbox)
+    assert sandbox.all_ended(), "processes are still running"
     if row.resumes:
-        assert scene.launch(*TRAIN, *row.words, "run_dir=run", "resume=auto") == 0, scene.said
+        assert sandbox.launch(*TRAIN, *row.arguments, "run_dir=run", "resume=auto") == 0, sandbox.stderr
     if row.resumes or (row.command[: len(RESUME)] == RESUME and code == 0):
-        assert scene.rows() == ROWS
-        assert not list(scene.run.rglob("*.tmp")) and not (scene.run / "run.lock").exists()
+        assert sandbox.rows() == ROWS
+        assert not list(sandbox.run.rglob("*.tmp")) and not (sandbox.run / "run.lock").exists()
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="processes are watched as Linux lets us")
@@ -439,12 +493,13 @@ def check(row: Row, scene: Scene) -> None:
     ],
 )
 def test_a_fault_ends_as_the_table_says(tmp_path: Path, row: Row) -> None:
-    play(tmp_path, row.limit, main if row.hydra else composed, lambda scene: check(row, scene))
+    command = main if row.needs_hydra else train_without_hydra
+    run_in_sandbox(tmp_path, row.limit, command, lambda sandbox: check(row, sandbox))
 
 
 @pytest.mark.slow
-def test_they_all_end_so_on_the_command_line(tmp_path: Path) -> None:
+def test_all_faults_end_the_same_way_on_the_command_line(tmp_path: Path) -> None:
     for number, row in enumerate(TABLE):
         folder = tmp_path / str(number)
         folder.mkdir()
-        play(folder, row.limit, main, lambda scene, row=row: check(row, scene))
+        run_in_sandbox(folder, row.limit, main, lambda sandbox, row=row: check(row, sandbox))

@@ -1,7 +1,7 @@
-"""What can go wrong with one of several processes: all of them end, soon, and one line names the one to blame.
+"""What can go wrong with one rank of several: all ranks end soon, and one line names the rank that caused it.
 
-Real processes, real signals. A launch takes seconds, since every rank imports torch: one row per kind of end is in the
-suite, the others are slow.
+These are real processes and real signals. A launch takes seconds, because every rank imports torch: by default one
+row runs for each kind of ending, and the other rows are slow.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import pytest
 import gpipe_cli
 from tests.fault_injection import ALLOW, ROWS, TEMPLATE, TRAIN
 from tests.faulty_ranks import FAULT, SOCKETS
-from tests.scene import Scene, play
-from tests.without_hydra import composed
+from tests.sandbox import Sandbox, run_in_sandbox
+from tests.without_hydra import train_without_hydra
 
 LAST = Path("snapshots", "step-00000008", "model.safetensors")
 LAUNCH = ("train", ALLOW, "run_dir=run")
 STOPPED = "rank 1 (partition 1): stopped (SIGSTOP, or a debugger); no answer within step_timeout=6 seconds"
 SECONDS = 240
-"""Until a launch is said to hang: a machine that is busy otherwise may take that long to import torch three times."""
+"""Until a launch counts as hanging: a busy machine may take that long to import torch three times."""
 pytestmark = pytest.mark.timeout(4 * SECONDS)
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
 
@@ -37,13 +37,13 @@ LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 @dataclass(frozen=True)
 class Row:
     fault: str
-    """Or several, one for each attempt."""
+    """Or several faults, one for each attempt."""
     code: int
-    says: tuple[str, ...]
-    words: tuple[str, ...] = ()
+    messages: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
     begins_on_threads: bool = False
     resumes: bool = True
-    """On one process, to the very bits of a run that nothing happened to."""
+    """Whether one process resumes it, to the bits of a run without a fault."""
     slow: bool = False
 
 
@@ -91,10 +91,10 @@ TABLE = [
 
 
 def torchrun(folder: Path, *options: str, fault: str = "") -> subprocess.Popen[str]:
-    words = [word.replace("tests.faulty.model", "tests.faulty_ranks.model") for word in TRAIN]
-    command = ["-m", "torch.distributed.run", *options, "-m", "gpipe_cli", *words, "engine=processes"]
+    arguments = [word.replace("tests.faulty.model", "tests.faulty_ranks.model") for word in TRAIN]
+    command = ["-m", "torch.distributed.run", *options, "-m", "gpipe_cli", *arguments, "engine=processes"]
     return subprocess.Popen(
-        # By address: what the name of this machine resolves to is not what is tested.
+        # An address, because the name of this machine may resolve to anything.
         [sys.executable, *command[:2], "--local-addr=127.0.0.1", *command[2:], "run_dir=run", "--json"],
         cwd=folder,
         env={
@@ -111,48 +111,48 @@ def torchrun(folder: Path, *options: str, fault: str = "") -> subprocess.Popen[s
     )
 
 
-def printed_by(*started: subprocess.Popen[str]) -> list[tuple[str, str]]:
-    """Results and words of each; none of them is left behind, nor are the ranks of one that hangs."""
-    printed = []
+def outputs_of(*started: subprocess.Popen[str]) -> list[tuple[str, str]]:
+    """Stdout and stderr of each process. A launch that hangs is killed with its ranks."""
+    outputs = []
     try:
-        for one in started:
+        for process in started:
             try:
-                printed.append(one.communicate(timeout=SECONDS))
+                outputs.append(process.communicate(timeout=SECONDS))
             except subprocess.TimeoutExpired:
-                os.killpg(one.pid, signal.SIGKILL)
-                found, said = one.communicate()
-                printed.append((found, f"{said}\nkilled after {SECONDS} seconds"))
+                os.killpg(process.pid, signal.SIGKILL)
+                out, err = process.communicate()
+                outputs.append((out, f"{err}\nkilled after {SECONDS} seconds"))
     finally:
-        for one in started:
-            one.kill()
-            one.wait()
-    return printed
+        for process in started:
+            process.kill()
+            process.wait()
+    return outputs
 
 
-def explained(folder: Path, started: subprocess.Popen[str], found: str, said: str) -> str:
-    """All that is known of a launch that did not end as it should."""
+def describe(folder: Path, started: subprocess.Popen[str], out: str, err: str) -> str:
+    """Everything known about a launch, for the message of a failed assertion."""
     logs = [f"{path.relative_to(folder)}:\n{path.read_text()}" for path in sorted(folder.rglob("*.log"))]
-    return "\n".join([f"exit code {started.returncode}", "stdout:", found, "stderr:", said, *logs])
+    return "\n".join([f"exit code {started.returncode}", "stdout:", out, "stderr:", err, *logs])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def template(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A run without a fault, its ranks started by torchrun."""
+    """Make a run without a fault, whose ranks torchrun starts."""
     folder = tmp_path_factory.mktemp("template")
     started = torchrun(folder, "--standalone", "--nproc-per-node=2")
-    ((found, said),) = printed_by(started)
-    story = explained(folder, started, found, said)
-    assert started.returncode == 0 and found, story
-    assert json.loads(found)["steps"] == 8, story
+    ((out, err),) = outputs_of(started)
+    description = describe(folder, started, out, err)
+    assert started.returncode == 0 and out, description
+    assert json.loads(out)["steps"] == 8, description
     TEMPLATE[:] = [folder / "run"]
 
 
 def test_without_a_fault_the_others_log_and_rank_0_writes_the_rest() -> None:
     (run,) = TEMPLATE
     assert {"config.yaml", "metrics.jsonl", "summary.json", "train.log"} <= {
-        one.name for one in run.iterdir()
+        path.name for path in run.iterdir()
     }
-    assert [one.name for one in (run / "logs").iterdir()] == ["rank-1.log"]
+    assert [path.name for path in (run / "logs").iterdir()] == ["rank-1.log"]
     assert "step 8 | loss" in (run / "logs" / "rank-1.log").read_text()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["split"]) for row in rows] == ROWS
@@ -162,22 +162,22 @@ def with_fault(fault: str) -> Callable[[], None]:
     return lambda: os.environ.update({FAULT: fault})
 
 
-def check(row: Row, scene: Scene) -> None:
+def check(row: Row, sandbox: Sandbox) -> None:
     if row.begins_on_threads:
-        assert scene.launch(*LAUNCH, "engine=threads", inject=with_fault(row.fault)) == 75, scene.said
-    code = scene.launch(*LAUNCH, *row.words, inject=with_fault(row.fault))
-    assert code == row.code, scene.said
-    assert all(line in scene.said for line in row.says), scene.said
-    assert "Traceback" not in scene.said and scene.said.count("gpipe: ") == (code > 0), scene.said
-    assert scene.nobody_left(), "processes are left"
-    if SOCKETS.name in {one.name for one in scene.folder.iterdir()}:
-        listening = json.loads((scene.folder / SOCKETS).read_text())
-        assert listening and all(one.partition(":")[0] in LOOPBACK for one in listening), listening
+        assert sandbox.launch(*LAUNCH, "engine=threads", inject=with_fault(row.fault)) == 75, sandbox.stderr
+    code = sandbox.launch(*LAUNCH, *row.arguments, inject=with_fault(row.fault))
+    assert code == row.code, sandbox.stderr
+    assert all(line in sandbox.stderr for line in row.messages), sandbox.stderr
+    assert "Traceback" not in sandbox.stderr and sandbox.stderr.count("gpipe: ") == (code > 0), sandbox.stderr
+    assert sandbox.all_ended(), "processes are still running"
+    if SOCKETS.name in {path.name for path in sandbox.folder.iterdir()}:
+        listening = json.loads((sandbox.folder / SOCKETS).read_text())
+        assert listening and all(address.partition(":")[0] in LOOPBACK for address in listening), listening
     if row.resumes:
-        assert scene.launch(*LAUNCH, "resume=auto", "engine=single") == 0, scene.said
+        assert sandbox.launch(*LAUNCH, "resume=auto", "engine=single") == 0, sandbox.stderr
     if row.resumes or code == 0:
-        assert scene.rows() == ROWS
-        assert (scene.run / LAST).read_bytes() == (TEMPLATE[0] / LAST).read_bytes()
+        assert sandbox.rows() == ROWS
+        assert (sandbox.run / LAST).read_bytes() == (TEMPLATE[0] / LAST).read_bytes()
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="ranks are watched as Linux lets us")
@@ -186,31 +186,31 @@ def check(row: Row, scene: Scene) -> None:
     [pytest.param(row, id=row.fault, marks=[pytest.mark.slow] if row.slow else []) for row in TABLE],
 )
 def test_a_fault_of_one_process_ends_as_the_table_says(tmp_path: Path, row: Row) -> None:
-    play(tmp_path, SECONDS, composed, lambda scene: check(row, scene))
+    run_in_sandbox(tmp_path, SECONDS, train_without_hydra, lambda sandbox: check(row, sandbox))
 
 
 @pytest.mark.slow
 def test_two_nodes_of_one_rank_each_come_to_the_same(tmp_path: Path) -> None:
-    """Two machines but for the network between them: each torchrun knows of the other by their meeting point only."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    """As on two machines: each torchrun knows the other only through their rendezvous."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     nodes = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}")
     started = [torchrun(tmp_path, *nodes, "--rdzv-id=x") for _ in range(2)]
-    found = printed_by(*started)
-    assert [one.returncode for one in started] == [0, 0], found
-    assert sorted(bool(results) for results, _ in found) == [False, True], "rank 0 alone speaks"
+    outputs = outputs_of(*started)
+    assert [process.returncode for process in started] == [0, 0], outputs
+    assert sorted(bool(out) for out, _ in outputs) == [False, True], "only rank 0 prints"
     assert (tmp_path / "run" / LAST).read_bytes() == (TEMPLATE[0] / LAST).read_bytes()
 
 
 @pytest.mark.slow
 def test_torchrun_names_the_rank_that_raised_and_its_reason(tmp_path: Path) -> None:
     started = torchrun(tmp_path, "--standalone", "--nproc-per-node=2", fault="raises")
-    ((found, said),) = printed_by(started)
-    root = said.partition("Root Cause")[2]
-    assert started.returncode == 1 and not found, said
+    ((out, err),) = outputs_of(started)
+    root = err.partition("Root Cause")[2]
+    assert started.returncode == 1 and not out, err
     assert "rank      : 1 (local_rank: 1)" in root and "ValueError: broken (in partition 1, layer " in root, (
-        said
+        err
     )
 
 
@@ -218,15 +218,15 @@ def test_torchrun_names_the_rank_that_raised_and_its_reason(tmp_path: Path) -> N
 def test_an_evaluation_in_ranks_finds_what_one_process_does(
     gpipe: Callable[..., Any],
 ) -> None:
-    words = ("eval", f"run={TEMPLATE[0]}", ALLOW, "--json")
-    in_ranks, alone = (gpipe(*words, engine).json for engine in ("engine=processes", "engine=single"))
+    arguments = ("eval", f"run={TEMPLATE[0]}", ALLOW, "--json")
+    in_ranks, alone = (gpipe(*arguments, engine).json for engine in ("engine=processes", "engine=single"))
     assert {**in_ranks, **{key: alone[key] for key in ("samples_per_second", "seconds", "command")}} == alone
 
 
 @pytest.mark.slow
 def test_the_time_limit_counts_from_the_start_of_the_launcher(tmp_path: Path) -> None:
-    def check(scene: Scene) -> None:
-        assert scene.launch(*LAUNCH, "time_limit=1s") == 75, scene.said
-        assert "stopped by time_limit=1s" in scene.said, scene.said
+    def check(sandbox: Sandbox) -> None:
+        assert sandbox.launch(*LAUNCH, "time_limit=1s") == 75, sandbox.stderr
+        assert "stopped by time_limit=1s" in sandbox.stderr, sandbox.stderr
 
-    play(tmp_path, SECONDS, composed, check)
+    run_in_sandbox(tmp_path, SECONDS, train_without_hydra, check)

@@ -1,4 +1,4 @@
-"""A run as the command line starts it, from a configuration that was composed before."""
+"""`gpipe train` for tests of faults, from a configuration that was composed before."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.fault_injection import ALLOW, TEMPLATE, TRAIN
 ENGINES = {"engine=processes", "engine=single", "engine=threads"}
 
 
-def composed(words: list[str]) -> int:
-    """`main`, without Hydra: composing takes longer than all the rest of such a run."""
+def train_without_hydra(arguments: list[str]) -> int:
+    """Do what `main` does without Hydra: composing takes longer than the rest of such a run."""
     tree = saved_config(TEMPLATE[0])
-    given = [word for word in words[1:] if word not in (*TRAIN, *ENGINES) or word == ALLOW]
-    for word in ENGINES & set(words):
+    given = [word for word in arguments[1:] if word not in (*TRAIN, *ENGINES) or word == ALLOW]
+    for word in ENGINES & set(arguments):
         tree.engine = {"_target_": f"gpipe_cli.engines.{word.removeprefix('engine=')}.build"}
     tree.merge_with(OmegaConf.from_dotlist(["run_dir=null", "resume=null", *given]))
-    overrides = words[1:]
+    overrides = arguments[1:]
     job = Job("train", tuple(overrides), "gpipe train", tree, "model", None, json=False, dry_run=False)
     try:
         settings = settings_of(tree, "train", overrides)
