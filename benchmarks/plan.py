@@ -27,25 +27,25 @@ from benchmarks.cases import Case, build
 from benchmarks.turns import Way, milliseconds, prepare, undisturbed
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.engines.devices import available_cores
-from gpipe_cli.plan.costs import Costs
+from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.measured import SECONDS_OF_PHASES, MeasuredCosts
-from gpipe_cli.plan.shape import Shape
-from gpipe_cli.plan.steps import step_ms
+from gpipe_cli.plan.search_space import PlanShape
+from gpipe_cli.plan.step_time import step_ms
 from gpipe_cli.profiling.layers import LayerProfile, Sample, profile_layers
 from gpipe_cli.profiling.phase_times import PhaseTimes, measure_phase_times
 
 CASES = ("resnet50", "transformer", "mlp", "unet")
 SHAPES = (
-    Shape(1, 1, 1, "1f1b", "never"),
-    Shape(1, 1, 8, "1f1b", "always"),
-    Shape(2, 2, 4, "gpipe", "except_last"),
-    Shape(2, 2, 4, "1f1b", "never"),
-    Shape(2, 2, 8, "gpipe", "never"),
-    Shape(2, 2, 8, "1f1b", "always"),
-    Shape(3, 3, 8, "1f1b", "except_last"),
-    Shape(4, 4, 8, "gpipe", "never"),
-    Shape(4, 4, 16, "1f1b", "never"),
-    Shape(4, 4, 16, "gpipe", "always"),
+    PlanShape(1, 1, 1, "1f1b", "never"),
+    PlanShape(1, 1, 8, "1f1b", "always"),
+    PlanShape(2, 2, 4, "gpipe", "except_last"),
+    PlanShape(2, 2, 4, "1f1b", "never"),
+    PlanShape(2, 2, 8, "gpipe", "never"),
+    PlanShape(2, 2, 8, "1f1b", "always"),
+    PlanShape(3, 3, 8, "1f1b", "except_last"),
+    PlanShape(4, 4, 8, "gpipe", "never"),
+    PlanShape(4, 4, 16, "1f1b", "never"),
+    PlanShape(4, 4, 16, "gpipe", "always"),
 )
 MEDIAN_AT_MOST, NINE_OF_TEN_AT_MOST, TAU_AT_LEAST, REGRET_AT_MOST = 0.07, 0.15, 0.85, 0.05
 
@@ -83,7 +83,7 @@ class Bench:
         self._phases: dict[tuple[int, int], PhaseTimes] = {}
         self.rounds: list[Mapping[tuple[int, int], PhaseTimes]] = []
 
-    def balance(self, shape: Shape) -> tuple[int, ...]:
+    def balance(self, shape: PlanShape) -> tuple[int, ...]:
         return tuple(solve([one.ms for one in self._layers[shape.chunks]], shape.partitions).balance)
 
     def measure(self) -> None:
@@ -109,12 +109,12 @@ class Bench:
             undisturbed(turn)
         self.rounds.append(found)
 
-    def predicted(self, shape: Shape, balance: Sequence[int]) -> list[float]:
+    def predicted(self, shape: PlanShape, balance: Sequence[int]) -> list[float]:
         """Of each round."""
         spec = shape.spec(available_cores())
         return [step_ms(spec, self._costs(shape, phases), balance) for phases in self.rounds]
 
-    def _costs(self, shape: Shape, phases: Mapping[tuple[int, int], PhaseTimes]) -> Costs:
+    def _costs(self, shape: PlanShape, phases: Mapping[tuple[int, int], PhaseTimes]) -> LayerCosts:
         taken = phases[shape.chunks, shape.partitions]
         return MeasuredCosts(self._layers[shape.chunks], taken).costs(None)
 

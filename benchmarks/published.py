@@ -23,11 +23,10 @@ from torch.nn import functional
 
 from benchmarks.published_lines import Line, model_settings, published_lines
 from gpipe_cli.models import amoebanetd, resnet, unet
-from gpipe_cli.plan.balances import best_balance, lowest
-from gpipe_cli.plan.devices import DEVICES
-from gpipe_cli.plan.fit import Fit
-from gpipe_cli.plan.roofline import estimate
-from gpipe_cli.plan.shape import Shape
+from gpipe_cli.plan.bound import MemoryFit
+from gpipe_cli.plan.devices import DEVICES, estimate_costs
+from gpipe_cli.plan.search import best_balance, lowest_bound
+from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.without_storage import without_storage
@@ -109,10 +108,10 @@ def _estimates(model: Model, lines: Sequence[Line]) -> list[float]:
     facts = model_facts(layers, Sample(torch.zeros(ROWS, 3, model.side, model.side), target, model.loss))
     found = []
     for line in lines:
-        costs = estimate(list(layers), facts, DEVICES["p40"], line.batch / line.chunks / ROWS)
-        shape = Shape(line.devices, line.devices, line.chunks, "gpipe", line.checkpoint)
-        spec, fit = shape.spec(), Fit({line.checkpoint: None})
-        start = lowest(costs, spec, fit)
+        costs = estimate_costs(list(layers), facts, DEVICES["p40"], line.batch / line.chunks / ROWS)
+        shape = PlanShape(line.devices, line.devices, line.chunks, "gpipe", line.checkpoint)
+        spec, fit = shape.spec(), MemoryFit({line.checkpoint: None})
+        start = lowest_bound(costs, spec, fit)
         assert start is not None, "without a limit every model fits"
         found.append(1000 * line.batch / best_balance(costs, spec, fit, start, ACTIONS).step_ms)
     return found

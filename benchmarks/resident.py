@@ -23,16 +23,16 @@ from rich.table import Table
 from benchmarks.cases import build
 from gpipe_cli import GPipe
 from gpipe_cli.balance.solver import solve
-from gpipe_cli.plan.shape import Shape
+from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.partition_memory import activation_bytes
 
 CASES = ("resnet50", "transformer", "unet")
 SHAPES = (
-    Shape(2, 2, 4, "gpipe", "never"),
-    Shape(2, 2, 8, "1f1b", "never"),
-    Shape(4, 4, 8, "gpipe", "always"),
+    PlanShape(2, 2, 4, "gpipe", "never"),
+    PlanShape(2, 2, 8, "1f1b", "never"),
+    PlanShape(4, 4, 8, "gpipe", "always"),
 )
 ERROR_AT_MOST = 0.10
 BLOCKS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -71,7 +71,7 @@ def _in_a_process(case: str, number: int) -> list[int]:
     return numbers
 
 
-def _measure(name: str, shape: Shape) -> list[int]:
+def _measure(name: str, shape: PlanShape) -> list[int]:
     """Bytes: before, predicted, resident."""
     torch.set_num_threads(1)
     case = build(name)

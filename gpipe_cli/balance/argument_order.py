@@ -1,5 +1,5 @@
 """The two argument orders of `balance_by_time` and `balance_by_size`: `(module, sample, partitions)`, and that of
-torchgpipe 0.0.6 and later, `(partitions, module, sample)`, which an integer in front gives away.
+torchgpipe 0.0.6 and later, `(partitions, module, sample)`, recognised by the integer in front.
 """
 
 from __future__ import annotations

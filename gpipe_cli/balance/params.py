@@ -1,13 +1,13 @@
-"""Balance by parameters: the partition with most of them has as few as possible."""
+"""Balance by parameters: the partition with the most parameters has as few as possible."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from gpipe_cli.balance.memory import Memory
-from gpipe_cli.balance.result import Balanced
+from gpipe_cli.balance.memory_objective import MemoryObjective
+from gpipe_cli.balance.result import BalanceResult
 
 
-def balance(module: nn.Sequential, partitions: int, within: Memory | None = None) -> Balanced:
-    costs = [sum(one.numel() for one in layer.parameters()) for layer in module]
-    return Balanced.by(costs, partitions, "parameters", within)
+def balance(module: nn.Sequential, partitions: int, within: MemoryObjective | None = None) -> BalanceResult:
+    costs = [sum(parameter.numel() for parameter in layer.parameters()) for layer in module]
+    return BalanceResult.by(costs, partitions, "parameters", within)

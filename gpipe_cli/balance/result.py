@@ -1,4 +1,4 @@
-"""What a balance method answers with: layers per partition, and the costs it weighed."""
+"""What a balance method returns: layers per partition, and the costs it compared."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from gpipe_cli.balance.memory import Limited, Memory
+from gpipe_cli.balance.memory_objective import MemoryObjective, WithinMemory
 from gpipe_cli.balance.solver import Additive, Objective, Solution, minimise, sums
 
 
 @final
 @dataclass(frozen=True)
-class Balanced:
+class BalanceResult:
     layers: list[int]
     costs: list[float]
     """One number per layer."""
     unit: str
     sums: list[float]
-    """What each partition costs by the method's objective, which need not be the sum of its layers' costs."""
+    """The cost of each partition by the method's objective, which need not be the sum of its layers' costs."""
     lower_bound: float
-    """No balance of so many partitions has a cheaper costliest one (and fits, if a memory limit was given)."""
+    """The costliest partition of any balance (that fits, if there is a memory limit) costs at least this."""
 
     @classmethod
-    def by(cls, costs: Sequence[float], partitions: int, unit: str, memory: Memory | None = None) -> Balanced:
+    def by(
+        cls, costs: Sequence[float], partitions: int, unit: str, memory: MemoryObjective | None = None
+    ) -> BalanceResult:
         """The balance whose costliest partition is as cheap as possible."""
-        found = best(Additive(costs), partitions, memory)
-        return cls.of(found.balance, costs, unit, found.largest)
+        solution = solve_within(Additive(costs), partitions, memory)
+        return cls.of(solution.balance, costs, unit, solution.largest)
 
     @classmethod
     def of(
@@ -36,11 +38,11 @@ class Balanced:
         unit: str,
         lower_bound: float | None = None,
         objective: Objective | None = None,
-    ) -> Balanced:
-        """This balance, with what it costs; by default that is the sum over its layers."""
+    ) -> BalanceResult:
+        """This balance with its cost, by default the sum over its layers."""
         objective = objective or Additive(costs)
         if lower_bound is None:
-            lower_bound = best(objective, len(layers)).largest
+            lower_bound = solve_within(objective, len(layers)).largest
         return cls(list(layers), list(costs), unit, sums(objective, layers), lower_bound)
 
     @property
@@ -54,13 +56,13 @@ class Balanced:
         return self.largest / mean if mean else 1.0
 
 
-def best(objective: Objective, partitions: int, memory: Memory | None = None) -> Solution:
-    """The solver's answer among the balances that fit; a limit that none keeps is refused."""
+def solve_within(objective: Objective, partitions: int, memory: MemoryObjective | None = None) -> Solution:
+    """The best of the balances that fit; raises if there is a limit and none does."""
     if memory is None or memory.limit is None:
-        found = minimise(objective, partitions)
-        assert found is not None, "only a limit can rule out every balance"
-        return found
-    limited = minimise(Limited(objective, memory), partitions)
-    if limited is None:
+        solution = minimise(objective, partitions)
+        assert solution is not None, "only a limit can rule out every balance"
+        return solution
+    solution = minimise(WithinMemory(objective, memory), partitions)
+    if solution is None:
         raise memory.refusal()
-    return limited
+    return solution

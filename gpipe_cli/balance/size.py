@@ -1,6 +1,6 @@
-"""Balance by size: the partition that needs most memory needs as little as possible.
+"""Balance by size: the partition that needs the most memory needs as little as possible.
 
-Nothing is run and nothing measured: the bytes come from fake tensors, so any device will do, or none.
+Nothing runs: the bytes come from fake tensors, so you need not have the devices.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import nn
 
 from gpipe_cli.accelerator.devices import Device, device_here
 from gpipe_cli.balance.argument_order import either_order
-from gpipe_cli.balance.memory import LayerBytes, Memory, SkipBytes
-from gpipe_cli.balance.result import Balanced, best
+from gpipe_cli.balance.memory_objective import LayerBytes, MemoryObjective, SkipBytes
+from gpipe_cli.balance.result import BalanceResult, solve_within
 from gpipe_cli.balance.solver import require_layers
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
 from gpipe_cli.pipeline.pytree import map_tensors
@@ -22,38 +22,47 @@ from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 TrainedBytes = Callable[[nn.Parameter], int]
-"""What a parameter needs that is trained: itself, its gradient, the optimizer's state."""
+"""The bytes of a trained parameter: itself, its gradient and the optimizer's state."""
 
 
-def balance(memory: Memory, partitions: int) -> Balanced:
-    found = best(memory, partitions, memory)
-    return Balanced.of(found.balance, memory.costs, "bytes", found.largest, memory)
+def balance(memory: MemoryObjective, partitions: int) -> BalanceResult:
+    solution = solve_within(memory, partitions, memory)
+    return BalanceResult.of(solution.balance, memory.costs, "bytes", solution.largest, memory)
 
 
-def memory_of(
+def memory_objective(
     module: nn.Sequential, sample: Sample, spec: PipelineSpec, trained: TrainedBytes, limit: int | None = None
-) -> Memory:
+) -> MemoryObjective:
     """What partitions of the module need for micro-batches like the sample."""
-    return memory_from(module, model_facts(module, sample, count_flops=False), spec, trained, limit)
+    return memory_objective_from_facts(
+        module, model_facts(module, sample, count_flops=False), spec, trained, limit
+    )
 
 
-def memory_from(
+def memory_objective_from_facts(
     module: nn.Sequential,
     facts: ModelFacts,
     spec: PipelineSpec,
     trained: TrainedBytes,
     limit: int | None = None,
-) -> Memory:
-    """The same, where the facts of such a micro-batch are known."""
-    inputs = [facts.input.bytes, *(one.output_bytes for one in facts.layers[:-1])]
-    resident = [_resident(layer, trained) for layer in module]
-    layers = [LayerBytes(*one) for one in zip(resident, inputs, facts.storages, strict=True)]
-    return Memory(layers, spec, limit, [SkipBytes(one.begin, one.end, one.bytes) for one in facts.skips])
+) -> MemoryObjective:
+    """The same from the facts of such a micro-batch."""
+    inputs = [facts.input.bytes, *(layer.output_bytes for layer in facts.layers[:-1])]
+    layers = [
+        LayerBytes(_resident(layer, trained), input, saved)
+        for layer, input, saved in zip(module, inputs, facts.storages, strict=True)
+    ]
+    return MemoryObjective(
+        layers, spec, limit, [SkipBytes(skip.begin, skip.end, skip.bytes) for skip in facts.skips]
+    )
 
 
 def _resident(layer: nn.Module, trained: TrainedBytes) -> dict[int, int]:
-    parameters = {id(one): trained(one) if one.requires_grad else one.nbytes for one in layer.parameters()}
-    return parameters | {id(one): one.nbytes for one in layer.buffers()}
+    parameters = {
+        id(parameter): trained(parameter) if parameter.requires_grad else parameter.nbytes
+        for parameter in layer.parameters()
+    }
+    return parameters | {id(buffer): buffer.nbytes for buffer in layer.buffers()}
 
 
 @overload
@@ -95,11 +104,11 @@ def balance_by_size(
     require_layers(len(module), partitions)
     if device is not None:
         device_here(device)
-    place = next((one.device for one in module.parameters()), tensors_of(sample)[0].device)
-    piece = map_tensors(lambda tensor: tensor.to(place).tensor_split(chunks)[0], sample)
-    memory = memory_of(
+    home = next((parameter.device for parameter in module.parameters()), tensors_of(sample)[0].device)
+    micro_batch = map_tensors(lambda tensor: tensor.to(home).tensor_split(chunks)[0], sample)
+    memory = memory_objective(
         module,
-        Sample(piece),
+        Sample(micro_batch),
         PipelineSpec("gpipe", partitions, chunks, checkpoint="except_last"),
         lambda parameter: round(param_scale * parameter.nbytes),
     )

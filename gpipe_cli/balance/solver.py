@@ -1,17 +1,20 @@
-"""The exact solver: consecutive layers into partitions so that the costliest partition is as cheap as possible.
+"""The exact solver: divides consecutive layers into partitions so that the costliest partition is as cheap as possible.
 
-Pure Python on numbers; knows nothing of torch or of what a cost stands for. What a partition costs is told by an
-`Objective`: the sum of its layers' costs, or anything that grows with every layer added at its end.
+Pure Python on numbers, without torch. An `Objective` says what a partition costs: the sum of its layers' costs, or
+anything that grows with every layer added at its end.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from math import inf
 from typing import Protocol, final
+
+Balance = tuple[int, ...]
 
 
 @final
@@ -30,7 +33,7 @@ class Objective(Protocol):
 
     @property
     def grows_backwards(self) -> bool:
-        """Whether a layer added in front adds to the cost as well: then it is best to begin as late as possible."""
+        """Whether a layer added in front also adds to the cost: then a partition does best to begin late."""
 
     def cost(self, partition: int, begin: int, end: int) -> float: ...
 
@@ -56,7 +59,7 @@ class Additive:
     def furthest(self, partition: int, begin: int, limit: float) -> int:
         prefix = self._prefix
         end = max(begin, bisect_right(prefix, prefix[begin] + limit, begin) - 1)
-        # prefix[begin] + limit is rounded; what counts is the difference.
+        # prefix[begin] + limit is rounded; the difference decides.
         while end > begin and prefix[end] - prefix[begin] > limit:
             end -= 1
         while end < self.layers and prefix[end + 1] - prefix[begin] <= limit:
@@ -65,35 +68,35 @@ class Additive:
 
 
 @final
-class ByPlace:
-    """Sums of costs that depend on which partition a layer is in."""
+class AdditiveByPartition:
+    """The sum of the layers' costs, which depend on the partition a layer is in."""
 
     grows_backwards = True
 
-    def __init__(self, places: Sequence[Additive]) -> None:
-        self.layers = places[0].layers
-        self._places = places
+    def __init__(self, partitions: Sequence[Additive]) -> None:
+        self.layers = partitions[0].layers
+        self._partitions = partitions
 
     def cost(self, partition: int, begin: int, end: int) -> float:
-        return self._places[partition].cost(partition, begin, end)
+        return self._partitions[partition].cost(partition, begin, end)
 
     def furthest(self, partition: int, begin: int, limit: float) -> int:
-        return self._places[partition].furthest(partition, begin, limit)
+        return self._partitions[partition].furthest(partition, begin, limit)
 
 
 @final
 @dataclass(frozen=True)
 class _Probe:
-    """An attempt to stay below a limit."""
+    """An attempt to keep every partition within a limit."""
 
     ends: list[int] | None
     """Where the partitions end; None if it cannot be done."""
     value: float
-    """The largest cost realised; without success the smallest limit that would change the attempt."""
+    """The largest cost reached; after a failure the smallest limit that would change the attempt."""
 
 
 def require_layers(layers: int, partitions: int) -> None:
-    """Refuse what no balance can be found for."""
+    """Raise ValueError if no balance exists."""
     if partitions < 1:
         raise ValueError(f"partitions must be a positive integer (partitions: {partitions})")
     if layers < partitions:
@@ -104,8 +107,8 @@ def require_layers(layers: int, partitions: int) -> None:
 
 def sums(objective: Objective, balance: Sequence[int]) -> list[float]:
     """What each partition of a balance costs."""
-    borders = pairwise([0, *accumulate(balance)])
-    return [objective.cost(partition, begin, end) for partition, (begin, end) in enumerate(borders)]
+    ranges = pairwise([0, *accumulate(balance)])
+    return [objective.cost(partition, begin, end) for partition, (begin, end) in enumerate(ranges)]
 
 
 def solve(costs: Sequence[float], partitions: int) -> Solution:
@@ -126,7 +129,7 @@ def minimise(objective: Objective, partitions: int) -> Solution | None:
         return None
     while low < best.value:
         middle = (low + best.value) / 2
-        # Between neighbouring numbers the middle is rounded to one of them; only the lower one tells anything new.
+        # Between adjacent floats the middle is rounded to one of them; only the lower one gives new information.
         probe = _probe(objective, partitions, middle if middle < best.value else low)
         if probe.ends is None:
             low = probe.value
@@ -137,8 +140,8 @@ def minimise(objective: Objective, partitions: int) -> Solution | None:
 
 
 def _probe(objective: Objective, partitions: int, limit: float) -> _Probe:
-    """From every place a partition can begin at, see how far it gets; the ones after it need a layer each."""
-    origins: list[dict[int, int]] = []  # of each partition: where it may end, and where it then began
+    """Extend each partition as far as it gets from every layer where it can begin; later ones need a layer each."""
+    origins: list[dict[int, int]] = []  # for each partition where it may end, and where it then began
     begins: Iterable[int] = [0]
     smallest_overflow = inf
     for partition in range(partitions):
@@ -149,9 +152,9 @@ def _probe(objective: Objective, partitions: int, limit: float) -> _Probe:
             end = min(last_end, objective.furthest(partition, begin, limit))
             if end < last_end:
                 overflow = objective.cost(partition, begin, end + 1)
-                # One that costs little enough is forbidden for another reason, which no limit changes.
+                # A cost within the limit is forbidden for another reason, which no limit changes.
                 smallest_overflow = min(smallest_overflow, overflow if overflow > limit else inf)
-            # Begins ascend, so up to where an earlier one got there is nothing new.
+            # Begins ascend, so the ends that an earlier one reached are known already.
             new = range(max(begin, beyond) + 1, end + 1)
             reached.update(dict.fromkeys(new[-1:] if objective.grows_backwards else new, begin))
             beyond = max(beyond, end)
@@ -173,3 +176,34 @@ def _trace(objective: Objective, origins: Sequence[dict[int, int]], smallest_ove
         ends.append(end)
         end = begin
     return _Probe(ends[::-1], largest)
+
+
+def best_nearby(
+    start: Balance, allowed: Callable[[Balance], bool], price: Callable[[Balance], float], budget: int
+) -> Balance:
+    """Among the balances around `start` that are allowed, the cheapest by a price that takes long to compute.
+
+    Walks from the cheapest balance known to those that differ by one layer, and prices at most `budget` of them, the
+    most promising first. Of equals it returns the one priced first.
+    """
+    prices = {start: price(start)}
+    waiting = [(prices[start], 0, start)]
+    while waiting:
+        for balance in neighbours(heappop(waiting)[-1]):
+            if balance in prices or not allowed(balance):
+                continue
+            if len(prices) >= budget:
+                return min(prices, key=prices.__getitem__)
+            prices[balance] = price(balance)
+            heappush(waiting, (prices[balance], len(prices), balance))
+    return min(prices, key=prices.__getitem__)
+
+
+def neighbours(balance: Balance) -> Iterator[Balance]:
+    """One layer moves to the next partition or back; none is left empty."""
+    for index in range(len(balance) - 1):
+        before, left, right, after = balance[:index], balance[index], balance[index + 1], balance[index + 2 :]
+        if left > 1:
+            yield (*before, left - 1, right + 1, *after)
+        if right > 1:
+            yield (*before, left + 1, right - 1, *after)

@@ -1,6 +1,6 @@
-"""Balance by time: every layer is measured on this machine, and the slowest partition is as quick as possible.
+"""Balance by time: measures every layer on this machine and makes the slowest partition as fast as possible.
 
-Among balances that are as good to within 1 %, the one whose step is shortest under the schedule chosen.
+Among balances that are as good to within 1 %, it takes the one with the shortest step under the chosen schedule.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ from torch import nn
 
 from gpipe_cli.accelerator.devices import Device, device_here
 from gpipe_cli.balance.argument_order import either_order
-from gpipe_cli.balance.memory import Memory
-from gpipe_cli.balance.nearby import best_nearby
-from gpipe_cli.balance.result import Balanced, best
-from gpipe_cli.balance.solver import Additive, ByPlace, Objective, require_layers, sums
+from gpipe_cli.balance.memory_objective import MemoryObjective
+from gpipe_cli.balance.result import BalanceResult, solve_within
+from gpipe_cli.balance.solver import (
+    Additive,
+    AdditiveByPartition,
+    Objective,
+    best_nearby,
+    require_layers,
+    sums,
+)
 from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
 from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import Sample
@@ -26,10 +32,10 @@ from gpipe_cli.schedule.simulate import PartitionCost
 
 AS_GOOD = 1.01
 SIMULATED_ACTIONS = 200_000
-"""Over all balances that are compared: under a second."""
+"""For all balances compared: under a second."""
 
 
-class Timed(Protocol):
+class TimedLayer(Protocol):
     """A layer's times for one micro-batch."""
 
     @property
@@ -43,55 +49,55 @@ def balance(
     sample: Sample,
     partitions: int,
     spec: PipelineSpec | None = None,
-    within: Memory | None = None,
+    within: MemoryObjective | None = None,
     profiles: ProfileCache | None = None,
     seconds: float = 3.0,
     cache: bool = True,
-) -> Balanced:
-    """`seconds` is how long to measure, five runs at least; `profiles` may know the times already."""
+) -> BalanceResult:
+    """`seconds` is how long to measure, at least five runs; `profiles` may have the times already."""
     require_layers(len(module), partitions)
-    known = profiles if profiles is not None and cache else ProfileCache(None)
-    layers = known.times(module, sample, seconds)
+    usable = profiles if profiles is not None and cache else ProfileCache(None)
+    layers = usable.times(module, sample, seconds)
     spec = spec or PipelineSpec("gpipe", partitions, micro_batches=1)
     objective = _objective(layers, spec)
-    found = best(objective, partitions, within)
+    solution = solve_within(objective, partitions, within)
 
     def as_good(balance: Sequence[int]) -> bool:
-        return max(sums(objective, balance)) <= AS_GOOD * found.largest and (
+        return max(sums(objective, balance)) <= AS_GOOD * solution.largest and (
             within is None or within.fits(balance)
         )
 
     chosen = best_nearby(
-        tuple(found.balance),
+        tuple(solution.balance),
         as_good,
         lambda balance: spec.simulate(partition_costs(layers, balance)).step,
         budget=max(1, SIMULATED_ACTIONS // sum(map(len, spec.order))),
     )
     costs = layer_costs(layers, statistics.fmean(spec.checkpoint_stops) / spec.micro_batches)
-    return Balanced.of(chosen, costs, "ms", found.largest, objective)
+    return BalanceResult.of(chosen, costs, "ms", solution.largest, objective)
 
 
-def _objective(layers: Sequence[Timed], spec: PipelineSpec) -> Objective:
-    """What a layer costs depends on its partition where not all of them recompute as much."""
+def _objective(layers: Sequence[TimedLayer], spec: PipelineSpec) -> Objective:
+    """The cost of a layer depends on its partition if partitions do not all recompute as much."""
     by_stop = {
         stop: Additive(layer_costs(layers, stop / spec.micro_batches)) for stop in set(spec.checkpoint_stops)
     }
     if len(by_stop) == 1:
         return by_stop[spec.checkpoint_stops[0]]
-    return ByPlace([by_stop[stop] for stop in spec.checkpoint_stops])
+    return AdditiveByPartition([by_stop[stop] for stop in spec.checkpoint_stops])
 
 
-def layer_costs(layers: Sequence[Timed], recomputed: float) -> list[float]:
-    """Milliseconds of each layer for one micro-batch, if such a share of them is recomputed."""
-    return [one.forward_ms * (1 + recomputed) + one.backward_ms for one in layers]
+def layer_costs(layers: Sequence[TimedLayer], recomputed: float) -> list[float]:
+    """Milliseconds of each layer for one micro-batch, if this share of the micro-batches is recomputed."""
+    return [layer.forward_ms * (1 + recomputed) + layer.backward_ms for layer in layers]
 
 
-def partition_costs(layers: Sequence[Timed], balance: Sequence[int]) -> list[PartitionCost]:
-    """What the simulator asks for; a recomputation is another forward."""
+def partition_costs(layers: Sequence[TimedLayer], balance: Sequence[int]) -> list[PartitionCost]:
+    """For the simulator; a recomputation counts as another forward."""
     parts = [layers[end - length : end] for end, length in zip(accumulate(balance), balance, strict=True)]
-    forwards = [sum(one.forward_ms for one in part) for part in parts]
+    forwards = [sum(layer.forward_ms for layer in part) for part in parts]
     return [
-        PartitionCost(forward, sum(one.backward_ms for one in part), recompute=forward)
+        PartitionCost(forward, sum(layer.backward_ms for layer in part), recompute=forward)
         for part, forward in zip(parts, forwards, strict=True)
     ]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from gpipe_cli.balance.memory import Memory
-from gpipe_cli.balance.result import Balanced
+from gpipe_cli.balance.memory_objective import MemoryObjective
+from gpipe_cli.balance.result import BalanceResult
 
 
-def balance(layer_count: int, partitions: int, within: Memory | None = None) -> Balanced:
-    """11 layers over 4 partitions are 3, 3, 3, 2; only a memory limit makes it less even."""
+def balance(layer_count: int, partitions: int, within: MemoryObjective | None = None) -> BalanceResult:
+    """11 layers over 4 partitions give 3, 3, 3, 2; only a memory limit makes it less even."""
     share, rest = divmod(layer_count, partitions)
     even = [share + (index < rest) for index in range(partitions)]
     if within is None or within.fits(even):
-        return Balanced.of(even, [1] * layer_count, "layers")
-    return Balanced.by([1] * layer_count, partitions, "layers", within)
+        return BalanceResult.of(even, [1] * layer_count, "layers")
+    return BalanceResult.by([1] * layer_count, partitions, "layers", within)

@@ -12,10 +12,9 @@ from gpipe_cli.config.schema import PlanConfig
 from gpipe_cli.config.targets import add_current_folder, instantiate
 from gpipe_cli.engines.devices import available_cores
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.plan.advice import advice
-from gpipe_cli.plan.prediction import Prediction
-from gpipe_cli.plan.steps import MOST_ACTIONS
-from gpipe_cli.plan.verify import verified
+from gpipe_cli.plan.prediction import Prediction, advice
+from gpipe_cli.plan.step_time import MOST_ACTIONS
+from gpipe_cli.plan.verify import verify_plans
 from gpipe_cli.report.model_tables import print_device_memory, print_plans
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.tables import print_facts
@@ -57,7 +56,7 @@ def run(settings: PlanConfig, job: Job) -> Summary:
     planned = planner.plan(keep=settings.top)
     plans = planned.plans
     if settings.verify:
-        plans = verified(
+        plans = verify_plans(
             plans,
             model,
             planner.batch(),

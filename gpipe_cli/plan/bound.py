@@ -1,34 +1,73 @@
-"""Below which no step of a shape can be, whatever its balance. Pure Python.
+"""A lower bound of the step of a shape, whatever its balance, and what its partitions must recompute to fit.
 
-A partition begins when the micro-batch has come through all layers before its own, works through all micro-batches,
-and then the last gradient has the way back through those layers; and no gradient comes to it before the first
-micro-batch has been through all layers and back to it. All devices together do all the work. What a partition
-recomputes is what it must to keep within its memory; of the others it is not known, so they are taken at their best.
+A partition starts when the first micro-batch has passed all layers before its own, works through all micro-batches, and
+then the last gradient travels back through those layers. No gradient reaches it before the first micro-batch has passed
+all layers and come back. All devices together do all the work. A partition recomputes what it must to fit its memory;
+for the other partitions that is unknown, so the bound assumes the best. Pure Python.
 """
 
 from __future__ import annotations
 
 import sys
 from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from math import inf
 from typing import final
 
-from gpipe_cli.plan.costs import Costs, Sums
-from gpipe_cli.plan.fit import Fit
-from gpipe_cli.schedule.checkpoint import MODES, checkpoint_stops
+from gpipe_cli.balance.memory_objective import MemoryObjective
+from gpipe_cli.plan.costs import LayerCosts, PrefixSums
+from gpipe_cli.schedule.checkpoint import MODES, Checkpoint, checkpoint_stops, settled
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
-__all__ = ["StepBound", "least_step"]
-
 LARGEST = sys.float_info.max
-"""Short of what does not fit, which takes for ever."""
+"""The largest finite cost; what does not fit costs infinity."""
+
+
+@final
+class MemoryFit:
+    """Which layers a partition may have, and what it must recompute to fit its memory."""
+
+    def __init__(self, memories: Mapping[str, MemoryObjective | None]) -> None:
+        """The modes to choose from, least recomputation first, each with its memory; None: everything fits."""
+        self._memories = memories
+
+    @property
+    def modes(self) -> Sequence[str]:
+        return tuple(self._memories)
+
+    @property
+    def only(self) -> str | None:
+        """The mode of all partitions, if any layers fit; None if that depends on the layers."""
+        (mode, memory), *others = self._memories.items()
+        return mode if memory is None or (not others and memory.limit is None) else None
+
+    def mode(self, partition: int, begin: int, end: int) -> str | None:
+        """The least recomputation with which a partition of the layers from `begin` to `end` fits; None if none does.
+
+        Each layer added at the end can only make it more. Recomputing more never makes a step shorter.
+        """
+        for mode, memory in self._memories.items():
+            if memory is None or memory.allows(partition, begin, end):
+                return mode
+        return None
+
+    def checkpoint(self, balance: Sequence[int]) -> Checkpoint | None:
+        """The modes of all partitions of a balance; None if it does not fit."""
+        modes = []
+        for partition, (begin, end) in enumerate(pairwise([0, *accumulate(balance)])):
+            mode = self.mode(partition, begin, end)
+            if mode is None:
+                return None
+            modes.append(mode)
+        return settled(modes, len(modes))
 
 
 @final
 class StepBound:
-    """For the solver: no step is shorter in which some partition has the layers from `begin` up to `end`."""
+    """An objective for the solver: no step in which a partition has the layers from `begin` to `end` is shorter."""
 
-    def __init__(self, costs: Costs, spec: PipelineSpec, fit: Fit) -> None:
+    def __init__(self, costs: LayerCosts, spec: PipelineSpec, fit: MemoryFit) -> None:
         self.layers = costs.layers
         self._costs, self._sums, self._fit = costs, _sums(costs, fit), fit
         self._micro_batches = spec.micro_batches
@@ -38,8 +77,8 @@ class StepBound:
         self._part_going_back = min(1.0, costs.split.input_grad)
         self._work = _work(costs, self._sums, spec, min(self._recomputed.values()))
         self._free = fit.only
-        # A layer in front shortens the way to the partition by less than it adds to it. But it may be one with a
-        # smaller input, so that less must be recomputed.
+        # A layer added in front shortens the way to the partition by less than it adds to it. But it may have a smaller
+        # input, so that less must be recomputed.
         self.grows_backwards = self._free is not None
         self._busy = [] if self._free is None else self._busy_up_to(self._recomputed[self._free])
 
@@ -52,29 +91,29 @@ class StepBound:
         recompute = self._recomputed[mode] * (self._costs.recompute[end] - self._costs.recompute[begin])
         own_forward, own_backward = forward[end] - forward[begin], backward[end] - backward[begin]
         if self._splits:
-            # Only the gradients of inputs go back; those of weights may come after the last one.
+            # Only input gradients travel back; weight gradients may come after the last one.
             busy = many * (own_forward + own_backward * self._least_split) + recompute
             part = self._part_going_back
             turned_round = forward[-1] + part * (backward[-1] + (many - 1) * own_backward)
             turned = forward[-1] + part * (backward[-1] - backward[end])
             to_its_weights = turned + many * self._least_split * own_backward
             return max(way + busy, turned_round, to_its_weights, self._work)
-        there_and_back = way + many * (own_forward + own_backward) + recompute + backward[begin]
+        round_trip = way + many * (own_forward + own_backward) + recompute + backward[begin]
         turned_round = forward[-1] + backward[-1] + (many - 1) * own_backward
-        return max(there_and_back, turned_round, self._work)
+        return max(round_trip, turned_round, self._work)
 
     def furthest(self, partition: int, begin: int, limit: float) -> int:
         if self._free is not None:
             return self._furthest_of_all(partition, begin, limit)
         limit = min(limit, LARGEST)
-        reach = 1  # doubled, since memory far beyond the limit is long to add up
+        reach = 1  # doubled, since adding up memory far beyond the limit takes long
         while begin + reach < self.layers and self.cost(partition, begin, begin + reach) <= limit:
             reach *= 2
         ends = range(begin + 1, min(begin + reach, self.layers) + 1)
         return begin + bisect_right(ends, limit, key=lambda end: self.cost(partition, begin, end))
 
     def _furthest_of_all(self, partition: int, begin: int, limit: float) -> int:
-        """The same where all fits: by looking up sums instead of asking for costs."""
+        """The same if everything fits: by bisecting sums instead of computing costs."""
         if self._work > limit:
             return begin
         forward, backward = self._sums
@@ -89,7 +128,7 @@ class StepBound:
             most = (rest + weights * backward[begin]) / (weights - part)
             end = min(end, bisect_right(backward, most, begin) - 1)
         end = max(begin, end)
-        # Sums were added up in another order: what counts is the cost.
+        # The sums were added in another order and may differ in the last bit; the cost decides.
         while end > begin and self.cost(partition, begin, end) > limit:
             end -= 1
         while end < self.layers and self.cost(partition, begin, end + 1) <= limit:
@@ -99,36 +138,36 @@ class StepBound:
     def _busy_up_to(self, recomputed: int) -> list[float]:
         """What a partition does in a step, summed up to each layer."""
         return [
-            self._micro_batches * (there + back * self._least_split) + recomputed * again
-            for there, back, again in zip(*self._sums, self._costs.recompute, strict=True)
+            self._micro_batches * (forward + backward * self._least_split) + recomputed * recompute
+            for forward, backward, recompute in zip(*self._sums, self._costs.recompute, strict=True)
         ]
 
 
-def least_step(costs: Costs, spec: PipelineSpec) -> float:
-    """Below which no step is, whatever is recomputed: known without a look at the layers."""
-    there, back = costs.least
+def least_step(costs: LayerCosts, spec: PipelineSpec) -> float:
+    """A bound of the step, whatever is recomputed, that does not depend on the balance."""
+    forward, backward = costs.least
     stops = checkpoint_stops(spec.checkpoint, 1, spec.micro_batches) if spec.checkpoint in MODES else (0,)
     work = _work(costs, costs.least, spec, stops[0])
     part = min(1.0, costs.split.input_grad) if spec.traits.splits_backward else 1.0
-    return max(work, there[-1] + part * back[-1])
+    return max(work, forward[-1] + part * backward[-1])
 
 
-def _work(costs: Costs, sums: Sums, spec: PipelineSpec, recomputed: int) -> float:
-    """All work, evenly shared."""
+def _work(costs: LayerCosts, sums: PrefixSums, spec: PipelineSpec, recomputed: int) -> float:
+    """All work, evenly divided among the workers."""
     workers = min(spec.devices or spec.partitions, spec.cores or spec.partitions)
     once = sums.forward[-1] + sums.backward[-1] * _least_split(costs, spec)
     return (spec.micro_batches * once + recomputed * costs.recompute[-1]) / workers
 
 
-def _least_split(costs: Costs, spec: PipelineSpec) -> float:
-    """What a backward takes at least, as a multiple of the whole: the first partition's is not split."""
+def _least_split(costs: LayerCosts, spec: PipelineSpec) -> float:
+    """The least a backward takes, as a multiple of the whole: the first partition's is not split."""
     if not spec.traits.splits_backward:
         return 1.0
     return min(1.0, costs.split.input_grad + costs.split.weight_grad)
 
 
-def _sums(costs: Costs, fit: Fit) -> Sums:
-    """Of any partition, as far as it is known whether it recomputes."""
+def _sums(costs: LayerCosts, fit: MemoryFit) -> PrefixSums:
+    """Those of any partition, as far as it is known whether it recomputes."""
     if "never" not in fit.modes:
         return costs.checkpointed
-    return costs.kept if len(fit.modes) == 1 else costs.least
+    return costs.without_recompute if len(fit.modes) == 1 else costs.least

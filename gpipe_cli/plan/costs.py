@@ -1,7 +1,4 @@
-"""What layers cost for one micro-batch of one size, and what partitions of them therefore do. Pure Python.
-
-Knows nothing of where the numbers come from: measured here, or worked out for a device that is elsewhere.
-"""
+"""What layers, and partitions of them, cost for one micro-batch of one size: measured or estimated. Pure Python."""
 
 from __future__ import annotations
 
@@ -13,28 +10,26 @@ from typing import NamedTuple, final
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 
-__all__ = ["Costs", "Split", "Sums"]
-
 
 @final
 @dataclass(frozen=True)
-class Split:
-    """What the parts of a split backward take, as multiples of the whole."""
+class BackwardSplit:
+    """The duration of the parts of a split backward, as multiples of the whole."""
 
     input_grad: float = 0.5
     weight_grad: float = 0.5
 
 
-class Sums(NamedTuple):
-    """Of one micro-batch, up to each layer."""
+class PrefixSums(NamedTuple):
+    """Of the costs of one micro-batch, up to each layer."""
 
     forward: list[float]
     backward: list[float]
 
 
 @final
-class Costs:
-    """Milliseconds; every list has one number per layer."""
+class LayerCosts:
+    """Milliseconds."""
 
     def __init__(
         self,
@@ -42,32 +37,34 @@ class Costs:
         backward: Sequence[float],
         recompute: Sequence[float] | None = None,
         transfer: Sequence[float] | None = None,
-        split: Split | None = None,
+        split: BackwardSplit | None = None,
         checkpointed: tuple[Sequence[float], Sequence[float]] | None = None,
     ) -> None:
-        """`recompute` is another forward if nothing is said; `transfer` is that of each layer's output.
+        """One number per layer each. `recompute` defaults to another forward; `transfer` is that of the layer's output.
 
-        `checkpointed` is the forward and backward where there is recomputation between them: it keeps less and finds
-        other things in the caches. The same if nothing is said.
+        `checkpointed` is forward and backward with a recomputation between them, by default the same as without: such
+        a forward saves less, and the caches hold other data.
         """
         self.layers = len(forward)
-        self.kept = Sums(_up_to(forward), _up_to(backward))
-        """Of partitions that keep everything for backward."""
-        self.checkpointed = self.kept if checkpointed is None else Sums(*map(_up_to, checkpointed))
+        self.without_recompute = PrefixSums(_up_to(forward), _up_to(backward))
+        """Of partitions that recompute nothing."""
+        self.checkpointed = (
+            self.without_recompute if checkpointed is None else PrefixSums(*map(_up_to, checkpointed))
+        )
         """Of partitions that recompute some micro-batches, without the recomputation."""
-        self.least = self.kept
+        self.least = self.without_recompute
         if checkpointed is not None:
             pairs = zip((forward, backward), checkpointed, strict=True)
-            self.least = Sums(*(_up_to(list(map(min, *pair))) for pair in pairs))
+            self.least = PrefixSums(*(_up_to(list(map(min, *pair))) for pair in pairs))
         self.recompute = _up_to(forward if recompute is None else recompute)
         self._transfer = [0.0] * self.layers if transfer is None else list(transfer)
-        self.split = split or Split()
+        self.split = split or BackwardSplit()
 
     def partition(self, begin: int, end: int, checkpoint_stop: int = 0) -> PartitionCost:
-        sums = self.checkpointed if checkpoint_stop else self.kept
+        sums = self.checkpointed if checkpoint_stop else self.without_recompute
         backward = sums.backward[end] - sums.backward[begin]
-        # Nobody waits for the gradient of the pipeline's input: the first partition leaves it out.
-        split = self.split if begin else Split(0.0, 1.0)
+        # No partition waits for the gradient of the pipeline's input, so the first one leaves it out.
+        split = self.split if begin else BackwardSplit(0.0, 1.0)
         return PartitionCost(
             sums.forward[end] - sums.forward[begin],
             backward,

@@ -1,26 +1,37 @@
-"""Devices that are not here: what their makers say of them. Pure Python, nothing is measured.
+"""Devices you need not have: their manufacturers' figures, and what layers would cost on them. Nothing is measured.
 
-The figures are for fp32 without tensor cores, as torch multiplies unless told otherwise, and for the variant with the
-fastest link. Sources: NVIDIA's data sheets of the products (Tesla P40, T4, V100 SXM2, A10, L4, A100 SXM, H100 SXM) and
-white papers of the architectures (Ampere GA102, Ada AD102). A link is given one way.
+The figures are for fp32 without tensor cores, torch's default, and for the variant with the fastest link, one way.
+Sources: NVIDIA's data sheets of the products (Tesla P40, T4, V100 SXM2, A10, L4, A100 SXM, H100 SXM) and its white
+papers of the architectures (Ampere GA102, Ada AD102).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, final
 
-__all__ = ["DEVICES", "Device"]
+from gpipe_cli.plan.costs import LayerCosts
+
+if TYPE_CHECKING:  # the configuration reads the table of devices without waiting for torch
+    from torch import nn
+
+    from gpipe_cli.profiling.facts import ModelFacts
 
 GIB = 2**30
+# The shares of its figures that a device reaches: the same for every device, fitted to no measurement, and the largest
+# source of error.
+FLOPS_REACHED = 0.6
+BANDWIDTH_REACHED = 0.75
+KERNEL_MS = 0.008
+"""To launch one; a module without submodules counts as one kernel in forward and two in backward."""
 
 
 @final
 @dataclass(frozen=True)
-class Device:
+class DeviceSpec:
     flops: float
-    """Per second, at most."""
+    """Floating-point operations per second, at most."""
     memory: int
     """Bytes."""
     bandwidth: float
@@ -29,14 +40,37 @@ class Device:
     """Bytes per second to the next device."""
 
 
-DEVICES: Mapping[str, Device] = {
-    "p40": Device(11.76e12, 24 * GIB, 346e9, 12e9),  # PCIe 3.0 x16, 15.75 GB/s less its protocol
-    "t4": Device(8.1e12, 16 * GIB, 320e9, 12e9),  # PCIe 3.0 x16
-    "v100": Device(15.7e12, 32 * GIB, 900e9, 150e9),  # NVLink 2: 300 GB/s both ways together
-    "rtx3090": Device(35.6e12, 24 * GIB, 936e9, 25e9),  # PCIe 4.0 x16, 31.5 GB/s less its protocol
-    "a10": Device(31.2e12, 24 * GIB, 600e9, 25e9),  # PCIe 4.0 x16
-    "a100": Device(19.5e12, 80 * GIB, 2039e9, 300e9),  # NVLink 3: 600 GB/s both ways together
-    "rtx4090": Device(82.6e12, 24 * GIB, 1008e9, 25e9),  # PCIe 4.0 x16
-    "l4": Device(30.3e12, 24 * GIB, 300e9, 25e9),  # PCIe 4.0 x16
-    "h100": Device(66.9e12, 80 * GIB, 3352e9, 450e9),  # NVLink 4: 900 GB/s both ways together
+DEVICES: Mapping[str, DeviceSpec] = {
+    "p40": DeviceSpec(11.76e12, 24 * GIB, 346e9, 12e9),  # PCIe 3.0 x16, 15.75 GB/s less its protocol
+    "t4": DeviceSpec(8.1e12, 16 * GIB, 320e9, 12e9),  # PCIe 3.0 x16
+    "v100": DeviceSpec(15.7e12, 32 * GIB, 900e9, 150e9),  # NVLink 2: 300 GB/s both ways together
+    "rtx3090": DeviceSpec(35.6e12, 24 * GIB, 936e9, 25e9),  # PCIe 4.0 x16, 31.5 GB/s less its protocol
+    "a10": DeviceSpec(31.2e12, 24 * GIB, 600e9, 25e9),  # PCIe 4.0 x16
+    "a100": DeviceSpec(19.5e12, 80 * GIB, 2039e9, 300e9),  # NVLink 3: 600 GB/s both ways together
+    "rtx4090": DeviceSpec(82.6e12, 24 * GIB, 1008e9, 25e9),  # PCIe 4.0 x16
+    "l4": DeviceSpec(30.3e12, 24 * GIB, 300e9, 25e9),  # PCIe 4.0 x16
+    "h100": DeviceSpec(66.9e12, 80 * GIB, 3352e9, 450e9),  # NVLink 4: 900 GB/s both ways together
 }
+
+
+def estimate_costs(
+    module: Sequence[nn.Module], facts: ModelFacts, device: DeviceSpec, scale: float = 1.0
+) -> LayerCosts:
+    """The costs of a micro-batch with `scale` times the rows of the one the facts are of, by the roofline model.
+
+    A layer takes as long as the slower of its arithmetic and its memory traffic, plus a little for each kernel launch.
+    """
+    flops, bandwidth = FLOPS_REACHED * device.flops, BANDWIDTH_REACHED * device.bandwidth
+    forward, backward = [], []
+    input_bytes = facts.input.bytes
+    for layer, layer_facts, layer_flops in zip(module, facts.layers, facts.flops, strict=True):
+        kernels = KERNEL_MS * sum(not list(submodule.children()) for submodule in layer.modules())
+        # Forward reads the input and writes what it saves, at least the output; backward moves the same again and the
+        # gradients of both.
+        moved = scale * (input_bytes + max(layer_facts.saved_bytes, layer_facts.output_bytes))
+        traffic = (moved + layer_facts.parameter_bytes) / bandwidth
+        forward.append(1000 * max(scale * layer_flops.forward / flops, traffic) + kernels)
+        backward.append(1000 * max(scale * layer_flops.backward / flops, 2 * traffic) + 2 * kernels)
+        input_bytes = layer_facts.output_bytes
+    transfer = [1000 * scale * facts.boundary(end).bytes / device.link for end in range(1, len(module) + 1)]
+    return LayerCosts(forward, backward, transfer=transfer)

@@ -1,8 +1,7 @@
 """What layers cost on this machine, measured at each size of micro-batch that matters.
 
 Small micro-batches are less efficient and workers disturb each other, so nothing is scaled: at each size the layers are
-measured for their shares, and a short pipeline of them for what they take together. Decides which sizes come first
-and what there is time for. Knows nothing of plans.
+measured for their shares, and a short pipeline of them for what they take together.
 """
 
 from __future__ import annotations
@@ -18,17 +17,15 @@ import torch
 from torch import nn
 
 from gpipe_cli.balance.solver import solve
-from gpipe_cli.balance.time import Timed
-from gpipe_cli.plan.costs import Costs, Split
-from gpipe_cli.plan.shape import Shape
+from gpipe_cli.balance.time import TimedLayer
+from gpipe_cli.plan.costs import BackwardSplit, LayerCosts
+from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.phase_times import PhaseTimes
 
-__all__ = ["SECONDS_OF_PHASES", "MeasuredCosts", "Workbench", "intra_op_threads"]
-
 SECONDS_OF_PHASES = 0.6
-"""For steps that are over sooner than the least number of them takes long."""
+"""For pipelines whose steps are so short that the least number of them takes less."""
 
 
 @final
@@ -36,27 +33,27 @@ SECONDS_OF_PHASES = 0.6
 class MeasuredCosts:
     """At one size of micro-batch."""
 
-    layers: Sequence[Timed]
+    layers: Sequence[TimedLayer]
     phases: PhaseTimes
 
-    def costs(self, transfer: Sequence[float] | None) -> Costs:
+    def costs(self, transfer: Sequence[float] | None) -> LayerCosts:
         """The phases of the pipeline, divided among the layers by what they take alone."""
         phases = self.phases
-        there = partial(_divided, shares=[one.forward_ms for one in self.layers])
-        back = partial(_divided, shares=[one.backward_ms for one in self.layers])
-        return Costs(
-            there(phases.forward),
-            back(phases.backward),
-            recompute=there(phases.recompute),
+        by_forward = partial(_divided, shares=[layer.forward_ms for layer in self.layers])
+        by_backward = partial(_divided, shares=[layer.backward_ms for layer in self.layers])
+        return LayerCosts(
+            by_forward(phases.forward),
+            by_backward(phases.backward),
+            recompute=by_forward(phases.recompute),
             transfer=transfer,
-            split=Split(phases.input_grad, phases.weight_grad),
-            checkpointed=(there(phases.checkpointed_forward), back(phases.checkpointed_backward)),
+            split=BackwardSplit(phases.input_grad, phases.weight_grad),
+            checkpointed=(by_forward(phases.checkpointed_forward), by_backward(phases.checkpointed_backward)),
         )
 
 
 @final
-class Workbench:
-    """Measures when it is told to, and answers from what it has measured."""
+class CostMeasurer:
+    """`measure` measures, `costs` answers from what it has measured."""
 
     def __init__(
         self,
@@ -69,28 +66,28 @@ class Workbench:
         apart: bool,
         transfer_of: Callable[[int], Sequence[float]] | None = None,
     ) -> None:
-        """`sample_of` gives one of so many micro-batches; `apart`: devices are machines of their own like this one."""
+        """`sample_of` gives one of so many micro-batches; `apart`: every device is a machine like this one."""
         self._module, self._sample_of, self._devices = module, sample_of, list(devices)
         self._profiles, self._cores, self._apart = profiles, cores, apart
         self._transfer_of = transfer_of
-        self._workers = _counts(1 if apart else min(len(devices), len(module)), cores)
+        self._workers = _worker_counts(1 if apart else min(len(devices), len(module)), cores)
         self._measured: dict[tuple[int, int], MeasuredCosts] = {}
         """By the number of micro-batches and of workers."""
         self._last, self._last_chunks = 0.0, 1
 
     def measure(self, chunks: Sequence[int], deadline: float) -> list[int]:
-        """Those of the numbers of micro-batches for which there was time, at least the first that runs."""
+        """The numbers of micro-batches that there was time for, at least the first that runs."""
         measured: list[int] = []
         refused: Exception | None = None
-        for number in sorted(chunks, key=_worth(max(chunks))):
+        for number in sorted(chunks, key=_priority(max(chunks))):
             begin = time.monotonic()
-            # A size costs about what the one before it did, in proportion to its rows.
+            # Measuring a size takes about as long as the previous one did, in proportion to its rows.
             if measured and begin + self._last * self._last_chunks / number > deadline:
                 continue
             try:
                 self._measure(number)
             except (ValueError, RuntimeError) as error:
-                # Batch norm, for one, takes no micro-batch of a single row: larger ones may do.
+                # Batch norm, for example, refuses a micro-batch of a single row; larger ones may work.
                 refused = error
                 continue
             self._last, self._last_chunks = time.monotonic() - begin, number
@@ -99,9 +96,9 @@ class Workbench:
             raise refused
         return measured
 
-    def costs(self, shape: Shape) -> Costs:
-        """Of the micro-batches of a shape whose size was measured."""
-        workers = next((one for one in self._workers if one >= shape.devices), self._workers[-1])
+    def costs(self, shape: PlanShape) -> LayerCosts:
+        """Those of a shape whose size of micro-batch was measured."""
+        workers = next((count for count in self._workers if count >= shape.devices), self._workers[-1])
         transfer = self._transfer_of(shape.chunks) if self._transfer_of else None
         return self._measured[shape.chunks, workers].costs(transfer)
 
@@ -111,11 +108,11 @@ class Workbench:
             # One device has all cores to itself; workers have one each.
             with intra_op_threads(self._cores if workers == 1 else 1):
                 if workers == 1 or chunks > 1:
-                    self._measured[chunks, workers] = self._beside(chunks, sample, workers)
+                    self._measured[chunks, workers] = self._measure_workers(chunks, sample, workers)
 
-    def _beside(self, chunks: int, sample: Sample, workers: int) -> MeasuredCosts:
+    def _measure_workers(self, chunks: int, sample: Sample, workers: int) -> MeasuredCosts:
         layers = self._profiles.times(self._module, sample, seconds=0.0)
-        balance = solve([one.forward_ms + one.backward_ms for one in layers], workers).balance
+        balance = solve([layer.forward_ms + layer.backward_ms for layer in layers], workers).balance
         devices = self._devices[:workers]
         cores = self._cores if devices[0].type == "cpu" else None
         phases = self._profiles.phases(
@@ -134,16 +131,16 @@ def intra_op_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _counts(most: int, cores: int) -> list[int]:
-    """How many workers are measured beside each other: one, as many as run at once, and all."""
+def _worker_counts(most: int, cores: int) -> list[int]:
+    """How many workers are measured together: one, as many as there are cores, and all."""
     return sorted({1, min(cores, most), most})
 
 
-def _worth(most: int) -> Callable[[int], tuple[int, int]]:
-    """The smallest micro-batch is quickest to measure; then comes the plain run, then ever larger micro-batches."""
+def _priority(most: int) -> Callable[[int], tuple[int, int]]:
+    """First the smallest micro-batch, the quickest to measure, then the plain run, then ever larger micro-batches."""
     return lambda chunks: (0 if chunks == most else 1 if chunks == 1 else 2, -chunks)
 
 
 def _divided(total: float, shares: Sequence[float]) -> list[float]:
     whole = sum(shares) or 1.0
-    return [total * one / whole for one in shares]
+    return [total * share / whole for share in shares]

@@ -1,7 +1,7 @@
-"""A plan with what it will take: time, memory, what limits it, and what to try. Pure Python but for its memory.
+"""A plan with its predicted time and memory, what limits it, and what to try.
 
-Decides what limits a plan by asking what its step would be without transfers, with even partitions, without a bubble:
-whatever would shorten it most is the limit.
+What limits a plan follows from what its step would be without transfers, with even partitions or without a bubble: the
+change that would shorten the step most names the limit.
 """
 
 from __future__ import annotations
@@ -10,33 +10,43 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
-from gpipe_cli.plan.costs import Costs
-from gpipe_cli.plan.search import Answer
-from gpipe_cli.plan.shape import Shape
-from gpipe_cli.plan.steps import simulated
+from gpipe_cli.plan.costs import LayerCosts
+from gpipe_cli.plan.search import RankedPlan
+from gpipe_cli.plan.search_space import PlanShape
+from gpipe_cli.plan.step_time import simulated_step
 from gpipe_cli.profiling.partition_memory import PartitionMemory
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 
-__all__ = ["Limit", "Prediction", "limit_of", "predict"]
-
 SMALL = 0.02
-"""A share of the step that is not worth a word."""
+"""A share of the step that is not worth mentioning."""
+CURES = {
+    "slowest partition": (
+        "the slowest partition holds the others up: a model cut into finer layers could be divided more evenly"
+    ),
+    "bubble": (
+        "workers wait for the first micro-batch to arrive and the last to return: a larger batch_size with more "
+        "chunks, or fewer partitions, shortens that"
+    ),
+    "transfers": "tensors on their way between devices hold it up: cut where less crosses, or use a faster link",
+    "memory": "the memory limit holds it up: a larger device_memory or a smaller batch_size makes it quicker",
+    "work": "devices are busy almost all the time: only faster devices, or more of them, make it quicker",
+}
 
 
 @final
 @dataclass(frozen=True)
 class Limit:
     name: str
-    """slowest partition, bubble, memory, transfers, or work: there is simply much to do."""
+    """slowest partition, bubble, memory, transfers, or work: devices are busy almost all the time."""
     share: float
-    """Of the step, which would be that much shorter without it."""
+    """By this share the step would be shorter without it."""
 
 
 @final
 @dataclass(frozen=True)
 class Prediction:
-    shape: Shape
+    shape: PlanShape
     balance: tuple[int, ...]
     step_ms: float
     lower_bound_ms: float
@@ -50,7 +60,7 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> int:
-        return max(one.total_bytes for one in self.memory)
+        return max(device.total_bytes for device in self.memory)
 
     @property
     def is_plain(self) -> bool:
@@ -59,18 +69,18 @@ class Prediction:
 
     @property
     def error(self) -> float | None:
-        """How far off the prediction was, as a share of what was measured."""
+        """The error of the prediction as a share of the measured step."""
         return None if self.measured_ms is None else self.step_ms / self.measured_ms - 1
 
     @property
     def checkpoint(self) -> str | list[str]:
-        """As the key of the configuration."""
+        """As the configuration has it."""
         given = self.shape.checkpoint
         return given if isinstance(given, str) else list(given)
 
     @property
     def overrides(self) -> str:
-        """What to give to gpipe train."""
+        """The arguments for `gpipe train`."""
         if self.is_plain:
             return f"engine=single chunks={self.shape.chunks}"
         layers = ",".join(map(str, self.balance))
@@ -95,7 +105,7 @@ class Prediction:
             "samples_per_second": self.samples_per_second,
             "bubble": self.bubble,
             "lower_bound_ms": self.lower_bound_ms,
-            "memory": [{**asdict(one), "total_bytes": one.total_bytes} for one in self.memory],
+            "memory": [{**asdict(device), "total_bytes": device.total_bytes} for device in self.memory],
             "limit": self.limit.name,
             "limit_share": self.limit.share,
             "paste": self.overrides,
@@ -104,30 +114,30 @@ class Prediction:
 
 
 def predict(
-    answer: Answer,
-    costs: Costs,
+    plan: RankedPlan,
+    costs: LayerCosts,
     memory: Sequence[PartitionMemory],
     *,
     cores: int | None,
     rows: int,
     without_limit_ms: float | None = None,
 ) -> Prediction:
-    """`memory` is each partition's; `without_limit_ms` is the best step if memory did not matter."""
-    shape, found = answer.shape, answer.found
+    """`memory` is that of each partition; `without_limit_ms` is the best step if memory were unlimited."""
+    shape, best = plan.shape, plan.best
     spec = shape.spec(cores)
-    parts = costs.partitions(found.balance, spec)
+    parts = costs.partitions(best.balance, spec)
     work = _work(spec, parts)
-    busy = work / (shape.devices * found.step_ms) if found.step_ms else 1.0
+    busy = work / (shape.devices * best.step_ms) if best.step_ms else 1.0
     at_once = min(shape.devices, cores or shape.devices)
     return Prediction(
         shape,
-        found.balance,
-        found.step_ms,
-        found.lower_bound_ms,
+        best.balance,
+        best.step_ms,
+        best.lower_bound_ms,
         bubble=max(0.0, 1 - busy),
-        samples_per_second=1000 * rows / found.step_ms if found.step_ms else 0.0,
+        samples_per_second=1000 * rows / best.step_ms if best.step_ms else 0.0,
         memory=_by_device(memory, shape.devices),
-        limit=limit_of(spec, parts, found.step_ms, work / at_once, without_limit_ms),
+        limit=limit_of(spec, parts, best.step_ms, work / at_once, without_limit_ms),
     )
 
 
@@ -139,10 +149,10 @@ def limit_of(
     without_limit_ms: float | None,
 ) -> Limit:
     """`work_ms` is the step in which every device, or core, is always busy."""
-    still = [replace(one, transfer=0.0) for one in parts]
-    alike = [_mean(still, spec)] * len(still)
-    without_transfers = simulated(spec, still)
-    even = min(without_transfers, simulated(replace(spec, checkpoint="always"), alike))
+    without_transfer = [replace(part, transfer=0.0) for part in parts]
+    equal = [_mean(without_transfer, spec)] * len(parts)
+    without_transfers = simulated_step(spec, without_transfer)
+    even = min(without_transfers, simulated_step(replace(spec, checkpoint="always"), equal))
     shares = {
         "transfers": step_ms - without_transfers,
         "slowest partition": without_transfers - even,
@@ -155,36 +165,50 @@ def limit_of(
 
 
 def _work(spec: PipelineSpec, parts: Sequence[PartitionCost]) -> float:
-    """Of all devices together."""
+    """The work of all devices together."""
     splits = spec.traits.splits_backward
     return sum(
-        spec.micro_batches * (one.forward + (sum(one.split) if splits else one.backward))
-        + stop * one.recompute
-        for one, stop in zip(parts, spec.checkpoint_stops, strict=True)
+        spec.micro_batches * (part.forward + (sum(part.split) if splits else part.backward))
+        + stop * part.recompute
+        for part, stop in zip(parts, spec.checkpoint_stops, strict=True)
     )
 
 
 def _mean(parts: Sequence[PartitionCost], spec: PipelineSpec) -> PartitionCost:
     """A partition that always recomputes, but no more than all of them do together."""
     count = len(parts)
-    recomputed = sum(stop * one.recompute for stop, one in zip(spec.checkpoint_stops, parts, strict=True))
+    recomputed = sum(stop * part.recompute for stop, part in zip(spec.checkpoint_stops, parts, strict=True))
     return PartitionCost(
-        sum(one.forward for one in parts) / count,
-        sum(one.backward for one in parts) / count,
+        sum(part.forward for part in parts) / count,
+        sum(part.backward for part in parts) / count,
         recompute=recomputed / spec.micro_batches / count,
-        input_grad=sum(one.split[0] for one in parts) / count,
-        weight_grad=sum(one.split[1] for one in parts) / count,
+        input_grad=sum(part.split[0] for part in parts) / count,
+        weight_grad=sum(part.split[1] for part in parts) / count,
     )
 
 
 def _by_device(memory: Sequence[PartitionMemory], devices: int) -> tuple[PartitionMemory, ...]:
-    """Partitions are dealt to devices in turn."""
+    """Devices take partitions round robin."""
     return tuple(
         PartitionMemory(
             *(
-                sum(getattr(one, name) for one in memory[device::devices])
+                sum(getattr(partition, name) for partition in memory[device::devices])
                 for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
             )
         )
         for device in range(devices)
     )
+
+
+def advice(plans: Sequence[Prediction]) -> str:
+    """A sentence about the best plan. `plans` has the best first, and the plain run among them if it was judged."""
+    best = plans[0]
+    plain = next((plan for plan in plans if plan.is_plain), None)
+    if best.is_plain:
+        pipelines = [plan for plan in plans if not plan.is_plain and plan.shape.devices > 1]
+        slower = (
+            f", a pipeline takes {pipelines[0].step_ms / best.step_ms:.2f} times as long" if pipelines else ""
+        )
+        return f"train without a pipeline: one device is quickest here{slower}"
+    gain = f"{plain.step_ms / best.step_ms:.2f} times as fast as without a pipeline; " if plain else ""
+    return f"{gain}{CURES[best.limit.name]}"

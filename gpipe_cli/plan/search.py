@@ -1,120 +1,209 @@
 """The joint search: of all shapes and balances that fit, those with the shortest steps. Exact while time lasts.
 
-Shapes are taken by their lower bounds, so that most are never looked into: once enough plans are better than a shape
-can be, it is done with. A bound that costs nothing comes first, then one that knows the layers and their memory. Knows
-nothing of torch, and of costs and memory only that somebody has them for a shape.
+The search takes shapes by their lower bounds and prunes those whose bound exceeds the best plans found: first by a
+bound that costs nothing, then by one that knows the layers and their memory. For one shape, every balance is ruled out
+by a bound or simulated. A bound belongs to one partition, so it rules out all balances that have this partition in
+common. Pure Python.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from heapq import heapify, heappop, heappush
 from math import inf
 from typing import final
 
-from gpipe_cli.plan.balances import Balance, Found, best_balance, lowest
-from gpipe_cli.plan.bound import least_step
-from gpipe_cli.plan.costs import Costs
-from gpipe_cli.plan.fit import Fit
-from gpipe_cli.plan.shape import Shape
-from gpipe_cli.plan.steps import can_be_simulated
+from gpipe_cli.balance.solver import best_nearby, minimise
+from gpipe_cli.plan.bound import MemoryFit, StepBound, least_step
+from gpipe_cli.plan.costs import LayerCosts
+from gpipe_cli.plan.search_space import PlanShape
+from gpipe_cli.plan.step_time import can_simulate, step_ms
+from gpipe_cli.schedule.checkpoint import Checkpoint
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
-__all__ = ["Answer", "Searched", "search"]
-
-ACTIONS = 200_000
-"""Simulated for one shape at most: half a second."""
-
-
-@final
-@dataclass(frozen=True)
-class Answer:
-    """The best balance of one shape, which says what each partition recomputes."""
-
-    shape: Shape
-    found: Found
+Balance = tuple[int, ...]
+MOST_ACTIONS_PER_SHAPE = 200_000
+"""Simulating so many takes half a second."""
+ROUNDING = 1 - 1e-9
+"""Bounds and steps add the same numbers in other orders."""
+NEARBY = 24
+MOST_SEGMENTS = 2_000_000
+"""Checking so many partitions one by one takes a second."""
 
 
 @final
 @dataclass(frozen=True)
-class Searched:
-    answers: list[Answer]
-    """By their steps; no other shape is better than the last of them."""
+class BestBalance:
+    balance: Balance
+    checkpoint: Checkpoint
+    step_ms: float
+    lower_bound_ms: float
+    """No balance of this shape that fits has a shorter step; the step itself if all of them were judged."""
+
+
+@final
+@dataclass(frozen=True)
+class RankedPlan:
+    """The best balance of one shape; the shape says what each partition recomputes."""
+
+    shape: PlanShape
+    best: BestBalance
+
+
+@final
+@dataclass(frozen=True)
+class SearchResult:
+    plans: list[RankedPlan]
+    """Shortest step first; no other shape is better than the last of them."""
     lower_bound_ms: float
     """No plan that fits has a shorter step."""
     too_large: int
-    """Shapes looked into that no balance makes fit."""
+    """Shapes for which no balance fits."""
     left_out: int
-    """Shapes that nobody can simulate, or for which there was no time."""
+    """Shapes that cannot be simulated, or that there was no time for."""
 
     @property
     def gap(self) -> float:
-        """By how much the best plan may be beaten."""
-        return self.answers[0].found.step_ms / self.lower_bound_ms - 1 if self.answers else inf
+        """By how much a better plan may beat the best one."""
+        return self.plans[0].best.step_ms / self.lower_bound_ms - 1 if self.plans else inf
 
 
 @final
 @dataclass(frozen=True)
-class _Waiting:
-    """A shape whose bound is known, by itself or with the balance that has it."""
-
-    shape: Shape
-    costs: Costs
-    fit: Fit | None = None
+class _QueuedShape:
+    shape: PlanShape
+    costs: LayerCosts
+    fit: MemoryFit | None = None
     start: tuple[float, Balance] | None = None
+    """What `lowest_bound` gave; None until the layers were examined."""
 
 
 def search(
-    shapes: Iterable[Shape],
-    costs_of: Callable[[Shape], Costs],
-    fit_of: Callable[[Shape], Fit],
+    shapes: Iterable[PlanShape],
+    costs_of: Callable[[PlanShape], LayerCosts],
+    fit_of: Callable[[PlanShape], MemoryFit],
     *,
     keep: int,
     cores: int | None = None,
     deadline: float = inf,
-) -> Searched:
-    """The best `keep` shapes, each with its best balance; `deadline` is a moment of `time.monotonic`."""
-    queue, cannot = _by_their_bounds(shapes, costs_of, cores)
-    answers: list[Answer] = []
+) -> SearchResult:
+    """The best `keep` shapes, each with its best balance; `deadline` is a time of `time.monotonic`."""
+    queue: list[tuple[float, int, _QueuedShape]] = []
+    left_out = 0
+    for number, shape in enumerate(shapes):
+        spec = shape.spec(cores)
+        if can_simulate(spec):
+            costs = costs_of(shape)
+            queue.append((least_step(costs, spec), number, _QueuedShape(shape, costs)))
+        else:
+            left_out += 1
+    heapify(queue)
+    plans: list[RankedPlan] = []
     too_large, number = 0, len(queue)
-    while queue and not (len(answers) >= keep and queue[0][0] >= answers[keep - 1].found.step_ms):
-        if answers and time.monotonic() > deadline:
-            cannot += len(queue)
+    while queue and not (len(plans) >= keep and queue[0][0] >= plans[keep - 1].best.step_ms):
+        if plans and time.monotonic() > deadline:
+            left_out += len(queue)
             break
-        bound, _, one = heappop(queue)
-        spec = one.shape.spec(cores)
-        if one.fit is None or one.start is None:
-            fit = fit_of(one.shape)
-            start = lowest(one.costs, spec, fit)
+        bound, _, queued = heappop(queue)
+        spec = queued.shape.spec(cores)
+        if queued.fit is None or queued.start is None:
+            fit = fit_of(queued.shape)
+            start = lowest_bound(queued.costs, spec, fit)
             if start is None:
                 too_large += 1
             else:
                 number += 1
-                heappush(queue, (max(bound, start[0]), number, replace(one, fit=fit, start=start)))
+                heappush(queue, (max(bound, start[0]), number, replace(queued, fit=fit, start=start)))
             continue
-        found = best_balance(one.costs, spec, one.fit, one.start, ACTIONS)
-        answer = Answer(replace(one.shape, checkpoint=found.checkpoint), found)
-        # Where what fits is the same everywhere, it is a shape of its own.
-        if all(answer.shape != other.shape for other in answers):
-            answers.append(answer)
-            answers.sort(key=lambda answer: answer.found.step_ms)
-    bounds = [one.found.lower_bound_ms for one in answers] + [bound for bound, *_ in queue[:1]]
-    return Searched(answers[:keep], min(bounds, default=inf), too_large, cannot)
+        best = best_balance(queued.costs, spec, queued.fit, queued.start, MOST_ACTIONS_PER_SHAPE)
+        plan = RankedPlan(replace(queued.shape, checkpoint=best.checkpoint), best)
+        # A fitted shape whose partitions all recompute the same is also in the space under that mode.
+        if all(plan.shape != other.shape for other in plans):
+            plans.append(plan)
+            plans.sort(key=lambda plan: plan.best.step_ms)
+    bounds = [plan.best.lower_bound_ms for plan in plans] + [bound for bound, *_ in queue[:1]]
+    return SearchResult(plans[:keep], min(bounds, default=inf), too_large, left_out)
 
 
-def _by_their_bounds(
-    shapes: Iterable[Shape], costs_of: Callable[[Shape], Costs], cores: int | None
-) -> tuple[list[tuple[float, int, _Waiting]], int]:
-    """A heap of the shapes that can be simulated, and how many cannot."""
-    queue = []
-    cannot = 0
-    for number, shape in enumerate(shapes):
-        spec = shape.spec(cores)
-        if can_be_simulated(spec):
-            costs = costs_of(shape)
-            queue.append((least_step(costs, spec), number, _Waiting(shape, costs)))
-        else:
-            cannot += 1
-    heapify(queue)
-    return queue, cannot
+def lowest_bound(costs: LayerCosts, spec: PipelineSpec, fit: MemoryFit) -> tuple[float, Balance] | None:
+    """A bound below all balances that fit, and the balance that has it; None if none fits."""
+    solution = minimise(StepBound(costs, spec, fit), spec.partitions)
+    return None if solution is None else (solution.largest, tuple(solution.balance))
+
+
+def best_balance(
+    costs: LayerCosts, spec: PipelineSpec, fit: MemoryFit, start: tuple[float, Balance], budget: int
+) -> BestBalance:
+    """The balance with the shortest step, exact as long as the budget lasts.
+
+    `start` is what `lowest_bound` gave; `budget` is how many actions may be simulated.
+    """
+    bound, balance = start
+    actions = 2 * spec.partitions * spec.micro_batches
+    checkpoint_of = cache(fit.checkpoint)
+
+    @cache
+    def price(balance: Balance) -> float:
+        checkpoint = checkpoint_of(balance)
+        assert checkpoint is not None, "a balance that does not fit is not judged"
+        return step_ms(replace(spec, checkpoint=checkpoint), costs, balance)
+
+    def result(balance: Balance, bound: float) -> BestBalance:
+        checkpoint = checkpoint_of(balance)
+        assert checkpoint is not None
+        return BestBalance(balance, checkpoint, price(balance), min(bound, price(balance)))
+
+    best = best_nearby(
+        balance,
+        lambda balance: checkpoint_of(balance) is not None,
+        price,
+        budget=max(1, min(NEARBY, budget // actions)),
+    )
+    if spec.partitions * costs.layers**2 > MOST_SEGMENTS:
+        return result(best, bound)
+    candidates = _Candidates(costs, spec, fit, price(best))
+    for number, other in enumerate(candidates.balances()):
+        if number * actions > budget:
+            return result(best, bound)
+        if price(other) < price(best):
+            best = other
+            candidates.limit = price(best) * ROUNDING
+    return result(best, inf)
+
+
+@final
+class _Candidates:
+    """The balances that no partition rules out. `limit` may be lowered while they are enumerated."""
+
+    def __init__(self, costs: LayerCosts, spec: PipelineSpec, fit: MemoryFit, limit: float) -> None:
+        self.limit = limit * ROUNDING
+        self._layers, self._partitions = costs.layers, spec.partitions
+        self._bound = StepBound(costs, spec, fit)
+        # For each partition where it may begin so that it and the later ones can hold the rest.
+        self._reachable = [set[int]() for _ in range(self._partitions)] + [{self._layers}]
+        for partition in reversed(range(self._partitions)):
+            begins = range(partition, self._layers) if partition else (0,)
+            self._reachable[partition] = {
+                begin for begin in begins if next(self._ends(partition, begin), None) is not None
+            }
+
+    def balances(self, partition: int = 0, begin: int = 0) -> Iterator[Balance]:
+        """Those of the partitions from `partition` on, which begin at layer `begin`."""
+        if partition == self._partitions:
+            yield ()
+            return
+        for end in self._ends(partition, begin):
+            for rest in self.balances(partition + 1, end):
+                yield (end - begin, *rest)
+
+    def _ends(self, partition: int, begin: int) -> Iterator[int]:
+        """Where the partition may end so that the later ones can reach the last layer."""
+        following = self._reachable[partition + 1]
+        for end in range(begin + 1, self._layers + 1):
+            if self._bound.cost(partition, begin, end) >= self.limit:
+                return  # it grows with every layer
+            if end in following:
+                yield end

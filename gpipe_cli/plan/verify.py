@@ -1,4 +1,4 @@
-"""Plans run for real, taking turns, so that whatever slows the machine down slows all of them."""
+"""Runs plans to verify their predictions, in turns, so that whatever slows the machine down slows all of them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ from gpipe_cli.plan.measured import intra_op_threads
 from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.profiling.layers import preserved
 
-__all__ = ["verified"]
-
 MOST_ROUNDS = 15
 
 
-def verified(
+def verify_plans(
     plans: Sequence[Prediction],
     module: nn.Sequential,
     batch: tuple[Value, Tensor],
@@ -33,7 +31,7 @@ def verified(
     cores: int,
     seconds: float,
 ) -> list[Prediction]:
-    """The plans with the medians of their steps; those for which there was no time as they were."""
+    """The plans with the medians of their steps; those that there was no time for without."""
     deadline = time.monotonic() + seconds
     times: list[list[float]] = [[] for _ in plans]
     with preserved(module, device=True), ExitStack() as stack:

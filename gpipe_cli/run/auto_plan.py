@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from gpipe_cli.config.schema import PlanSearchConfig, ScheduleConfig, TrainConfig
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.plan.advice import advice
+from gpipe_cli.plan.prediction import advice
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.components import check_components, engine_name, manual_balance, uses_partitions
 from gpipe_cli.run.data import make_loader

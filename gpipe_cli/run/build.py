@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe_cli.balance.memory import Memory
-from gpipe_cli.balance.result import Balanced
+from gpipe_cli.balance.memory_objective import MemoryObjective
+from gpipe_cli.balance.result import BalanceResult
 from gpipe_cli.config.schema import CostConfig, EngineConfig, ModelConfig, RunConfig, TrainConfig
 from gpipe_cli.config.targets import accepted, add_current_folder, instantiate
 from gpipe_cli.distributed.team import Team
@@ -51,10 +51,10 @@ from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 class Partitioning:
     """How the model is divided into partitions, and on which devices they are."""
 
-    balanced: Balanced
+    balanced: BalanceResult
     devices: list[torch.device]
     spec: PipelineSpec
-    memory: Memory | None = None
+    memory: MemoryObjective | None = None
     """What partitions need, if the balance method or a memory limit asked for it."""
     origin: str = ""
     """Where measured costs come from, for the log."""
@@ -104,7 +104,7 @@ def partition_model(settings: ModelConfig, model: nn.Sequential, loader: BatchLo
         set_threads(settings.threads, devices)
         # The engine runs forward and backward of each micro-batch before the next one, as 1f1b does on one device.
         spec = PipelineSpec(one_f_one_b.TRAITS.name, 1, min(settings.chunks, settings.batch_size))
-        return Partitioning(Balanced.of([len(model)], [1] * len(model), "layers"), devices, spec)
+        return Partitioning(BalanceResult.of([len(model)], [1] * len(model), "layers"), devices, spec)
     layers = settings.balance.get("layers")
     replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
     default = len(layers) if layers else default_partitions(settings.devices, replicas)
@@ -150,7 +150,7 @@ def _balance(
             contexts.enter_context(autocast_of(settings, devices[0].type))
         if limited or "memory" in takes:
             memory = make_memory(settings, model, offered["sample"], spec)
-        balanced: Balanced = instantiate(
+        balanced: BalanceResult = instantiate(
             settings.balance,
             "balance",
             settings.allow,

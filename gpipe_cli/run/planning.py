@@ -15,21 +15,27 @@ from typing import final
 import torch
 from torch import nn
 
-from gpipe_cli.balance.memory import Memory
-from gpipe_cli.balance.size import memory_from
+from gpipe_cli.balance.memory_objective import MemoryObjective
+from gpipe_cli.balance.size import memory_objective_from_facts
 from gpipe_cli.config.schema import PlanConfig, TrainConfig
 from gpipe_cli.config.targets import instantiate
 from gpipe_cli.engines.devices import available, available_cores, default_partitions, resolve_devices
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.plan.costs import Costs
-from gpipe_cli.plan.devices import DEVICES, Device
-from gpipe_cli.plan.fit import Fit
-from gpipe_cli.plan.measured import Workbench, intra_op_threads
+from gpipe_cli.plan.bound import MemoryFit
+from gpipe_cli.plan.costs import LayerCosts
+from gpipe_cli.plan.devices import DEVICES, DeviceSpec, estimate_costs
+from gpipe_cli.plan.measured import CostMeasurer, intra_op_threads
 from gpipe_cli.plan.prediction import Prediction, predict
-from gpipe_cli.plan.roofline import estimate
-from gpipe_cli.plan.search import Answer, Searched, search
-from gpipe_cli.plan.shape import CHECKPOINTS, FITTED, Shape, Space, powers_of_two, searched_schedules
+from gpipe_cli.plan.search import RankedPlan, SearchResult, search
+from gpipe_cli.plan.search_space import (
+    CHECKPOINTS,
+    FITTED,
+    PlanShape,
+    SearchSpace,
+    powers_of_two,
+    searched_schedules,
+)
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
@@ -62,8 +68,8 @@ MEASURING = 0.8
 class Planned:
     plans: list[Prediction]
     """From the best on."""
-    searched: Searched
-    costs: Callable[[Shape], Costs]
+    searched: SearchResult
+    costs: Callable[[PlanShape], LayerCosts]
     cores: int | None
     left_out: list[int]
     """Numbers of micro-batches for which there was no time."""
@@ -81,7 +87,7 @@ class Planner:
     ) -> None:
         self._settings, self._overrides, self._loader, self._model = settings, overrides, loader, model
         name = settings.device if isinstance(settings, PlanConfig) else None
-        self._elsewhere: Device | None = DEVICES[name] if name else None
+        self._elsewhere: DeviceSpec | None = DEVICES[name] if name else None
         self.devices = self._here()
         # Who only plans may mean machines like this one by a number; workers that share this one are a list of cpu.
         counted = isinstance(settings, PlanConfig) and isinstance(settings.devices, int)
@@ -90,7 +96,7 @@ class Planner:
         self._cores = available_cores() if shares and self._elsewhere is None else None
         self._facts = cache(self._facts_of)
         self._memory_of = cache(self._memory_with)
-        self._seen: tuple[int, Memory] | None = None
+        self._seen: tuple[int, MemoryObjective] | None = None
         """The memory of micro-batches whose facts came with their operations, and how many of those there are."""
 
     @property
@@ -106,9 +112,9 @@ class Planner:
         if not shapes:
             raise ConfigError(f"nothing to choose from: {self._pinned_text()}; leave some of it out")
         found = search(shapes, costs, self._fit, keep=keep, cores=self._cores, deadline=deadline)
-        if not found.answers:
+        if not found.plans:
             raise self._refusal(shapes)
-        best, *others = found.answers
+        best, *others = found.plans
         plans = [self._predicted(best, costs(best.shape), self._without_limit(shapes, costs, deadline))]
         plans += [self._predicted(one, costs(one.shape), None) for one in others]
         return Planned(plans, found, costs, self._cores, left_out, origin)
@@ -135,13 +141,13 @@ class Planner:
             else available(settings.devices)
         )
 
-    def _space(self) -> Space:
+    def _space(self) -> SearchSpace:
         settings, most = self._settings, len(self.devices)
         numbers = range(1, most + 1) if most <= SEVERAL else {*powers_of_two(most), most}
         chunks = powers_of_two(settings.batch_size)
         if self._elsewhere is None:
             chunks = [one for one in chunks if one <= MOST_CHUNKS * most]
-        return Space(
+        return SearchSpace(
             len(self._model),
             sorted(one for one in numbers if one <= len(self._model)),
             [min(settings.chunks, settings.batch_size)] if self._given("chunks") else chunks,
@@ -153,12 +159,12 @@ class Planner:
 
     def _costs(
         self, chunks: Sequence[int], deadline: float
-    ) -> tuple[Sequence[int], Callable[[Shape], Costs], str]:
+    ) -> tuple[Sequence[int], Callable[[PlanShape], LayerCosts], str]:
         """The numbers of micro-batches whose costs are known, the costs, and where they come from."""
         if self._elsewhere is not None:
             return self._estimates(chunks)
         profiles = ProfileCache(default_folder(), reuse=self._settings.plan.cache, say=print_status)
-        bench = Workbench(
+        bench = CostMeasurer(
             self._model,
             self.sample,
             self.devices,
@@ -181,7 +187,9 @@ class Planner:
             origin = f"measured here, some of it on {profiles.oldest} and confirmed now; plan.cache=false measures anew"
         return measured, bench.costs, origin
 
-    def _estimates(self, chunks: Sequence[int]) -> tuple[Sequence[int], Callable[[Shape], Costs], str]:
+    def _estimates(
+        self, chunks: Sequence[int]
+    ) -> tuple[Sequence[int], Callable[[PlanShape], LayerCosts], str]:
         """Operations are counted once, for the smallest micro-batch that runs: they grow with its rows."""
         assert self._elsewhere is not None
         rows = {one: -(-self._settings.batch_size // one) for one in chunks}
@@ -189,9 +197,9 @@ class Planner:
         self._seen = number, self._memory_from(counted, number)
 
         @cache
-        def costs(count: int) -> Costs:
+        def costs(count: int) -> LayerCosts:
             assert self._elsewhere is not None
-            return estimate(list(self._model), counted, self._elsewhere, rows[count] / rows[number])
+            return estimate_costs(list(self._model), counted, self._elsewhere, rows[count] / rows[number])
 
         origin = (
             f"an estimate for {len(self.devices)} x {getattr(self._settings, 'device', '')}, nothing was run"
@@ -229,11 +237,11 @@ class Planner:
             raise ConfigError(f"checkpoint={given}: gpipe plan finds a mode for each partition; leave it out")
         return given
 
-    def _fit(self, shape: Shape) -> Fit:
+    def _fit(self, shape: PlanShape) -> MemoryFit:
         modes = CHECKPOINTS if shape.checkpoint == FITTED else (str(shape.checkpoint),)
-        return Fit({mode: self._memory(replace(shape, checkpoint=mode)) for mode in modes})
+        return MemoryFit({mode: self._memory(replace(shape, checkpoint=mode)) for mode in modes})
 
-    def _memory(self, shape: Shape) -> Memory | None:
+    def _memory(self, shape: PlanShape) -> MemoryObjective | None:
         """None where even the whole model fits, which is quicker to see than that each partition does."""
         if self._limit() is None or self._surely_fits(shape):
             return None
@@ -241,7 +249,7 @@ class Planner:
         whole = (memory.allows(partition, 0, len(self._model)) for partition in range(shape.partitions))
         return None if all(whole) else memory
 
-    def _surely_fits(self, shape: Shape) -> bool:
+    def _surely_fits(self, shape: PlanShape) -> bool:
         """Judged by a smaller micro-batch that has been looked at: twice the rows keep twice as much at most."""
         if self._seen is None:
             return False
@@ -252,18 +260,20 @@ class Planner:
         most = memory.most(graphs=times * (shape.chunks + 1), inputs=times * shape.chunks)
         return most <= memory.limit / shape.spec().partitions_per_device
 
-    def _memory_with(self, chunks: int) -> Memory:
+    def _memory_with(self, chunks: int) -> MemoryObjective:
         return self._memory_from(self._facts(chunks), chunks)
 
-    def _memory_from(self, facts: ModelFacts, chunks: int) -> Memory:
-        return memory_from(self._model, facts, PipelineSpec("gpipe", 1, chunks), self._trained, self._limit())
+    def _memory_from(self, facts: ModelFacts, chunks: int) -> MemoryObjective:
+        return memory_objective_from_facts(
+            self._model, facts, PipelineSpec("gpipe", 1, chunks), self._trained, self._limit()
+        )
 
     @cached_property
     def _trained(self) -> Callable[[nn.Parameter], int]:
         return trained_bytes(self._settings, self._model)
 
     def _without_limit(
-        self, shapes: Sequence[Shape], costs: Callable[[Shape], Costs], deadline: float
+        self, shapes: Sequence[PlanShape], costs: Callable[[PlanShape], LayerCosts], deadline: float
     ) -> float | None:
         """The best step if memory did not matter, where it does."""
         if self._limit() is None:
@@ -272,19 +282,19 @@ class Planner:
         found = search(
             shapes,
             costs,
-            lambda shape: Fit({str(shape.checkpoint): None}),
+            lambda shape: MemoryFit({str(shape.checkpoint): None}),
             keep=1,
             cores=self._cores,
             deadline=deadline,
         )
-        return found.answers[0].found.step_ms
+        return found.plans[0].best.step_ms
 
-    def _predicted(self, answer: Answer, costs: Costs, without_limit_ms: float | None) -> Prediction:
+    def _predicted(self, answer: RankedPlan, costs: LayerCosts, without_limit_ms: float | None) -> Prediction:
         shape = answer.shape
         memory = partition_memory(
             self._model,
             self._facts(shape.chunks),
-            answer.found.balance,
+            answer.best.balance,
             shape.spec(),
             optimizer_factory(self._settings),
         )
@@ -297,7 +307,7 @@ class Planner:
             without_limit_ms=without_limit_ms,
         )
 
-    def _refusal(self, shapes: Sequence[Shape]) -> ConfigError:
+    def _refusal(self, shapes: Sequence[PlanShape]) -> ConfigError:
         """No plan fits; say what the least demanding one would need."""
         modest = [shape for shape in shapes if shape.checkpoint == "always"] or list(shapes)
         memory = self._memory(modest[-1])

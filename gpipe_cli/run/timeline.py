@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from gpipe_cli.balance.result import Balanced
+from gpipe_cli.balance.result import BalanceResult
 from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.engines.offload import Slicing
 from gpipe_cli.engines.protocol import Objective
@@ -108,7 +108,7 @@ def partition_for_timeline(settings: ProfileConfig, parts: RunParts) -> RunParts
         checkpoint=settings.checkpoint,
         devices=1,
     )
-    balanced = Balanced.of(balance, list(map(float, layer_bytes(parts.model))), "bytes")
+    balanced = BalanceResult.of(balance, list(map(float, layer_bytes(parts.model))), "bytes")
     return replace(parts, partitioning=Partitioning(balanced, parts.partitioning.devices, spec))
 
 

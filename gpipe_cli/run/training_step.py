@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe_cli.balance.memory import Memory
-from gpipe_cli.balance.size import TrainedBytes, memory_of
+from gpipe_cli.balance.memory_objective import MemoryObjective
+from gpipe_cli.balance.size import TrainedBytes, memory_objective
 from gpipe_cli.byte_size import byte_count
 from gpipe_cli.config.schema import CostConfig, ModelConfig, RunConfig
 from gpipe_cli.config.targets import instantiate
@@ -84,10 +84,12 @@ def optimizer_factory(settings: CostConfig) -> Callable[[Iterable[nn.Parameter]]
     return make_optimizer
 
 
-def make_memory(settings: ModelConfig, model: nn.Sequential, sample: Sample, spec: PipelineSpec) -> Memory:
+def make_memory(
+    settings: ModelConfig, model: nn.Sequential, sample: Sample, spec: PipelineSpec
+) -> MemoryObjective:
     """How much memory partitions of the model need, and the limit if there is one."""
     with autocast_of(settings):
-        return memory_of(model, sample, spec, trained_bytes(settings, model), memory_limit(settings))
+        return memory_objective(model, sample, spec, trained_bytes(settings, model), memory_limit(settings))
 
 
 def memory_limit(settings: ModelConfig) -> int | None:

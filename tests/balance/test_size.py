@@ -6,7 +6,7 @@ from torch import nn
 
 from gpipe_cli.balance import balance_by_size
 from gpipe_cli.balance.size import balance as by_size
-from gpipe_cli.balance.size import memory_of
+from gpipe_cli.balance.size import memory_objective
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
@@ -44,15 +44,15 @@ def test_what_counts_is_the_memory_of_live_micro_batches() -> None:
     """Under 1f1b the first partition keeps most micro-batches, so it gets fewer of equal layers."""
     module = nn.Sequential(*(nn.Tanh() for _ in range(10)))
     sample = Sample(torch.rand(8, 8, requires_grad=True))
-    found = by_size(memory_of(module, sample, PipelineSpec("1f1b", 4, 8), twice), 4)
+    found = by_size(memory_objective(module, sample, PipelineSpec("1f1b", 4, 8), twice), 4)
     assert found.layers == sorted(found.layers) and found.layers[0] < found.layers[-1]
     assert found.largest == found.lower_bound
-    assert by_size(memory_of(module, sample, PipelineSpec("gpipe", 2, 8), twice), 2).layers == [5, 5]
+    assert by_size(memory_objective(module, sample, PipelineSpec("gpipe", 2, 8), twice), 2).layers == [5, 5]
 
 
 def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
     module = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False))
     module[0].requires_grad_(False)
-    memory = memory_of(module, Sample(torch.rand(1, 10)), PipelineSpec("gpipe", 2, 1), twice)
+    memory = memory_objective(module, Sample(torch.rand(1, 10)), PipelineSpec("gpipe", 2, 1), twice)
     assert memory.cost(0, 0, 1) == 400
     assert memory.cost(1, 1, 2) == 800 + 40

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from math import inf
 from random import Random
 
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_cli.balance.solver import solve
+from gpipe_cli.balance.solver import Balance, best_nearby, solve
 
 
 def by_dynamic_programming(costs: list[int], partitions: int) -> int:
@@ -103,3 +104,33 @@ def test_ten_thousand_layers_take_few_probes(monkeypatch: pytest.MonkeyPatch) ->
 def test_impossible_wishes_are_refused(costs: list[float], partitions: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         solve(costs, partitions)
+
+
+@given(st.data())
+def test_with_enough_budget_no_balance_nearby_is_cheaper(data: st.DataObject) -> None:
+    layers, partitions = data.draw(st.integers(3, 9)), data.draw(st.integers(2, 3))
+    every = [sizes for sizes in product(range(1, layers), repeat=partitions) if sum(sizes) == layers]
+    prices = {balance: data.draw(st.integers(0, 99)) for balance in every}
+    start = data.draw(st.sampled_from(every))
+    best = best_nearby(start, lambda _: True, prices.__getitem__, budget=1000)
+    assert prices[best] == min(prices.values())
+
+
+def test_best_nearby_respects_what_is_allowed_and_the_budget() -> None:
+    asked: list[Balance] = []
+
+    def price(balance: Balance) -> float:
+        asked.append(balance)
+        return -balance[0]
+
+    best = best_nearby((5, 5), lambda balance: balance[0] <= 8, price, budget=100)
+    assert best == (8, 2)
+    assert max(balance[0] for balance in asked) == 8
+    asked.clear()
+    assert best_nearby((5, 5), lambda _: True, price, budget=3) == (6, 4)
+    assert len(asked) == 3
+    assert best_nearby((5, 5), lambda _: True, price, budget=1) == (5, 5)
+
+
+def test_of_equally_good_balances_the_start_wins() -> None:
+    assert best_nearby((2, 2, 2), lambda _: True, lambda _: 1.0, budget=50) == (2, 2, 2)

@@ -7,21 +7,21 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpipe_cli.plan.measured import Workbench, intra_op_threads
-from gpipe_cli.plan.shape import Shape
+from gpipe_cli.plan.measured import CostMeasurer, intra_op_threads
+from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import Sample
 
 CPU = torch.device("cpu")
 
 
-def _bench(model: nn.Sequential, devices: int, *, apart: bool = False) -> Workbench:
+def _bench(model: nn.Sequential, devices: int, *, apart: bool = False) -> CostMeasurer:
     input, target = torch.randn(4, 8), torch.randn(4, 8)
 
     def sample(chunks: int) -> Sample:
         return Sample(input[: 4 // chunks], target[: 4 // chunks], functional.mse_loss)
 
-    return Workbench(model, sample, [CPU] * devices, ProfileCache(None), cores=2, apart=apart)
+    return CostMeasurer(model, sample, [CPU] * devices, ProfileCache(None), cores=2, apart=apart)
 
 
 def test_every_size_for_which_there_is_time_has_its_costs() -> None:
@@ -29,8 +29,8 @@ def test_every_size_for_which_there_is_time_has_its_costs() -> None:
     bench = _bench(model, 2)
     assert sorted(bench.measure([1, 2, 4], time.monotonic() + 60)) == [1, 2, 4]
     for checkpoint in ("never", "always"):
-        alone = bench.costs(Shape(1, 1, 1, "1f1b", checkpoint)).partition(0, 3)
-        pipe = bench.costs(Shape(2, 2, 4, "1f1b", checkpoint)).partition(0, 3)
+        alone = bench.costs(PlanShape(1, 1, 1, "1f1b", checkpoint)).partition(0, 3)
+        pipe = bench.costs(PlanShape(2, 2, 4, "1f1b", checkpoint)).partition(0, 3)
         assert min(alone.forward, alone.backward, pipe.forward, pipe.backward, pipe.recompute) > 0
 
 
@@ -48,7 +48,7 @@ def test_a_size_that_the_model_does_not_take_is_left_out() -> None:
 def test_machines_of_their_own_do_not_disturb_each_other() -> None:
     bench = _bench(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), 2, apart=True)
     bench.measure([2], time.monotonic() + 60)
-    alone, pipe = (bench.costs(Shape(many, many, 2, "1f1b", "never")) for many in (1, 2))
+    alone, pipe = (bench.costs(PlanShape(many, many, 2, "1f1b", "never")) for many in (1, 2))
     assert alone.partition(0, 2) == pipe.partition(0, 2)
 
 

@@ -4,21 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from gpipe_cli.plan.advice import advice
-from gpipe_cli.plan.balances import Found
-from gpipe_cli.plan.costs import Costs
-from gpipe_cli.plan.prediction import Prediction, predict
-from gpipe_cli.plan.search import Answer
-from gpipe_cli.plan.shape import Shape
-from gpipe_cli.plan.steps import step_ms
+from gpipe_cli.plan.costs import LayerCosts
+from gpipe_cli.plan.prediction import Prediction, advice, predict
+from gpipe_cli.plan.search import BestBalance, RankedPlan
+from gpipe_cli.plan.search_space import PlanShape
+from gpipe_cli.plan.step_time import step_ms
 from gpipe_cli.profiling.partition_memory import PartitionMemory
 
 MEMORY = [PartitionMemory(1, 2, 3, 4)] * 4
 
 
-def _predicted(shape: Shape, balance: tuple[int, ...], costs: Costs, **more: float) -> Prediction:
+def _predicted(shape: PlanShape, balance: tuple[int, ...], costs: LayerCosts, **more: float) -> Prediction:
     step = step_ms(shape.spec(), costs, balance)
-    answer = Answer(shape, Found(balance, shape.checkpoint, step, step))
+    answer = RankedPlan(shape, BestBalance(balance, shape.checkpoint, step, step))
     return predict(answer, costs, MEMORY[: len(balance)], cores=None, rows=32, **more)
 
 
@@ -34,45 +32,45 @@ def _predicted(shape: Shape, balance: tuple[int, ...], costs: Costs, **more: flo
 def test_what_would_shorten_the_step_most_limits_it(
     balance: tuple[int, ...], chunks: int, transfer: float, limit: str
 ) -> None:
-    costs = Costs([1.0] * 4, [2.0] * 4, transfer=[transfer] * 4)
-    found = _predicted(Shape(2, 2, chunks, "1f1b", "never"), balance, costs)
+    costs = LayerCosts([1.0] * 4, [2.0] * 4, transfer=[transfer] * 4)
+    found = _predicted(PlanShape(2, 2, chunks, "1f1b", "never"), balance, costs)
     assert found.limit.name == limit
     assert (found.limit.share > 0.02) == (limit != "work")
 
 
 def test_memory_limits_a_plan_that_would_be_quicker_without_a_limit() -> None:
-    costs = Costs([1.0] * 4, [2.0] * 4)
-    found = _predicted(Shape(2, 2, 64, "1f1b", "always"), (2, 2), costs, without_limit_ms=100.0)
+    costs = LayerCosts([1.0] * 4, [2.0] * 4)
+    found = _predicted(PlanShape(2, 2, 64, "1f1b", "always"), (2, 2), costs, without_limit_ms=100.0)
     assert found.limit.name == "memory"
     assert "larger device_memory" in advice([found])
 
 
 def test_devices_that_hold_several_partitions_need_the_memory_of_all() -> None:
-    costs = Costs([1.0] * 4, [2.0] * 4)
-    found = _predicted(Shape(4, 2, 8, "interleaved", "never"), (1, 1, 1, 1), costs)
+    costs = LayerCosts([1.0] * 4, [2.0] * 4)
+    found = _predicted(PlanShape(4, 2, 8, "interleaved", "never"), (1, 1, 1, 1), costs)
     assert [one.total_bytes for one in found.memory] == [20, 20] and found.peak_bytes == 20
     assert found.overrides.endswith("schedule=interleaved checkpoint=never devices=2")
 
 
 def test_modes_that_differ_are_given_as_a_list() -> None:
-    costs = Costs([1.0] * 4, [2.0] * 4)
-    found = _predicted(Shape(2, 2, 4, "1f1b", ("always", "never")), (2, 2), costs)
+    costs = LayerCosts([1.0] * 4, [2.0] * 4)
+    found = _predicted(PlanShape(2, 2, 4, "1f1b", ("always", "never")), (2, 2), costs)
     assert found.overrides.endswith("schedule=1f1b checkpoint=[always,never]")
     assert found.facts()["checkpoint"] == ["always", "never"]
 
 
 def test_the_plain_run_is_recommended_where_it_is_quickest() -> None:
-    costs = Costs([1.0] * 4, [2.0] * 4)
-    plain = _predicted(Shape(1, 1, 1, "1f1b", "never"), (4,), costs)
-    pipe = _predicted(Shape(2, 2, 4, "1f1b", "never"), (2, 2), costs)
+    costs = LayerCosts([1.0] * 4, [2.0] * 4)
+    plain = _predicted(PlanShape(1, 1, 1, "1f1b", "never"), (4,), costs)
+    pipe = _predicted(PlanShape(2, 2, 4, "1f1b", "never"), (2, 2), costs)
     assert "without a pipeline" in advice([plain, pipe]) and "times as long" in advice([plain, pipe])
     assert advice([replace(pipe, step_ms=6.0), plain]).startswith("2.00 times as fast as without a pipeline")
     assert plain.overrides == "engine=single chunks=1"
 
 
 def test_an_error_is_a_share_of_what_was_measured() -> None:
-    costs = Costs([1.0], [2.0])
-    found = _predicted(Shape(1, 1, 1, "1f1b", "never"), (1,), costs)
+    costs = LayerCosts([1.0], [2.0])
+    found = _predicted(PlanShape(1, 1, 1, "1f1b", "never"), (1,), costs)
     assert found.error is None and "measured_ms" not in found.facts()
     measured = replace(found, measured_ms=4.0)
     assert measured.error == pytest.approx(-0.25) and measured.facts()["measured_ms"] == 4.0

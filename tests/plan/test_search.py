@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from gpipe_cli.balance.memory import LayerBytes, Memory
+from gpipe_cli.balance.memory_objective import LayerBytes, MemoryObjective
 from gpipe_cli.balance.solver import sums
-from gpipe_cli.plan.costs import Costs, Split
-from gpipe_cli.plan.fit import Fit
-from gpipe_cli.plan.search import Searched, search
-from gpipe_cli.plan.shape import CHECKPOINTS, FITTED, Shape, Space
-from gpipe_cli.plan.steps import step_ms
+from gpipe_cli.plan.bound import MemoryFit
+from gpipe_cli.plan.costs import BackwardSplit, LayerCosts
+from gpipe_cli.plan.search import SearchResult, search
+from gpipe_cli.plan.search_space import CHECKPOINTS, FITTED, PlanShape, SearchSpace
+from gpipe_cli.plan.step_time import step_ms
 from gpipe_cli.schedule.checkpoint import Checkpoint
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
@@ -23,11 +23,13 @@ def _balances(layers: int, partitions: int) -> Iterator[tuple[int, ...]]:
         yield tuple(end - begin for begin, end in itertools.pairwise([0, *cuts, layers]))
 
 
-def _costs(draw: random.Random, layers: int) -> Costs:
+def _costs(draw: random.Random, layers: int) -> LayerCosts:
     def times(most: int) -> list[float]:
         return [float(draw.randint(1, most)) for _ in range(layers)]
 
-    return Costs(times(9), times(20), times(9), [draw.random() for _ in range(layers)], Split(0.6, 0.55))
+    return LayerCosts(
+        times(9), times(20), times(9), [draw.random() for _ in range(layers)], BackwardSplit(0.6, 0.55)
+    )
 
 
 def _bytes(draw: random.Random, layers: int) -> list[LayerBytes]:
@@ -45,13 +47,13 @@ def test_brute_force_finds_nothing_better(seed: int, cores: int | None) -> None:
     by_chunks = {chunks: _costs(draw, layers) for chunks in (1, 2, 8)}
     sizes = _bytes(draw, layers)
     limit = draw.choice([None, draw.randint(120, 500)])
-    space = Space(layers, [1, 2, 4], list(by_chunks))
+    space = SearchSpace(layers, [1, 2, 4], list(by_chunks))
 
-    def memory_of(shape: Shape) -> Memory:
-        return Memory(sizes, shape.spec(), limit)
+    def memory_of(shape: PlanShape) -> MemoryObjective:
+        return MemoryObjective(sizes, shape.spec(), limit)
 
-    def fit_of(shape: Shape) -> Fit:
-        return Fit({str(shape.checkpoint): memory_of(shape)})
+    def fit_of(shape: PlanShape) -> MemoryFit:
+        return MemoryFit({str(shape.checkpoint): memory_of(shape)})
 
     found = search(space.shapes(), lambda shape: by_chunks[shape.chunks], fit_of, keep=3, cores=cores)
 
@@ -66,15 +68,15 @@ def test_brute_force_finds_nothing_better(seed: int, cores: int | None) -> None:
             ]
         )
     )
-    assert [one.found.step_ms for one in found.answers] == pytest.approx(best[:3])
+    assert [one.best.step_ms for one in found.plans] == pytest.approx(best[:3])
     if best:
         assert found.lower_bound_ms == pytest.approx(best[0])
         assert found.gap == pytest.approx(0)
-    for one in found.answers:
-        assert memory_of(one.shape).fits(one.found.balance)
-        assert step_ms(
-            one.shape.spec(cores), by_chunks[one.shape.chunks], one.found.balance
-        ) == pytest.approx(one.found.step_ms)
+    for one in found.plans:
+        assert memory_of(one.shape).fits(one.best.balance)
+        assert step_ms(one.shape.spec(cores), by_chunks[one.shape.chunks], one.best.balance) == pytest.approx(
+            one.best.step_ms
+        )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -83,16 +85,16 @@ def test_no_modes_of_the_partitions_are_better_than_those_found(seed: int, sched
     draw = random.Random(seed)
     layers, partitions, chunks = draw.randint(4, 8), draw.randint(2, 3), draw.choice([2, 3, 8])
     costs, sizes = _costs(draw, layers), _bytes(draw, layers)
-    roomy = Memory(sizes, PipelineSpec(schedule, partitions, chunks), 0)
+    roomy = MemoryObjective(sizes, PipelineSpec(schedule, partitions, chunks), 0)
     limit = round(draw.uniform(0.4, 0.9) * max(sums(roomy, _even(layers, partitions))))
-    space = Space(layers, [partitions], [chunks], [schedule], partitions=partitions, fitted=True)
+    space = SearchSpace(layers, [partitions], [chunks], [schedule], partitions=partitions, fitted=True)
 
-    def memory_of(checkpoint: Checkpoint) -> Memory:
-        return Memory(sizes, PipelineSpec(schedule, partitions, chunks, checkpoint), limit)
+    def memory_of(checkpoint: Checkpoint) -> MemoryObjective:
+        return MemoryObjective(sizes, PipelineSpec(schedule, partitions, chunks, checkpoint), limit)
 
-    def fit_of(shape: Shape) -> Fit:
+    def fit_of(shape: PlanShape) -> MemoryFit:
         modes = CHECKPOINTS if shape.checkpoint == FITTED else (str(shape.checkpoint),)
-        return Fit({mode: memory_of(mode) for mode in modes})
+        return MemoryFit({mode: memory_of(mode) for mode in modes})
 
     found = search(space.shapes(), lambda shape: costs, fit_of, keep=1)
 
@@ -102,47 +104,49 @@ def test_no_modes_of_the_partitions_are_better_than_those_found(seed: int, sched
         for balance in _balances(layers, partitions)
         if memory_of(modes).fits(balance)
     ]
-    assert [one.found.step_ms for one in found.answers] == pytest.approx([min(steps)] if steps else [])
-    for one in found.answers:
-        assert memory_of(one.shape.checkpoint).fits(one.found.balance)
+    assert [one.best.step_ms for one in found.plans] == pytest.approx([min(steps)] if steps else [])
+    for one in found.plans:
+        assert memory_of(one.shape.checkpoint).fits(one.best.balance)
 
 
 def test_only_the_partition_that_needs_it_recomputes() -> None:
     # The first partition of 1f1b keeps four micro-batches, the last one a single one.
-    costs = Costs([1.0] * 8, [2.0] * 8)
+    costs = LayerCosts([1.0] * 8, [2.0] * 8)
     sizes = [LayerBytes({layer: 1}, 1, {layer: 10}) for layer in range(8)]
-    shape = Shape(4, 4, 8, "1f1b", FITTED)
-    memories = {mode: Memory(sizes, replace(shape.spec(), checkpoint=mode), 45) for mode in CHECKPOINTS}
-    (answer,) = search([shape], lambda shape: costs, lambda shape: Fit(memories), keep=1).answers
+    shape = PlanShape(4, 4, 8, "1f1b", FITTED)
+    memories = {
+        mode: MemoryObjective(sizes, replace(shape.spec(), checkpoint=mode), 45) for mode in CHECKPOINTS
+    }
+    (answer,) = search([shape], lambda shape: costs, lambda shape: MemoryFit(memories), keep=1).plans
     assert answer.shape.checkpoint == ("except_last", "except_last", "never", "never")
-    assert answer.found.balance == (2, 2, 2, 2)
+    assert answer.best.balance == (2, 2, 2, 2)
 
 
 def _even(layers: int, partitions: int) -> list[int]:
     return [layers // partitions + (place < layers % partitions) for place in range(partitions)]
 
 
-def _uniform(layers: int, devices: list[int], chunks: list[int]) -> Searched:
-    costs = Costs([1.0] * layers, [2.0] * layers)
-    shapes = Space(layers, devices, chunks).shapes()
-    return search(shapes, lambda shape: costs, lambda shape: Fit({str(shape.checkpoint): None}), keep=2)
+def _uniform(layers: int, devices: list[int], chunks: list[int]) -> SearchResult:
+    costs = LayerCosts([1.0] * layers, [2.0] * layers)
+    shapes = SearchSpace(layers, devices, chunks).shapes()
+    return search(shapes, lambda shape: costs, lambda shape: MemoryFit({str(shape.checkpoint): None}), keep=2)
 
 
 def test_without_anything_to_lose_more_micro_batches_are_not_free() -> None:
     # Costs do not fall with the size here, so a pipeline of many micro-batches is slower than one device.
-    assert _uniform(8, [1, 4], [1, 8]).answers[0].shape == Shape(1, 1, 1, "1f1b", "never")
+    assert _uniform(8, [1, 4], [1, 8]).plans[0].shape == PlanShape(1, 1, 1, "1f1b", "never")
 
 
 def test_thousands_of_devices_are_planned_by_their_wave() -> None:
     found = _uniform(1024, [1024], [2048])
-    assert found.answers and found.left_out == 3  # zero_bubble has no wave
-    best = found.answers[0]
-    assert best.found.step_ms == pytest.approx((2048 + 1023) * 3.0, rel=0.02)
-    assert found.lower_bound_ms <= best.found.step_ms
+    assert found.plans and found.left_out == 3  # zero_bubble has no wave
+    best = found.plans[0]
+    assert best.best.step_ms == pytest.approx((2048 + 1023) * 3.0, rel=0.02)
+    assert found.lower_bound_ms <= best.best.step_ms
 
 
 def test_a_space_names_every_shape_once() -> None:
-    shapes = list(Space(8, [1, 2, 4], [1, 2, 4]).shapes())
+    shapes = list(SearchSpace(8, [1, 2, 4], [1, 2, 4]).shapes())
     assert len(shapes) == len(set(shapes))
     assert {shape.checkpoint for shape in shapes} == set(CHECKPOINTS)
     assert all(shape.chunks > 1 for shape in shapes if shape.devices > 1)
@@ -150,13 +154,13 @@ def test_a_space_names_every_shape_once() -> None:
 
 
 def test_shapes_that_cannot_win_are_not_looked_into() -> None:
-    costs, looked = Costs([1.0] * 64, [2.0] * 64), []
-    shapes = list(Space(64, [1, 2, 8, 64], [64]).shapes())
+    costs, looked = LayerCosts([1.0] * 64, [2.0] * 64), []
+    shapes = list(SearchSpace(64, [1, 2, 8, 64], [64]).shapes())
 
-    def fit_of(shape: Shape) -> Fit:
+    def fit_of(shape: PlanShape) -> MemoryFit:
         looked.append(shape)
-        return Fit({str(shape.checkpoint): None})
+        return MemoryFit({str(shape.checkpoint): None})
 
     found = search(shapes, lambda shape: costs, fit_of, keep=1)
-    assert found.answers[0].shape.devices == 64 and found.gap == pytest.approx(0)
+    assert found.plans[0].shape.devices == 64 and found.gap == pytest.approx(0)
     assert {shape.devices for shape in looked} == {64} and len(looked) < len(shapes) / 3

@@ -1,8 +1,7 @@
-"""What a partition needs on its device, in bytes, and whether a balance keeps within a limit.
+"""What a partition needs on its device, in bytes, and whether a balance stays within a limit. Without torch.
 
-Parameters, their gradients and the optimizer's state are there all the time; each micro-batch that is alive under the
-schedule adds what its backward needs, or its input alone where that is recomputed. What a layer needs only while it
-runs is not counted. Knows nothing of torch: the numbers are given.
+Parameters, their gradients and the optimizer's state are resident; each micro-batch alive under the schedule adds what
+its backward needs, or only its input if it is recomputed. What a layer needs only while it runs does not count.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 @final
 @dataclass(frozen=True)
 class LayerBytes:
-    """Of one layer and one micro-batch. Mappings are by a number that tells apart what layers may share."""
+    """Of one layer and one micro-batch. The keys of mappings identify what layers may share."""
 
     resident: Mapping[int, int]
-    """There all the time: parameters with their gradients and the optimizer's state, buffers."""
+    """Parameters with their gradients and the optimizer's state, buffers."""
     input: int
-    """What enters the layer from the one before it."""
+    """What enters the layer from the previous one."""
     saved: Mapping[int, int]
-    """Kept for backward."""
+    """Saved for backward."""
 
 
 @final
 @dataclass(frozen=True)
 class SkipBytes:
-    """What layer `begin` hands to layer `end` past those between."""
+    """A skip from layer `begin` to layer `end`."""
 
     begin: int
     end: int
@@ -43,24 +42,24 @@ class SkipBytes:
 
 
 @final
-class _Together:
-    """Sums over consecutive layers in which what is shared counts once, worked out as far as they are asked for."""
+class _SharedSums:
+    """Sums over consecutive layers in which shared bytes count once, computed on demand."""
 
     def __init__(self, layers: Sequence[Mapping[int, int]]) -> None:
         self._layers = layers
         self._by_begin: dict[int, tuple[list[int], set[int]]] = {}
 
     def sum(self, begin: int, end: int) -> int:
-        sums, seen = self._by_begin.setdefault(begin, ([0], set()))
+        sums, counted = self._by_begin.setdefault(begin, ([0], set()))
         for layer in self._layers[begin + len(sums) - 1 : end]:
-            new = layer.keys() - seen
-            seen |= new
-            sums.append(sums[-1] + sum(layer[one] for one in new))
+            new = layer.keys() - counted
+            counted |= new
+            sums.append(sums[-1] + sum(layer[key] for key in new))
         return sums[end - begin]
 
 
 @final
-class Memory:
+class MemoryObjective:
     """The bytes of a partition, an objective for the solver.
 
     It does not grow backwards: a layer added in front may have a smaller input than the one behind it.
@@ -75,24 +74,24 @@ class Memory:
         limit: int | None = None,
         skips: Sequence[SkipBytes] = (),
     ) -> None:
-        """`limit` is that of one device; partitions that share it get equal parts."""
+        """`limit` is that of one device; partitions on the same device get equal parts of it."""
         self.layers = len(layers)
         self.limit = limit
-        self.costs = [sum(one.resident.values()) + sum(one.saved.values()) for one in layers]
-        """A number for each layer, as if one micro-batch were alive and it shared nothing."""
+        self.costs = [sum(layer.resident.values()) + sum(layer.saved.values()) for layer in layers]
+        """The bytes of each layer if one micro-batch were alive and layers shared nothing."""
         self._layers, self._spec, self._skips = layers, spec, skips
-        self._resident = _Together([one.resident for one in layers])
-        self._saved = _Together([one.saved for one in layers])
+        self._resident = _SharedSums([layer.resident for layer in layers])
+        self._saved = _SharedSums([layer.saved for layer in layers])
 
     def cost(self, partition: int, begin: int, end: int) -> float:
-        arriving = sum(one.bytes for one in self._skips if one.begin < begin <= one.end < end)
-        kept = self._spec.peaks[partition].bytes(
-            self._saved.sum(begin, end), self._layers[begin].input + arriving
+        skips = sum(skip.bytes for skip in self._skips if skip.begin < begin <= skip.end < end)
+        activations = self._spec.peaks[partition].bytes(
+            self._saved.sum(begin, end), self._layers[begin].input + skips
         )
-        return self._resident.sum(begin, end) + kept
+        return self._resident.sum(begin, end) + activations
 
     def furthest(self, partition: int, begin: int, limit: float) -> int:
-        reach = 1  # doubled, since what lies far beyond the limit is never asked for
+        reach = 1  # doubled, since sums far beyond the limit are never needed
         while begin + reach < self.layers and self.cost(partition, begin, begin + reach) <= limit:
             reach *= 2
         ends = range(begin + 1, min(begin + reach, self.layers) + 1)
@@ -103,17 +102,17 @@ class Memory:
         return None if self.limit is None else self.limit / self._spec.partitions_per_device
 
     def most(self, graphs: int, inputs: int) -> int:
-        """What no partition exceeds, however many layers it has, if so many graphs and inputs are alive."""
+        """An upper bound for any partition, if so many graphs and inputs are alive."""
         saved = self._saved.sum(0, self.layers)
-        input = max(one.input for one in self._layers) + sum(one.bytes for one in self._skips)
+        input = max(layer.input for layer in self._layers) + sum(skip.bytes for skip in self._skips)
         return self._resident.sum(0, self.layers) + graphs * saved + inputs * input
 
     def allows(self, partition: int, begin: int, end: int) -> bool:
         limit = self.limit_per_partition
         return limit is None or self.cost(partition, begin, end) <= limit
 
-    def under(self, spec: PipelineSpec) -> Memory:
-        """The same layers and limit, on another spec; what has been added up is shared."""
+    def under(self, spec: PipelineSpec) -> MemoryObjective:
+        """The same layers and limit with another spec; sums already computed are shared."""
         other = copy.copy(self)
         other._spec = spec
         return other
@@ -122,7 +121,7 @@ class Memory:
         return self.limit_per_partition is None or max(sums(self, balance)) <= self.limit_per_partition
 
     def refusal(self, balance: Sequence[int] | None = None) -> ConfigError:
-        """Why the limit cannot be kept, by this balance or by any, with the smallest that would do."""
+        """Why this balance, or any, exceeds the limit, and the smallest limit that would do."""
         best = minimise(self, self._spec.partitions)
         assert best is not None and self.limit is not None, "only a limit refuses"
         enough = byte_text(best.largest * self._spec.partitions_per_device)
@@ -141,12 +140,12 @@ class Memory:
 
 
 @final
-class Limited:
-    """Another objective, where only partitions within the memory limit are allowed."""
+class WithinMemory:
+    """Another objective that allows only partitions within the memory limit."""
 
     grows_backwards = False
 
-    def __init__(self, objective: Objective, memory: Memory) -> None:
+    def __init__(self, objective: Objective, memory: MemoryObjective) -> None:
         assert memory.limit_per_partition is not None
         self.layers = objective.layers
         self._objective, self._memory, self._limit = objective, memory, memory.limit_per_partition

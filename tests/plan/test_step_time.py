@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_cli.plan import wavefront
-from gpipe_cli.plan.wavefront import long_step, takes
+from gpipe_cli.plan import step_time
+from gpipe_cli.plan.step_time import follows_clock, long_step
 from gpipe_cli.schedule.checkpoint import MODES, Checkpoint
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
@@ -33,7 +33,7 @@ def test_all_devices_at_once_take_what_action_by_action_takes(
         PartitionCost(data.draw(numbers), data.draw(numbers), data.draw(numbers), data.draw(numbers))
         for _ in range(spec.partitions)
     ]
-    assert takes(spec)
+    assert follows_clock(spec)
     assert long_step(spec, costs) == pytest.approx(spec.simulate(costs).step)
 
 
@@ -48,10 +48,10 @@ def test_a_steady_state_goes_on_as_the_whole_simulation_does_at_256_devices(
         for _ in range(spec.partitions)
     ]
     whole = long_step(spec, costs)
-    monkeypatch.setattr(wavefront, "MOST_TICKS", 0)
+    monkeypatch.setattr(step_time, "MOST_TICKS", 0)
     assert long_step(spec, costs) == pytest.approx(whole, rel=2e-3)
 
 
 def test_what_shares_cores_or_splits_backward_has_no_clock() -> None:
-    assert not takes(PipelineSpec("1f1b", 4, 8, cores=2))
-    assert not takes(PipelineSpec("zero_bubble", 4, 8))
+    assert not follows_clock(PipelineSpec("1f1b", 4, 8, cores=2))
+    assert not follows_clock(PipelineSpec("zero_bubble", 4, 8))

@@ -5,28 +5,34 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpipe_cli.plan.devices import DEVICES, Device
-from gpipe_cli.plan.roofline import BANDWIDTH_REACHED, FLOPS_REACHED, KERNEL_MS, estimate
+from gpipe_cli.plan.devices import (
+    BANDWIDTH_REACHED,
+    DEVICES,
+    FLOPS_REACHED,
+    KERNEL_MS,
+    DeviceSpec,
+    estimate_costs,
+)
 from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import Sample
 
 WIDTH, ROWS = 64, 16
 
 
-def _estimated(device: Device, scale: float = 1.0) -> tuple[list[float], list[float]]:
+def _estimated(device: DeviceSpec, scale: float = 1.0) -> tuple[list[float], list[float]]:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
     sample = Sample(torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH), functional.mse_loss)
-    costs = estimate(list(model), model_facts(model, sample), device, scale)
-    return costs.kept.forward, [costs.partition(0, 1).transfer, costs.partition(1, 2).transfer]
+    costs = estimate_costs(list(model), model_facts(model, sample), device, scale)
+    return costs.without_recompute.forward, [costs.partition(0, 1).transfer, costs.partition(1, 2).transfer]
 
 
 def test_a_layer_takes_its_arithmetic_where_that_is_slower() -> None:
-    forward, _ = _estimated(Device(flops=1e6, memory=1, bandwidth=1e30, link=1e30))
+    forward, _ = _estimated(DeviceSpec(flops=1e6, memory=1, bandwidth=1e30, link=1e30))
     assert forward[1] == pytest.approx(1000 * 2 * ROWS * WIDTH * WIDTH / (FLOPS_REACHED * 1e6) + KERNEL_MS)
 
 
 def test_a_layer_takes_its_traffic_where_that_is_slower() -> None:
-    forward, transfers = _estimated(Device(flops=1e30, memory=1, bandwidth=1e6, link=1e6))
+    forward, transfers = _estimated(DeviceSpec(flops=1e30, memory=1, bandwidth=1e6, link=1e6))
     activation, parameters = 4 * ROWS * WIDTH, 4 * (WIDTH * WIDTH + WIDTH)
     traffic = 2 * activation + parameters
     assert forward[1] == pytest.approx(1000 * traffic / (BANDWIDTH_REACHED * 1e6) + KERNEL_MS)
@@ -34,7 +40,7 @@ def test_a_layer_takes_its_traffic_where_that_is_slower() -> None:
 
 
 def test_more_rows_take_longer_but_not_to_start() -> None:
-    device = Device(flops=1e6, memory=1, bandwidth=1e30, link=1e30)
+    device = DeviceSpec(flops=1e6, memory=1, bandwidth=1e30, link=1e30)
     (once, _), (twice, _) = _estimated(device), _estimated(device, 2.0)
     assert twice[1] - KERNEL_MS == pytest.approx(2 * (once[1] - KERNEL_MS))
 

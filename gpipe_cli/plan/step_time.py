@@ -1,11 +1,9 @@
-"""The step of a pipeline too long to be simulated action by action: thousands of devices, millions of actions.
+"""How long a step of a plan takes: simulated action by action, or all devices at once if the actions are too many.
 
-    long_step(PipelineSpec("1f1b", partitions=4096, micro_batches=16384), costs)
-
-In these schedules every action has a place on a clock, and what it needs stands one tick earlier on the neighbouring
-device. So all devices are advanced together, tick by tick, with one array operation each. Beyond `MOST_TICKS` the
-pipeline has long been in a steady state, in which another round of micro-batches always takes the same: that is
-measured between two shorter steps, and added. There are no cores to share: devices are devices.
+The latter is for thousands of devices and millions of actions, under schedules that follow a clock: each action has a
+tick, and what it needs is one tick earlier on the neighbouring device. So `_Clock` advances all devices together, tick
+by tick, with one array operation each. Beyond `MOST_TICKS` the pipeline has long been in a steady state, in which
+another round of micro-batches always takes the same time: the difference of two shorter steps gives that time.
 """
 
 from __future__ import annotations
@@ -16,53 +14,66 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 
-__all__ = ["long_step", "takes"]
-
+MOST_ACTIONS = 200_000
+"""Of one simulation: half a second."""
 MOST_TICKS = 60_000
 STEADY = 3
-"""Rounds of one micro-batch per device after which the beginning is forgotten."""
+"""Rounds of one micro-batch per device after which the start no longer matters."""
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def takes(spec: PipelineSpec) -> bool:
-    """Whether the spec has a clock, and devices enough for its workers."""
+def step_ms(spec: PipelineSpec, costs: LayerCosts, balance: Sequence[int]) -> float:
+    return simulated_step(spec, costs.partitions(balance, spec))
+
+
+def simulated_step(spec: PipelineSpec, costs: Sequence[PartitionCost]) -> float:
+    """In milliseconds, or whatever unit the costs are in."""
+    if 2 * spec.partitions * spec.micro_batches > MOST_ACTIONS:
+        return long_step(spec, costs)
+    return spec.simulate(costs).step
+
+
+def can_simulate(spec: PipelineSpec) -> bool:
+    """Whether the step can be computed in seconds."""
+    return 2 * spec.partitions * spec.micro_batches <= MOST_ACTIONS or follows_clock(spec)
+
+
+def follows_clock(spec: PipelineSpec) -> bool:
+    """Whether the schedule follows a clock, and every worker has a device of its own."""
     devices = spec.devices or spec.partitions
     on_a_clock = spec.traits.ticks_per_micro_batch is not None
     return spec.cores is None and on_a_clock and spec.partitions % devices == 0
 
 
 def long_step(spec: PipelineSpec, costs: Sequence[PartitionCost]) -> float:
-    """Milliseconds, or whatever unit the costs are in."""
-    assert takes(spec), "asked only where it can answer"
+    """The step of a pipeline with too many actions to simulate; there are no cores to share."""
+    assert follows_clock(spec), "the caller asks can_simulate first"
     devices = spec.devices or spec.partitions
-    rounds = _rounds_left_out(spec, devices)
+    # How many rounds of one micro-batch per device are added instead of run.
+    ticks_per_micro_batch = 2 * spec.partitions // devices
+    most = max((STEADY + 1) * devices, MOST_TICKS // ticks_per_micro_batch - 2 * devices)
+    rounds = max(0, -(-(spec.micro_batches - most) // devices))
     if rounds == 0:
         return _Clock(spec, costs).run()
     shorter = [
         replace(spec, micro_batches=spec.micro_batches - out * devices) for out in (rounds, rounds + 1)
     ]
-    step, before = (_Clock(one, costs).run() for one in shorter)
+    step, before = (_Clock(short, costs).run() for short in shorter)
     return step + rounds * (step - before)
 
 
-def _rounds_left_out(spec: PipelineSpec, devices: int) -> int:
-    """How many rounds of one micro-batch per device are added instead of run."""
-    per_micro_batch = 2 * spec.partitions // devices
-    most = max((STEADY + 1) * devices, MOST_TICKS // per_micro_batch - 2 * devices)
-    return max(0, -(-(spec.micro_batches - most) // devices))
-
-
 class _Wave(NamedTuple):
-    """Who acts at one tick; places are counted from the device where the wave begins."""
+    """The devices that act at one tick; places are counted from the device where the direction begins."""
 
     places: Any
-    """A slice where one will do, which is several times as quick."""
+    """A slice if possible, which is several times as fast as indices."""
     following: Any
-    """The places one further on."""
+    """The places after these."""
     turns: Any
     micro_batches: Any
     begins: bool
@@ -73,22 +84,22 @@ class _Wave(NamedTuple):
 
 @final
 class _Direction:
-    """What goes over the borders one way: outputs, or gradients on their way back."""
+    """What crosses the boundaries in one direction: outputs, or gradients on their way back."""
 
     def __init__(self, durations: Numbers, transfers: Numbers, micro_batches: int) -> None:
-        """By turn and place, in the order in which this direction takes them."""
+        """Both by turn and place, in the order in which this direction passes them."""
         self.durations, self.transfers = durations, transfers
         turns, devices = durations.shape
-        # The latest that has come to each place; nothing ever keeps the first one waiting in its first turn.
+        # When the latest tensor arrived at each place; the first place never waits in its first turn.
         self.arrived = np.zeros(devices + 1)
-        # Between turns it goes from the last place to the first, later than one tick: kept by micro-batch.
+        # Between turns a tensor goes from the last place to the first, and waits there for more than one tick.
         self.between = np.zeros((turns, micro_batches))
 
     def arrivals(self, wave: _Wave) -> Numbers:
-        found: Numbers = self.arrived[wave.places].copy()
+        arrivals: Numbers = self.arrived[wave.places].copy()
         if wave.begins and np.ndim(wave.turns) and wave.turns[0] > 0:
-            found[0] = self.between[wave.turns[0] - 1, wave.micro_batches[0]]
-        return found
+            arrivals[0] = self.between[wave.turns[0] - 1, wave.micro_batches[0]]
+        return arrivals
 
     def send(self, wave: _Wave, ends: Numbers) -> None:
         sent = ends + self.transfers[wave.turns, wave.places]
@@ -109,21 +120,23 @@ class _Clock:
         def by_turn(numbers: Iterable[float]) -> Numbers:
             return np.array(list(numbers)).reshape(self._turns, self._devices)
 
-        there, back = list(costs), list(reversed(costs))
         self._forward = _Direction(
-            by_turn(one.forward for one in there), by_turn(one.transfer for one in there), self._micro_batches
-        )
-        # A gradient goes back over the border its input came by, which belongs to the partition before.
-        self._backward = _Direction(
-            by_turn(one.backward for one in back),
-            by_turn(one.transfer for one in [*back[1:], PartitionCost(0, 0)]),
+            by_turn(cost.forward for cost in costs),
+            by_turn(cost.transfer for cost in costs),
             self._micro_batches,
         )
-        self._recompute = by_turn(one.recompute for one in back)
+        backwards = list(reversed(costs))
+        # A gradient crosses the boundary that its input crossed, whose transfer is the previous partition's.
+        self._backward = _Direction(
+            by_turn(cost.backward for cost in backwards),
+            by_turn(cost.transfer for cost in [*backwards[1:], PartitionCost(0, 0)]),
+            self._micro_batches,
+        )
+        self._recompute = by_turn(cost.recompute for cost in backwards)
         self._recomputes = any(spec.checkpoint_stops)
         self._stops = by_turn(reversed(spec.checkpoint_stops))
         self._free = np.zeros(self._devices)
-        self._free_from_behind = self._free[::-1]  # the same numbers
+        self._free_from_behind = self._free[::-1]  # a view of the same numbers
 
     def run(self) -> float:
         last = self._devices - 1
@@ -161,15 +174,15 @@ class _Clock:
         group, rest = np.divmod((tick - places) // stride, self._turns * self._devices)
         turns, place = np.divmod(rest, self._devices)
         micro_batches = group * self._devices + place
-        there = micro_batches < self._micro_batches
-        places = places[there]
+        exist = micro_batches < self._micro_batches
+        places = places[exist]
         if not len(places):
             return None
         return _Wave(
             places,
             places + 1,
-            turns[there],
-            micro_batches[there],
+            turns[exist],
+            micro_batches[exist],
             begins=places[0] == 0,
             ends=places[-1] == self._devices - 1,
         )

@@ -1,7 +1,4 @@
-"""All that a plan decides besides its balance, and which such shapes are worth looking at.
-
-Knows nothing of costs: what is too slow or too large is for the search to find out.
-"""
+"""Everything that a plan decides besides its balance, and which of these shapes the search examines."""
 
 from __future__ import annotations
 
@@ -13,24 +10,22 @@ from gpipe_cli.schedule import names, traits
 from gpipe_cli.schedule.checkpoint import Checkpoint
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
-__all__ = ["CHECKPOINTS", "FITTED", "Shape", "Space", "powers_of_two", "searched_schedules"]
-
 CHECKPOINTS = ("never", "except_last", "always")
 FITTED = "fitted"
-"""Not a mode: every partition has one of its own, that which recomputes least among those that fit its memory."""
+"""Not a mode: each partition has its own, the one with the least recomputation that fits its memory."""
 TURNS = (2, 4)
 """Partitions per device for a schedule that runs several; with one it is the same as one that does not."""
 
 
 @final
 @dataclass(frozen=True)
-class Shape:
+class PlanShape:
     partitions: int
     devices: int
     chunks: int
     schedule: str
     checkpoint: Checkpoint
-    """FITTED: to be found for each balance."""
+    """FITTED: depends on the balance."""
 
     def spec(self, cores: int | None = None) -> PipelineSpec:
         return PipelineSpec(self.schedule, self.partitions, self.chunks, self.checkpoint, self.devices, cores)
@@ -42,31 +37,31 @@ class Shape:
 
 @final
 @dataclass(frozen=True)
-class Space:
-    """What may be chosen."""
+class SearchSpace:
+    """What a plan may choose from."""
 
     layers: int
     devices: Sequence[int]
-    """How many of them may be used."""
+    """The numbers of devices that may be used."""
     chunks: Sequence[int]
     schedules: Collection[str] = field(default_factory=lambda: searched_schedules())
     checkpoints: Collection[str] = CHECKPOINTS
     partitions: int | None = None
-    """Fixed, where given."""
+    """None: any number."""
     fitted: bool = False
-    """Whether partitions may differ in what they recompute: worth a look where memory is limited."""
+    """Whether partitions may differ in what they recompute: worth searching if memory is limited."""
     _turns: Sequence[int] = field(default=TURNS)
 
-    def shapes(self) -> Iterator[Shape]:
-        """Each once; what cannot run, or is another one under a second name, is left out."""
+    def shapes(self) -> Iterator[PlanShape]:
+        """Each once; those that cannot run, or equal another one, are left out."""
         for devices in self.devices:
             for chunks in self.chunks:
                 if devices == 1:
-                    yield from self._alone(chunks)
+                    yield from self._on_one_device(chunks)
                 elif chunks > 1:  # a single micro-batch keeps one device busy at a time
                     yield from self._pipelines(devices, chunks)
 
-    def _alone(self, chunks: int) -> Iterator[Shape]:
+    def _on_one_device(self, chunks: int) -> Iterator[PlanShape]:
         plain = [
             name
             for name in self.schedules
@@ -77,9 +72,9 @@ class Space:
         # On one device all of them take the same time, so the one that keeps the fewest micro-batches alive is best.
         schedule = min(plain, key=lambda name: PipelineSpec(name, 1, chunks).peaks[0].bytes(graph=1, input=0))
         for checkpoint in self._modes(chunks):
-            yield Shape(1, 1, chunks, schedule, checkpoint)
+            yield PlanShape(1, 1, chunks, schedule, checkpoint)
 
-    def _pipelines(self, devices: int, chunks: int) -> Iterator[Shape]:
+    def _pipelines(self, devices: int, chunks: int) -> Iterator[PlanShape]:
         for schedule in self.schedules:
             for turns in self._turns if traits(schedule).several_per_device else (1,):
                 partitions = devices * turns
@@ -87,10 +82,10 @@ class Space:
                     continue
                 modes = self._modes(chunks)
                 for checkpoint in [*modes, FITTED] if self.fitted and len(modes) > 1 else modes:
-                    yield Shape(partitions, devices, chunks, schedule, checkpoint)
+                    yield PlanShape(partitions, devices, chunks, schedule, checkpoint)
 
     def _modes(self, chunks: int) -> list[str]:
-        """With one micro-batch `except_last` is `never`, which every space that has one of them may name."""
+        """With one micro-batch `except_last` equals `never`, so it is left out if that may be chosen."""
         modes = [mode for mode in CHECKPOINTS if mode in self.checkpoints]
         return [mode for mode in modes if not (chunks == 1 and mode == "except_last" and "never" in modes)]
 
