@@ -193,7 +193,11 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("train balance=time balance.cach=false", 2, "did you mean 'balance.cache'?"),
     ("env now", 2, "gpipe env takes no arguments"),
     ("train model=torchvision model.name=swin_tt", 2, "has no such model; choose one of swin_t, "),
-    ("train model=torchvision model.name=ssd300_vgg16", 2, "model.name=ssd300_vgg16: returns boxes, "),
+    (
+        "train model=torchvision model.name=ssd300_vgg16",
+        2,
+        "ssd300_vgg16: returns a different number of boxes",
+    ),
     ("train model=torchvision model.name=r3d_18", 2, "takes clips: channels, frames, height, width, and the"),
     ("train loss=auxiliary loss.weight=-1", 2, "loss.weight=-1: must be a finite number of at least 0"),
     (

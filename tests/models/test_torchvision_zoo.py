@@ -145,7 +145,9 @@ def test_images_that_a_model_does_not_accept_are_reported_with_the_layer() -> No
         build("inception_v3", input_shape=(3, 32, 32))
     with pytest.raises(ConfigError, match=r"r3d_18: takes clips: .*has 3x8x8; .* data=synthetic_clips$"):
         build("r3d_18", input_shape=(3, 8, 8))
-    with pytest.raises(ConfigError, match=r"fcn_resnet50: takes images: .*has 3x8x8x8; choose fitting"):
+    with pytest.raises(
+        ConfigError, match=r"fcn_resnet50: takes images: .*has 3x8x8x8; choose data that fits"
+    ):
         build("fcn_resnet50", input_shape=(3, 8, 8, 8))
     with pytest.raises(ConfigError, match=r"mvit_v2_s: takes only clips of 3x16x224x224"):
         build("mvit_v2_s", input_shape=(3, 8, 64, 64))
