@@ -29,7 +29,7 @@ def test_a_run_that_went_on_is_repeated_by_all_its_commands(tiny: Gpipe) -> None
     tiny("train", "resume=here", "epochs=2", "run_dir=null", "chunks=4")
     page = Path("here/report.html").read_text(encoding="utf-8")
     assert "Repeat the run, in this order" in page and "resume=here" in page
-    assert "chunks=4" in page[page.index("To measure it, run") :].split("</code>")[0]
+    assert "chunks=4" in page[page.index("To record one, run") :].split("</code>")[0]
 
 
 def test_a_run_that_fails_leaves_a_page_too(tiny: Gpipe) -> None:

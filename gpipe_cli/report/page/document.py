@@ -92,16 +92,22 @@ def _comparison_content(runs: Sequence[RunFacts]) -> list[Child]:
 
 def _details(run: RunFacts) -> list[Child]:
     """The sections that a run and a comparison have in common."""
-    timelines = step_timelines(run) or _missing_command(run, "No step was recorded in this run.", PROFILE)
+    timelines = step_timelines(run) or _missing_command(
+        run, "This run recorded no step. To record one, run", PROFILE
+    )
     partitions = partition_table(run)
     if partitions is None:
-        partitions = _missing_command(run, "This run did not record its partitions.", PROFILE)
+        partitions = _missing_command(
+            run, "This run did not record its partitions. To see them, run", PROFILE
+        )
     elif not any("activation" in partition.memory for partition in run.partitions):
         # Training does not measure activations, which are often the larger part of memory: say so.
-        hint = _missing_command(run, "The memory above does not include activations.", PROFILE)
+        hint = _missing_command(
+            run, "The memory above does not include activations. To measure them, run", PROFILE
+        )
         partitions = join([partitions, hint])
     layers = layer_table(run) or _missing_command(
-        run, "The layers were not measured in this run.", "gpipe profile"
+        run, "This run did not measure its layers. To measure them, run", "gpipe profile"
     )
     return [
         _section("Timeline of a step", timelines),
@@ -121,7 +127,7 @@ def _missing(text: str) -> Html:
 def _missing_command(run: RunFacts, text: str, command: str) -> Html:
     """What is missing, and a command that measures it; with the run's own settings, if they are known."""
     own = next((line for line in run.next_commands.values() if line.startswith("gpipe profile ")), command)
-    return tag("p", {"class": "missing"}, f"{text} To measure it, run ", tag("code", None, own))
+    return tag("p", {"class": "missing"}, f"{text} ", tag("code", None, own))
 
 
 def _problems(run: RunFacts) -> Html | None:
