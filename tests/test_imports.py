@@ -1,6 +1,7 @@
-"""Imports go down only: the table below is the rule, and every import of the package is held to it.
+"""Imports go down only: every import of the package must follow the table below.
 
-Imports inside functions and under TYPE_CHECKING count too: the direction is about knowledge, not about time.
+Imports inside functions and under TYPE_CHECKING count too: the rule is about what a module knows, not about when it
+is imported.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ LEVELS = """
     values safe_files owned_folder
     errors version byte_size orphans collector redaction
 """
-"""Top to bottom. A room imports from itself and from lines below its own, so those of one line never meet."""
+"""Top to bottom. An area imports from itself and from lower lines; areas on one line do not import each other."""
 
-ASIDE = {
+COMPONENTS = {
     "models": {"sequential", "skip", "vision", "values", "safe_files", "errors"},
     "data": {"vision", "values", "safe_files", "errors", "orphans"},
     "losses": {"values", "errors"},
     "loggers": {"safe_files", "errors"},
 }
-"""Rooms beside the levels, and what they import; reached from `run` and by `_target_` in a config."""
+"""Areas beside the levels, and what they import; reached from `run` and by `_target_` in a config."""
 
 ONLY_IN = {
     "hydra": {"config.composing", "config.load", "config.printing"},
@@ -60,7 +61,7 @@ ONLY_IN = {
     },
     "torchvision": {"vision"},
 }
-"""Packages that only these know; the others say `from gpipe_cli.vision import torchvision`."""
+"""Packages that only these modules import; others use `from gpipe_cli.vision import torchvision`."""
 
 WITHOUT_TORCH = {
     "training.snapshot.durable",
@@ -80,7 +81,7 @@ WITHOUT_TORCH = {
     "redaction",
 }
 
-LEVEL_OF = {room: level for level, line in enumerate(LEVELS.split("\n")) for room in line.split()}
+LEVEL_OF = {area: level for level, line in enumerate(LEVELS.split("\n")) for area in line.split()}
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Import:
 
 
 def modules() -> dict[str, ast.Module]:
-    """Every module of the package by its name within it, the package's own face excepted."""
+    """Every module of the package by its name within it, except the package's own __init__."""
     paths = {path: path.relative_to(PACKAGE).with_suffix("").parts for path in sorted(PACKAGE.rglob("*.py"))}
     names = {path: ".".join(parts).removesuffix(".__init__") for path, parts in paths.items()}
     return {name: ast.parse(path.read_text()) for path, name in names.items() if name != "__init__"}
@@ -113,53 +114,58 @@ def imports(importer: str, tree: ast.Module) -> Iterator[Import]:
         yield from (Import(importer, target, node.lineno) for target in targets)
 
 
-def within(name: str, rooms: set[str]) -> str | None:
-    """The most exact of the rooms a module is in."""
-    found = [room for room in rooms if f"{name}.".startswith(f"{room}.")]
-    return max(found, key=len, default=None)
+def within(name: str, areas: set[str]) -> str | None:
+    """The innermost of the areas that contain a module."""
+    containing = [area for area in areas if f"{name}.".startswith(f"{area}.")]
+    return max(containing, key=len, default=None)
 
 
-def room_of(name: str) -> str:
-    room = within(name, LEVEL_OF.keys() | ASIDE.keys())
-    assert room is not None, f"'{name}' has no place in the table of tests/test_imports.py"
-    return room
+def area_of(name: str) -> str:
+    area = within(name, LEVEL_OF.keys() | COMPONENTS.keys())
+    assert area is not None, f"'{name}' has no place in the table of tests/test_imports.py"
+    return area
 
 
 def is_allowed(importer: str, imported: str) -> bool:
-    here, there = room_of(importer), room_of(imported)
-    if here == there:
+    source, target = area_of(importer), area_of(imported)
+    if source == target:
         return True
-    if here in ASIDE:
-        return there in ASIDE[here]
-    if there in ASIDE:
-        return here == "run"
-    return LEVEL_OF[here] < LEVEL_OF[there]
+    if source in COMPONENTS:
+        return target in COMPONENTS[source]
+    if target in COMPONENTS:
+        return source == "run"
+    return LEVEL_OF[source] < LEVEL_OF[target]
 
 
 MODULES = modules()
-IMPORTS = [one for name, tree in MODULES.items() for one in imports(name, tree)]
-INTERNAL = [one for one in IMPORTS if one.imported.split(".")[0] == "gpipe_cli"]
+IMPORTS = [each for name, tree in MODULES.items() for each in imports(name, tree)]
 
 
 def test_every_module_has_a_place_in_the_table() -> None:
-    assert {room_of(name) for name in MODULES} <= LEVEL_OF.keys() | ASIDE.keys()
+    assert {area_of(name) for name in MODULES} <= LEVEL_OF.keys() | COMPONENTS.keys()
+
+
+def imports_of(package: str) -> list[Import]:
+    return [each for each in IMPORTS if each.imported.split(".")[0] == package]
 
 
 def test_no_import_goes_up_or_sideways() -> None:
-    wrong = [one for one in INTERNAL if not is_allowed(one.importer, one.imported.partition(".")[2])]
+    wrong = [
+        each
+        for each in imports_of("gpipe_cli")
+        if not is_allowed(each.importer, each.imported.partition(".")[2])
+    ]
     assert not wrong, "; ".join(map(str, wrong))
 
 
 @pytest.mark.parametrize("package", ONLY_IN)
-def test_some_packages_are_known_in_few_rooms_only(package: str) -> None:
-    of_package = [one for one in IMPORTS if one.imported.split(".")[0] == package]
-    wrong = [one for one in of_package if within(one.importer, ONLY_IN[package]) is None]
+def test_some_packages_are_imported_in_few_areas_only(package: str) -> None:
+    wrong = [each for each in imports_of(package) if within(each.importer, ONLY_IN[package]) is None]
     assert not wrong, "; ".join(map(str, wrong))
 
 
-def test_what_must_start_fast_or_run_anywhere_does_without_torch() -> None:
-    of_torch = [one for one in IMPORTS if one.imported.split(".")[0] == "torch"]
-    wrong = [one for one in of_torch if within(one.importer, WITHOUT_TORCH) is not None]
+def test_modules_that_must_load_fast_do_not_import_torch() -> None:
+    wrong = [each for each in imports_of("torch") if within(each.importer, WITHOUT_TORCH) is not None]
     assert not wrong, "; ".join(map(str, wrong))
 
 
@@ -177,5 +183,5 @@ def test_what_must_start_fast_or_run_anywhere_does_without_torch() -> None:
         ("engines.single", "models.resnet", False),
     ],
 )
-def test_the_rule_itself_tells_down_from_up(importer: str, imported: str, allowed: bool) -> None:
+def test_the_rule_distinguishes_down_from_up(importer: str, imported: str, allowed: bool) -> None:
     assert is_allowed(importer, imported) == allowed
