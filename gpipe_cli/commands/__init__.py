@@ -1,1 +1,1 @@
-"""One file per command: wiring only, read from top to bottom."""
+"""One file per command of `gpipe --help`, and the loop over the jobs of a sweep."""

@@ -1,4 +1,4 @@
-"""gpipe cp: a shipped recipe or option copied to a file of one's own, to change it. Imports neither Hydra nor torch."""
+"""gpipe cp: copy a recipe or option to a file of your own, to change it. Imports neither Hydra nor torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gpipe_cli.errors import ConfigError, ResourceError
 
 def run(invocation: Invocation) -> None:
     if len(invocation.words) != 2:
-        raise ConfigError("give what to copy and where to: gpipe cp recipe/digits conf/recipes/mine.yaml")
+        raise ConfigError("give what to copy and the new file: gpipe cp recipe/digits conf/recipes/mine.yaml")
     what, where = invocation.words
-    topic, option = _chosen(what)
+    topic, option = _find_option(what)
     target = _copy(option.path, Path(where))
     facts = {"from": f"{topic}/{option.name}", "to": str(target), "use": _use(topic, target)}
     if invocation.json:
@@ -29,23 +29,23 @@ def run(invocation: Invocation) -> None:
         sys.stdout.write(f"{name:<5} {value}\n")
 
 
-def _chosen(what: str) -> tuple[str, Option]:
+def _find_option(what: str) -> tuple[str, Option]:
     group, slash, name = what.partition("/")
     if not slash:
         raise ConfigError(f"'{what}': give a group and an option, such as recipe/digits or model/resnet101")
     topic = topic_of(group)
-    found = {option.name: option for option in options(topic)}
-    if name not in found:
-        raise ConfigError(f"{what}: no such option; {or_list(name, found)}")
-    return topic, found[name]
+    by_name = {option.name: option for option in options(topic)}
+    if name not in by_name:
+        raise ConfigError(f"{what}: no such option; {or_list(name, by_name)}")
+    return topic, by_name[name]
 
 
 def _copy(source: Path, target: Path) -> Path:
-    """A folder gets a file of the same name; nothing is replaced."""
+    """Copy to the file, or into the folder under the same name; never replace a file."""
     if target.is_dir():
         target = target / source.name
     if target.suffix != ".yaml":
-        raise ConfigError(f"{target}: its name must end in .yaml to be found as an option")
+        raise ConfigError(f"{target}: the name must end in .yaml, or gpipe does not find the option")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with source.open("rb") as original, target.open("xb") as copy:
@@ -58,7 +58,7 @@ def _copy(source: Path, target: Path) -> Path:
 
 
 def _use(topic: str, target: Path) -> str:
-    """An option is found by the folder it lies in, which must have the group's name."""
+    """How to use the copy: gpipe finds an option in a folder that has the name of its group."""
     if target.absolute().parent.name != topic:
         return f"put it into a folder {topic}/, and give the folder above it as --config-dir"
     key = "recipe" if topic == "recipes" else topic

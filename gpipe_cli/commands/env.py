@@ -1,4 +1,4 @@
-"""gpipe env: the machine and the versions, ready to paste into an issue."""
+"""gpipe env: print the machine and the versions, ready to paste into an issue."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def run(invocation: Invocation) -> None:
         sys.stdout.write(f"{json.dumps(facts)}\n")
         return
     for name, value in facts.items():
-        shown = ", ".join(value) if isinstance(value, list) else value
-        sys.stdout.write(f"- {name}: {one_line(str(shown))}\n")
+        text = ", ".join(value) if isinstance(value, list) else value
+        sys.stdout.write(f"- {name}: {one_line(str(text))}\n")

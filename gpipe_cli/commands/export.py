@@ -1,6 +1,6 @@
-"""gpipe export: the weights of a run or snapshot as one file under the original names, for use without gpipe.
+"""gpipe export: write the weights of a run or snapshot to one file under the original names, for use without gpipe.
 
-A snapshot's own file of weights is such a file already; it is verified and copied, so torch is not needed.
+A snapshot contains such a file. gpipe verifies and copies it, and does not need torch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ KEYS = ("run", "snapshot", "out")
 
 
 def run(invocation: Invocation) -> None:
-    given = _given(invocation.words)
-    out = Path(given.get("out", MODEL))
+    keys = _parse(invocation.words)
+    out = Path(keys.get("out", MODEL))
     if os.path.lexists(out):
         raise ConfigError(f"out={out}: exists; give another name, or remove it")
-    key = "snapshot" if "snapshot" in given else "run"
-    snapshot = select_snapshot(key, given[key], (MODEL,))
+    key = "snapshot" if "snapshot" in keys else "run"
+    snapshot = select_snapshot(key, keys[key], (MODEL,))
     weights = snapshot.contents[MODEL]
     try:
         read_header(weights, len(weights))
@@ -50,7 +50,7 @@ def run(invocation: Invocation) -> None:
         print_facts("", facts)
 
 
-def _given(words: tuple[str, ...]) -> dict[str, str]:
+def _parse(words: tuple[str, ...]) -> dict[str, str]:
     given: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -60,5 +60,5 @@ def _given(words: tuple[str, ...]) -> dict[str, str]:
             raise ConfigError(f"{key}: give {key}=<{'file' if key == 'out' else 'directory'}>")
         given[key] = value
     if ("run" in given) == ("snapshot" in given):
-        raise ConfigError("give run=<directory> or snapshot=<directory>, one of them")
+        raise ConfigError("give either run=<directory> or snapshot=<directory>")
     return given

@@ -1,4 +1,4 @@
-"""gpipe ls: the options of each group, read from the folders; imports neither Hydra nor torch."""
+"""gpipe ls: list the options of each group, as found in the folders. Imports neither Hydra nor torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _print_lines(listing: dict[str, list[dict[str, str]]]) -> None:
 
 
 def _print_tables(listing: dict[str, list[dict[str, str]]]) -> None:
-    from gpipe_cli.report.tables import print_rows  # rich takes time that a pipe need not wait for
+    from gpipe_cli.report.tables import print_rows  # importing rich takes time, and a pipe does not need it
 
     for topic, rows in listing.items():
         columns = list(dict.fromkeys(key for row in rows for key in row)) or ["name"]

@@ -83,7 +83,7 @@ def _summary(plans: Sequence[Prediction], planned: Planned, job: Job) -> dict[st
         "advice": advice(plans),
         "too_large": searched.too_large,
         "left_out": searched.left_out,
-        "chunks_left_out": planned.left_out,
+        "chunks_left_out": planned.skipped_chunks,
         **({"largest_error": max(errors)} if errors else {}),
         "paste": f"{job.train_command(without=(*OWN_KEYS, *PLANNED_KEYS))} {plans[0].overrides}",
         "command": job.line,
@@ -98,12 +98,12 @@ def _print(plans: Sequence[Prediction], planned: Planned, summary: dict[str, Any
     if best.shape.actions <= MOST_ACTIONS and best.shape.partitions <= LARGEST_PICTURE:
         step = as_step(spec.simulate(planned.costs(best.shape).partitions(best.balance, spec)))
         print_step_timeline(f"predicted: {best.step_ms:.1f} ms", step, best.shape.partitions, step.seconds)
-    if planned.left_out:
+    if planned.skipped_chunks:
         print_status(
-            f"not searched: chunks={planned.left_out}, because the time ran out (increase plan.budget=<seconds>) or "
-            "because the model rejects such small micro-batches"
+            f"not searched: chunks={planned.skipped_chunks}, because the time ran out (increase "
+            "plan.budget=<seconds>) or because the model rejects such small micro-batches"
         )
-    if 1 in planned.left_out:
+    if 1 in planned.skipped_chunks:
         print_status(
             "the search therefore says nothing about one device with the whole mini-batch, which may be faster"
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from gpipe_cli.balance.time import partition_costs
-from gpipe_cli.commands.report import leave_page
 from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Batch
@@ -24,6 +23,7 @@ from gpipe_cli.run.build import RunParts, build_parts
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.launch_record import launch_of, write_launch
 from gpipe_cli.run.setup import write_config
+from gpipe_cli.run.summary import write_report
 from gpipe_cli.run.timeline import partition_for_timeline, print_timeline, record_timeline
 from gpipe_cli.run.training_step import make_sample
 from gpipe_cli.training.run_directory import check_run_dir, make_run_directory, write_json, write_text
@@ -76,7 +76,7 @@ def run(settings: ProfileConfig, job: Job) -> Summary:
     write_text(directory / "profile.csv", layers_csv(rows))
     if timeline is not None:
         write_text(directory / "trace.json", trace_json(timeline.steps, timeline.ideal, timeline.row_names))
-    leave_page(directory)
+    write_report(directory)
     if job.shows_result:
         print_layers(rows, sort=settings.sort, top=settings.top)
         if timeline is not None:

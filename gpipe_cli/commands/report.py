@@ -1,6 +1,6 @@
-"""gpipe report: the page of a run, built anew from the files in its directory, or one page that compares several.
+"""gpipe report: rebuild the report of a run from the files in its directory, or compare several runs in one page.
 
-Reads files only and does without torch. A page of ours is replaced, any other file is left alone.
+Reads files only and does without torch. It replaces an earlier report, but no other file.
 """
 
 from __future__ import annotations
@@ -14,26 +14,22 @@ from pathlib import Path
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.report.failure import describe
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.document import GENERATOR, PAGE, render_page
-from gpipe_cli.report.page.facts import RunFacts
 from gpipe_cli.report.page.reader import read_run
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.safe_files import UnsafeFile, open_regular
 from gpipe_cli.training.run_directory import write_text
 
-__all__ = ["leave_page", "run"]
-
 COMPARISON = "comparison.html"
 
 
 def run(invocation: Invocation) -> None:
-    directories, out = _given(invocation.words)
+    directories, out = _parse(invocation.words)
     _check_replaceable(out)
-    runs = [read_run(one) for one in directories]
+    runs = [read_run(directory) for directory in directories]
     write_text(out, render_page(runs))
-    notes = [f"{one.path / note}" for one in runs for note in one.problems]
+    notes = [f"{run.path / note}" for run in runs for note in run.problems]
     facts = {"report": str(out), "bytes": out.stat().st_size, "runs": len(runs)}
     if invocation.json:
         sys.stdout.write(f"{json.dumps({**facts, 'runs': list(map(str, directories)), 'notes': notes})}\n")
@@ -43,19 +39,8 @@ def run(invocation: Invocation) -> None:
     print_facts("", facts)
 
 
-def leave_page(directory: Path) -> RunFacts | None:
-    """The page of a run that has just ended, in its directory; None and a warning where that is not possible."""
-    try:
-        found = read_run(directory)
-        write_text(directory / PAGE, render_page([found]))
-    except Exception as error:  # noqa: BLE001 - what was trained is saved: no picture of it may end it in an error
-        print_status(f"warning: {PAGE} is left out: {describe(error)}")
-        return None
-    return found
-
-
-def _given(words: Sequence[str]) -> tuple[list[Path], Path]:
-    """The directories, and the file to write."""
+def _parse(words: Sequence[str]) -> tuple[list[Path], Path]:
+    """The run directories, and the file to write."""
     out: str | None = None
     directories: list[Path] = []
     for word in words:
@@ -69,7 +54,7 @@ def _given(words: Sequence[str]) -> tuple[list[Path], Path]:
         else:
             out = value
     if not directories:
-        raise ConfigError("say which run: gpipe report runs/train/..., or several to compare them")
+        raise ConfigError("give a run directory: gpipe report runs/train/...; give several to compare them")
     if out == "":
         raise ConfigError("out: give out=<file>")
     return directories, Path(out or (directories[0] / PAGE if len(directories) == 1 else COMPARISON))
@@ -78,12 +63,12 @@ def _given(words: Sequence[str]) -> tuple[list[Path], Path]:
 def _check_replaceable(out: Path) -> None:
     try:
         with os.fdopen(open_regular(out, base=out.parent), encoding="utf-8", errors="replace") as file:
-            ours = GENERATOR in file.read(4096)
+            is_report = GENERATOR in file.read(4096)
     except FileNotFoundError:
         return
     except UnsafeFile as error:
         raise ConfigError(f"out={out}: {error}; give another name, or remove it") from error
     except OSError as error:
         raise ConfigError(f"out={out}: cannot be written: {error}") from error
-    if not ours:
-        raise ConfigError(f"out={out}: exists and is no report; give another name, or remove it")
+    if not is_report:
+        raise ConfigError(f"out={out}: exists and is not a report; give another name, or remove it")

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gpipe_cli.commands.report import leave_page
 from gpipe_cli.config.durations import seconds
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.config.targets import instantiate
@@ -34,6 +33,7 @@ from gpipe_cli.run.summary import (
     stop_with_resume_command,
     summarise,
     summary_if_finished,
+    write_report,
     write_summary,
 )
 from gpipe_cli.training.loop import EvalResult, TrainSpec, train
@@ -88,7 +88,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             setup = set_up_run(settings, job, resumed, cleanup, team)
             if team.leads:
                 write_launch(setup.directory, launch)
-                cleanup.callback(leave_page, setup.directory)  # however the run ends
+                cleanup.callback(write_report, setup.directory)  # however the run ends
                 cleanup.enter_context(logger.opened(setup.directory, setup.position, job))
             resumed = None  # frees the snapshot's tensors, which the engine has copied
             with _recorder(settings, plan, setup, team, logger, launch["partitions"]) as recorder:

@@ -1,6 +1,7 @@
-"""From settings to plans: which shapes there are, what their layers cost, what they need. For `plan` and `train`.
+"""Search for the best plans of a configuration, for `gpipe plan` and `gpipe train plan=auto`.
 
-Keys that are given are kept: chunks, schedule, checkpoint and partitions are searched for only where nobody chose them.
+The search respects the keys you give: it varies chunks, schedule, checkpoint and partitions only where you did not
+choose them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from torch import nn
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.size import memory_objective_from_facts
 from gpipe_cli.config.schema import PlanConfig, TrainConfig
-from gpipe_cli.config.targets import instantiate
 from gpipe_cli.engines.devices import available, available_cores, default_partitions, resolve_devices
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError
@@ -44,6 +44,7 @@ from gpipe_cli.report.output import print_status
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.training_step import (
     autocast_of,
+    make_sample,
     memory_limit,
     optimizer_factory,
     sample_must_fit,
@@ -51,29 +52,28 @@ from gpipe_cli.run.training_step import (
 )
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
-__all__ = ["Planned", "Planner"]
-
-MOST_CHUNKS = 8
-"""Micro-batches per device that are measured: beyond that a bubble is a few per cent, and small ones are slow."""
-SEVERAL = 8
-"""Up to so many devices every number of them is tried, beyond it powers of two."""
-LINK = 12e9
-"""Bytes per second between devices that are not here, if nothing else is said: PCIe 3.0 x16."""
-MEASURING = 0.8
-"""The share of the budget after which the search begins."""
+MAX_CHUNKS_PER_DEVICE = 8
+"""Above this the bubble is only a few per cent, and small micro-batches are slow."""
+FEW_DEVICES = 8
+"""Up to this many devices the search tries every number of partitions, above it powers of two."""
+LINK_BYTES_PER_SECOND = 12e9
+"""Between machines or GPUs whose link is not measured: PCIe 3.0 x16."""
+MEASURING_SHARE = 0.8
+"""Of the budget; the search has the rest."""
 
 
 @final
 @dataclass(frozen=True)
 class Planned:
     plans: list[Prediction]
-    """From the best on."""
+    """Best first."""
     searched: SearchResult
     costs: Callable[[PlanShape], LayerCosts]
     cores: int | None
-    left_out: list[int]
-    """Numbers of micro-batches for which there was no time."""
+    skipped_chunks: list[int]
+    """Values of `chunks` that the search skipped, because the time ran out or the model rejects them."""
     origin: str
+    """How the costs were obtained."""
 
 
 @final
@@ -87,50 +87,55 @@ class Planner:
     ) -> None:
         self._settings, self._overrides, self._loader, self._model = settings, overrides, loader, model
         name = settings.device if isinstance(settings, PlanConfig) else None
-        self._elsewhere: DeviceSpec | None = DEVICES[name] if name else None
-        self.devices = self._here()
-        # Who only plans may mean machines like this one by a number; workers that share this one are a list of cpu.
-        counted = isinstance(settings, PlanConfig) and isinstance(settings.devices, int)
-        self.apart = counted and self.devices[0].type == "cpu"
-        shares = not self.apart and self.devices[0].type == "cpu"
-        self._cores = available_cores() if shares and self._elsewhere is None else None
+        self._estimated_device: DeviceSpec | None = DEVICES[name] if name else None
+        self.devices = self._devices()
+        # For gpipe plan, devices=4 on a CPU means four machines like this one; devices=[cpu,cpu] means workers that
+        # share the cores of this machine.
+        on_cpu = self.devices[0].type == "cpu"
+        self.separate_machines = (
+            on_cpu and isinstance(settings, PlanConfig) and isinstance(settings.devices, int)
+        )
+        shares_cores = on_cpu and not self.separate_machines and self._estimated_device is None
+        self._cores = available_cores() if shares_cores else None
         self._facts = cache(self._facts_of)
         self._memory_of = cache(self._memory_with)
-        self._seen: tuple[int, MemoryObjective] | None = None
-        """The memory of micro-batches whose facts came with their operations, and how many of those there are."""
+        self._smallest: tuple[int, MemoryObjective] | None = None
+        """For an estimate: the largest number of chunks whose operations were counted, and its memory."""
 
     @property
     def can_be_run(self) -> bool:
-        return self._elsewhere is None and not self.apart
+        return self._estimated_device is None and not self.separate_machines
 
     def plan(self, keep: int) -> Planned:
         deadline = time.monotonic() + self._settings.plan.budget
         space = self._space()
         measured, costs, origin = self._costs(space.chunks, deadline)
-        left_out = [one for one in space.chunks if one not in measured]
+        skipped = [chunks for chunks in space.chunks if chunks not in measured]
         shapes = [shape for shape in space.shapes() if shape.chunks in measured]
         if not shapes:
-            raise ConfigError(f"nothing to choose from: {self._pinned_text()}; leave some of it out")
-        found = search(shapes, costs, self._fit, keep=keep, cores=self._cores, deadline=deadline)
-        if not found.plans:
-            raise self._refusal(shapes)
-        best, *others = found.plans
+            raise ConfigError(f"no plan is possible with {self._fixed_keys()}; leave some of these keys out")
+        searched = search(shapes, costs, self._fit, keep=keep, cores=self._cores, deadline=deadline)
+        if not searched.plans:
+            # No plan fits: say what the least demanding one would need.
+            modest = [shape for shape in shapes if shape.checkpoint == "always"] or shapes
+            memory = self._memory(modest[-1])
+            assert memory is not None, "a shape that fits is not refused"
+            raise memory.refusal()
+        best, *others = searched.plans
         plans = [self._predicted(best, costs(best.shape), self._without_limit(shapes, costs, deadline))]
-        plans += [self._predicted(one, costs(one.shape), None) for one in others]
-        return Planned(plans, found, costs, self._cores, left_out, origin)
+        plans += [self._predicted(answer, costs(answer.shape), None) for answer in others]
+        return Planned(plans, searched, costs, self._cores, skipped, origin)
 
     def batch(self) -> Batch:
         """A mini-batch to run plans with."""
         return next(self._loader.in_order("train"))
 
     def sample(self, chunks: int) -> Sample:
-        settings = self._settings
-        input, target = self._loader.micro_batch(chunks)
-        return Sample(input, target, instantiate(settings.loss, "loss", settings.allow))
+        return make_sample(self._settings, self._loader, chunks)
 
-    def _here(self) -> list[torch.device]:
+    def _devices(self) -> list[torch.device]:
         settings = self._settings
-        if self._elsewhere is not None:
+        if self._estimated_device is not None:
             return [torch.device("cpu")] * int(settings.devices)
         count = settings.partitions or default_partitions(settings.devices)
         if isinstance(settings.devices, int) and not torch.cuda.is_available():
@@ -143,13 +148,13 @@ class Planner:
 
     def _space(self) -> SearchSpace:
         settings, most = self._settings, len(self.devices)
-        numbers = range(1, most + 1) if most <= SEVERAL else {*powers_of_two(most), most}
+        numbers = range(1, most + 1) if most <= FEW_DEVICES else {*powers_of_two(most), most}
         chunks = powers_of_two(settings.batch_size)
-        if self._elsewhere is None:
-            chunks = [one for one in chunks if one <= MOST_CHUNKS * most]
+        if self._estimated_device is None:
+            chunks = [count for count in chunks if count <= MAX_CHUNKS_PER_DEVICE * most]
         return SearchSpace(
             len(self._model),
-            sorted(one for one in numbers if one <= len(self._model)),
+            sorted(number for number in numbers if number <= len(self._model)),
             [min(settings.chunks, settings.batch_size)] if self._given("chunks") else chunks,
             [settings.schedule.name] if self._given("schedule") else searched_schedules(),
             [self._checkpoint] if self._given("checkpoint") else CHECKPOINTS,
@@ -160,8 +165,8 @@ class Planner:
     def _costs(
         self, chunks: Sequence[int], deadline: float
     ) -> tuple[Sequence[int], Callable[[PlanShape], LayerCosts], str]:
-        """The numbers of micro-batches whose costs are known, the costs, and where they come from."""
-        if self._elsewhere is not None:
+        """Measure or estimate: the values of `chunks` with known costs, the costs, and how they were obtained."""
+        if self._estimated_device is not None:
             return self._estimates(chunks)
         profiles = ProfileCache(default_folder(), reuse=self._settings.plan.cache, say=print_status)
         bench = CostMeasurer(
@@ -170,56 +175,63 @@ class Planner:
             self.devices,
             profiles,
             cores=available_cores(),
-            apart=self.apart,
-            transfer_of=self._transfers if self.apart or self.devices[0].type == "cuda" else None,
+            apart=self.separate_machines,
+            transfer_of=self._transfers if self.separate_machines or self.devices[0].type == "cuda" else None,
         )
         begin = time.monotonic()
         precision = autocast_of(self._settings, self.devices[0].type)
         with precision, sample_must_fit(self.sample(max(chunks))), intra_op_threads(1):
-            measured = bench.measure(chunks, begin + MEASURING * (deadline - begin))
+            measured = bench.measure(chunks, begin + MEASURING_SHARE * (deadline - begin))
         if profiles.outdated:
             print_status(
-                f"measured again: {len(profiles.outdated)} cached measurements, such as {profiles.outdated[0]}"
+                f"measured again: {len(profiles.outdated)} outdated cached measurements, such as {profiles.outdated[0]}"
             )
         if profiles.oldest is None:
             origin = f"measured here in {time.monotonic() - begin:.1f} s"
         else:
-            origin = f"measured here, some of it on {profiles.oldest} and confirmed now; plan.cache=false measures anew"
+            origin = (
+                f"measured here, some of it on {profiles.oldest} and confirmed now; "
+                "plan.cache=false measures everything again"
+            )
         return measured, bench.costs, origin
 
     def _estimates(
         self, chunks: Sequence[int]
     ) -> tuple[Sequence[int], Callable[[PlanShape], LayerCosts], str]:
-        """Operations are counted once, for the smallest micro-batch that runs: they grow with its rows."""
-        assert self._elsewhere is not None
-        rows = {one: -(-self._settings.batch_size // one) for one in chunks}
+        """Count operations once, for the smallest micro-batch that the model accepts: they grow with its rows."""
+        assert self._estimated_device is not None
+        rows = {count: -(-self._settings.batch_size // count) for count in chunks}
         number, counted = self._counted(sorted(chunks, reverse=True))
-        self._seen = number, self._memory_from(counted, number)
+        self._smallest = number, self._memory_from(counted, number)
 
         @cache
         def costs(count: int) -> LayerCosts:
-            assert self._elsewhere is not None
-            return estimate_costs(list(self._model), counted, self._elsewhere, rows[count] / rows[number])
+            assert self._estimated_device is not None
+            return estimate_costs(
+                list(self._model), counted, self._estimated_device, rows[count] / rows[number]
+            )
 
         origin = (
-            f"an estimate for {len(self.devices)} x {getattr(self._settings, 'device', '')}, nothing was run"
+            f"an estimate for {len(self.devices)} x {getattr(self._settings, 'device', '')}, not measured"
         )
-        return [one for one in chunks if one <= number], lambda shape: costs(shape.chunks), origin
+        return [count for count in chunks if count <= number], lambda shape: costs(shape.chunks), origin
 
     def _counted(self, chunks: Sequence[int]) -> tuple[int, ModelFacts]:
-        """The facts with operations of the first of these numbers of micro-batches that runs."""
+        """The first of these values of `chunks` whose micro-batch the model accepts, and its operations."""
         for number in chunks[:-1]:
             try:
                 return number, model_facts(self._model, self.sample(number))
             except ValueError:
-                # Batch norm, for one, takes no micro-batch of a single row.
+                # Batch norm, for example, rejects a micro-batch of a single row.
                 continue
         return chunks[-1], model_facts(self._model, self.sample(chunks[-1]))
 
     def _transfers(self, chunks: int) -> list[float]:
-        """Milliseconds for the output of each layer."""
+        """Milliseconds to transfer the output of each layer."""
         facts = self._facts(chunks)
-        return [1000 * facts.boundary(end).bytes / LINK for end in range(1, len(self._model) + 1)]
+        return [
+            1000 * facts.boundary(end).bytes / LINK_BYTES_PER_SECOND for end in range(1, len(self._model) + 1)
+        ]
 
     def _facts_of(self, chunks: int) -> ModelFacts:
         sample = self.sample(chunks)
@@ -228,21 +240,23 @@ class Planner:
 
     def _limit(self) -> int | None:
         limit = memory_limit(self._settings)
-        return self._elsewhere.memory if limit is None and self._elsewhere is not None else limit
+        return (
+            self._estimated_device.memory if limit is None and self._estimated_device is not None else limit
+        )
 
     @property
     def _checkpoint(self) -> str:
-        given = self._settings.checkpoint
-        if not isinstance(given, str):
-            raise ConfigError(f"checkpoint={given}: gpipe plan finds a mode for each partition; leave it out")
-        return given
+        mode = self._settings.checkpoint
+        if not isinstance(mode, str):
+            raise ConfigError(f"checkpoint={mode}: gpipe plan finds a mode for each partition; leave it out")
+        return mode
 
     def _fit(self, shape: PlanShape) -> MemoryFit:
         modes = CHECKPOINTS if shape.checkpoint == FITTED else (str(shape.checkpoint),)
         return MemoryFit({mode: self._memory(replace(shape, checkpoint=mode)) for mode in modes})
 
     def _memory(self, shape: PlanShape) -> MemoryObjective | None:
-        """None where even the whole model fits, which is quicker to see than that each partition does."""
+        """The memory of the partitions, or None if the whole model fits, which is quicker to check."""
         if self._limit() is None or self._surely_fits(shape):
             return None
         memory = self._memory_of(shape.chunks).under(shape.spec())
@@ -250,13 +264,15 @@ class Planner:
         return None if all(whole) else memory
 
     def _surely_fits(self, shape: PlanShape) -> bool:
-        """Judged by a smaller micro-batch that has been looked at: twice the rows keep twice as much at most."""
-        if self._seen is None:
+        """Decide from a smaller micro-batch: twice the rows save at most twice as many bytes for backward."""
+        if self._smallest is None:
             return False
-        seen, memory = self._seen
-        assert memory.limit is not None, "asked only where there is a limit"
-        rows, seen_rows = (-(-self._settings.batch_size // one) for one in (shape.chunks, seen))
-        times = -(-rows // seen_rows)
+        known_chunks, memory = self._smallest
+        assert memory.limit is not None, "called only if there is a limit"
+        rows, known_rows = (
+            -(-self._settings.batch_size // chunks) for chunks in (shape.chunks, known_chunks)
+        )
+        times = -(-rows // known_rows)
         most = memory.most(graphs=times * (shape.chunks + 1), inputs=times * shape.chunks)
         return most <= memory.limit / shape.spec().partitions_per_device
 
@@ -275,11 +291,11 @@ class Planner:
     def _without_limit(
         self, shapes: Sequence[PlanShape], costs: Callable[[PlanShape], LayerCosts], deadline: float
     ) -> float | None:
-        """The best step if memory did not matter, where it does."""
+        """The step time of the best plan without the memory limit, or None if there is no limit."""
         if self._limit() is None:
             return None
         shapes = [shape for shape in shapes if shape.checkpoint != FITTED]
-        found = search(
+        searched = search(
             shapes,
             costs,
             lambda shape: MemoryFit({str(shape.checkpoint): None}),
@@ -287,7 +303,7 @@ class Planner:
             cores=self._cores,
             deadline=deadline,
         )
-        return found.plans[0].best.step_ms
+        return searched.plans[0].best.step_ms
 
     def _predicted(self, answer: RankedPlan, costs: LayerCosts, without_limit_ms: float | None) -> Prediction:
         shape = answer.shape
@@ -307,16 +323,9 @@ class Planner:
             without_limit_ms=without_limit_ms,
         )
 
-    def _refusal(self, shapes: Sequence[PlanShape]) -> ConfigError:
-        """No plan fits; say what the least demanding one would need."""
-        modest = [shape for shape in shapes if shape.checkpoint == "always"] or list(shapes)
-        memory = self._memory(modest[-1])
-        assert memory is not None, "what fits is not refused"
-        return memory.refusal()
-
     def _given(self, key: str) -> bool:
         return any(re.match(rf"[+~]*{key}[.=]", word) for word in self._overrides)
 
-    def _pinned_text(self) -> str:
+    def _fixed_keys(self) -> str:
         keys = ("chunks", "schedule", "checkpoint", "partitions", "devices", "device_memory")
         return " ".join(word for word in self._overrides if word.partition("=")[0].lstrip("+") in keys)

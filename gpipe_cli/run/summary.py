@@ -14,7 +14,8 @@ from gpipe_cli.distributed.team import Team
 from gpipe_cli.errors import DataError, ResourceError, RunError, Stopped
 from gpipe_cli.report.failure import describe
 from gpipe_cli.report.output import print_status
-from gpipe_cli.report.page.document import PAGE
+from gpipe_cli.report.page.document import PAGE, render_page
+from gpipe_cli.report.page.reader import read_run
 from gpipe_cli.report.page.run_files import RunFiles, as_int, as_number
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.data import BatchLoader
@@ -22,7 +23,7 @@ from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.resume import ResumedRun, allow_override, resume_command
 from gpipe_cli.safe_files import parse_json, read_regular
 from gpipe_cli.training.loop import EvalResult, TrainSpec
-from gpipe_cli.training.run_directory import write_json
+from gpipe_cli.training.run_directory import write_json, write_text
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 from gpipe_cli.training.snapshot.discovery import snapshot_paths
 
@@ -71,6 +72,14 @@ def write_summary(run: Path, summary: Summary) -> None:
         write_json(run / SUMMARY, summary)
     except ResourceError as error:
         print_status(f"warning: {error}")
+
+
+def write_report(run: Path) -> None:
+    """Write report.html when a run ends; only warn if that fails, because the results are already saved."""
+    try:
+        write_text(run / PAGE, render_page([read_run(run)]))
+    except Exception as error:  # noqa: BLE001 - a page must not turn a finished run into a failed one
+        print_status(f"warning: {PAGE} was not written: {describe(error)}")
 
 
 def print_summary(summary: Summary, settings: TrainConfig) -> None:

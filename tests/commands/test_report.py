@@ -61,7 +61,7 @@ def test_another_file_is_left_alone(gpipe: Gpipe) -> None:
     write_training(Path("a"))
     Path("mine.html").write_text("mine", encoding="utf-8")
     answer = gpipe("report", "a", "out=mine.html")
-    assert answer.code == 2 and "out=mine.html: exists and is no report" in answer.err
+    assert answer.code == 2 and "out=mine.html: exists and is not a report" in answer.err
     assert gpipe("report", "a", "out=.").code == 2
     assert Path("mine.html").read_text(encoding="utf-8") == "mine"
 
