@@ -12,7 +12,7 @@ from typing import Any, final
 
 import yaml
 
-from gpipe_cli.config.locate import options
+from gpipe_cli.config.options import list_options
 from gpipe_cli.config.schema import TrainConfig
 
 
@@ -46,7 +46,7 @@ def model_settings(recipe: str) -> dict[str, Any]:
 
 
 def _text(recipe: str) -> str:
-    path = next(one.path for one in options("recipes") if one.name == recipe)
+    path = next(one.path for one in list_options("recipes") if one.name == recipe)
     return path.read_text(encoding="utf-8")
 
 

@@ -1,14 +1,10 @@
-"""gpipe: pipeline-parallel PyTorch from declarative configs.
-
-The public names are given lazily (PEP 562): importing the package imports no torch.
-"""
+"""gpipe: pipeline-parallel PyTorch from declarative configs."""
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
-from gpipe_cli.version import VERSION as __version__
+from gpipe_cli.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
     from gpipe_cli.pipeline.context import current_microbatch, is_checkpointing, is_recomputing
@@ -16,6 +12,7 @@ if TYPE_CHECKING:
     from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
     from gpipe_cli.pipeline.microbatch import NoChunk
 
+__version__ = "0.1.0"
 __all__ = [
     "GPipe",
     "NoChunk",
@@ -26,20 +23,17 @@ __all__ = [
     "register_layer_logging_hooks",
 ]
 
-_HOMES = {
-    "GPipe": "gpipe_cli.pipeline.gpipe",
-    "NoChunk": "gpipe_cli.pipeline.microbatch",
-    "current_microbatch": "gpipe_cli.pipeline.context",
-    "is_checkpointing": "gpipe_cli.pipeline.context",
-    "is_recomputing": "gpipe_cli.pipeline.context",
-    "register_layer_logging_hooks": "gpipe_cli.pipeline.layer_logging",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "GPipe": "pipeline.gpipe",
+        "NoChunk": "pipeline.microbatch",
+        "current_microbatch": "pipeline.context",
+        "is_checkpointing": "pipeline.context",
+        "is_recomputing": "pipeline.context",
+        "register_layer_logging_hooks": "pipeline.layer_logging",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -1,135 +1,137 @@
-"""The words of the command line: flags, sugar and overrides, in any order.
+"""Parses the words after `gpipe <command>`: flags and overrides, in any order.
 
-Hydra 1.3 wants its flags before the overrides and knows none of ours; here they are told apart. Nothing is
-imported that costs time, so `gpipe --help` and completion stay quick.
+Imports nothing expensive, so that `gpipe --help` and completion stay quick.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import argparse
+from dataclasses import dataclass, field
+from typing import Any, final
 
-from gpipe_cli.config.recipes import to_group
+from gpipe_cli.config.overrides import recipe_to_group
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError
 
-# Flags of ours: a switch sets the field of Invocation of that name.
-SWITCHES = {
-    "--help": "help",
-    "-h": "help",
-    "--json": "json",
-    "--dry-run": "dry_run",
-    "--debug": "debug",
-    "--version": "version",
-    "-V": "version",
-}
-# Flags that Hydra answers. `--experimental-rerun` loads a pickle and is left out.
-HYDRA_SWITCHES = ("--multirun", "-m", "--run", "-r", "--resolve", "--hydra-help")
-HYDRA_VALUES = ("--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-name", "-cn")
-INFO = ("--info", "-i")
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-CFG = ("--cfg", "-c")
-CFG_TOPICS = ("job", "hydra", "all")
-FLAGS = (*SWITCHES, *HYDRA_SWITCHES, *HYDRA_VALUES, *INFO, "--by")
-PLAIN_FLAGS = tuple(
-    flag for flag in SWITCHES if flag != "--dry-run"
-)  # of a command that has no configuration
-MODES = (("--multirun", "-m"), ("--run", "-r"), CFG, INFO, ("--hydra-help",))  # Hydra takes one of them
+CFG_PARTS = ("job", "hydra", "all")
 
 
+@final
+@dataclass(frozen=True)
+class Flag:
+    names: tuple[str, ...]
+    help: str = ""
+    """Empty for a flag that the help does not mention."""
+    metavar: str = ""
+    """Empty for a switch."""
+    plain: bool = False
+    """Whether commands without a configuration take it too."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `ArgumentParser.add_argument`."""
+
+
+# Hydra's `--experimental-rerun` is missing on purpose: it loads a pickle.
+FLAGS = (
+    Flag(("--help", "-h"), plain=True),
+    Flag(("--by",), "balance by X; short for balance=X", "X"),
+    Flag(("--json",), "print the result as one JSON document on stdout", plain=True),
+    Flag(
+        ("--dry-run",), "check everything and show partitions and their memory, without training or writing"
+    ),
+    Flag(("--debug",), "show the full traceback of an error", plain=True),
+    Flag(("-m", "--multirun"), "run a sweep: every combination of comma-separated values"),
+    Flag(("-r", "--run")),
+    Flag(("-c", "--cfg"), "print the composed configuration: job, hydra or all", "job"),
+    Flag(("--resolve",), "with --cfg: fill in ${...}"),
+    Flag(("-p", "--package"), "with --cfg: print only this part of the configuration", "P"),
+    Flag(
+        ("-i", "--info"),
+        f"print what Hydra knows: {', '.join(INFO_TOPICS)}",
+        "X",
+        options={"nargs": "?", "const": "all"},
+    ),
+    Flag(
+        ("-cd", "--config-dir"),
+        "search this folder for options too, under names that gpipe does not use",
+        "D",
+    ),
+    Flag(("-cn", "--config-name"), "start from another primary config, such as N.yaml in --config-dir", "N"),
+    Flag(("--hydra-help",), "show Hydra's own flags"),
+    Flag(("--version", "-V"), "print the version of gpipe", plain=True),
+)
+
+
+@final
 @dataclass(frozen=True)
 class Invocation:
-    """One command line, sorted."""
+    """One parsed command line."""
 
     words: tuple[str, ...] = ()
-    """What is no flag: overrides, or the arguments of `ls`."""
-    hydra: tuple[str, ...] = ()
-    """Flags for Hydra, with their values."""
+    """The overrides, or the arguments of a command without a configuration."""
     help: bool = False
+    version: bool = False
     json: bool = False
     dry_run: bool = False
     debug: bool = False
-    version: bool = False
-
-    @property
-    def prints_config(self) -> bool:
-        """Hydra only shows something and runs no job."""
-        return any(flag in self.hydra for flag in (*CFG, *INFO, "--hydra-help"))
-
-    @property
-    def multirun(self) -> bool:
-        return "--multirun" in self.hydra or "-m" in self.hydra
-
-    def value(self, *flags: str) -> str | None:
-        """What follows a flag of Hydra's, under any of its names; the last one given wins."""
-        found = [after for flag, after in zip(self.hydra, self.hydra[1:], strict=False) if flag in flags]
-        return found[-1] if found else None
+    multirun: bool = False
+    run: bool = False
+    hydra_help: bool = False
+    resolve: bool = False
+    cfg: str | None = None
+    info: str | None = None
+    package: str | None = None
+    config_dir: str | None = None
+    config_name: str | None = None
 
 
-def parse(arguments: list[str], known: Sequence[str] = FLAGS) -> Invocation:
-    """Sort the words that follow the command, which may have any of the known flags."""
-    invocation = _sorted(arguments, known)
-    _check(invocation)
+def flag_names(*, configured: bool) -> list[str]:
+    """Every flag of a command that has a configuration, or of one that has none."""
+    return [name for flag in FLAGS if configured or flag.plain for name in flag.names]
+
+
+def parse(arguments: list[str], *, configured: bool = True) -> Invocation:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in FLAGS:
+        if configured or flag.plain:
+            switch: dict[str, Any] = {} if flag.metavar else {"action": "store_true"}
+            parser.add_argument(*flag.names, **switch, **flag.options)
+    # argparse would take any word after --info for its topic.
+    following = [*arguments, ""][1:]
+    words = [
+        f"{word}=all" if word in ("--info", "-i") and after not in INFO_TOPICS else word
+        for word, after in zip(arguments, following, strict=True)
+    ]
+    try:
+        namespace, rest = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        flag_name = max(str(error.argument_name).split("/"), key=len)
+        takes = "needs a value" if "expected" in error.message else "takes no value"
+        raise ConfigError(f"{flag_name} {takes}") from error
+    values = vars(namespace)
+    by = values.pop("by", None)
+    for word in rest:
+        if word.startswith("-"):
+            name = word.partition("=")[0]
+            raise ConfigError(f"unknown flag {name}; {or_list(name, flag_names(configured=configured))}")
+    overrides = recipe_to_group([*rest, *([] if by is None else [f"balance={by}"])])
+    invocation = Invocation(tuple(overrides), **values)
+    _check_combinations(invocation)
     return invocation
 
 
-def _sorted(arguments: list[str], known: Sequence[str]) -> Invocation:
-    words: list[str] = []
-    hydra: list[str] = []
-    switches: dict[str, bool] = {}
-    rest = iter(_split_equals(arguments))
-    pending: str | None = None
-    while (word := pending if pending is not None else next(rest, None)) is not None:
-        pending = None
-        if word.startswith("-") and word not in known:
-            raise ConfigError(f"unknown flag {word}; {or_list(word, known)}")
-        if word in SWITCHES:
-            switches[SWITCHES[word]] = True
-        elif word in HYDRA_SWITCHES:
-            hydra.append(word)
-        elif word in HYDRA_VALUES:
-            hydra += [word, _value(word, rest)]
-        elif word in INFO:
-            pending = next(rest, None)
-            topic = pending if pending in INFO_TOPICS else None
-            pending = None if topic else pending
-            hydra += [word, topic or "all"]
-        elif word == "--by":
-            words.append(f"balance={_value(word, rest)}")
-        else:
-            words.append(word)
-    return Invocation(words=tuple(to_group(words)), hydra=tuple(hydra), **switches)
-
-
-def _check(invocation: Invocation) -> None:
-    """Flags that exclude or need one another: Hydra would fail on them with a traceback, or say nothing."""
-    modes = [flag for names in MODES for flag in names if flag in invocation.hydra]
-    if len(modes) > 1:
-        raise ConfigError(f"{modes[0]} and {modes[1]} exclude each other; give one of them")
-    topic = invocation.value(*CFG)
-    if topic not in (None, *CFG_TOPICS):
-        raise ConfigError(f"--cfg {topic}: {or_list(str(topic), CFG_TOPICS)}")
-    for flag in ("--resolve", "--package", "-p"):
-        if flag in invocation.hydra and topic is None:
-            raise ConfigError(f"{flag} needs --cfg; it says how a configuration is printed")
-    if invocation.prints_config and (invocation.json or invocation.dry_run):
-        flag = "--json" if invocation.json else "--dry-run"
-        raise ConfigError(f"{flag} has no effect with {modes[0]}, which runs nothing; leave it out")
-
-
-def _split_equals(arguments: list[str]) -> Iterator[str]:
-    """`--by=time` is `--by time`; overrides keep their equals sign."""
-    for word in arguments:
-        flag, equals, value = word.partition("=")
-        if word.startswith("--") and equals:
-            yield flag
-            yield value
-        else:
-            yield word
-
-
-def _value(flag: str, rest: Iterator[str]) -> str:
-    value = next(rest, None)
-    if value is None or value.startswith("--"):
-        raise ConfigError(f"{flag} needs a value")
-    return value
+def _check_combinations(invocation: Invocation) -> None:
+    """Reject flags that exclude or need one another, which Hydra would ignore or answer with a traceback."""
+    prints = {"--cfg": invocation.cfg, "--info": invocation.info, "--hydra-help": invocation.hydra_help}
+    modes = {"--multirun": invocation.multirun, "--run": invocation.run, **prints}
+    given = [flag for flag, value in modes.items() if value]
+    if len(given) > 1:
+        raise ConfigError(f"{given[0]} and {given[1]} exclude each other; give one of them")
+    if invocation.cfg not in (None, *CFG_PARTS):
+        raise ConfigError(f"--cfg {invocation.cfg}: {or_list(str(invocation.cfg), CFG_PARTS)}")
+    for flag, value in (("--resolve", invocation.resolve), ("--package", invocation.package)):
+        if value and invocation.cfg is None:
+            raise ConfigError(f"{flag} needs --cfg; it controls how a configuration is printed")
+    for flag, value in (("--json", invocation.json), ("--dry-run", invocation.dry_run)):
+        if value and any(prints.values()):
+            raise ConfigError(f"{flag} has no effect with {given[0]}, which runs nothing; leave it out")

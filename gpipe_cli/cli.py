@@ -9,18 +9,18 @@ import importlib
 import sys
 from typing import TextIO
 
-from gpipe_cli.arguments import CFG, FLAGS, INFO, PLAIN_FLAGS, Invocation, parse
+from gpipe_cli import __version__
+from gpipe_cli.arguments import Invocation, parse
 from gpipe_cli.completion import complete
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped
 from gpipe_cli.help import COMMANDS, command_help, overview
-from gpipe_cli.owned_folder import remove_abandoned
+from gpipe_cli.process_lifetime import remove_abandoned_folders
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.output import discard_stdout
 from gpipe_cli.torch_internals import torchrun
 from gpipe_cli.training.signals import StopNow, ignore_signals, stop_immediately
-from gpipe_cli.version import VERSION
 
 COMPLETION = ("-sc", "--shell-completion")
 
@@ -45,10 +45,10 @@ def _dispatch(arguments: list[str]) -> int:
     if command in ("--help", "-h", "help"):
         return _say(command_help(_known(rest[0])) if rest else overview())
     if command in ("--version", "-V"):
-        return _say(f"gpipe {VERSION}")
-    invocation = parse(rest, FLAGS if COMMANDS[_known(command)].configured else PLAIN_FLAGS)
+        return _say(f"gpipe {__version__}")
+    invocation = parse(rest, configured=COMMANDS[_known(command)].configured)
     if invocation.version:
-        return _say(f"gpipe {VERSION}")
+        return _say(f"gpipe {__version__}")
     if invocation.help:
         return _say(command_help(command))
     if COMMANDS[command].configured:
@@ -68,35 +68,29 @@ def _known(command: str) -> str:
 def _configured(command: str, invocation: Invocation) -> int:
     """Compose and check the configuration, then print it, or run it, once or as a sweep."""
     from gpipe_cli.commands.jobs import Jobs
-    from gpipe_cli.config.load import Request, compose_all
-    from gpipe_cli.config.printing import print_config
-    from gpipe_cli.config.quoting import quoted
+    from gpipe_cli.config.compose import Request, compose, compose_tree, config_errors
+    from gpipe_cli.config.hydra_loader import open_hydra, print_config, print_info
+    from gpipe_cli.config.overrides import quote_override
 
-    remove_abandoned()
-    request = Request(
-        command,
-        tuple(map(quoted, invocation.words)),
-        config_name=invocation.value("--config-name", "-cn"),
-        config_dir=invocation.value("--config-dir", "-cd"),
-    )
-    shows = invocation.prints_config
-    composition = compose_all(request, complete=not shows, multirun=invocation.multirun)
-    if not shows:
-        return Jobs(command, invocation, composition).run()
-    print_config(
-        composition,
-        invocation.value(*CFG),
-        invocation.value(*INFO),
-        invocation.value("--package", "-p"),
-        resolve="--resolve" in invocation.hydra,
-    )
-    return 0
+    remove_abandoned_folders()
+    words = tuple(map(quote_override, invocation.words))
+    request = Request(command, words, invocation.config_name, invocation.config_dir)
+    if invocation.cfg is not None:
+        tree = compose_tree(request)
+        with config_errors(command):
+            print_config(tree, invocation.cfg, invocation.package, resolve=invocation.resolve)
+        return 0
+    if invocation.info is not None or invocation.hydra_help:
+        with open_hydra(command, invocation.config_dir) as hydra, config_errors(command):
+            print_info(hydra, invocation.info, invocation.config_name or command, list(words))
+        return 0
+    return Jobs(command, invocation, compose(request, multirun=invocation.multirun)).run()
 
 
 def _hydra_completion(command: str, words: list[str]) -> None:
-    from gpipe_cli.config.composing import composer
+    from gpipe_cli.config.hydra_loader import open_hydra
 
-    with composer(command) as hydra:
+    with open_hydra(command) as hydra:
         hydra.shell_completion(config_name=command, overrides=words)
 
 

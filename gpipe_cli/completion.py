@@ -14,10 +14,10 @@ from contextlib import redirect_stdout
 from dataclasses import fields
 from io import StringIO
 
-from gpipe_cli.arguments import FLAGS, PLAIN_FLAGS
+from gpipe_cli.arguments import flag_names
 from gpipe_cli.commands.ls import PLURALS, TOPICS
-from gpipe_cli.config.locate import options, takes_recipes
-from gpipe_cli.config.recipes import SCALE_KEY, SCALES
+from gpipe_cli.config.options import list_options, takes_recipes
+from gpipe_cli.config.overrides import SCALE_KEY, SCALES, override_group
 from gpipe_cli.config.schema import SCHEMAS
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.help import COMMANDS
@@ -52,13 +52,13 @@ def _candidates(line: str, words: list[str], hydra: Hydra) -> list[str]:
     if command not in COMMANDS:
         return []
     if last.startswith("-"):
-        return _beginning(last, FLAGS if COMMANDS[command].configured else PLAIN_FLAGS)
+        return _beginning(last, flag_names(configured=COMMANDS[command].configured))
     if command == "ls":
         return _beginning(last, sorted({*TOPICS, *PLURALS}))
     if last.startswith("recipe.") and COMMANDS[command].configured and takes_recipes(command):
         return _beginning(last, (f"{SCALE_KEY}={scale}" for scale in SCALES))
     if command == "cp" and " " not in rest.lstrip():
-        return _beginning(last, (f"{topic}/{one.name}" for topic in TOPICS for one in options(topic)))
+        return _beginning(last, (f"{topic}/{one.name}" for topic in TOPICS for one in list_options(topic)))
     return _of_hydra(command, rest.lstrip(), words, hydra) if COMMANDS[command].configured else []
 
 
@@ -72,7 +72,7 @@ def _of_hydra(command: str, rest: str, words: list[str], hydra: Hydra) -> list[s
     known = {field.name for field in fields(SCHEMAS[command])} | {"recipe"}
     # To a group that holds options and folders, as recipes does, Hydra adds no equals sign.
     candidates = (re.sub(r"^recipes(=|$)", "recipe=", word) for word in answer.getvalue().split())
-    return [word for word in candidates if word.lstrip("+~").split("=")[0].split(".")[0] in known]
+    return [word for word in candidates if override_group(word) in known]
 
 
 def _beginning(typed: str, names: Iterable[str]) -> list[str]:

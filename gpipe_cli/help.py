@@ -8,10 +8,10 @@ from __future__ import annotations
 import textwrap
 from dataclasses import dataclass
 
-from gpipe_cli.config.fields import fields
-from gpipe_cli.config.locate import default_options, options, takes_recipes
-from gpipe_cli.config.recipes import SCALE_KEY, SMALL
-from gpipe_cli.config.schema import GROUPS
+from gpipe_cli import arguments
+from gpipe_cli.config.options import default_options, list_options, takes_recipes
+from gpipe_cli.config.overrides import SCALE_KEY, SMALL
+from gpipe_cli.config.schema import GROUPS, config_keys
 
 WIDTH = 110
 
@@ -125,18 +125,10 @@ COMMANDS = {
     ),
 }
 FLAGS = {
-    "--by X": "balance by X: short for balance=X",
-    "--json": "print the result as one JSON document on stdout",
-    "--dry-run": "check everything, show partitions and their memory, build no storage, write nothing",
-    "--debug": "show the full traceback of an error",
-    "-m, --multirun": "run a sweep: comma-separated values, every combination",
-    "--cfg job": "print the composed configuration and stop (--resolve fills in ${...})",
-    "--info X": "ask Hydra: all, config, defaults, defaults-tree, plugins, searchpath",
-    "--config-dir D": "look for options in your own folder too, under names that gpipe does not use",
-    "--config-name N": "start from another primary config, such as N.yaml in the folder given as --config-dir",
-    "--hydra-help": "Hydra's own flags",
-    "-sc install=bash": 'tab completion (before any command): eval "$(gpipe -sc install=bash)"',
-    "--version, -V": "the version of gpipe",
+    **{
+        f"{', '.join(flag.names)} {flag.metavar}".rstrip(): flag.help for flag in arguments.FLAGS if flag.help
+    },
+    "-sc install=bash": 'set up tab completion, without a command: eval "$(gpipe -sc install=bash)"',
 }
 
 
@@ -187,15 +179,17 @@ def _groups(command: str) -> list[str]:
     """Each group with what it decides and its options, the default marked."""
     chosen = default_options(command)
     rows: dict[str, str] = {}
-    for field in fields(command):
+    for field in config_keys(command):
         group = field.key.partition(".")[0]
         if group in GROUPS:
-            names = [f"{one.name}*" if chosen[group].name == one.name else one.name for one in options(group)]
+            names = [
+                f"{one.name}*" if chosen[group].name == one.name else one.name for one in list_options(group)
+            ]
             rows.setdefault(group, f"{field.meaning} Options: {', '.join(names)}.")
     if takes_recipes(command):
-        names = [one.name for one in options("recipes")]
+        names = [one.name for one in list_options("recipes")]
         rows["recipe"] = f"A whole proven run. Options: {', '.join(names) or 'none yet'}."
-        small = [one.name for one in options(f"recipes/{SMALL}")]
+        small = [one.name for one in list_options(f"recipes/{SMALL}")]
         rows[SCALE_KEY] = f"full, or small to try it on two CPU cores: {', '.join(small)}."
     return _table(rows)
 
@@ -204,7 +198,7 @@ def _keys(command: str) -> list[str]:
     """All but the first key of each group, which its options are about."""
     rows = {}
     groups = set(GROUPS)
-    for field in fields(command):
+    for field in config_keys(command):
         group = field.key.partition(".")[0]
         if group in groups:
             groups.remove(group)

@@ -1,8 +1,49 @@
-"""Checks of the numbers a component is given: a wrong one is named with its key."""
+"""Values as people write them in a configuration: sizes in bytes, durations, bounded numbers and nested mappings."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from gpipe_cli.errors import ConfigError
+
+BYTE_UNITS = {
+    "B": 1,
+    **{f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("kMGT", 1)},
+}
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
+
+
+def parse_bytes(text: object) -> int:
+    """The number of bytes that `11GiB`, `800MB` or `4096` stands for; ValueError unless it is positive."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip())
+    units = {name.lower(): size for name, size in BYTE_UNITS.items()}
+    unit = units.get(match[2].lower() or "b") if match else None
+    if match is None or unit is None or (count := int(float(match[1]) * unit)) < 1:
+        raise ValueError("expected a number of bytes such as 11GiB, 800MB or 4096")
+    return count
+
+
+def format_bytes(count: float) -> str:
+    """The count in the largest binary unit that fits, rounded up so that it still works as a limit."""
+    name, unit = max(
+        ((name, size) for name, size in BYTE_UNITS.items() if "i" in name and size <= count),
+        key=lambda item: item[1],
+        default=("B", 1),
+    )
+    return f"{math.ceil(100 * count / unit) / 100:g}{name}" if unit > 1 else f"{math.ceil(count)}B"
+
+
+def parse_duration(text: str) -> float | None:
+    """Seconds in `90`, `90s`, `30m`, `2h` or `1h30m`; None for anything else, and for zero."""
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        return None
+    parts = zip(match.groups(), (3600.0, 60.0, 1.0), strict=True)
+    return sum(float(number) * unit for number, unit in parts if number is not None) or None
 
 
 def check_whole_number(key: str, value: object, *, least: int) -> None:
@@ -11,6 +52,21 @@ def check_whole_number(key: str, value: object, *, least: int) -> None:
         raise ConfigError(f"{key}={value}: must be a whole number of at least {least}")
 
 
-def check_share(key: str, value: float) -> None:
+def check_fraction(key: str, value: float) -> None:
     if not 0 <= value <= 1:
         raise ConfigError(f"{key}={value}: must be from 0 to 1")
+
+
+def flatten(node: Any, path: str = "", *, elements: bool = False) -> Iterator[tuple[str, Any]]:
+    """The dotted key and the value of everything in a nested mapping that is not itself a mapping.
+
+    elements: also yield each element of a list, as `key[0]`, after the list itself.
+    """
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from flatten(value, f"{path}.{key}" if path else str(key), elements=elements)
+        return
+    yield path, node
+    if elements and isinstance(node, list | tuple):
+        for index, value in enumerate(node):
+            yield from flatten(value, f"{path}[{index}]", elements=True)

@@ -5,9 +5,8 @@ Reads what `gpipe --help` reads, so the two cannot differ.
 
 from __future__ import annotations
 
-from gpipe_cli.config.fields import Field, fields
-from gpipe_cli.config.locate import Option, default_options, options, takes_recipes
-from gpipe_cli.config.schema import GROUPS, SCHEMAS
+from gpipe_cli.config.options import Option, default_options, list_options, takes_recipes
+from gpipe_cli.config.schema import GROUPS, SCHEMAS, ConfigKey, config_keys
 from make_docs.markdown import MADE, code, table
 
 __all__ = ["page"]
@@ -38,11 +37,13 @@ def page() -> str:
 
 def _commands_table() -> str:
     """Each key once, with the commands that have it."""
-    known: dict[str, Field] = {}
+    known: dict[str, ConfigKey] = {}
     users: dict[str, list[str]] = {}
-    of_options = {f"{group}.{key}" for group in GROUPS for option in options(group) for key in option.keys}
+    of_options = {
+        f"{group}.{key}" for group in GROUPS for option in list_options(group) for key in option.keys
+    }
     for command in SCHEMAS:
-        for field in fields(command):
+        for field in config_keys(command):
             if field.type != "group" and field.key not in of_options:
                 # The same key may mean something narrower elsewhere (`steps`): what differs is a row of its own.
                 name = (
@@ -61,7 +62,9 @@ def _groups_table() -> str:
     rows = []
     for group in GROUPS:
         users = [command for command in SCHEMAS if group in default_options(command)]
-        meaning = next(field.meaning for field in fields(users[0]) if field.key.partition(".")[0] == group)
+        meaning = next(
+            field.meaning for field in config_keys(users[0]) if field.key.partition(".")[0] == group
+        )
         rows.append([f"[`{group}`](#{group})", _defaults(group, users), _users(users), meaning])
     return table(["group", "default", "commands", "meaning"], rows)
 
@@ -82,7 +85,7 @@ def _defaults(group: str, commands: list[str]) -> str:
 
 
 def _group(group: str) -> list[str]:
-    found = options(group)
+    found = list_options(group)
     described = table(["option", "what it is"], [[code(one.name), _description(one)] for one in found])
     rows = _option_rows(group, found)
     keys = [table(["key", "default", "options", "meaning"], rows)] if rows else []
@@ -112,13 +115,13 @@ def _default(defaults: dict[str, str]) -> str:
     return " or ".join(different)
 
 
-def _which(options: list[str], everyone: list[str]) -> str:
-    left_out = [name for name in everyone if name not in options]
+def _which(list_options: list[str], everyone: list[str]) -> str:
+    left_out = [name for name in everyone if name not in list_options]
     if not left_out:
         return "all"
-    if len(left_out) < len(options):
+    if len(left_out) < len(list_options):
         return f"all but {', '.join(left_out)}"
-    return ", ".join(options)
+    return ", ".join(list_options)
 
 
 def _description(option: Option) -> str:
@@ -131,5 +134,7 @@ def _recipes() -> list[str]:
     return [
         "## Recipes",
         f"Whole proven runs, for `gpipe {takers}`: `recipe=<name>`. `gpipe cp recipe/<name> <file>` copies one.",
-        table(["recipe", "what it is"], [[code(one.name), one.description] for one in options("recipes")]),
+        table(
+            ["recipe", "what it is"], [[code(one.name), one.description] for one in list_options("recipes")]
+        ),
     ]

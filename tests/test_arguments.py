@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_cli.arguments import PLAIN_FLAGS, parse
+from gpipe_cli.arguments import parse
 from gpipe_cli.errors import ConfigError
 
 
@@ -12,7 +12,7 @@ def test_flags_and_overrides_may_be_mixed_in_any_order() -> None:
     first = parse(["chunks=8", "--json", "-m", "--config-dir", "mine", "model=x", "--debug"])
     second = parse(["--debug", "-m", "--config-dir=mine", "--json", "chunks=8", "model=x"])
     assert first.words == second.words == ("chunks=8", "model=x")
-    assert sorted(first.hydra) == sorted(second.hydra) == ["--config-dir", "-m", "mine"]
+    assert first == second and first.multirun and first.config_dir == "mine"
     assert first.json and first.debug and second.json and second.debug
 
 
@@ -20,8 +20,7 @@ def test_flags_and_overrides_may_be_mixed_in_any_order() -> None:
 def test_no_order_of_words_changes_what_is_meant(order: list[str]) -> None:
     invocation = parse([word for pair in order for word in pair.split()])
     assert sorted(invocation.words) == ["balance=time", "chunks=8", "recipes=x"]
-    assert invocation.value("--config-name", "-cn") == "mine"
-    assert invocation.json and invocation.multirun and not invocation.prints_config
+    assert invocation.config_name == "mine" and invocation.json and invocation.multirun
 
 
 def test_by_is_short_for_the_balance_group() -> None:
@@ -34,8 +33,8 @@ def test_recipe_reaches_the_folder_recipes() -> None:
 
 
 def test_info_takes_a_topic_or_none() -> None:
-    assert parse(["--info", "defaults", "chunks=2"]).hydra == ("--info", "defaults")
-    assert parse(["--info", "chunks=2"]).hydra == ("--info", "all")
+    assert parse(["--info", "defaults", "chunks=2"]).info == "defaults"
+    assert parse(["-i", "chunks=2"]).info == parse(["--info"]).info == "all"
     assert parse(["--info", "chunks=2"]).words == ("chunks=2",)
     assert parse(["--info", "--debug"]).debug
 
@@ -53,13 +52,15 @@ def test_an_unknown_flag_is_refused_by_name(flag: str) -> None:
 def test_a_flag_without_its_value_is_refused() -> None:
     with pytest.raises(ConfigError, match="--config-dir needs a value"):
         parse(["--config-dir", "--json"])
+    with pytest.raises(ConfigError, match="--json takes no value"):
+        parse(["--json=yes"])
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("-m --run", "-m and --run exclude each other"),
-        ("-m --cfg job", "-m and --cfg exclude each other"),
+        ("-m --run", "--multirun and --run exclude each other"),
+        ("-m --cfg job", "--multirun and --cfg exclude each other"),
         ("--cfg jop", "--cfg jop: did you mean 'job'?"),
         ("--resolve", "--resolve needs --cfg"),
         ("--cfg job --json", "--json has no effect with --cfg"),
@@ -72,7 +73,7 @@ def test_flags_that_do_not_go_together_are_refused(words: str, says: str) -> Non
 
 
 def test_a_command_without_a_configuration_takes_few_flags() -> None:
-    assert parse(["models", "--json"], PLAIN_FLAGS).json
+    assert parse(["models", "--json"], configured=False).json
     for flag in ("--dry-run", "-m", "--cfg", "--config-dir", "--by"):
         with pytest.raises(ConfigError, match=f"unknown flag {flag}; one of: --debug, --help, --json"):
-            parse([flag, "x"], PLAIN_FLAGS)
+            parse([flag, "x"], configured=False)

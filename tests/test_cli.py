@@ -16,8 +16,8 @@ from typing import IO
 import pytest
 
 import gpipe_cli
+from gpipe_cli import __version__
 from gpipe_cli.cli import main
-from gpipe_cli.version import VERSION
 
 ROOT = str(Path(gpipe_cli.__file__).parents[1])
 GPIPE = [sys.executable, "-m", "gpipe_cli"]
@@ -110,7 +110,7 @@ def test_the_exit_code_is_that_of_the_process(words: list[str], code: int, tmp_p
     assert done.returncode == code
     assert (done.stdout == "") == (code != 0) and (done.stderr == "") == (code == 0)
     if "--version" in words:
-        assert done.stdout == f"gpipe {VERSION}\n"
+        assert done.stdout == f"gpipe {__version__}\n"
 
 
 def test_a_reader_that_goes_early_is_no_error(tmp_path: Path) -> None:
@@ -147,6 +147,21 @@ def test_of_the_ranks_of_torchrun_only_the_first_speaks(tmp_path: Path) -> None:
     assert all("unknown command" in (tmp_path / str(rank)).read_text() for rank in (0, 1))
     shown = gpipe("--version", TORCHELASTIC_RUN_ID="x", RANK="1")
     assert (shown.returncode, shown.stdout) == (0, "")
+
+
+def test_a_command_runs_with_the_collector_at_work() -> None:
+    code = (
+        "import gc, sys\n"
+        "from gpipe_cli.commands import balance\n"
+        "from gpipe_cli.__main__ import script\n"
+        "balance.run = lambda *_: sys.exit(f'{gc.isenabled()} {gc.get_freeze_count() > 0}')\n"
+        "sys.argv = ['gpipe', 'balance', '--by', 'uniform']\n"
+        "script()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment()
+    )
+    assert "True True" in ended.stderr
 
 
 def test_debug_shows_the_traceback_and_nothing_else_does(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import gpipe_cli
 from gpipe_cli.completion import complete
-from gpipe_cli.config.locate import options
+from gpipe_cli.config.options import list_options
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.help import COMMANDS
 
@@ -77,7 +77,7 @@ def test_keys_and_options_are_those_of_the_command() -> None:
         "model=resnet152",
         "model=resnet18",
     ]
-    assert asked("gpipe train recipe=") == [f"recipe={one.name}" for one in options("recipes")]
+    assert asked("gpipe train recipe=") == [f"recipe={one.name}" for one in list_options("recipes")]
     keys = asked("gpipe train ")
     assert {"chunks=", "model=", "recipe=", "seed="} <= set(keys)
     assert not any(word.startswith(("hydra", "tests", "gpipe_cli", "conf", ".")) for word in keys)

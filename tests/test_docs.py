@@ -18,9 +18,8 @@ import pytest
 import yaml
 
 from gpipe_cli.cli import main
-from gpipe_cli.config.fields import fields
-from gpipe_cli.config.locate import options
-from gpipe_cli.config.schema import GROUPS
+from gpipe_cli.config.options import list_options
+from gpipe_cli.config.schema import GROUPS, config_keys
 from gpipe_cli.help import COMMANDS
 from make_docs.pages import DOCS
 from make_docs.pages import PAGES as MADE
@@ -186,8 +185,8 @@ def test_a_command_of_the_docs_works(
     assert answer.out
 
 
-OPTIONS = {group: {option.name for option in options(group)} for group in GROUPS}
-KEYS = {group: {key for option in options(group) for key in option.keys} for group in GROUPS}
+OPTIONS = {group: {option.name for option in list_options(group)} for group in GROUPS}
+KEYS = {group: {key for option in list_options(group) for key in option.keys} for group in GROUPS}
 
 
 def unknown(line: str) -> list[str]:
@@ -197,7 +196,7 @@ def unknown(line: str) -> list[str]:
         return []
     pairs = dict(word.split("=", 1) for word in words if "=" in word)
     keys = (
-        {field.key for field in fields(command)}
+        {field.key for field in config_keys(command)}
         | {"recipe"}
         | {f"{group}.{key}" for group in GROUPS for key in KEYS[group]}
     )

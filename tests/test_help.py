@@ -4,10 +4,9 @@ import re
 
 import pytest
 
-from gpipe_cli.arguments import FLAGS as KNOWN_FLAGS
-from gpipe_cli.config.fields import fields
-from gpipe_cli.config.locate import default_options, options
-from gpipe_cli.config.schema import GROUPS, SCHEMAS
+from gpipe_cli.arguments import flag_names
+from gpipe_cli.config.options import default_options, list_options
+from gpipe_cli.config.schema import GROUPS, SCHEMAS, config_keys
 from gpipe_cli.help import COMMANDS, FLAGS, WIDTH, command_help, overview
 
 
@@ -33,7 +32,7 @@ def test_the_overview_names_every_command_and_four_examples() -> None:
 @pytest.mark.parametrize("command", SCHEMAS)
 def test_every_key_is_shown_with_its_meaning(command: str) -> None:
     text = " ".join(command_help(command).split())
-    for field in fields(command):
+    for field in config_keys(command):
         assert field.key.partition(".")[0] in text and field.meaning in text
 
 
@@ -42,14 +41,16 @@ def test_every_option_of_every_group_is_shown_and_the_default_marked(command: st
     text = " ".join(command_help(command).split())
     chosen = default_options(command)
     for group in (group for group in GROUPS if group in chosen):
-        names = (f"{one.name}*" if one.name == chosen[group].name else one.name for one in options(group))
+        names = (
+            f"{one.name}*" if one.name == chosen[group].name else one.name for one in list_options(group)
+        )
         assert f"Options: {', '.join(names)}." in text
         for key, (default, _) in chosen[group].keys.items():
             assert f"{group}.{key} = {default}".strip() in text
 
 
 def test_recipes_are_shown_where_they_can_be_used() -> None:
-    names = ", ".join(one.name for one in options("recipes"))
+    names = ", ".join(one.name for one in list_options("recipes"))
     assert f"A whole proven run. Options: {names}." in " ".join(command_help("train").split())
     assert "recipe.scale  full, or small" in command_help("train")
     assert "A whole proven run" not in command_help("eval") and "recipe.scale" not in command_help("eval")
@@ -57,10 +58,10 @@ def test_recipes_are_shown_where_they_can_be_used() -> None:
 
 def test_every_flag_in_the_help_exists_and_every_long_flag_is_in_the_help() -> None:
     told = {word for flag in FLAGS for word in re.findall(r"--?[a-z-]+", flag, flags=re.IGNORECASE)} - {"-sc"}
-    assert told <= set(KNOWN_FLAGS)
+    assert told <= set(flag_names(configured=True))
     meanings = " ".join([*FLAGS, *FLAGS.values()])
-    for flag in KNOWN_FLAGS:
-        if flag.startswith("--") and flag not in ("--help", "--run", "--package"):
+    for flag in flag_names(configured=True):
+        if flag.startswith("--") and flag not in ("--help", "--run"):
             assert flag in meanings
 
 

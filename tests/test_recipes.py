@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from benchmarks.published_lines import Line, published_lines
-from gpipe_cli.config.load import Request, compose_all
-from gpipe_cli.config.locate import Option, options
-from gpipe_cli.config.recipes import to_group
+from gpipe_cli.config.compose import Request, compose
+from gpipe_cli.config.options import Option, list_options
+from gpipe_cli.config.overrides import recipe_to_group
 
-FULL = options("recipes")
-SMALL = options("recipes/small")
+FULL = list_options("recipes")
+SMALL = list_options("recipes/small")
 BY_NAME = {recipe.name: recipe for recipe in FULL}
 LINES = [
     pytest.param(recipe.name, line, id=f"{recipe.name} {line.name}")
@@ -68,7 +68,7 @@ def test_a_recipe_for_a_larger_machine_tells_its_result_its_devices_and_its_smal
 
 @each_that_runs_here
 def test_a_recipe_passes_every_check(recipe: Option) -> None:
-    compose_all(Request("train", tuple(to_group(words(recipe)))))
+    compose(Request("train", tuple(recipe_to_group(words(recipe)))))
 
 
 @pytest.mark.slow

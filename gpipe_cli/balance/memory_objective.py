@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import final
 
 from gpipe_cli.balance.solver import Objective, minimise, sums
-from gpipe_cli.byte_size import byte_text
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.values import format_bytes
 
 
 @final
@@ -124,15 +124,15 @@ class MemoryObjective:
         """Why this balance, or any, exceeds the limit, and the smallest limit that would do."""
         best = minimise(self, self._spec.partitions)
         assert best is not None and self.limit is not None, "only a limit refuses"
-        enough = byte_text(best.largest * self._spec.partitions_per_device)
-        given = f"device_memory={byte_text(self.limit)}"
+        enough = format_bytes(best.largest * self._spec.partitions_per_device)
+        given = f"device_memory={format_bytes(self.limit)}"
         paste = f"balance=manual balance.layers={str(best.balance).replace(' ', '')}"
         if balance is None:
             return ConfigError(
                 f"{given}: no balance of {len(best.balance)} partitions needs so little; the smallest limit that "
                 f"would do is {enough}, with {paste}"
             )
-        needed = byte_text(max(sums(self, balance)) * self._spec.partitions_per_device)
+        needed = format_bytes(max(sums(self, balance)) * self._spec.partitions_per_device)
         return ConfigError(
             f"{given}: balance {list(balance)} needs {needed}; the smallest limit that would do is {enough}, "
             f"with {paste}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.commands.ls import topic_of
-from gpipe_cli.config.locate import Option, options
+from gpipe_cli.config.options import Option, list_options
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError, ResourceError
 
@@ -34,7 +34,7 @@ def _find_option(what: str) -> tuple[str, Option]:
     if not slash:
         raise ConfigError(f"'{what}': give a group and an option, such as recipe/digits or model/resnet101")
     topic = topic_of(group)
-    by_name = {option.name: option for option in options(topic)}
+    by_name = {option.name: option for option in list_options(topic)}
     if name not in by_name:
         raise ConfigError(f"{what}: no such option; {or_list(name, by_name)}")
     return topic, by_name[name]

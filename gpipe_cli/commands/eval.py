@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from gpipe_cli.config.load import settings_of
+from gpipe_cli.config.compose import settings_of
 from gpipe_cli.config.schema import EvalConfig
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.report.model_tables import print_partitions

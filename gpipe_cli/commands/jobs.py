@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import shlex
@@ -14,10 +15,9 @@ from typing import Any, final
 from omegaconf import OmegaConf
 
 from gpipe_cli.arguments import Invocation
-from gpipe_cli.collector import release
-from gpipe_cli.config.composing import CUSTOM
-from gpipe_cli.config.load import Composed, Composition, settings_of
-from gpipe_cli.config.recipes import as_written
+from gpipe_cli.config.compose import Composition, JobConfig
+from gpipe_cli.config.hydra_loader import CUSTOM
+from gpipe_cli.config.overrides import group_to_recipe
 from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.errors import Stopped
 from gpipe_cli.report.failure import describe, exit_code
@@ -46,7 +46,7 @@ class Jobs:
     def run(self) -> int:
         """Run every job; a sweep goes on after a failure and shows at its end what came of each. The exit code."""
         try:
-            for number, overrides in enumerate(self._composition.jobs()):
+            for number, overrides in enumerate(self._composition.jobs):
                 self._run(overrides, number if self._invocation.multirun else None)
         except (KeyboardInterrupt, Stopped):  # who asks for a stop means all jobs
             if self._invocation.multirun:
@@ -56,15 +56,17 @@ class Jobs:
 
     def _run(self, overrides: tuple[str, ...], number: int | None) -> None:
         try:
-            composed = self._composition.compose(overrides)
+            composed = self._composition.job(overrides)
             job = self._job(composed, number)
-            settings = settings_of(composed.tree, self._command, overrides)
-            # Only now: composing, printing and refusing a configuration must not wait for torch.
+            # Only now: composing, printing and rejecting a configuration must not wait for torch.
             with memory_watched():
                 command = importlib.import_module(f"gpipe_cli.commands.{self._command}")
-            release()
+            if not gc.isenabled():  # `__main__` disabled it
+                # What was imported stays, so the collector need not look at it again.
+                gc.freeze()
+                gc.enable()
             with stop_immediately(), memory_watched():
-                self._outcomes.append(Outcome(overrides, summary=command.run(settings, job)))
+                self._outcomes.append(Outcome(overrides, summary=command.run(composed.settings, job)))
         except KeyboardInterrupt:
             raise
         except Stopped as error:
@@ -89,7 +91,7 @@ class Jobs:
                 sys.stdout.write(f"{json.dumps(outcome.summary)}\n")
         return 0
 
-    def _job(self, composed: Composed, number: int | None) -> Job:
+    def _job(self, composed: JobConfig, number: int | None) -> Job:
         return Job(
             command=self._command,
             overrides=composed.overrides,
@@ -104,14 +106,10 @@ class Jobs:
     def _line(self, overrides: Sequence[str]) -> str:
         """As it was typed; a job of a sweep with its own values."""
         words = overrides if self._invocation.multirun else self._invocation.words
-        own = as_written(word for word in words if not word.endswith(f"={CUSTOM}"))
-        elsewhere = [
-            part
-            for flag, short in (("--config-dir", "-cd"), ("--config-name", "-cn"))
-            if (value := self._invocation.value(flag, short)) is not None
-            for part in (flag, value)
-        ]
-        return shlex.join(["gpipe", self._command, *own, *elsewhere])
+        own = group_to_recipe(word for word in words if not word.endswith(f"={CUSTOM}"))
+        flags = {"--config-dir": self._invocation.config_dir, "--config-name": self._invocation.config_name}
+        given = [part for flag, value in flags.items() if value is not None for part in (flag, value)]
+        return shlex.join(["gpipe", self._command, *own, *given])
 
     def _show_sweep(self) -> None:
         if not self._outcomes:
@@ -156,7 +154,7 @@ def _reason(outcome: Outcome) -> str | None:
     return f"FAILED ({outcome.exit_code}): {describe(outcome.error)}"
 
 
-def _model_name(composed: Composed) -> str:
+def _model_name(composed: JobConfig) -> str:
     choice = composed.choices.get("model")
     if choice not in (None, CUSTOM):
         return str(choice)

@@ -6,7 +6,7 @@ import json
 import sys
 
 from gpipe_cli.arguments import Invocation
-from gpipe_cli.config.locate import Option, options
+from gpipe_cli.config.options import Option, list_options
 from gpipe_cli.config.schema import GROUPS
 from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError
@@ -27,7 +27,7 @@ TOPICS = (*GROUPS, "recipes")
 
 def run(invocation: Invocation) -> None:
     topics = [topic_of(word) for word in invocation.words] or list(TOPICS)
-    listing = {topic: [_row(option) for option in options(topic)] for topic in topics}
+    listing = {topic: [_row(option) for option in list_options(topic)] for topic in topics}
     if invocation.json:
         sys.stdout.write(f"{json.dumps(listing if len(listing) > 1 else listing[topics[0]], indent=2)}\n")
     elif sys.stdout.isatty():

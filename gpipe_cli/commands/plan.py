@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gpipe_cli.config.instantiate import instantiate
+from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import PlanConfig
-from gpipe_cli.config.targets import add_current_folder, instantiate
+from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.engines.devices import available_cores
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.prediction import Prediction, advice
@@ -36,7 +38,7 @@ LARGEST_PICTURE = 16
 def run(settings: PlanConfig, job: Job) -> Summary:
     if job.dry_run:
         raise ConfigError("--dry-run: gpipe plan changes nothing and writes nothing; leave it out")
-    if any(override.startswith(("balance=", "balance.")) for override in job.overrides):
+    if sets_key(job.overrides, "balance"):
         raise ConfigError(
             "balance: gpipe plan searches for it; leave it out, or use gpipe profile to see one"
         )

@@ -9,9 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from gpipe_cli.config.durations import seconds
+from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import TrainConfig
-from gpipe_cli.config.targets import instantiate
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import RunError
@@ -41,6 +40,7 @@ from gpipe_cli.training.run_directory import check_run_dir, planned_run_director
 from gpipe_cli.training.signals import defer_signals
 from gpipe_cli.training.snapshot.manager import SnapshotManager, save_and_stop
 from gpipe_cli.training.snapshot.retention import Retention
+from gpipe_cli.values import parse_duration
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -113,7 +113,7 @@ def _train(
     team: Team,
 ) -> EvalResult:
     """Run the loop with snapshots and stop requests; `started` is when the command did, for its time limit."""
-    limit = seconds(settings.time_limit) if settings.time_limit else None
+    limit = parse_duration(settings.time_limit) if settings.time_limit else None
     deadline = None if limit is None else started + limit
     retention = _retention(settings)
     with (

@@ -7,7 +7,10 @@ YAML happens in `load`; nothing here knows Hydra, OmegaConf or torch. A componen
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 
@@ -219,3 +222,60 @@ COMPONENT_GROUPS = (
     "logger",
 )
 GROUPS = (*COMPONENT_GROUPS, "schedule", "plan")
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """One key of a command, as help and the reference show it."""
+
+    key: str
+    type: str
+    default: str
+    meaning: str
+
+
+def config_keys(command: str) -> list[ConfigKey]:
+    """Every key of the command, nested ones by their dotted path.
+
+    Python keeps no docstring below a field, so the meaning is read from the syntax tree of this file. That is cheap
+    enough for `gpipe --help`, and leaves one place to write a key and its sentence.
+    """
+    # Train inherits some keys by two ways; the mapping keeps them once.
+    return list({key.key: key for key in _class_keys(SCHEMAS[command].__name__, prefix="")}.values())
+
+
+@cache
+def _class_definitions() -> dict[str, ast.ClassDef]:
+    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _class_keys(name: str, prefix: str) -> list[ConfigKey]:
+    node = _class_definitions()[name]
+    keys = [key for base in node.bases for key in _class_keys(ast.unparse(base), prefix)]
+    for item, following in zip(node.body, [*node.body[1:], None], strict=True):
+        if not isinstance(item, ast.AnnAssign) or item.value is None:
+            continue
+        key, annotation = prefix + ast.unparse(item.target), ast.unparse(item.annotation)
+        if annotation in _class_definitions():
+            keys += _class_keys(annotation, f"{key}.")
+            continue
+        type_name = {"dict[str, Any]": "group", "Any": "", "list[str]": "list"}.get(
+            annotation, annotation.replace(" | None", "")
+        )
+        keys.append(ConfigKey(key, type_name, _default(item.value), _docstring(following)))
+    return keys
+
+
+def _docstring(node: ast.stmt | None) -> str:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return " ".join(str(node.value.value).split())
+    return ""
+
+
+def _default(node: ast.expr) -> str:
+    """The default as it is written on the command line."""
+    if not isinstance(node, ast.Constant):
+        return ""
+    value = node.value
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,8 +1,10 @@
-"""What a config may name in `_target_`, and the one function that turns such a node into an object.
+"""Which classes and functions a configuration may name in `_target_`.
 
-A config is data, perhaps somebody else's. Every `_target_` of the tree is judged by its name before anything is
-imported, and what it stands for is judged again: `admitted` says what a group takes. Arguments that would make
-torchvision download are refused, and no model opens a connection while it is built.
+A configuration is data, perhaps somebody else's. gpipe judges every `_target_` by its name before it imports
+anything, and judges the imported object again. From gpipe_cli, a group accepts exactly the builders that its YAML
+files under conf/ name, so a new component is still one .py and one .yaml. From torch and torchvision it accepts a
+kind of object: layers, losses, optimizers, registered model builders. The module that a name sits in proves nothing:
+`torch.nn` also contains `torch`, and `gpipe_cli.engines` also contains functions that open files.
 """
 
 from __future__ import annotations
@@ -12,123 +14,113 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, final
 
-from gpipe_cli.config.admitted import admits_name, admits_object, described, own_targets
-from gpipe_cli.config.kinds import mismatch
-from gpipe_cli.config.offline import offline
+from gpipe_cli.config.options import list_options
 from gpipe_cli.config.schema import COMPONENT_GROUPS
 from gpipe_cli.config.suggest import did_you_mean, or_list
-from gpipe_cli.errors import ConfigError, DataError, GpipeError
+from gpipe_cli.errors import ConfigError
 
-BUILT_OFFLINE = ("model", "loss", "optimizer")
 SHIPPED = ("gpipe_cli", "torch", "torchvision")
-_DOWNLOADS = re.compile(r"weights|pretrained|download$")
-_NAME = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")  # dotted, no segment private
+DATASETS = ("FakeData", "ImageFolder", "MNIST", "FashionMNIST", "KMNIST")
+"""The torchvision datasets that unpickle nothing but tensors."""
+_NAME = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")  # dotted, no private segment
+
+
+@final
+@dataclass(frozen=True)
+class LibraryKind:
+    """The objects from torch and torchvision that a group accepts."""
+
+    description: str
+    prefixes: tuple[str, ...]
+    accepts: Callable[[Any], bool]
 
 
 def check_targets(tree: Mapping[str, Any], allow: Sequence[str] = ()) -> None:
-    """Refuse a tree that names anything outside the allow-lists; imports nothing."""
-    for key, node in tree.items():
-        for path, target in _targets(key, node):
-            _check_name(path, target, key, allow)
+    """Reject a tree that names a target its group does not accept, without importing anything."""
+    for group, node in tree.items():
+        for path, target in _targets_below(group, node):
+            check_target_name(path, target, group, allow)
 
 
-def instantiate(node: Mapping[str, Any], group: str, allow: Sequence[str] = (), **offered: Any) -> Any:
-    """The object a component's node describes.
+def check_target_name(path: str, target: Any, group: str, allow: Sequence[str]) -> None:
+    if group not in COMPONENT_GROUPS:
+        raise ConfigError(f"{path}={target}: gpipe builds nothing from {group}; remove the _target_")
+    if not isinstance(target, str) or not _NAME.fullmatch(target):
+        raise ConfigError(
+            f"{path}={target}: give the dotted name of a class or function, such as mypkg.net.build"
+        )
+    if not accepts_name(target, group) and not is_trusted(target, allow):
+        raise ConfigError(f"{path}={target}: not allowed here; {_accepted_by(group, target)}")
 
-    `offered` are arguments that no config can give (a module, parameters): the target gets those it names.
-    """
-    make = bind(node, group, allow, offered)
+
+def resolve_target(target: str, group: str, allow: Sequence[str]) -> Callable[..., Any]:
+    """Import the target, and make sure that the object behind the name is one the group accepts."""
+    module_name, _, attribute = target.rpartition(".")
+    if module_name.partition(".")[0] == "torchvision":
+        importlib.import_module("gpipe_cli.vision")  # makes torchvision importable next to a CPU-only torch
     try:
-        with _connected_or_not(node, group, allow):
-            return make()
-    except GpipeError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{group}: {node['_target_']} does not take these values: {error}") from error
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{group}._target_={target}: {error}; gpipe also searches the current folder"
+        ) from error
+    resolved = getattr(module, attribute, None)
+    if resolved is None:
+        public = [name for name in vars(module) if not name.startswith("_")]
+        raise ConfigError(
+            f"{group}._target_={target}: {module_name} has no {attribute}; {or_list(attribute, public)}"
+        )
+    if not (inspect.isclass(resolved) or inspect.isfunction(resolved)):
+        raise ConfigError(f"{group}._target_={target}: is not a class or function")
+    # A name in a trusted module may be an alias of anything, so the place of its definition must be trusted too.
+    home = f"{resolved.__module__}.{resolved.__qualname__}"
+    trusted = is_trusted(target, allow) and is_trusted(home, allow)
+    if not trusted and not accepts_object(target, resolved, group):
+        raise ConfigError(
+            f"{group}._target_={target}: is really {home}, which is not allowed here; {_accepted_by(group, home)}"
+        )
+    return resolved
 
 
-def bind(
-    node: Mapping[str, Any],
-    group: str,
-    allow: Sequence[str] = (),
-    offered: Mapping[str, Any] = MappingProxyType({}),
-) -> Callable[[], Any]:
-    """The node's target with all its arguments, checked against its signature but not yet called."""
-    return _bind(node, group, group, allow, offered)
+def allows_module(name: str, allow: Sequence[str]) -> bool:
+    """Whether the command line allows this module, or the package it is in."""
+    return name in allow or is_trusted(name, allow)
 
 
-def accepted(node: Mapping[str, Any], group: str, allow: Sequence[str] = ()) -> frozenset[str]:
-    """The names of the arguments the node's target takes."""
-    _check_name(f"{group}._target_", node.get("_target_"), group, allow)
-    return frozenset(inspect.signature(_resolve(node["_target_"], group, allow)).parameters)
+def add_current_folder(allow: Sequence[str]) -> None:
+    """Make the current folder importable, because allowed packages may be in it."""
+    folder = str(Path.cwd())
+    if allow and folder not in sys.path:
+        sys.path.insert(0, folder)
 
 
-def _bind(
-    node: Mapping[str, Any], path: str, group: str, allow: Sequence[str], offered: Mapping[str, Any]
-) -> Callable[[], Any]:
-    target = node.get("_target_")
-    _check_name(f"{path}._target_", target, group, allow)
-    assert isinstance(target, str)
-    function = _resolve(target, group, allow)
-    arguments = {key: value for key, value in node.items() if key != "_target_"}
-    _check_arguments(function, target, path, arguments, offered)
-    makers = {key: _maker(value, f"{path}.{key}", group, allow) for key, value in arguments.items()}
-    named = inspect.signature(function).parameters
-    runtime = {name: value for name, value in offered.items() if name in named}
-
-    def make() -> Any:
-        built = {key: make_argument() for key, make_argument in makers.items()}
-        with _as_config_error(function, f"{path}: {target}"):
-            return function(**built, **runtime)
-
-    return make
+def is_trusted(name: str, allow: Sequence[str]) -> bool:
+    return name.startswith(tuple(f"{package}." for package in allow))
 
 
-def _connected_or_not(
-    node: Mapping[str, Any], group: str, allow: Sequence[str]
-) -> AbstractContextManager[None]:
-    """Data and loggers of your own may have to fetch something; no trust makes a model do so."""
-    target = str(node["_target_"])
-    if group in BUILT_OFFLINE or (group == "data" and not _is_trusted(target, allow)):
-        return offline(f"{group}._target_={target}")
-    return nullcontext()
+def accepts_name(target: str, group: str) -> bool:
+    """Whether the group may accept the target, judged by its name alone; imports nothing."""
+    kind = LIBRARY_KINDS.get(group)
+    return target in own_targets(group) or (kind is not None and target.startswith(kind.prefixes))
 
 
-@contextmanager
-def _as_config_error(function: Callable[..., Any], what: str) -> Iterator[None]:
-    """Whatever torch and torchvision raise over arguments, and that is nearly anything, is about the configuration."""
-    try:
-        yield
-    except (GpipeError, MemoryError):
-        raise
-    except Exception as error:
-        if function.__module__.partition(".")[0] not in ("torch", "torchvision") or "alloc" in str(error):
-            raise
-        if isinstance(error, OSError):
-            raise DataError(f"{what}: {error}") from error
-        reason = str(error) or type(error).__name__
-        raise ConfigError(f"{what} does not take these values: {reason}") from error
+def accepts_object(target: str, resolved: Any, group: str) -> bool:
+    """Whether the group accepts the object that the target resolved to."""
+    kind = LIBRARY_KINDS.get(group)
+    return target in own_targets(group) or (kind is not None and kind.accepts(resolved))
 
 
-def _maker(value: Any, path: str, group: str, allow: Sequence[str]) -> Callable[[], Any]:
-    """What gives an argument: itself, or what the components in it describe."""
-    if isinstance(value, Mapping) and "_target_" in value:
-        return _bind(value, path, group, allow, {})
-    if isinstance(value, Mapping):
-        members = {key: _maker(one, f"{path}.{key}", group, allow) for key, one in value.items()}
-        return lambda: {key: make() for key, make in members.items()}
-    if isinstance(value, list | tuple):
-        items = [_maker(one, f"{path}[{index}]", group, allow) for index, one in enumerate(value)]
-        return lambda: [make() for make in items]
-    return lambda: value
+@cache
+def own_targets(group: str) -> frozenset[str]:
+    return frozenset(option.target for option in list_options(group) if option.target is not None)
 
 
-def _targets(path: str, node: Any) -> Iterator[tuple[str, Any]]:
+def _targets_below(path: str, node: Any) -> Iterator[tuple[str, Any]]:
     """Every `_target_` at or below the node, with its path."""
     if isinstance(node, Mapping):
         for key, value in node.items():
@@ -137,133 +129,80 @@ def _targets(path: str, node: Any) -> Iterator[tuple[str, Any]]:
             elif str(key).startswith("_") and str(key).endswith("_"):
                 raise ConfigError(f"{path}.{key}: not supported; a node has a _target_ and its arguments")
             else:
-                yield from _targets(f"{path}.{key}", value)
+                yield from _targets_below(f"{path}.{key}", value)
     elif isinstance(node, list | tuple):
         for index, value in enumerate(node):
-            yield from _targets(f"{path}[{index}]", value)
+            yield from _targets_below(f"{path}[{index}]", value)
 
 
-def _check_name(path: str, target: Any, group: str, allow: Sequence[str]) -> None:
-    if group not in COMPONENT_GROUPS:
-        raise ConfigError(f"{path}={target}: nothing is built from {group}; remove the _target_")
-    if not isinstance(target, str) or not _NAME.fullmatch(target):
-        raise ConfigError(
-            f"{path}={target}: give the dotted name of a class or function, such as mypkg.net.build"
-        )
-    if not admits_name(target, group) and not _is_trusted(target, allow):
-        raise ConfigError(f"{path}={target}: not allowed here; {_what_is(group, target)}")
-
-
-def _what_is(group: str, target: str) -> str:
-    """What a group takes, for someone who asked for something else."""
+def _accepted_by(group: str, target: str) -> str:
+    """What the group accepts, for the message that rejects something else."""
+    kind = LIBRARY_KINDS.get(group)
+    accepted = ", ".join([*([] if kind is None else [kind.description]), *sorted(own_targets(group))])
     root = target.partition(".")[0]
     if root in SHIPPED:
-        near = did_you_mean(target, own_targets(group))
-        return f"{group} takes {described(group)}{f'; {near}' if near else ''}"
-    return f"{group} takes {described(group)}; for a package you trust add allow=[{root}] to the command line"
+        suggestion = did_you_mean(target, own_targets(group))
+        return f"{group} accepts {accepted}{f'; {suggestion}' if suggestion else ''}"
+    return f"{group} accepts {accepted}; for a package you trust add allow=[{root}] to the command line"
 
 
-def allows_module(name: str, allow: Sequence[str]) -> bool:
-    """Whether the command line allows this module, or the package it is in."""
-    return name in allow or _is_trusted(name, allow)
+def _is_layer(candidate: Any) -> bool:
+    from torch import nn
+
+    # Wrappers for several devices and parametrizations are modules too, but are defined elsewhere.
+    return (
+        inspect.isclass(candidate)
+        and issubclass(candidate, nn.Module)
+        and candidate.__module__.startswith("torch.nn.modules.")
+    )
 
 
-def add_current_folder(allow: Sequence[str]) -> None:
-    """Make the current folder importable: allowed packages may be in it."""
-    folder = str(Path.cwd())
-    if allow and folder not in sys.path:
-        sys.path.insert(0, folder)
+def _is_model(candidate: Any) -> bool:
+    from torch import fx, nn
 
+    from gpipe_cli.vision import torchvision
 
-def _is_trusted(name: str, allow: Sequence[str]) -> bool:
-    return name.startswith(tuple(f"{package}." for package in allow))
-
-
-def _resolve(target: str, group: str, allow: Sequence[str]) -> Callable[..., Any]:
-    """Import the target and make sure it is what its name says."""
-    module_name, _, attribute = target.rpartition(".")
-    if module_name.partition(".")[0] == "torchvision":
-        importlib.import_module("gpipe_cli.vision")  # torchvision beside a CPU-only torch needs its help
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{group}._target_={target}: {error}; it is looked for in the current folder too"
-        ) from error
-    found = getattr(module, attribute, None)
-    if found is None:
-        public = [name for name in vars(module) if not name.startswith("_")]
-        raise ConfigError(
-            f"{group}._target_={target}: {module_name} has no {attribute}; {or_list(attribute, public)}"
+    models = torchvision.models
+    if _is_layer(candidate) or candidate is models.get_model:
+        return True
+    if inspect.isclass(candidate):
+        is_module = issubclass(candidate, nn.Module) and candidate.__module__.startswith(
+            "torchvision.models."
         )
-    if not (inspect.isclass(found) or inspect.isfunction(found)):
-        raise ConfigError(f"{group}._target_={target}: is no class or function")
-    home = f"{found.__module__}.{found.__qualname__}"
-    trusted = _is_trusted(target, allow) and _is_trusted(home, allow)
-    if not trusted and not admits_object(target, found, group):
-        raise ConfigError(
-            f"{group}._target_={target}: is really {home}, which is not allowed here; {_what_is(group, home)}"
-        )
-    return found
+        return is_module and not issubclass(candidate, fx.GraphModule)  # it compiles the code it is given
+    return candidate in {models.get_model_builder(name) for name in models.list_models()}
 
 
-def _check_arguments(
-    function: Callable[..., Any],
-    target: str,
-    path: str,
-    arguments: dict[str, Any],
-    offered: Mapping[str, Any],
-) -> None:
-    """Unknown, missing, misfitting or downloading arguments; adds `None` where a default would download."""
-    parameters = inspect.signature(function).parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    hints = _hints(function)
-    if function.__module__.startswith("torchvision."):
-        _refuse_downloads(function, target, path, arguments)
-    for key, value in arguments.items():
-        if key in offered or (key not in parameters and not takes_any):
-            known = [name for name in parameters if name not in offered]
-            raise ConfigError(f"unknown key '{path}.{key}': {target} does not take it; {or_list(key, known)}")
-        built = isinstance(value, Mapping) and "_target_" in value
-        problem = None if built else mismatch(value, hints.get(key, Any))
-        if problem:
-            raise ConfigError(f"{path}.{key}={value}: {problem}")
-    for name, parameter in parameters.items():
-        required = parameter.default is parameter.empty and parameter.kind in (
-            parameter.POSITIONAL_OR_KEYWORD,
-            parameter.KEYWORD_ONLY,
-        )
-        if required and name not in arguments and name not in offered:
-            raise ConfigError(f"{path}.{name}: {target} needs it; give {path}.{name}=...")
+def _is_loss(candidate: Any) -> bool:
+    return _is_layer(candidate) and candidate.__module__ == "torch.nn.modules.loss"
 
 
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    """Annotations of the arguments; a target whose annotations cannot be read is not judged by them."""
-    subject = function.__init__ if inspect.isclass(function) else function
-    try:
-        return inspect.get_annotations(subject, eval_str=True)
-    except (NameError, TypeError, AttributeError):
-        return {}
+def _is_optimizer(candidate: Any) -> bool:
+    from torch.optim import Optimizer
+
+    return (
+        inspect.isclass(candidate)
+        and issubclass(candidate, Optimizer)
+        and candidate is not Optimizer
+        and f"{candidate.__module__}.".startswith("torch.optim.")
+    )
 
 
-def _refuse_downloads(
-    function: Callable[..., Any], target: str, path: str, arguments: dict[str, Any]
-) -> None:
-    for key, value in arguments.items():
-        if _DOWNLOADS.match(key) and value not in (None, False):
-            raise ConfigError(f"{path}.{key}={value}: {target} would download; only null is allowed")
-    for key, parameter in _builder(function, arguments).items():
-        if _DOWNLOADS.match(key) and parameter.default not in (None, False):
-            arguments.setdefault(key, None)
+def _is_dataset(candidate: Any) -> bool:
+    from gpipe_cli.vision import torchvision
+
+    return any(candidate is getattr(torchvision.datasets, name) for name in DATASETS)
 
 
-def _builder(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Mapping[str, inspect.Parameter]:
-    """The parameters of what will build the model: torchvision's `get_model` passes all it gets to another."""
-    if function.__name__ == "get_model":
-        from gpipe_cli.vision import torchvision
-
-        try:
-            function = torchvision.models.get_model_builder(str(arguments.get("name")))
-        except ValueError:  # torchvision knows no such model, which it will say itself
-            return {}
-    return inspect.signature(function).parameters
+LIBRARY_KINDS = {
+    "model": LibraryKind(
+        "a layer of torch.nn, a model of torchvision.models", ("torch.nn.", "torchvision.models."), _is_model
+    ),
+    "loss": LibraryKind("a loss of torch.nn", ("torch.nn.",), _is_loss),
+    "optimizer": LibraryKind("an optimizer of torch.optim", ("torch.optim.",), _is_optimizer),
+    "data": LibraryKind(
+        f"one of torchvision.datasets.{{{','.join(DATASETS)}}}",
+        tuple(f"torchvision.datasets.{name}" for name in DATASETS),
+        _is_dataset,
+    ),
+}

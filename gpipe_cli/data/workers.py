@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from gpipe_cli.errors import DataError
-from gpipe_cli.orphans import end_with
+from gpipe_cli.process_lifetime import die_with_parent
 
 Batch = tuple[Tensor, Tensor]
 _DEFAULT_TIMEOUT = 120.0
@@ -158,4 +158,4 @@ def _set_up_worker(parent: int, _worker: int) -> None:
     os.setsid()
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    end_with(parent)
+    die_with_parent(parent)

@@ -1,14 +1,13 @@
-"""A model over several processes, from Python: one process per partition, in replicas if there are more.
+"""A model over several processes, from Python: one process per partition, replicated if there are more processes.
 
-    from gpipe_cli.distributed import setup_process_groups, partition_uniform, forward_backward
-
-The names are given lazily: what is beside them is used where they are not.
+from gpipe_cli.distributed import setup_process_groups, partition_uniform, forward_backward
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from gpipe_cli.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
     from gpipe_cli.distributed.clip import clip_grad_norm_
@@ -36,21 +35,18 @@ __all__ = [
     "setup_process_groups",
 ]
 
-_HOMES = {
-    "average_gradients": "gradients",
-    "clip_grad_norm_": "clip",
-    "forward_backward": "user_step",
-    "forward_eval": "user_step",
-    "get_group": "groups",
-    "get_ranks_in_group": "groups",
-    "is_first_in_pipeline_group": "groups",
-    "is_last_in_pipeline_group": "groups",
-    "partition_uniform": "own_part",
-    "setup_process_groups": "groups",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = lazy_attributes(
+    __name__,
+    {
+        "average_gradients": "gradients",
+        "clip_grad_norm_": "clip",
+        "forward_backward": "user_step",
+        "forward_eval": "user_step",
+        "get_group": "groups",
+        "get_ranks_in_group": "groups",
+        "is_first_in_pipeline_group": "groups",
+        "is_last_in_pipeline_group": "groups",
+        "partition_uniform": "own_part",
+        "setup_process_groups": "groups",
+    },
+)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.balance.solver import solve
-from gpipe_cli.byte_size import byte_count
 from gpipe_cli.engines.protocol import Engine, Objective
 from gpipe_cli.engines.sliced import Away, SlicedEngine, kept_bytes, make_tier
 from gpipe_cli.errors import ConfigError
@@ -28,6 +27,7 @@ from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.schedule.checkpoint import checkpoint_stops
+from gpipe_cli.values import parse_bytes
 
 USUAL_SLICES = 8
 CHOICES = {"to": TIERS, "by": ("bytes", "time")}
@@ -79,7 +79,7 @@ def _check(*, to: str, by: str, slices: int | None, memory: Any) -> None:
         raise ConfigError(f"engine.slices={slices}: must be at least 1")
     if memory is not None:
         try:
-            byte_count(memory)
+            parse_bytes(memory)
         except ValueError as error:
             raise ConfigError(f"engine.memory={memory}: {error}") from error
 
@@ -115,7 +115,7 @@ class Slicing:
     def balance(self) -> list[int]:
         """Layers per slice."""
         if self.memory is not None:
-            return self._within(byte_count(self.memory))
+            return self._within(parse_bytes(self.memory))
         layers = len(self.module)
         if self.slices is not None and self.slices > layers:
             raise ConfigError(

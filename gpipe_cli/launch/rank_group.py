@@ -25,7 +25,7 @@ from gpipe_cli.errors import GpipeError, Interrupted, PeerError, PeerRaised, Ste
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles
 from gpipe_cli.launch.root_cause import RankExit, root_cause
 from gpipe_cli.launch.supervisor import Supervisor
-from gpipe_cli.owned_folder import owned_folder
+from gpipe_cli.process_lifetime import temporary_folder
 
 LOCALHOST = "127.0.0.1"
 AGENT_ENVIRONMENT = {
@@ -65,7 +65,7 @@ class RankGroup:
 
     def run(self, make_arguments: Callable[[RankFiles], Sequence[str]]) -> ExitReport:
         """Start the ranks with these arguments of the Python interpreter, and wait; the report of rank 0."""
-        with owned_folder("ranks") as folder, _agent_environment():
+        with temporary_folder("ranks") as folder, _agent_environment():
             files = RankFiles(folder)
             agent = self._agent(files, make_arguments(files))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from gpipe_cli.loggers.protocol import LoggedRun, Logger, flatten_dict, import_package, load_id, save_id
+from gpipe_cli.loggers.protocol import LoggedRun, Logger, import_package, load_id, save_id
+from gpipe_cli.values import flatten
 
 _MAX_VALUE_LENGTH = 500
 """MLflow's limit on the characters of a parameter's value."""
@@ -30,9 +31,7 @@ class MLflow:
         self._is_open = True
         if run_id is None:  # MLflow does not let a resumed run change its parameters
             save_id(run, "mlflow", started.info.run_id)
-            parameters = {
-                key: str(value)[:_MAX_VALUE_LENGTH] for key, value in flatten_dict(run.config).items()
-            }
+            parameters = {key: str(value)[:_MAX_VALUE_LENGTH] for key, value in flatten(run.config)}
             self._package.log_params(parameters)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

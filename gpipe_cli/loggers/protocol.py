@@ -81,14 +81,3 @@ def make_folder(run: LoggedRun, name: str) -> Path:
         path.mkdir(exist_ok=True)
         with open_directory(path, run.directory):
             return path
-
-
-def flatten_dict(node: Any, path: str = "") -> dict[str, Any]:
-    """Return all values of nested mappings by their dotted keys."""
-    if not isinstance(node, Mapping):
-        return {path: node}
-    return {
-        key: value
-        for name, child in node.items()
-        for key, value in flatten_dict(child, f"{path}.{name}" if path else str(name)).items()
-    }

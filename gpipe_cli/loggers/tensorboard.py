@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
-from gpipe_cli.loggers.protocol import LoggedRun, Logger, flatten_dict, import_package, make_folder
+from gpipe_cli.loggers.protocol import LoggedRun, Logger, import_package, make_folder
+from gpipe_cli.values import flatten
 
 _FOLDER = "tensorboard"
 
@@ -24,7 +25,7 @@ class TensorBoard:
     def open(self, run: LoggedRun) -> None:
         """Hide what an earlier launch wrote for later steps, which this launch repeats."""
         self._writer = self._package.SummaryWriter(str(make_folder(run, _FOLDER)), purge_step=run.step + 1)
-        lines = "\n".join(f"    {key}: {value}" for key, value in flatten_dict(run.config).items())
+        lines = "\n".join(f"    {key}: {value}" for key, value in flatten(run.config))
         self._writer.add_text("config", lines, global_step=run.step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

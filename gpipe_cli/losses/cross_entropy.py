@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gpipe_cli.losses.measures import accuracy, are_pixel_scores, check_shapes, segmentation_accuracy
-from gpipe_cli.values import check_share
+from gpipe_cli.values import check_fraction
 
 
 @final
@@ -21,7 +21,7 @@ class CrossEntropy:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        check_share("loss.label_smoothing", self.label_smoothing)
+        check_fraction("loss.label_smoothing", self.label_smoothing)
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         probabilities = isinstance(output, Tensor) and output.shape == target.shape

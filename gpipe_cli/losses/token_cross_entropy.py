@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gpipe_cli.losses.measures import check_shapes, token_accuracy
-from gpipe_cli.values import check_share
+from gpipe_cli.values import check_fraction
 
 
 @final
@@ -24,7 +24,7 @@ class TokenCrossEntropy:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        check_share("loss.label_smoothing", self.label_smoothing)
+        check_fraction("loss.label_smoothing", self.label_smoothing)
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         fits = isinstance(output, Tensor) and output.ndim == 3 and output.shape[:2] == target.shape

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.values import check_share, check_whole_number
+from gpipe_cli.values import check_fraction, check_whole_number
 
 _INIT_STD = 0.02  # as in GPT-2
 
@@ -39,7 +39,7 @@ def build(
     """
     for key, value in (("width", width), ("depth", depth), ("heads", heads)):
         check_whole_number(f"model.{key}", value, least=1)
-    check_share("model.dropout", dropout)
+    check_fraction("model.dropout", dropout)
     if width % heads:
         raise ConfigError(f"model.heads={heads}: must divide model.width={width}")
     context = _context(context, input_shape)

@@ -23,7 +23,7 @@ from torch.nn.functional import interpolate, max_pool2d
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.skip import Namespace, Skippable, pop, skippable, stash
 from gpipe_cli.skip.skippable import Commands
-from gpipe_cli.values import check_share, check_whole_number
+from gpipe_cli.values import check_fraction, check_whole_number
 
 NamedLayers = Iterator[tuple[str, nn.Module]]
 
@@ -41,7 +41,7 @@ def build(
     dropout: share of channels to drop after each convolution.
     """
     check_whole_number("model.convolutions", convolutions, least=1)
-    check_share("model.dropout", dropout)
+    check_fraction("model.dropout", dropout)
 
     def convolution(inputs: int, outputs: int) -> nn.Module:
         return nn.Sequential(

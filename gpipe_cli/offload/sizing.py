@@ -14,12 +14,12 @@ from typing import final
 from torch import nn
 
 from gpipe_cli.balance.solver import solve
-from gpipe_cli.byte_size import byte_text
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.layout import ALIGNMENT, padded
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes
+from gpipe_cli.values import format_bytes
 
 __all__ = ["Demand", "border_bytes", "layer_bytes", "optimizer_bytes"]
 
@@ -65,8 +65,8 @@ class Demand:
                 return balance
         least = min(map(self.of, balances))
         raise ConfigError(
-            f"engine.memory={byte_text(limit)}: cannot be kept, {byte_text(least)} are needed with a layer in each "
-            "slice; try more chunks, checkpoint=always or more memory"
+            f"engine.memory={format_bytes(limit)}: cannot be kept, {format_bytes(least)} are needed with one layer in "
+            "each slice; try more chunks, checkpoint=always or more memory"
         )
 
 

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli import __version__
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.sequential import layer_names
-from gpipe_cli.version import VERSION
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _VERSIONED = ("torch.", "torchvision.", "gpipe_cli.")
@@ -127,7 +127,7 @@ def fingerprint(module: nn.Sequential, sample: Sample) -> dict[str, Any]:
     """Everything a measurement depends on. Values of parameters do not count: time does not depend on them."""
     device = tensors_of(sample.input)[0].device
     return {
-        "gpipe": VERSION,
+        "gpipe": __version__,
         "torch": str(torch.__version__),
         "model": _model(module),
         "layers": len(module),

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.version import VERSION
+from gpipe_cli import __version__
 
 PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "rich", "numpy", "safetensors")
 
@@ -18,7 +18,7 @@ PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "rich", "numpy", 
 def environment() -> dict[str, Any]:
     """Facts for env.json. Never environment variables: they may hold secrets."""
     return {
-        "gpipe": VERSION,
+        "gpipe": __version__,
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),

@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import PlanSearchConfig, ScheduleConfig, TrainConfig
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.errors import ConfigError
@@ -40,7 +41,7 @@ def with_best_plan(settings: TrainConfig, job: Job) -> tuple[TrainConfig, Job]:
         raise ConfigError(
             f"plan=auto: has no effect with {engine_name(settings)}, which has no partitions; leave it out"
         )
-    if any(override.lstrip("+").startswith(("balance=", "balance.")) for override in job.overrides):
+    if sets_key(job.overrides, "balance"):
         raise ConfigError("balance: plan=auto searches for it; leave one of them out")
     add_current_folder(settings.allow)
     check_components(settings, job.overrides)

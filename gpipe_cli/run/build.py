@@ -12,8 +12,9 @@ from torch import nn
 
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.result import BalanceResult
+from gpipe_cli.config.instantiate import accepted_arguments, instantiate
 from gpipe_cli.config.schema import CostConfig, EngineConfig, ModelConfig, RunConfig, TrainConfig
-from gpipe_cli.config.targets import accepted, add_current_folder, instantiate
+from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_threads
 from gpipe_cli.engines.memory import memory_watched
@@ -137,7 +138,7 @@ def _balance(
     spec: PipelineSpec,
 ) -> Partitioning:
     """Run the balance method, within the memory limit if there is one; compute only what the method takes."""
-    takes = accepted(settings.balance, "balance", settings.allow)
+    takes = accepted_arguments(settings.balance, "balance", settings.allow)
     limited = isinstance(settings, CostConfig) and settings.device_memory is not None
     offered: dict[str, Any] = {"module": model, "layer_count": len(model), "partitions": spec.partitions}
     memory = None

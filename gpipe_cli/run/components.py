@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.config.locate import default_options
+from gpipe_cli.config.instantiate import accepted_arguments, bind
+from gpipe_cli.config.options import default_options
+from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import COMPONENT_GROUPS, EngineConfig, ModelConfig, RunConfig, TrainConfig
-from gpipe_cli.config.targets import accepted, bind
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.run.model import check_layers, model_arguments, sequence_keys
 
@@ -62,7 +62,7 @@ def _is_given(settings: EngineConfig, key: str, overrides: Sequence[str]) -> boo
 
     An evaluation or a resumed run has the settings of its run, and may use another engine.
     """
-    if any(re.match(rf"[+~]*{re.escape(key)}[.=]", override) for override in overrides):
+    if sets_key(overrides, key):
         return True
     if not isinstance(settings, TrainConfig) or settings.resume is not None:
         return False
@@ -94,7 +94,7 @@ def scratch_folder(settings: RunConfig) -> Path:
 
 def measures_layers(settings: ModelConfig) -> bool:
     """Whether the balance method runs the model, and so needs its values."""
-    return "sample" in accepted(settings.balance, "balance", settings.allow)
+    return "sample" in accepted_arguments(settings.balance, "balance", settings.allow)
 
 
 def engine_name(settings: EngineConfig) -> str:
@@ -107,7 +107,7 @@ def balance_name(settings: ModelConfig) -> str:
 
 
 def _engine_arguments(settings: EngineConfig) -> frozenset[str]:
-    return accepted(settings.engine, "engine", settings.allow)
+    return accepted_arguments(settings.engine, "engine", settings.allow)
 
 
 def manual_balance(layers: Sequence[int]) -> dict[str, Any]:

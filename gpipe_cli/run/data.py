@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import final
 
+from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import ModelConfig, RunConfig, TrainConfig
-from gpipe_cli.config.targets import instantiate
 from gpipe_cli.data.datasets import Data, Samples
 from gpipe_cli.data.loading import batch_count, batches, check_batch, check_labels
 from gpipe_cli.data.transforms import Transform, Transforms

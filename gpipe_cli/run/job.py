@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any, final
 
 from omegaconf import DictConfig
 
+from gpipe_cli.config.overrides import override_group
 from gpipe_cli.launch.rank_files import RankFiles
 
 Summary = Mapping[str, Any]
@@ -52,5 +52,5 @@ class Job:
     def train_command(self, without: Collection[str]) -> str:
         """The command that trains with the same overrides, except for some keys and the keys below them."""
         words = shlex.split(self.line)[2:]
-        remaining = [word for word in words if re.split(r"[.=]", word.lstrip("+~"))[0] not in without]
+        remaining = [word for word in words if override_group(word) not in without]
         return shlex.join(["gpipe", "train", *remaining])

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.byte_size import byte_count
+from gpipe_cli.config.overrides import override_key
 from gpipe_cli.config.schema import CostConfig
 from gpipe_cli.errors import RunError
 from gpipe_cli.profiling.partition_memory import resident_memory
@@ -17,6 +17,7 @@ from gpipe_cli.run.job import Job
 from gpipe_cli.run.training_step import optimizer_factory
 from gpipe_cli.safe_files import parse_json, read_regular
 from gpipe_cli.training.run_directory import write_json
+from gpipe_cli.values import parse_bytes
 
 __all__ = ["launch_of", "write_launch"]
 
@@ -39,7 +40,7 @@ def launch_of(
         "command": job.command,
         "commands": commands,
         "allow": settings.allow,
-        "device_memory": None if limit is None else byte_count(limit),
+        "device_memory": None if limit is None else parse_bytes(limit),
         "partitions": _rows(settings, parts, activations),
         "profile": _profile_line(commands),
     }
@@ -90,7 +91,7 @@ def _profile_line(commands: Sequence[str]) -> str | None:
         if any(word.startswith(("recipe=", "--config-")) for word in given):
             return None
         for word in given:
-            path = word.lstrip("+~").partition("=")[0]
+            path = override_key(word)
             if path.partition(".")[0] in taken:
                 words[path] = word
     if words.get("engine", "") in ("engine=single", "engine=processes"):

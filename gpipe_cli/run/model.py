@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.config.instantiate import accepted_arguments, instantiate
 from gpipe_cli.config.schema import ModelConfig, TrainConfig
 from gpipe_cli.config.suggest import or_list
-from gpipe_cli.config.targets import accepted, instantiate
 from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.layer_check import check_fit, check_outputs
@@ -88,7 +88,7 @@ def sequence_keys(settings: ModelConfig) -> dict[str, Any]:
     node: Mapping[str, Any] = settings.model
     if not any(key in node for key in SEQUENCE_KEYS):
         return {}
-    taken = accepted(node, "model", settings.allow)
+    taken = accepted_arguments(node, "model", settings.allow)
     return {key: node[key] for key in SEQUENCE_KEYS if key in node and key not in taken}
 
 

@@ -6,7 +6,6 @@ choose them.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from torch import nn
 
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.size import memory_objective_from_facts
+from gpipe_cli.config.overrides import override_key, sets_key
 from gpipe_cli.config.schema import PlanConfig, TrainConfig
 from gpipe_cli.engines.devices import available, available_cores, default_partitions, resolve_devices
 from gpipe_cli.engines.protocol import Batch
@@ -324,8 +324,8 @@ class Planner:
         )
 
     def _given(self, key: str) -> bool:
-        return any(re.match(rf"[+~]*{key}[.=]", word) for word in self._overrides)
+        return sets_key(self._overrides, key)
 
     def _fixed_keys(self) -> str:
         keys = ("chunks", "schedule", "checkpoint", "partitions", "devices", "device_memory")
-        return " ".join(word for word in self._overrides if word.partition("=")[0].lstrip("+") in keys)
+        return " ".join(word for word in self._overrides if override_key(word) in keys)

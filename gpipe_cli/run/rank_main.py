@@ -18,12 +18,12 @@ from typing import Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.config.load import settings_of
+from gpipe_cli.config.compose import settings_of
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.errors import PeerError, Stopped
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles
-from gpipe_cli.orphans import end_with
+from gpipe_cli.process_lifetime import die_with_parent
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.output import redirect_streams, secure_streams
@@ -36,7 +36,7 @@ def main(folder: str) -> NoReturn:
     """Never returns: Python's own end would wait for threads of a peer that has gone."""
     meeting, rank = RankFiles(Path(folder)), int(os.environ["RANK"])
     task = json.loads(meeting.task.read_text(encoding="utf-8"))
-    end_with(task["launcher"])
+    die_with_parent(task["launcher"])
     secure_streams()
     faulthandler.enable()
     if rank:

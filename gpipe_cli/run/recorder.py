@@ -14,9 +14,8 @@ from typing import Any, final
 
 from omegaconf import OmegaConf
 
-from gpipe_cli.byte_size import byte_text
+from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import LogConfig, TrainConfig
-from gpipe_cli.config.targets import instantiate
 from gpipe_cli.errors import GpipeError, ResourceError
 from gpipe_cli.loggers.protocol import LoggedRun, Logger
 from gpipe_cli.redaction import redacted
@@ -28,6 +27,7 @@ from gpipe_cli.run.job import Job
 from gpipe_cli.safe_files import writing
 from gpipe_cli.training.loop import EvalResult, Position, StepResult, TrainFact, TrainSpec
 from gpipe_cli.training.metrics import LineFile, MetricsFile
+from gpipe_cli.values import format_bytes
 
 RANK_LOGS = "logs"
 STEP_COLUMNS = ("step", "epoch", "split", "seconds")
@@ -100,7 +100,7 @@ class RunRecorder:
     def _trained(self, fact: StepResult, samples_per_second: float) -> None:
         transfers = ""
         if fact.transfers is not None:
-            moved, waited = byte_text(fact.transfers.moved_bytes), 1000 * fact.transfers.waited_seconds
+            moved, waited = format_bytes(fact.transfers.moved_bytes), 1000 * fact.transfers.waited_seconds
             transfers = f"moved {moved}, waited {waited:.0f} ms"
         self.progress.step(fact.step, fact.epoch, fact.loss, fact.lr, samples_per_second, transfers)
         if fact.utilisation is not None:

@@ -15,11 +15,10 @@ from typing import Any, final
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.config.load import settings_of
+from gpipe_cli.config.compose import settings_of
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.errors import ConfigError, DataError, RunError
-from gpipe_cli.loggers.protocol import flatten_dict
 from gpipe_cli.run.components import keeps_on_disk
 from gpipe_cli.run.job import Job
 from gpipe_cli.run.saved_run import saved_config, select_snapshot, warn_of_damaged, with_overrides
@@ -29,6 +28,7 @@ from gpipe_cli.training.snapshot.contents import Snapshot, open_large_snapshot, 
 from gpipe_cli.training.snapshot.discovery import is_snapshot, newest_valid_snapshot, run_directory_of
 from gpipe_cli.training.snapshot.manifest import FILES, OPTIMIZER
 from gpipe_cli.training.snapshot.record import TrainingRecord, versions
+from gpipe_cli.values import flatten
 
 FIXED_KEYS = ("model", "data", "seed", "batch_size", "optimizer._target_")
 """Keys that cannot change: the tensors, or the samples of a step, would be others."""
@@ -146,7 +146,7 @@ def _load_snapshot(settings: TrainConfig, run: Path, *, larger_than_memory: bool
 
 def _changes(saved: DictConfig, tree: DictConfig) -> list[str]:
     """Settings that differ from the saved ones; those that must not are an error."""
-    before, now = (flatten_dict(OmegaConf.to_container(config)) for config in (saved, tree))
+    before, now = (dict(flatten(OmegaConf.to_container(config))) for config in (saved, tree))
     changes = []
     for key in dict.fromkeys([*before, *now]):
         old, new = (_yaml_text(config.get(key)) for config in (before, now))

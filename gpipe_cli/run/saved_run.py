@@ -12,7 +12,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from gpipe_cli.config.composing import refuse_hydra
+from gpipe_cli.config.hydra_loader import reject_hydra_keys
+from gpipe_cli.config.overrides import override_key
 from gpipe_cli.config.yaml_files import load_yaml
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.report.formatting import one_line
@@ -31,7 +32,7 @@ def saved_config(run: Path) -> DictConfig:
         raise RunError(str(error)) from error
     if not isinstance(tree, DictConfig):
         raise RunError(f"{path}: not a configuration: its top level must be a mapping of keys")
-    refuse_hydra(tree, str(path))
+    reject_hydra_keys(tree, str(path))
     return tree
 
 
@@ -43,7 +44,7 @@ def with_overrides(
 
     An option (`balance=uniform`) replaces the whole group, a dotted key (`balance.layers=[1,2]`) only that key.
     """
-    given = [*own_keys, *(override.lstrip("+~").partition("=")[0] for override in overrides)]
+    given = [*own_keys, *map(override_key, overrides)]
     # Keep references such as ${oc.env:TOKEN} as text: the result is saved, and must not contain what they resolve to.
     before, now = OmegaConf.to_container(saved), OmegaConf.to_container(composed)
     assert isinstance(before, dict) and isinstance(now, dict)

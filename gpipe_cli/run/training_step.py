@@ -11,9 +11,8 @@ from torch import nn
 
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.size import TrainedBytes, memory_objective
-from gpipe_cli.byte_size import byte_count
+from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import CostConfig, ModelConfig, RunConfig
-from gpipe_cli.config.targets import instantiate
 from gpipe_cli.engines.devices import available_cores
 from gpipe_cli.engines.stepping import DTYPES
 from gpipe_cli.errors import ConfigError
@@ -24,6 +23,7 @@ from gpipe_cli.report.failure import describe
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.schedule.checkpoint import Checkpoint, settled
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.values import parse_bytes
 
 
 def make_pipeline_spec(
@@ -95,7 +95,7 @@ def make_memory(
 def memory_limit(settings: ModelConfig) -> int | None:
     """Bytes that a device may use at most."""
     limit = settings.device_memory if isinstance(settings, CostConfig) else None
-    return None if limit is None else byte_count(limit)
+    return None if limit is None else parse_bytes(limit)
 
 
 def trained_bytes(settings: ModelConfig, model: nn.Module) -> TrainedBytes:

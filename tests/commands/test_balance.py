@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpipe_cli.byte_size import byte_count
+from gpipe_cli.values import parse_bytes
 
 Gpipe = Callable[..., Any]
 TINY = (
@@ -64,7 +64,7 @@ def test_the_smallest_limit_that_would_do_does(tiny: Gpipe) -> None:
     assert tiny("balance", *words, f"device_memory={smallest}").code == 0
     by_size = tiny("balance", "--by", "size", *TINY, "--json").json
     assert by_size["max"] == by_size["lower_bound"] == max(by_size["memory_bytes"])
-    assert by_size["max"] <= byte_count(smallest) <= 1.01 * by_size["max"]
+    assert by_size["max"] <= parse_bytes(smallest) <= 1.01 * by_size["max"]
 
 
 def test_the_optimizer_the_schedule_and_the_checkpoint_mode_change_what_memory_is_needed(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpipe_cli.config.locate import options
+from gpipe_cli.config.options import list_options
 
 Gpipe = Callable[..., Any]
 
@@ -20,7 +20,7 @@ def test_a_copy_is_used_as_the_answer_says(what: str, where: str, gpipe: Gpipe) 
     answer = gpipe("cp", what, where, "--json")
     assert answer.code == 0, answer.err
     group, name = answer.json["from"].split("/")
-    (source,) = (option.path for option in options(group) if option.name == name)
+    (source,) = (option.path for option in list_options(group) if option.name == name)
     assert Path(where).read_bytes() == source.read_bytes()
     shown = gpipe(*shlex.split(answer.json["use"])[1:], "--cfg", "job")
     assert shown.code == 0 and "name: resnet18" in shown.out

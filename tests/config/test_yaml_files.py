@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gpipe_cli.config.yaml_files import MOST_BYTES, load_yaml, parse_yaml
+from gpipe_cli.config.yaml_files import MOST_BYTES, check_references, load_yaml, parse_yaml
 from gpipe_cli.errors import ConfigError
 
 LAUGHS = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
@@ -74,3 +75,47 @@ def test_only_a_regular_file_of_bounded_size_is_read(tmp_path: Path, kind: str) 
         says = "utf-8"
     with pytest.raises(ConfigError, match=says):
         load_yaml(path)
+
+
+def doubling(reference: str) -> dict[str, Any]:
+    """Thirty keys of which each refers to the next one twice."""
+    return {
+        "model": {**{f"a{i}": reference.format(next=i + 1) * 2 for i in range(30)}, "a30": "x"},
+        "alias": "${model}",
+    }
+
+
+@pytest.mark.parametrize(
+    ("reference", "says"),
+    [
+        ("${{model.a{next}}}", "expand to more than"),
+        ("${{ model.a{next} }}", "expand to more than"),
+        ("${{.a{next}}}", "expand to more than"),
+        ("${{model[a{next}]}}", "expand to more than"),
+        ("${{oc.select:model.a{next},x}}", "expand to more than"),
+        ("${{oc.decode:${{model.a{next}}}}}", "expand to more than"),
+        ("${{alias.a{next}}}", "through another reference"),
+        ("${{model.${{model.a{next}}}}}", "reference inside the name of another"),
+    ],
+)
+def test_references_that_double_at_every_step_are_refused(reference: str, says: str) -> None:
+    """A recipe of thirty lines kept OmegaConf busy for hours."""
+    with pytest.raises(ConfigError, match=says):
+        check_references(doubling(reference))
+
+
+@pytest.mark.parametrize("tree", [{"a": "${a}"}, {"a": "${b}", "b": "${a}"}, {"a": {"b": "${a}"}}])
+def test_a_reference_to_itself_is_refused(tree: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="refers to itself"):
+        check_references(tree)
+
+
+def test_plain_references_are_fine() -> None:
+    check_references(
+        {
+            "batch_size": 4,
+            "model": {"width": "${batch_size}", "layers": ["${..width}", {"heads": "${model.width}"}]},
+            "run_dir": "runs/${oc.env:USER,${batch_size}}/${now:%Y}/${model.layers[1].heads}",
+            "elsewhere": "${not.there}",
+        }
+    )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from gpipe_cli.config.targets import instantiate
+from gpipe_cli.config.instantiate import instantiate
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FILES = sorted(path for group in ("model", "data", "transform") for path in (CONF / group).glob("*.yaml"))

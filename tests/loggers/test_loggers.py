@@ -12,7 +12,7 @@ import pytest
 
 from gpipe_cli.errors import RunError
 from gpipe_cli.loggers import mlflow, tensorboard, wandb
-from gpipe_cli.loggers.protocol import LoggedRun, flatten_dict
+from gpipe_cli.loggers.protocol import LoggedRun
 
 
 class Recorder:
@@ -131,7 +131,3 @@ def test_a_resumed_run_is_the_same_run_for_mlflow(tmp_path: Path, monkeypatch: p
     parameters = [args for name, args, _ in recorder.calls if name == "log_params"]
     assert parameters == [({"chunks": "4", "model.width": "[1, 2]"},)]
     assert ("log_metrics", ({"eval/loss": 0.5},), {"step": 3}) in recorder.calls
-
-
-def test_nested_settings_are_named_by_their_path() -> None:
-    assert flatten_dict({"a": {"b": 1, "c": {}}, "d": None}) == {"a.b": 1, "d": None}

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpipe_cli import __version__
 from gpipe_cli.report import environment as module
 from gpipe_cli.report.environment import PACKAGES, environment
-from gpipe_cli.version import VERSION
 
 
 def test_versions_machine_and_devices_are_there_and_fit_into_json() -> None:
     facts = environment()
-    assert facts["gpipe"] == VERSION and facts["torch"] == torch.__version__
+    assert facts["gpipe"] == __version__ and facts["torch"] == torch.__version__
     assert set(PACKAGES) < facts.keys() and facts["cores"] == os.cpu_count()
     assert facts["devices"] and facts["threads"] == torch.get_num_threads()
     json.dumps(facts)

@@ -14,9 +14,9 @@ from typing import Any, final
 
 import torch
 
+from gpipe_cli import __version__
 from gpipe_cli.errors import RunError
 from gpipe_cli.training.loop import EvalResult, Position
-from gpipe_cli.version import VERSION
 
 MAX_COUNT = 2**63 - 1
 """Seeds go that far."""
@@ -88,7 +88,7 @@ class TrainingRecord:
 
 def versions() -> dict[str, str]:
     """The versions of everything that can change a bit."""
-    return {"gpipe": VERSION, "torch": torch.__version__, "python": platform.python_version()}
+    return {"gpipe": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _parse_dataclass(kind: type[Any], content: Any) -> Any:

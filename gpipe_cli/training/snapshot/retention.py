@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from gpipe_cli.byte_size import byte_text
 from gpipe_cli.errors import ResourceError
 from gpipe_cli.training.loop import TrainSpec
 from gpipe_cli.training.snapshot.discovery import snapshot_paths
+from gpipe_cli.values import format_bytes
 
 LOWER_IS_BETTER = ("loss", "error", "bits_per_token", "perplexity")
 """A metric whose name ends like this is best when it is smallest; any other when it is largest."""
@@ -56,8 +56,8 @@ def check_snapshot_space(run: Path, spec: TrainSpec, retention: Retention, size:
         )
     if free < planned * size:
         return (
-            f"warning: {run}: the run will keep {planned} snapshots of about {byte_text(size)}, but only "
-            f"{free // size} fit into the {byte_text(free)} that are free; make room, or lower "
+            f"warning: {run}: the run will keep {planned} snapshots of about {format_bytes(size)}, but only "
+            f"{free // size} fit into the {format_bytes(free)} that are free; make room, or lower "
             f"snapshot.keep={retention.keep}"
         )
     return None

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from gpipe_cli.config.load import Request, compose_all, settings_of
-from gpipe_cli.config.locate import options
+from gpipe_cli.config.compose import Request, compose, compose_tree
+from gpipe_cli.config.options import list_options
 from gpipe_cli.config.schema import GROUPS, SCHEMAS, TrainConfig
 from gpipe_cli.errors import ConfigError
 
@@ -15,8 +15,8 @@ from gpipe_cli.errors import ConfigError
 def settings(*overrides: str, command: str = "train", config_dir: Path | None = None) -> Any:
     """The typed configuration of a command line."""
     request = Request(command, overrides, config_dir=None if config_dir is None else str(config_dir))
-    composed = compose_all(request).first
-    return settings_of(composed.tree, command, composed.overrides)
+    composition = compose(request)
+    return composition.job(composition.jobs[0]).settings
 
 
 def test_the_defaults_are_a_complete_configuration() -> None:
@@ -29,7 +29,7 @@ def test_the_defaults_are_a_complete_configuration() -> None:
 EVERY_OPTION = [
     f"{group}={option.name}"
     for group in (*GROUPS, "recipes")
-    for option in options(group)
+    for option in list_options(group)
     if option.name != "manual"
 ]
 
@@ -42,7 +42,7 @@ def test_every_yaml_composes(choice: str) -> None:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_option_says_what_it_is(group: str) -> None:
-    for option in options(group):
+    for option in list_options(group):
         assert option.description.endswith((".", ":")) or len(option.description) > 10, option.path
 
 
@@ -124,7 +124,7 @@ def test_a_broken_or_hostile_file_is_one_error(tmp_path: Path, text: str, says: 
 
 @pytest.mark.parametrize("command", SCHEMAS)
 def test_no_key_is_lost_between_yaml_and_the_typed_object(command: str) -> None:
-    tree = compose_all(Request(command, ("run=x",) if command == "eval" else ()), complete=False).first.tree
+    tree = compose_tree(Request(command, ("run=x",) if command == "eval" else ()))
     plain = OmegaConf.to_container(tree)
     assert isinstance(plain, dict)
-    assert set(plain) == set(SCHEMAS[command].__dataclass_fields__)
+    assert set(plain) - {"hydra"} == set(SCHEMAS[command].__dataclass_fields__)

@@ -12,9 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.byte_size import byte_count
-from gpipe_cli.config.durations import seconds
-from gpipe_cli.config.locate import options
+from gpipe_cli.config.options import list_options
 from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
     SCHEMAS,
@@ -33,6 +31,7 @@ from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.plan.devices import DEVICES
 from gpipe_cli.schedule import names, traits
 from gpipe_cli.schedule.checkpoint import MODES
+from gpipe_cli.values import flatten, parse_bytes, parse_duration
 
 CHOICES = {
     "precision": ("fp32", "bf16", "fp16"),
@@ -78,13 +77,13 @@ def check(settings: ModelConfig) -> None:
 
 def check_numbers(plain: Mapping[Any, Any]) -> None:
     """Refuse a whole number that no machine holds, before anything converts it; it is too long to be shown."""
-    for key, value in _flat(plain):
+    for key, value in flatten(plain, elements=True):
         if isinstance(value, int) and abs(value) > LARGEST_SEED:
             raise ConfigError(f"{key}: a whole number must be between -{LARGEST_SEED} and {LARGEST_SEED}")
 
 
 def _problems(settings: ModelConfig) -> Iterator[str]:
-    flat = dict(_flat(asdict(settings)))
+    flat = dict(flatten(asdict(settings), elements=True))
     yield from _numbers(flat)
     yield from _choices(flat)
     if wrong_schedule := _schedule(settings):
@@ -148,7 +147,7 @@ def _choices(flat: Mapping[str, Any]) -> Iterator[str]:
 def _schedule(settings: ModelConfig) -> str | None:
     """What is wrong with the schedule's name; imports a module of yours only if the command line allows it."""
     name = settings.schedule.name
-    shipped = [option.name for option in options("schedule")]
+    shipped = [option.name for option in list_options("schedule")]
     if name in shipped:
         return None
     if not allows_module(name, settings.allow):
@@ -214,7 +213,7 @@ def _balance(settings: ModelConfig) -> Iterator[str]:
 def _memory(settings: ModelConfig) -> Iterator[str]:
     if isinstance(settings, CostConfig) and settings.device_memory is not None:
         try:
-            byte_count(settings.device_memory)
+            parse_bytes(settings.device_memory)
         except ValueError as error:
             yield f"device_memory={settings.device_memory}: {error}, or null for no limit"
 
@@ -253,7 +252,7 @@ def _survival(settings: TrainConfig) -> Iterator[str]:
     every = settings.snapshot.every
     if every != "epoch" and not _is_count(every):
         yield f"snapshot.every={every}: must be a number of steps, or epoch"
-    if settings.time_limit is not None and seconds(settings.time_limit) is None:
+    if settings.time_limit is not None and parse_duration(settings.time_limit) is None:
         yield f"time_limit={settings.time_limit}: give seconds, or such as 90s, 30m, 2h, 1h30m"
     if settings.reset_optimizer and settings.resume in (None, "auto"):
         yield "reset_optimizer=true: needs resume=<a run or one of its snapshots>"
@@ -269,15 +268,3 @@ def _command(settings: ModelConfig) -> str:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of everything that is not a mapping, lists and their elements both."""
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from _flat(value, f"{path}.{key}" if path else str(key))
-        return
-    yield path, node
-    if isinstance(node, list | tuple):
-        for index, value in enumerate(node):
-            yield from _flat(value, f"{path}[{index}]")

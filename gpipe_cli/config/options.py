@@ -1,4 +1,7 @@
-"""Where conf/ and recipes/ are: inside the installed package, or beside it in a checkout."""
+"""The options that ship with gpipe: the YAML files of each group under conf/, and those under recipes/.
+
+Imports neither Hydra nor torch, so that help, listing and completion stay quick.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from pathlib import Path
 
 
 @cache
-def home() -> Path:
-    """The folder that holds both conf/ and recipes/."""
+def resources_dir() -> Path:
+    """The folder that holds conf/ and recipes/: the installed package, or the root of a checkout."""
     package = Path(__file__).resolve().parent.parent
     return package if (package / "conf").is_dir() else package.parent
 
 
 def conf_dir() -> Path:
-    return home() / "conf"
+    return resources_dir() / "conf"
 
 
 @dataclass(frozen=True)
@@ -28,38 +31,38 @@ class Option:
 
     @property
     def description(self) -> str:
-        """Its first comment line; one that begins with @ is for Hydra."""
+        """The first comment line of the file; lines that begin with @ are for Hydra."""
         lines = self.path.read_text(encoding="utf-8").splitlines()
         comments = (line.lstrip("# ") for line in lines if line.startswith("#"))
         return next((comment for comment in comments if not comment.startswith("@")), "")
 
     @property
     def keys(self) -> dict[str, tuple[str, str]]:
-        """Its top-level keys with default and meaning, the comment behind each."""
+        """Each top-level key with its default and its meaning, which is the comment on its line."""
         text = self.path.read_text(encoding="utf-8")
-        found = re.findall(r"^(\w+): *(.*?)(?: +# (.*))?$", text, flags=re.MULTILINE)
+        pairs = re.findall(r"^(\w+): *(.*?)(?: +# (.*))?$", text, flags=re.MULTILINE)
         return {
-            key: (default, meaning) for key, default, meaning in found if key not in ("_target_", "defaults")
+            key: (default, meaning) for key, default, meaning in pairs if key not in ("_target_", "defaults")
         }
 
     @property
     def target(self) -> str | None:
-        """The component it describes, if it describes one."""
-        found = re.search(r"^_target_: *([\w.]+)", self.path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        return None if found is None else found[1]
+        """The `_target_` of the file, if it has one."""
+        match = re.search(r"^_target_: *([\w.]+)", self.path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        return None if match is None else match[1]
 
     @property
     def facts(self) -> dict[str, str]:
-        """What a line such as `# facts: parameters=11181642 layers=10` states."""
+        """The pairs of a comment such as `# facts: parameters=11181642 layers=10`."""
         for line in self.path.read_text(encoding="utf-8").splitlines():
             if line.startswith("# facts:"):
                 return dict(pair.split("=", 1) for pair in line.removeprefix("# facts:").split())
         return {}
 
 
-def options(group: str) -> list[Option]:
-    """The shipped options of a group, by name; `recipes` is one too, and `recipes/small` those of that scale."""
-    folder = home() / group if group.partition("/")[0] == "recipes" else conf_dir() / group
+def list_options(group: str) -> list[Option]:
+    """The shipped options of a group, sorted by name; `recipes` and `recipes/small` are groups too."""
+    folder = resources_dir() / group if group.partition("/")[0] == "recipes" else conf_dir() / group
     return [Option(path.stem, path) for path in sorted(folder.glob("*.yaml"))]
 
 
@@ -68,11 +71,14 @@ def takes_recipes(command: str) -> bool:
 
 
 def default_options(command: str) -> dict[str, Option]:
-    """The option each group has when nothing is said, as the command's primary config lists them."""
+    """The default option of each group, as the command's primary config lists them."""
     text = _primary(command)
     chosen = dict(re.findall(r"^  - (\w+): (\w+)$", text, flags=re.MULTILINE))
     return {
-        group: option for group, name in chosen.items() for option in options(group) if option.name == name
+        group: option
+        for group, name in chosen.items()
+        for option in list_options(group)
+        if option.name == name
     }
 
 

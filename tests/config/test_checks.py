@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_cli.config.check import check
+from gpipe_cli.config.checks import check
 from gpipe_cli.config.schema import COMPONENT_GROUPS, EvalConfig, LogConfig, ScheduleConfig, TrainConfig
 from gpipe_cli.errors import ConfigError
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpipe_cli.errors import ResourceError
-from gpipe_cli.owned_folder import LOCK, owned_folder, remove_abandoned
+from gpipe_cli.process_lifetime import LOCK, remove_abandoned_folders, temporary_folder
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def abandoned(kind: str) -> Path:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        with owned_folder(kind) as folder:
+        with temporary_folder(kind) as folder:
             (folder / "inner").mkdir()
             os.write(writer, bytes(folder))
             signal.pause()
@@ -42,7 +42,7 @@ def test_the_next_start_removes_what_a_killed_launcher_and_a_killed_sweep_have_l
     gpipe: Callable[..., Any],
 ) -> None:
     left = [abandoned(kind) for kind in ("ranks", "sweep")]
-    with owned_folder("ranks") as own:
+    with temporary_folder("ranks") as own:
         assert gpipe("train", "chunks=0").code == 2
         assert own.is_dir(), "its owner lives"
     assert not any(folder.exists() for folder in (*left, own))
@@ -59,13 +59,13 @@ def test_nothing_is_removed_that_is_not_provably_abandoned(temporary: Path) -> N
     with_fifo = temporary / "gpipe-sweep-z"
     with_fifo.mkdir()
     os.mkfifo(with_fifo / LOCK)
-    remove_abandoned()
+    remove_abandoned_folders()
     assert unmarked.exists() and linked.is_symlink() and (elsewhere / LOCK).exists() and with_fifo.exists()
     assert not with_link.exists()
 
 
 def test_a_folder_that_cannot_be_made_is_a_resource_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
-    remove_abandoned()
-    with pytest.raises(ResourceError, match=r"No such file.*set TMPDIR"), owned_folder("ranks"):
+    remove_abandoned_folders()
+    with pytest.raises(ResourceError, match=r"No such file.*set TMPDIR"), temporary_folder("ranks"):
         pass

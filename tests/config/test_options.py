@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_cli.config.locate import Option, conf_dir, default_options, home, options, takes_recipes
+from gpipe_cli.config.options import (
+    Option,
+    conf_dir,
+    default_options,
+    list_options,
+    resources_dir,
+    takes_recipes,
+)
 from gpipe_cli.config.schema import GROUPS, SCHEMAS
 
 TEXT = """# @package _global_
@@ -44,13 +51,13 @@ def test_an_options_facts_are_those_it_states(option: Option, tmp_path: Path) ->
 
 
 def test_conf_and_recipes_lie_side_by_side() -> None:
-    assert conf_dir() == home() / "conf"
-    assert (home() / "recipes").is_dir()
+    assert conf_dir() == resources_dir() / "conf"
+    assert (resources_dir() / "recipes").is_dir()
 
 
 @pytest.mark.parametrize("group", [*GROUPS, "recipes"])
 def test_every_group_has_options_in_the_order_of_their_names(group: str) -> None:
-    names = [one.name for one in options(group)]
+    names = [one.name for one in list_options(group)]
     assert names and names == sorted(names)
 
 

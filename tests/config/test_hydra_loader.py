@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gpipe_cli.config.load import Request, compose_all
+from gpipe_cli.config.compose import Request, compose
 from gpipe_cli.errors import ConfigError
 
 GLOBAL = "# @package _global_\n"
@@ -45,7 +45,7 @@ def test_no_recipe_configures_hydra(tmp_path: Path, recipe: str, key: str) -> No
     others = dict.fromkeys(("model/evil.yaml", "other.yaml", "hydra/launcher/evil.yaml"), "A: b\n")
     request = Request("train", ("recipes=evil",), config_dir=write(tmp_path, {**files, **others}))
     with pytest.raises(ConfigError, match=NO_FILE) as raised:
-        compose_all(request)
+        compose(request)
     assert key in str(raised.value)
 
 
@@ -60,7 +60,7 @@ def test_no_recipe_configures_hydra(tmp_path: Path, recipe: str, key: str) -> No
 def test_no_option_of_a_group_configures_hydra(tmp_path: Path, text: str) -> None:
     request = Request("train", ("model=evil",), config_dir=write(tmp_path, {"model/evil.yaml": text}))
     with pytest.raises(ConfigError, match=f"sets hydra.job.env_set.A: {NO_FILE}"):
-        compose_all(request)
+        compose(request)
 
 
 def test_a_primary_config_is_refused_before_its_search_path_is_followed(
@@ -75,7 +75,7 @@ def test_a_primary_config_is_refused_before_its_search_path_is_followed(
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=rf"sets hydra.searchpath: {NO_FILE}"):
-        compose_all(Request("train", (), config_name="mine", config_dir=str(tmp_path)))
+        compose(Request("train", (), config_name="mine", config_dir=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_primary_config_is_refused_before_its_search_path_is_followed(
 )
 def test_sweeps_need_no_key_of_hydra_so_none_is_taken(word: str) -> None:
     with pytest.raises(ConfigError, match="takes no key of Hydra"):
-        compose_all(Request("train", (word,)))
+        compose(Request("train", (word,)))
 
 
 @pytest.mark.parametrize(
@@ -109,17 +109,16 @@ def test_a_file_with_the_name_of_ours_is_refused_rather_than_ignored(
     tmp_path: Path, name: str, word: str
 ) -> None:
     folder = write(tmp_path, {name: "seed: 3\n"})
-    with pytest.raises(ConfigError, match="gpipe has a config of that name"):
-        compose_all(Request("train", (word,), config_dir=folder))
+    with pytest.raises(ConfigError, match="gpipe has a config of this name"):
+        compose(Request("train", (word,), config_dir=folder))
 
 
 def test_a_primary_config_is_found_in_the_folder_of_the_user(tmp_path: Path) -> None:
     """--config-dir D --config-name N never found N in D."""
     folder = write(tmp_path, {"mine.yaml": "defaults: [train, _self_]\nchunks: 3\n"})
-    composed = compose_all(Request("train", (), config_name="mine", config_dir=folder)).first
-    assert composed.tree.chunks == 3
+    assert compose(Request("train", (), config_name="mine", config_dir=folder)).job(()).tree.chunks == 3
     with pytest.raises(ConfigError, match="--config-name other: no such config; it is looked for in"):
-        compose_all(Request("train", (), config_name="other", config_dir=folder))
+        compose(Request("train", (), config_name="other", config_dir=folder))
 
 
 @pytest.mark.parametrize("path", ["/../outside", "../../outside"])
@@ -127,17 +126,17 @@ def test_a_defaults_list_leads_to_no_file_outside(tmp_path: Path, path: str) -> 
     (tmp_path / "outside.yaml").write_text("seed: 3\n", encoding="utf-8")
     folder = write(tmp_path / "mine", {"recipes/evil.yaml": f"{GLOBAL}defaults: ['{path}']\n"})
     with pytest.raises(ConfigError):
-        compose_all(Request("train", ("recipes=evil",), config_dir=folder))
+        compose(Request("train", ("recipes=evil",), config_dir=folder))
 
 
 def test_the_jobs_of_a_sweep_are_every_combination_the_last_key_fastest() -> None:
-    composition = compose_all(Request("train", ("chunks=1,2", "seed=3", "epochs=range(4,6)")), multirun=True)
-    assert list(composition.jobs()) == [
+    composition = compose(Request("train", ("chunks=1,2", "seed=3", "epochs=range(4,6)")), multirun=True)
+    assert composition.jobs == [
         ("chunks=1", "seed=3", "epochs=4"),
         ("chunks=1", "seed=3", "epochs=5"),
         ("chunks=2", "seed=3", "epochs=4"),
         ("chunks=2", "seed=3", "epochs=5"),
     ]
-    assert composition.compose(("chunks=2", "seed=3", "epochs=5")).tree.chunks == 2
+    assert composition.job(("chunks=2", "seed=3", "epochs=5")).tree.chunks == 2
     with pytest.raises(ConfigError, match="a sweep needs single values"):
-        compose_all(Request("train", ("seed=interval(1,3)",)), multirun=True)
+        compose(Request("train", ("seed=interval(1,3)",)), multirun=True)

@@ -1,0 +1,318 @@
+"""From YAML files and overrides to typed, checked settings. Each job is composed once.
+
+`compose` judges a whole command line before the first job runs, so that every mistake becomes one ConfigError.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any, final
+
+from hydra._internal.hydra import Hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.resolvers import oc
+
+from gpipe_cli.config.checks import check, check_numbers
+from gpipe_cli.config.hydra_loader import CUSTOM, HYDRA_NODE, GuardedLoader, check_hydra_choices, open_hydra
+from gpipe_cli.config.options import list_options, takes_recipes
+from gpipe_cli.config.overrides import SCALE_KEY, SMALL, override_group, override_key
+from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, SCHEMAS, ModelConfig, config_keys
+from gpipe_cli.config.suggest import did_you_mean, or_list
+from gpipe_cli.config.targets import check_targets
+from gpipe_cli.config.yaml_files import check_references
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.redaction import remember
+
+TYPE_NAMES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "text"}
+
+
+@final
+@dataclass(frozen=True)
+class Request:
+    """What to compose: the overrides of a command line, and where to look for files besides conf/ and recipes/."""
+
+    command: str
+    overrides: tuple[str, ...]
+    config_name: str | None = None
+    config_dir: str | None = None
+
+    @property
+    def continues_run(self) -> bool:
+        """Whether the components may be those of an earlier run, with keys that the default options do not list."""
+        return self.command == "eval" or any(override_key(word) == "resume" for word in self.overrides)
+
+
+@final
+@dataclass(frozen=True)
+class JobConfig:
+    """The configuration of one job."""
+
+    overrides: tuple[str, ...]
+    """As given to Hydra, with references unresolved, so they may be saved."""
+    tree: DictConfig
+    """The composed configuration, again with references unresolved."""
+    choices: Mapping[str, Any]
+    """The option chosen in each group."""
+    settings: ModelConfig
+    """The typed configuration, with references resolved."""
+
+
+@final
+class Composition:
+    """The jobs that a command line asks for: one, or those of a sweep."""
+
+    def __init__(self, request: Request, overrides: Sequence[tuple[str, ...]]) -> None:
+        self.request = request
+        self.jobs = overrides
+        """The overrides of each job: every combination of the given values, the last key changing fastest."""
+        self._composed: dict[tuple[str, ...], JobConfig] = {}
+
+    def job(self, overrides: tuple[str, ...]) -> JobConfig:
+        if overrides not in self._composed:
+            with open_hydra(self.request.command, self.request.config_dir) as hydra:
+                self.compose(hydra, overrides)
+        return self._composed[overrides]
+
+    def compose(self, hydra: Hydra, overrides: tuple[str, ...]) -> None:
+        with config_errors(self.request.command):
+            tree, replaced = _compose_tree(hydra, self.request, overrides)
+        choices = {**tree.hydra.runtime.choices, **dict.fromkeys(replaced, CUSTOM)}
+        recorded = [
+            *(f"{group}={CUSTOM}" for group in replaced),
+            *(word for word in overrides if override_key(word) not in replaced),
+        ]
+        own = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != HYDRA_NODE])
+        settings = settings_of(own, self.request.command, self.request.overrides)
+        self._composed[overrides] = JobConfig(tuple(recorded), own, choices, settings)
+
+
+def compose(request: Request, *, multirun: bool = False) -> Composition:
+    """Compose and check what a command line asks for.
+
+    A sweep is checked value by value, each with the first values of the other keys; the remaining combinations are
+    composed when their turn comes.
+    """
+    with open_hydra(request.command, request.config_dir) as hydra:
+        with config_errors(request.command):
+            values = _parse(hydra, request, multirun=multirun)
+        composition = Composition(request, list(product(*values)))
+        first = tuple(choices[0] for choices in values)
+        composition.compose(hydra, first)
+        for position, choices in enumerate(values):
+            for value in choices[1:]:
+                composition.compose(hydra, (*first[:position], value, *first[position + 1 :]))
+    return composition
+
+
+def compose_tree(request: Request) -> DictConfig:
+    """The composed tree with its `hydra` node, for printing; it may be an unfinished configuration."""
+    with open_hydra(request.command, request.config_dir) as hydra, config_errors(request.command):
+        _parse(hydra, request, multirun=False)
+        return _compose_tree(hydra, request, request.overrides)[0]
+
+
+def settings_of(tree: DictConfig, command: str, overrides: Sequence[str]) -> ModelConfig:
+    """The typed configuration: no key lost, none unknown, every value checked."""
+    _hide_environment_values()
+    with config_errors(command):
+        check_references(OmegaConf.to_container(tree))
+        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+        assert isinstance(plain, dict)
+        check_numbers(plain)
+        settings = typed({str(key): value for key, value in plain.items()}, command)
+    _check_allow(settings, overrides)
+    components = {group: getattr(settings, group) for group in COMPONENT_GROUPS if hasattr(settings, group)}
+    check_targets(components, settings.allow)
+    check(settings)
+    return settings
+
+
+def typed(plain: dict[str, Any], command: str) -> ModelConfig:
+    """The command's dataclass from a plain mapping, which must have each of its keys and no other."""
+    schema = SCHEMAS[command]
+    for name in schema.__dataclass_fields__:
+        if name not in plain:
+            raise ConfigError(f"'{name}' was removed, but it is required")
+    # Merging into the schema raises on an unknown key, where to_object alone would drop it silently.
+    settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
+    assert isinstance(settings, ModelConfig)
+    return settings
+
+
+@cache
+def _hide_environment_values() -> None:
+    """Keep the values of `${oc.env:NAME}`, which may be secrets, out of log files."""
+
+    def resolve(name: str, *default: Any) -> Any:
+        value = oc.env(name, *default)
+        remember(name, value)
+        return value
+
+    OmegaConf.register_new_resolver("oc.env", resolve, replace=True)
+
+
+def _check_allow(settings: ModelConfig, overrides: Sequence[str]) -> None:
+    """Only the command line may set `allow`, which lets a configuration run code; a file never may."""
+    given = [word for word in overrides if override_key(word) == "allow"]
+    if any("${" in word for word in given):
+        raise ConfigError(
+            f"{given[0]}: write out the names of the packages; a reference may change unnoticed"
+        )
+    if settings.allow and not given:
+        names = ",".join(settings.allow)
+        raise ConfigError(
+            f"allow=[{names}]: may only be given on the command line, not in a file; add it there if you trust them"
+        )
+    for package in settings.allow:
+        if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", package):
+            raise ConfigError(f"allow={settings.allow}: {package!r} is not a package name")
+
+
+def _compose_tree(
+    hydra: Hydra, request: Request, overrides: Sequence[str]
+) -> tuple[DictConfig, frozenset[str]]:
+    """The composed tree, and the groups whose option was replaced by another `_target_`."""
+    loader = hydra.config_loader
+    assert isinstance(loader, GuardedLoader)
+    loader.open_groups = frozenset(COMPONENT_GROUPS if request.continues_run else ())
+    loader.given_targets = frozenset(
+        override_group(word) for word in overrides if override_key(word).endswith("._target_")
+    ).intersection(COMPONENT_GROUPS)
+    # A component's own keys need not be listed in its YAML, so there `+key` also sets a key that is listed.
+    words = [
+        f"++{word.lstrip('+')}" if word[0] == "+" and override_group(word) in COMPONENT_GROUPS else word
+        for word in overrides
+    ]
+    tree = hydra.compose_config(
+        config_name=request.config_name or request.command, overrides=words, run_mode=RunMode.RUN
+    )
+    check_hydra_choices(tree.hydra.runtime.choices)
+    check_references(
+        OmegaConf.to_container(OmegaConf.masked_copy(tree, [str(key) for key in tree if key != HYDRA_NODE]))
+    )
+    return tree, loader.replaced_groups
+
+
+def _parse(hydra: Hydra, request: Request, *, multirun: bool) -> list[list[str]]:
+    """For each override the plain overrides it stands for: itself, or those of a sweep's values."""
+    words = request.overrides
+    if any(override_key(word) == "recipes" for word in words) and (
+        not takes_recipes(request.command) or (request.continues_run and "resume=auto" not in words)
+    ):
+        command = f"{request.command} resume=..." if request.command == "train" else request.command
+        raise ConfigError(f"recipe: gpipe {command} takes none; its settings are those of its run")
+    for word in words:
+        if "=" not in word and not word.startswith("~"):
+            raise ConfigError(f"'{word}' is neither a flag nor key=value")
+    parsed = OverridesParser.create(hydra.config_loader).parse_overrides(list(words))
+    for override in parsed:
+        _check_override(override)
+    swept = [override for override in parsed if override.is_sweep_override()]
+    if swept and not multirun:
+        raise ConfigError(f"{swept[0].input_line}: several values need -m (a sweep), or [..] for a list")
+    return [_sweep_values(override) for override in parsed]
+
+
+def _check_override(override: Override) -> None:
+    key, line = override.key_or_group, override.input_line
+    if re.split(r"[./@]", key)[0] == HYDRA_NODE or (override.package or "").partition(".")[0] == HYDRA_NODE:
+        raise ConfigError(f"{line}: gpipe runs its jobs itself and takes no key of Hydra; leave it out")
+    if override.is_sweep_override() and not override.is_discrete_sweep():
+        raise ConfigError(f"{line}: a sweep needs single values, such as a,b or range(1,5)")
+    if key in GROUPS and isinstance(override.value(), int | float | list | dict):
+        manual = f"balance=manual balance.layers={override.get_value_element_as_str()}"
+        names = [option.name for option in list_options(key)]
+        cure = manual if key == "balance" else or_list("", names)
+        raise ConfigError(f"{line}: choose an option by its name; {cure}")
+
+
+def _sweep_values(override: Override) -> list[str]:
+    if override.is_discrete_sweep():
+        return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+    assert override.input_line is not None
+    return [override.input_line]
+
+
+@contextmanager
+def config_errors(command: str) -> Iterator[None]:
+    """Turn what Hydra and OmegaConf raise about a configuration into a ConfigError of one line."""
+    try:
+        yield
+    except MissingConfigException as error:
+        raise ConfigError(_missing_option(error)) from error
+    except OverrideParseException as error:
+        key, _, value = str(error.override).partition("=")
+        raise ConfigError(
+            f"{error.override}: cannot be read ({_first_line(error)}); if the value is text, put it in quotes that the "
+            f"shell leaves alone: \"{key}='{value}'\""
+        ) from error
+    except (HydraException, OmegaConfBaseException, ValueError, ArithmeticError) as error:
+        raise ConfigError(_describe(error, command)) from error
+    except RecursionError as error:
+        raise ConfigError("configuration: references are nested too deeply, or contain themselves") from error
+
+
+def _missing_option(error: MissingConfigException) -> str:
+    missing = str(error.missing_cfg_file)
+    group, _, option = missing.rpartition("/")
+    available = [name for name in (error.options or []) if name != CUSTOM]
+    if group == f"recipes/{SMALL}":
+        small = or_list(option, [option.name for option in list_options(group)])
+        return f"recipe={option} {SCALE_KEY}={SMALL}: no recipe of that name has that scale, leave it out; {small}"
+    label = "recipe" if group == "recipes" else group
+    wanted = f"{label}={option}: no such option" if group else _no_primary(missing)
+    return f"{wanted}; {or_list(option, available)}" if available else wanted
+
+
+def _no_primary(name: str) -> str:
+    return f"--config-name {name}: no such config; it is looked for in the folder given as --config-dir"
+
+
+def _describe(error: Exception, command: str) -> str:
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    whole = " ".join(str(error).split())
+    key = getattr(cause, "full_key", None) or ""
+    unknown = re.search(r"Key '(.+?)' (?:is )?not in|Could not override '(.+?)'", f"{cause} {whole}")
+    if unknown:
+        key = key or next(name for name in unknown.groups() if name)
+        hint = did_you_mean(key, _known_keys(command)) or f"see `gpipe {command} --help` for every key"
+        place = re.match(r"In '(.+?)':", whole)
+        return f"unknown key '{key}'{f' in {place[1]}.yaml' if place else ''}; {hint}"
+    line = re.search(r"Error merging override (.+)", str(error))
+    return f"{line[1] if line else key or 'configuration'}: {_reason(cause, key)}"
+
+
+def _reason(error: Exception, key: str) -> str:
+    text = _first_line(error)
+    if wrong := re.search(r"could not be converted to (\w+)", text):
+        return f"expected {TYPE_NAMES.get(wrong[1], wrong[1])}"
+    if "is not a valid bool" in text:
+        return f"expected {TYPE_NAMES['Boolean']}"
+    if isinstance(error, MissingMandatoryValue):
+        return "must be given"
+    if "is not Optional" in text:
+        return "must not be null"
+    if "is not a subclass of" in text:
+        return f"holds several keys; set one of them, {key}.<key>=..."
+    return f"{text[0].lower()}{text[1:]}"
+
+
+def _known_keys(command: str) -> list[str]:
+    """Every key that exists: those of the schema and those of the shipped options of each group."""
+    inside = [f"{group}.{key}" for group in GROUPS for option in list_options(group) for key in option.keys]
+    of_recipes = [SCALE_KEY] if takes_recipes(command) else []
+    return [*(key.key for key in config_keys(command)), *dict.fromkeys(inside), *of_recipes]
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,240 @@
+"""Hydra as gpipe uses it: it composes configurations from folders of YAML, and no file can configure Hydra itself.
+
+gpipe runs its jobs itself, so Hydra's logging, environment variables, working directory, launchers, sweepers and
+callbacks never take effect. A file that tries to set them is rejected by name all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.conf import HydraConf
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.version import setbase
+from omegaconf import Container, DictConfig, OmegaConf, open_dict
+
+from gpipe_cli.config.options import conf_dir, resources_dir
+from gpipe_cli.config.schema import COMPONENT_GROUPS, SCHEMAS
+from gpipe_cli.config.yaml_files import parse_yaml, read_config_text
+from gpipe_cli.errors import ConfigError
+
+CUSTOM = "custom"
+"""The empty option of a component group, whose `_target_` is given instead."""
+HYDRA_NODE = "hydra"
+CONFIG_DIR = "--config-dir"
+CURE = "no file may configure Hydra; remove it"
+DEFAULT_CHOICES = {
+    f"hydra/{group}": option for pair in HydraConf().defaults for group, option in pair.items()
+}
+HYDRA_CONFIGS = frozenset(
+    {"hydra/config", *(f"{group}/{option}" for group, option in DEFAULT_CHOICES.items())}
+)
+
+
+class YamlFolder(ConfigSource):
+    """A folder of YAML files, each read within the limits of `yaml_files`."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "gpipe"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        path = self.file(config_path)
+        if not self.is_config(config_path):
+            raise ConfigLoadError(f"{path}: not found")
+        text = read_config_text(path)
+        tree = parse_yaml(text, str(path))
+        # As early as here: Hydra follows the search path of a primary config before it composes anything.
+        reject_hydra_keys(tree, str(path))
+        header = self._get_header_dict(text)
+        return ConfigResult(
+            config=tree, path=f"{self.scheme()}://{self.path}", provider=self.provider, header=header
+        )
+
+    def available(self) -> bool:
+        return self.is_group("")
+
+    def is_group(self, config_path: str) -> bool:
+        return self._inside(config_path).is_dir()
+
+    def is_config(self, config_path: str) -> bool:
+        path = self.file(config_path)
+        return (
+            os.path.lexists(path) and not path.is_dir()
+        )  # a dangling link is an error, not a missing option
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        names: list[str] = []
+        for path in self._inside(config_path).iterdir():
+            self._list_add_result(names, str(Path(config_path) / path.name), path.name, results_filter)
+        return sorted(set(names))
+
+    def file(self, config_path: str) -> Path:
+        return self._inside(self._normalize_file_name(config_path))
+
+    def _inside(self, config_path: str) -> Path:
+        if ".." in Path(config_path).parts or Path(config_path).is_absolute() or "\0" in config_path:
+            raise ConfigError(f"{config_path}: leaves {self.path}; name an option below it")
+        return Path(self.path) / config_path
+
+
+class GuardedLoader(ConfigLoaderImpl):
+    """Rejects files that configure Hydra, and lets a new `_target_` replace a component instead of merging into it."""
+
+    open_groups: frozenset[str] = frozenset()
+    """Groups that accept keys which their option does not list."""
+    given_targets: frozenset[str] = frozenset()
+    """Groups whose `_target_` the command line names; the keys of their option are dropped."""
+    replaced_groups: frozenset[str] = frozenset()
+    """After composition: groups whose option was replaced by another `_target_`."""
+    _loaded: Mapping[int, ConfigResult] = {}
+
+    def _load_single_config(self, default: Any, repo: Any) -> ConfigResult:
+        if id(default) in self._loaded:
+            return self._loaded[id(default)]
+        self._reject_shadowing(default.config_path, repo)
+        result = super()._load_single_config(default, repo)
+        is_hydras = default.config_path in HYDRA_CONFIGS and result.provider in ("hydra", "schema")
+        if not is_hydras:
+            reject_hydra_keys(result.config, default.config_path)
+        return result
+
+    def _compose_config_from_defaults_list(self, defaults: Any, repo: Any) -> DictConfig:
+        results = {id(default): self._load_single_config(default, repo) for default in defaults}
+        self.replaced_groups = frozenset(
+            group for group in COMPONENT_GROUPS if self._drop_replaced(group, list(results.values()))
+        )
+        self._loaded = results
+        try:
+            tree: DictConfig = super()._compose_config_from_defaults_list(defaults, repo)
+        finally:
+            self._loaded = {}
+        for group in self.open_groups | self.replaced_groups:
+            if isinstance(tree.get(group), DictConfig):
+                OmegaConf.set_struct(tree[group], False)
+        return tree
+
+    def _drop_replaced(self, group: str, results: list[ConfigResult]) -> bool:
+        """Remove the group's keys from every config whose `_target_` a later config, or the command line, replaces."""
+        targets = [(result.config, _raw_target(result.config, group)) for result in results]
+        named = [(config, target) for config, target in targets if target not in (None, "???")]
+        last = None if group in self.given_targets or not named else named[-1][1]
+        replaced = [config for config, target in named if target != last]
+        for config in replaced:
+            with open_dict(config):
+                config[group] = {}
+        return group in self.given_targets or bool(replaced)
+
+    @staticmethod
+    def _reject_shadowing(config_path: str, repo: Any) -> None:
+        """Reject a user's file with the name of one of ours: the first source wins, so Hydra would ignore the file."""
+        sources = repo.get_sources()
+        for user_source in sources:
+            if user_source.provider != CONFIG_DIR or not user_source.is_config(config_path):
+                continue
+            # The user's folder may be one of ours, in which case both names mean the same file.
+            files = {
+                source.file(config_path).resolve() if isinstance(source, YamlFolder) else source.provider
+                for source in sources
+                if source.is_config(config_path)
+            }
+            if len(files) > 1:
+                path = user_source.file(config_path)
+                raise ConfigError(f"{path}: gpipe has a config of this name; rename yours")
+
+
+def _raw_target(config: Any, group: str) -> Any:
+    """`<group>._target_` as the file has it: a reference in it is not resolved."""
+    if not isinstance(config, DictConfig) or group not in config or OmegaConf.is_interpolation(config, group):
+        return None
+    node = config.get(group)
+    plain = OmegaConf.to_container(node) if isinstance(node, DictConfig) else None
+    return plain.get("_target_") if isinstance(plain, dict) else None
+
+
+@contextmanager
+def open_hydra(command: str, config_dir: str | None = None) -> Iterator[Hydra]:
+    """Hydra, which searches conf/, then recipes/, then the user's folder; a shipped option cannot be replaced."""
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: no such folder")
+    for name, schema in SCHEMAS.items():
+        ConfigStore.instance().store(f"{name}_schema", schema)
+    for group in COMPONENT_GROUPS:
+        ConfigStore.instance().store(group=group, name=CUSTOM, node={"_target_": "???"})
+    Plugins.instance().register(YamlFolder)
+    setbase("1.3")
+    GlobalHydra.instance().clear()
+    path = create_config_search_path(f"gpipe://{conf_dir()}")
+    schemas = path.get_path().pop()  # Hydra wants its structured configs last
+    path.append("recipes", f"gpipe://{resources_dir()}")
+    if config_dir is not None:
+        path.append(CONFIG_DIR, f"gpipe://{Path(config_dir).resolve()}")
+    path.get_path().append(schemas)
+    hydra = Hydra(task_name=command, config_loader=GuardedLoader(path))
+    GlobalHydra.instance().initialize(hydra)
+    try:
+        yield hydra
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def reject_hydra_keys(tree: Any, name: str) -> None:
+    """name: the file that the tree comes from."""
+    if not isinstance(tree, DictConfig) or HYDRA_NODE not in tree:
+        return
+    plain: Any = OmegaConf.to_container(tree)
+    path, node = HYDRA_NODE, plain[HYDRA_NODE]
+    while isinstance(node, dict) and node:
+        key, node = next(iter(node.items()))
+        path = f"{path}.{key}"
+    raise ConfigError(f"{name}: sets {path}: {CURE}")
+
+
+def check_hydra_choices(choices: Mapping[str, Any]) -> None:
+    """Reject a changed option of Hydra's own groups: an option set to null leaves no trace in the loaded files."""
+    for group, option in choices.items():
+        if group.startswith(f"{HYDRA_NODE}/") and option != DEFAULT_CHOICES.get(group):
+            raise ConfigError(f"{group}={option}: {CURE}")
+
+
+def print_config(tree: DictConfig, part: str, package: str | None, *, resolve: bool) -> None:
+    """gpipe <command> --cfg job|hydra|all [--package P] [--resolve]. The tree contains the `hydra` node."""
+    HydraConfig.instance().set_config(tree)  # resolves ${hydra:...}
+    names = [str(key) for key in tree]
+    keys = {"job": [name for name in names if name != HYDRA_NODE], "hydra": [HYDRA_NODE], "all": names}
+    shown: Any = OmegaConf.masked_copy(tree, keys[part])
+    OmegaConf.set_readonly(shown, False)
+    if package not in (None, "_global_"):
+        shown = OmegaConf.select(shown, str(package))
+        if shown is None:
+            raise ConfigError(f"--package {package}: no such part of the configuration")
+        if isinstance(shown, Container):
+            sys.stdout.write(f"# @package {package}\n")
+    if not isinstance(shown, Container):
+        sys.stdout.write(f"{shown}\n")
+        return
+    if resolve:
+        OmegaConf.resolve(shown)
+    sys.stdout.write(OmegaConf.to_yaml(shown))
+
+
+def print_info(hydra: Hydra, topic: str | None, config_name: str, overrides: list[str]) -> None:
+    """gpipe <command> --info [topic], or --hydra-help if there is no topic: Hydra's own answers."""
+    if topic is None:
+        hydra.hydra_help(config_name, get_args_parser(), Namespace(overrides=[]))
+    else:
+        hydra.show_info(topic, config_name=config_name, overrides=overrides)

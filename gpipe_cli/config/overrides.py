@@ -1,0 +1,120 @@
+"""The words of a command line that set keys: `key=value`, `+key=value`, `~key`, `group=option`, `recipe=name`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from gpipe_cli.config.suggest import or_list
+from gpipe_cli.errors import ConfigError
+
+SMALL = "small"
+SCALES = ("full", SMALL)
+SCALE_KEY = "recipe.scale"
+_RECIPE, _SCALE, _RECIPE_GROUP = "recipe=", f"{SCALE_KEY}=", "recipes="
+_PIECE = re.compile(
+    r"""
+      (?P<quoted> \s* (?: "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' ) \s* (?=[\]}),:]|$) )
+    | (?P<bracket> [\[\]{}(),] )
+    | (?P<plain> (?: \$\{[^}]*\} | \\. | [^\[\]{}(),] )+ )
+    """,
+    re.VERBOSE,
+)
+_NEEDS_NO_QUOTES = re.compile(r"(?:\$\{[^}]*\}|\\.|[\w/\-+.$%*@?|:\\ \t])*", re.ASCII)
+_ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
+"""Outside quotes the pair means the second character alone, inside quotes it means both."""
+
+
+def override_key(word: str) -> str:
+    """The key or group that an override sets: `optimizer.lr` for `+optimizer.lr=1` and for `~optimizer.lr`."""
+    return word.lstrip("+~").partition("=")[0].partition("@")[0]
+
+
+def override_group(word: str) -> str:
+    """The first part of the key: `optimizer` for `optimizer.lr=1` and for `optimizer=sgd`."""
+    return override_key(word).partition(".")[0]
+
+
+def sets_key(overrides: Iterable[str], key: str) -> bool:
+    """Whether an override sets the key, or a key below it."""
+    return any(f"{override_key(word)}.".startswith(f"{key}.") for word in overrides)
+
+
+def recipe_to_group(words: Sequence[str]) -> list[str]:
+    """Turn `recipe=x recipe.scale=small` into `recipes=small/x`, an option of the Hydra group `recipes`.
+
+    The folder is called recipes, and so is Hydra's group. A recipe of another scale is a file of the same name in a
+    folder named after the scale.
+    """
+    scales = [word.removeprefix(_SCALE) for word in words if word.startswith(_SCALE)]
+    if len(scales) > 1:
+        raise ConfigError(f"{SCALE_KEY}: given {len(scales)} times ({', '.join(scales)}); give it once")
+    if scales and not any(word.startswith((_RECIPE, _RECIPE_GROUP)) for word in words):
+        raise ConfigError(
+            f"{_SCALE}{scales[0]}: needs a recipe, and none is given; gpipe train recipe=unet_speed {_SCALE}{SMALL}"
+        )
+    wanted = scales[0].split(",") if scales else ["full"]
+    for scale in wanted:
+        if scale not in SCALES:
+            raise ConfigError(f"{_SCALE}{scale}: {or_list(scale, SCALES)}")
+    # In a sweep both may be lists, and the jobs have each recipe in each scale.
+    return [
+        _RECIPE_GROUP
+        + ",".join(
+            name if scale == "full" else f"{scale}/{name}"
+            for name in word.removeprefix(_RECIPE).split(",")
+            for scale in wanted
+        )
+        if word.startswith(_RECIPE)
+        else word
+        for word in words
+        if not word.startswith(_SCALE)
+    ]
+
+
+def group_to_recipe(words: Iterable[str]) -> Iterator[str]:
+    """The reverse of `recipe_to_group`, for the words of one job."""
+    for word in words:
+        if not word.startswith(_RECIPE_GROUP):
+            yield word
+            continue
+        name = word.removeprefix(_RECIPE_GROUP)
+        yield f"{_RECIPE}{name.removeprefix(f'{SMALL}/')}"
+        if name.startswith(f"{SMALL}/"):
+            yield f"{_SCALE}{SMALL}"
+
+
+def quote_override(word: str) -> str:
+    """Quote the parts of a value that Hydra's grammar has no characters for: run_dir=日本, data.path=/mnt/R&D.
+
+    Outside quotes Hydra takes ASCII letters, digits and a few other characters. Lists, mappings, functions, sweeps,
+    references and text that is already quoted stay as they are.
+    """
+    key, equals, value = word.partition("=")
+    open_brackets: list[str] = []
+    pieces = []
+    for match in _PIECE.finditer(value):
+        piece = match[0]
+        if match["bracket"] is not None:
+            if piece in "[{(":
+                open_brackets.append(piece)
+            elif piece in "]})" and open_brackets:
+                open_brackets.pop()
+        elif match["plain"] is not None:
+            innermost = open_brackets[-1] if open_brackets else ""
+            # In a mapping a colon separates key and value, in a function call an equals sign does.
+            separator = {"{": ":", "(": "="}.get(innermost, "")
+            name, between, rest = piece.partition(separator) if separator else ("", "", piece)
+            piece = f"{_quote(name)}{between}{_quote(rest)}"
+        pieces.append(piece)
+    return f"{key}{equals}{''.join(pieces)}"
+
+
+def _quote(text: str) -> str:
+    inner = text.strip(" \t")
+    if _NEEDS_NO_QUOTES.fullmatch(inner):
+        return text
+    content = _ESCAPED.sub(r"\1", inner)
+    # Inside quotes a backslash stands for itself unless a quote follows it.
+    content = re.sub(r"(\\*)('|$)", lambda end: end[1] * 2 + (r"\'" if end[2] else ""), content)
+    return text.replace(inner, f"'{content}'")

@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpipe_cli.config.instantiate import accepted_arguments, instantiate, type_mismatch
+from gpipe_cli.config.targets import check_targets
+from gpipe_cli.errors import ConfigError, DataError
+from gpipe_cli.vision import torchvision
+
+FORBIDDEN = [
+    "os.system",
+    "logging.os.system",
+    "builtins.open",
+    "builtins.eval",
+    "subprocess.run",
+    "pathlib.Path.unlink",
+    "pickle.loads",
+    "numpy.load",
+    "torch.load",
+    "torch.hub.load",
+    "torch.utils.data.DataLoader",
+    "torch.nn._reduction.warnings.warn",
+    "torch.nn.__builtins__",
+    "torchvision.models._utils.load_state_dict_from_url",
+    "torchvision.datasets.CIFAR10",
+    "hydra.utils.instantiate",
+    "yaml.unsafe_load",
+    "gpipe_cli.cli.main",
+    "gpipe_cli.training.snapshot.load_weights",
+    "torch.nnx.Linear",
+    "torch",
+    "",
+    "..",
+]
+
+
+@pytest.mark.parametrize("target", FORBIDDEN)
+@pytest.mark.parametrize("group", ["model", "data", "optimizer", "loss", "engine"])
+def test_nothing_outside_the_allow_list_is_accepted(group: str, target: str) -> None:
+    with pytest.raises(ConfigError):
+        check_targets({group: {"_target_": target}})
+    with pytest.raises(ConfigError):
+        instantiate({"_target_": target}, group)
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "torch.nn.modules.module.torch.load",
+        "torch.nn.parallel.torch.load",
+        "torch.nn.modules.module.Module.load_state_dict",
+        "torch.nn.functional",
+        "torchvision.models.ResNet18_Weights.DEFAULT.get_state_dict",
+    ],
+)
+def test_a_path_that_leaves_the_allowed_modules_does_not_pass(target: str) -> None:
+    with pytest.raises(ConfigError):
+        instantiate({"_target_": target}, "model")
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "torch.nn.Sequential", "layers": [{"_target_": "os.system", "command": "true"}]},
+        {"_target_": "torch.nn.Linear", "in_features": {"deep": {"_target_": "os.system"}}},
+        {"_target_": "torch.nn.Linear", "_partial_": True},
+        {"_target_": "torch.nn.Linear", "_args_": [1, 2]},
+        {"_target_": ["os", "system"]},
+        {"_target_": None},
+    ],
+)
+def test_the_whole_tree_is_looked_at(node: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        check_targets({"model": node})
+
+
+def test_a_group_that_builds_nothing_may_not_name_a_target() -> None:
+    with pytest.raises(ConfigError, match="gpipe builds nothing from log"):
+        check_targets({"log": {"_target_": "torch.nn.Linear"}})
+
+
+def test_checking_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"imported {name}"))
+    check_targets({"model": {"_target_": "torch.nn.Linear", "in_features": 2}})
+    with pytest.raises(ConfigError, match=r"add allow=\[mypkg\] to the command line"):
+        check_targets({"model": {"_target_": "mypkg.build"}})
+
+
+def test_an_alias_of_something_else_does_not_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name inside an allowed module may stand for anything; what it stands for is judged."""
+    (tmp_path / "aliasing.py").write_text("from os import system as build\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"is not a class or function|is really posix.system"):
+        instantiate({"_target_": "aliasing.build", "command": "true"}, "model", ["aliasing"])
+    with pytest.raises(ConfigError, match=r"is really torch\.serialization\.load"):
+        (tmp_path / "loading_alias.py").write_text("from torch import load as build\n")
+        instantiate({"_target_": "loading_alias.build", "f": "x"}, "model", ["loading_alias"])
+
+
+def test_own_packages_are_allowed_when_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_allowed.py").write_text(
+        "from torch import nn\n\ndef build(width: int, num_classes: int):\n    return nn.Linear(width, num_classes)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    node = {"_target_": "mine_allowed.build", "width": 3}
+    made = instantiate(node, "model", ["mine_allowed"], num_classes=5, not_asked_for=1)
+    assert (made.in_features, made.out_features) == (3, 5)
+    assert accepted_arguments(node, "model", ["mine_allowed"]) == {"width", "num_classes"}
+    sys.modules.pop("mine_allowed")
+
+
+def test_arguments_are_held_against_the_signature() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'model.in_feature'.*did you mean 'in_features'\?"):
+        instantiate({"_target_": "torch.nn.Linear", "in_feature": 2, "out_features": 2}, "model")
+    with pytest.raises(ConfigError, match=r"model.in_features=two: expected a whole number"):
+        instantiate({"_target_": "torch.nn.Linear", "in_features": "two", "out_features": 2}, "model")
+    with pytest.raises(ConfigError, match=r"model.out_features: torch.nn.Linear needs it"):
+        instantiate({"_target_": "torch.nn.Linear", "in_features": 2}, "model")
+    with pytest.raises(ConfigError, match=r"optimizer.lr=fast: expected a number"):
+        instantiate({"_target_": "torch.optim.SGD", "lr": "fast"}, "optimizer", params=[])
+
+
+def test_no_config_can_give_what_gpipe_gives() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'optimizer.params'"):
+        instantiate({"_target_": "torch.optim.SGD", "params": [1]}, "optimizer", params=[])
+
+
+def test_values_the_target_refuses_become_a_config_error() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(
+        ConfigError, match=r"torch.optim.SGD does not take these values: Invalid learning rate"
+    ):
+        instantiate({"_target_": "torch.optim.SGD", "lr": -1.0}, "optimizer", params=[parameter])
+
+
+def test_nested_components_are_built_too() -> None:
+    node = {
+        "_target_": "torch.nn.TransformerEncoder",
+        "encoder_layer": {
+            "_target_": "torch.nn.TransformerEncoderLayer",
+            "d_model": 8,
+            "nhead": 2,
+            "batch_first": True,
+        },
+        "num_layers": 1,
+    }
+    assert isinstance(instantiate(node, "model"), torch.nn.TransformerEncoder)
+
+
+def test_components_in_a_list_are_built_too() -> None:
+    layer = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 2}
+    made = instantiate({"_target_": "torch.nn.ModuleList", "modules": [layer, layer]}, "model")
+    assert [type(one) for one in made] == [torch.nn.Linear] * 2
+    assert made[0] is not made[1]
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "torchvision.models.resnet18", "weights": "DEFAULT"},
+        {"_target_": "torchvision.models.resnet18", "pretrained": True},
+        {"_target_": "torchvision.models.get_model", "name": "resnet18", "weights": "DEFAULT"},
+        {"_target_": "torchvision.datasets.MNIST", "root": ".", "download": True},
+    ],
+)
+def test_an_argument_that_would_download_is_refused(node: dict[str, Any]) -> None:
+    group = "data" if "datasets" in node["_target_"] else "model"
+    with pytest.raises(ConfigError, match=r"would download|does not take it"):
+        instantiate(node, group)
+
+
+def test_a_default_that_would_download_is_replaced() -> None:
+    node = {"_target_": "torchvision.models.segmentation.lraspp_mobilenet_v3_large"}
+    with torch.device("meta"):
+        assert instantiate(node, "model") is not None
+
+
+def test_no_builder_of_torchvision_has_a_default_that_would_download_under_another_name() -> None:
+    """get_model passed weights_backbone=ResNet50_Weights.DEFAULT to fcn_resnet50, which opened a connection."""
+    models = torchvision.models
+    for name in models.list_models():
+        for key, parameter in inspect.signature(models.get_model_builder(name)).parameters.items():
+            assert not isinstance(parameter.default, models.WeightsEnum) or key.startswith("weights"), (
+                name,
+                key,
+            )
+
+
+def test_a_model_that_torchvision_is_asked_for_by_name_comes_without_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        torchvision.models.WeightsEnum, "get_state_dict", lambda *args, **kwargs: pytest.fail("downloads")
+    )
+    node = {"_target_": "torchvision.models.get_model", "name": "fcn_resnet50"}
+    with torch.device("meta"):
+        assert instantiate(node, "model") is not None
+    with pytest.raises(ConfigError, match=r"model.weights_backbone=DEFAULT: .* would download"):
+        instantiate({**node, "weights_backbone": "DEFAULT"}, "model")
+
+
+def test_a_builder_that_opens_a_connection_is_stopped_although_it_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fetching.py").write_text(
+        "from urllib.request import urlopen\n\ndef build(url):\n    return urlopen(url)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for url in ("http://nowhere.invalid/x", "http://127.0.0.1:9/x"):
+        with pytest.raises(ConfigError, match=r"would connect to .*; gpipe downloads nothing"):
+            instantiate({"_target_": "fetching.build", "url": url}, "model", ["fetching"])
+    with pytest.raises(OSError, match=r"refused|resolution|not known"):  # whatever is not a model may
+        instantiate({"_target_": "fetching.build", "url": "http://127.0.0.1:9/x"}, "data", ["fetching"])
+    sys.modules.pop("fetching")
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "torch.nn.Linear", "in_features": -1, "out_features": 2},
+        {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 2, "device": "nope"},
+        {"_target_": "torch.nn.MultiheadAttention", "embed_dim": 7, "num_heads": 2},
+        {"_target_": "torch.nn.ModuleDict", "modules": {"a.b": {"_target_": "torch.nn.ReLU"}}},
+        {"_target_": "torchvision.models.ResNet", "block": 3, "layers": [1, 1, 1, 1]},
+        {"_target_": "torchvision.models.vit_b_16", "image_size": 7},
+    ],
+)
+def test_whatever_torch_raises_over_its_arguments_is_about_the_configuration(node: dict[str, Any]) -> None:
+    """A RuntimeError, a KeyError or an assertion of torch ended the command with 1 and a hint at --debug."""
+    with pytest.raises(ConfigError, match="does not take these values"):
+        instantiate(node, "model")
+
+
+def test_a_dataset_that_is_not_there_is_an_error_of_the_data() -> None:
+    node = {"_target_": "torchvision.datasets.ImageFolder", "root": "/nowhere"}
+    with pytest.raises(DataError, match="nowhere"):
+        instantiate(node, "data")
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation"),
+    [
+        (1, int),
+        (1, float),
+        (1.5, float),
+        (True, bool),
+        ("x", str),
+        (None, int | None),
+        (0.1, float | torch.Tensor),
+        ([1], list[int]),
+        ([1, 2], tuple[int, int]),
+        ([1], Sequence[int]),
+        ({"a": 1}, dict[str, Any]),
+        ("anything", Any),
+        ("a/b", Path),
+        (None, None),
+    ],
+)
+def test_what_fits_passes(value: Any, annotation: Any) -> None:
+    assert type_mismatch(value, annotation) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "annotation", "says"),
+    [
+        ("x", int, "expected a whole number"),
+        (1.5, int, "expected a whole number"),
+        (True, int, "expected a whole number"),
+        ("x", float, "expected a number"),
+        (True, float, "expected a number"),
+        (None, float, "expected a number"),
+        ("x", float | torch.Tensor, "expected a number"),
+        (1, bool, "expected true or false"),
+        (1, str | None, "expected text or null"),
+        (3, list[int], "expected a list such as [1,2]"),
+        ([1], dict[str, int], "expected a mapping"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_plain_words(value: Any, annotation: Any, says: str) -> None:
+    assert type_mismatch(value, annotation) == says
