@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.pipeline.aliasing import is_dense
+from gpipe_cli.sequential.meta_clone import placeholder
 
 __all__ = ["ALIGNMENT", "Layout", "Place", "as_bytes", "padded"]
 
@@ -35,10 +36,9 @@ class Place:
         flat = memory[self.begin : self.begin + self.nbytes].view(self.dtype)
         return flat.as_strided(self.size, self.stride)
 
-    def hollow(self) -> Tensor:
-        """A tensor that looks the same and takes no memory: a single number, not one that could pass for a weight."""
-        value = float("nan") if self.dtype.is_floating_point else 0
-        return torch.full((), value, dtype=self.dtype).expand(self.size)
+    def placeholder(self) -> Tensor:
+        """A tensor that looks the same and takes no memory, filled with a value that cannot pass for a weight."""
+        return placeholder(self.size, self.dtype, float("nan") if self.dtype.is_floating_point else 0)
 
 
 @final

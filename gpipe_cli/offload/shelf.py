@@ -24,7 +24,7 @@ class Shelf:
         self.region = tier.region(self.layout.nbytes)
         memory = self.region.memory
         self.homes = [
-            place.hollow() if memory is None else place.view(memory) for place in self.layout.places
+            place.placeholder() if memory is None else place.view(memory) for place in self.layout.places
         ]
         """What stands for each tensor while it is away: itself in the host's memory, else a hollow one."""
         self._places = (

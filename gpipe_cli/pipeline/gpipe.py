@@ -21,7 +21,7 @@ from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
 from gpipe_cli.pipeline.pipe_module import Output, PipeModule, refuse_hooks
 from gpipe_cli.schedule import order, traits
 from gpipe_cli.schedule.action import Action, Kind, Order
-from gpipe_cli.schedule.checkpoint import Checkpoint, settled
+from gpipe_cli.schedule.checkpoint import Checkpoint, checked_checkpoint
 
 _BALANCE_HINT = "Find one with gpipe_cli.balance, for example balance_by_time(module, sample, partitions=2)."
 
@@ -170,7 +170,7 @@ class GPipe(ThreadedPipe):
             raise ValueError(f"balance is required: how many layers go to each partition. {_BALANCE_HINT}")
         super().__init__(module, chunks, deferred_batch_norm)
         self.balance = list(balance)
-        self.checkpoint = settled(checkpoint, len(self.balance))
+        self.checkpoint = checked_checkpoint(checkpoint, len(self.balance))
         self.schedule = str(schedule)
         repeats_devices = traits(self.schedule).several_per_device
         self._check_balance()

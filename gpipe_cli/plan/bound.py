@@ -17,7 +17,7 @@ from typing import final
 
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.plan.costs import LayerCosts, PrefixSums
-from gpipe_cli.schedule.checkpoint import MODES, Checkpoint, checkpoint_stops, settled
+from gpipe_cli.schedule.checkpoint import MODES, Checkpoint, checked_checkpoint, checkpoint_stops
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 LARGEST = sys.float_info.max
@@ -60,7 +60,7 @@ class MemoryFit:
             if mode is None:
                 return None
             modes.append(mode)
-        return settled(modes, len(modes))
+        return checked_checkpoint(modes, len(modes))
 
 
 @final

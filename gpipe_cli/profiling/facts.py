@@ -2,7 +2,7 @@
 
     facts = model_facts(sequence, Sample(input, target, loss))
     facts.layers[3].saved_bytes         # of one micro-batch, as if the layer were alone
-    facts.saved_bytes(0, 4)             # of layers 0..3 together, where one's output is the next one's input
+    facts.saved_bytes(0, 4)             # of layers 0..3 together, where an output is the next layer's input
     facts.boundary(4)                   # what crosses into layer 4 from those before it
     facts.partition_input(4, 8)         # what a partition of layers 4..7 receives
     facts.flops[3].forward
@@ -68,7 +68,7 @@ class ModelFacts:
     """For each layer what it keeps for backward: bytes by a number that tells storages apart."""
 
     def saved_bytes(self, begin: int, end: int) -> int:
-        """Kept by layers `begin` to `end` (exclusive) for one micro-batch, what they share counted once."""
+        """Saved by layers `begin` to `end` (exclusive) for one micro-batch; shared storages count once."""
         together: dict[int, int] = {}
         for storages in self.storages[begin:end]:
             together.update(storages)

@@ -1,7 +1,7 @@
-"""What an optimizer will keep per parameter, and how many bytes that is, found out with parameters of a few numbers.
+"""What an optimizer will keep per parameter, and how many bytes that is, found by trying it on a tiny parameter.
 
-Every optimizer is asked, none is known by name: it makes one update of a tiny parameter, and the shapes of what it
-keeps then say how that grows. Momenta have the parameter's shape, Adafactor's rows and columns a part of it.
+No optimizer is known by name: each makes one update of a parameter with a few elements, and the shapes of its state
+then tell how the state grows. Momenta have the parameter's shape, Adafactor's rows and columns a part of it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from gpipe_cli.torch_internals.without_compiler import without_compiler
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 _SIDES = (2, 3, 5, 7, 11, 13, 17, 19)
-"""The shape of a tiny parameter: different primes, so that a side of a kept tensor says which one it is."""
+"""The shape of a tiny parameter: different primes, so that each side of a state tensor can be told apart."""
 
 
 @final
 @dataclass(frozen=True)
-class _Kept:
-    """A tensor of the optimizer's: which sides of the parameter it has, and how large the rest of it is."""
+class _StateTensor:
+    """Which sides of the parameter a state tensor has, and how many bytes the rest of it multiplies them by."""
 
     sides: tuple[int, ...]
     rest: int
@@ -36,14 +36,15 @@ class _Kept:
 
 
 def state_bytes(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> list[int]:
-    """For each parameter what the optimizer keeps once it has made an update; none for a frozen one."""
+    """For each parameter what the optimizer keeps after an update; nothing for a frozen one."""
 
     @cache
-    def kept(dimensions: int, dtype: torch.dtype) -> list[_Kept]:
-        return _try_out(make, dimensions, dtype)
+    def state_tensors(dimensions: int, dtype: torch.dtype) -> list[_StateTensor]:
+        state = _state_after_a_step(make, dimensions, dtype)
+        return [_describe(value, dimensions) for value in state.values() if isinstance(value, Tensor)]
 
     return [
-        sum(one.bytes(parameter.shape) for one in kept(parameter.dim(), parameter.dtype))
+        sum(tensor.bytes(parameter.shape) for tensor in state_tensors(parameter.dim(), parameter.dtype))
         if parameter.requires_grad
         else 0
         for parameter in parameters
@@ -52,39 +53,36 @@ def state_bytes(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> list
 
 @final
 class OptimizerStateShapes:
-    """What an optimizer keeps of a parameter from its first update on: names, shapes, dtypes."""
+    """What an optimizer keeps for a parameter from its first update on: names, shapes, dtypes."""
 
     def __init__(self, make: MakeOptimizer) -> None:
         self._make = make
-        self._kept: dict[tuple[int, torch.dtype], dict[str, Any] | None] = {}
+        self._states: dict[tuple[int, torch.dtype], dict[str, Any] | None] = {}
 
     def of(self, parameter: Tensor) -> dict[str, Any] | None:
-        """Tensors without numbers, and numbers; None for an optimizer that cannot be tried out like that."""
+        """Tensors on the meta device, and numbers; None for an optimizer that cannot be tried out this way."""
         key = parameter.dim(), parameter.dtype
-        if key not in self._kept:
+        if key not in self._states:
             try:
-                self._kept[key] = _state_after_a_step(self._make, *key)
-            except Exception:  # noqa: BLE001 - it may want other gradients than these; training itself will tell
-                self._kept[key] = None
-        kept = self._kept[key]
-        return None if kept is None else {name: _scaled(one, parameter.shape) for name, one in kept.items()}
+                self._states[key] = _state_after_a_step(self._make, *key)
+            except Exception:  # noqa: BLE001 - it may need other gradients than these; training itself will tell
+                self._states[key] = None
+        state = self._states[key]
+        if state is None:
+            return None
+        return {name: _scaled(value, parameter.shape) for name, value in state.items()}
 
 
-def _scaled(kept: Any, shape: Sequence[int]) -> Any:
-    """What was kept of the tiny parameter, as it is for one of that shape."""
-    if not isinstance(kept, Tensor):
-        return kept
+def _scaled(value: Any, shape: Sequence[int]) -> Any:
+    """The state of the tiny parameter as it is for a parameter of this shape."""
+    if not isinstance(value, Tensor):
+        return value
     sides = _SIDES[: len(shape)]
-    if kept.dim() == 1 and len(shape) > 1 and kept.numel() == prod(sides):
-        return kept.new_empty(prod(shape), device="meta")
-    return kept.new_empty(
-        [shape[sides.index(side)] if side in sides else side for side in kept.shape], device="meta"
+    if value.dim() == 1 and len(shape) > 1 and value.numel() == prod(sides):
+        return value.new_empty(prod(shape), device="meta")
+    return value.new_empty(
+        [shape[sides.index(side)] if side in sides else side for side in value.shape], device="meta"
     )
-
-
-def _try_out(make: MakeOptimizer, dimensions: int, dtype: torch.dtype) -> list[_Kept]:
-    kept = _state_after_a_step(make, dimensions, dtype)
-    return [_describe(one, dimensions) for one in kept.values() if isinstance(one, Tensor)]
 
 
 def _state_after_a_step(make: MakeOptimizer, dimensions: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -96,10 +94,11 @@ def _state_after_a_step(make: MakeOptimizer, dimensions: int, dtype: torch.dtype
     return dict(optimizer.state[tiny])
 
 
-def _describe(kept: Tensor, dimensions: int) -> _Kept:
+def _describe(value: Tensor, dimensions: int) -> _StateTensor:
     sides = _SIDES[:dimensions]
-    if kept.numel() == prod(sides):  # of the same size, if perhaps of another shape
-        return _Kept(tuple(range(dimensions)), kept.element_size())
-    found = tuple(sides.index(side) for side in kept.shape if side in sides)
-    rest = prod(side for side in kept.shape if side not in sides)
-    return _Kept(found, rest * kept.element_size())
+    if value.numel() == prod(sides):  # of the same size, perhaps of another shape
+        return _StateTensor(tuple(range(dimensions)), value.element_size())
+    rest = prod(side for side in value.shape if side not in sides)
+    return _StateTensor(
+        tuple(sides.index(side) for side in value.shape if side in sides), rest * value.element_size()
+    )

@@ -1,7 +1,7 @@
-"""What each partition will need on its device: an estimate from facts, nothing is run.
+"""What each partition will need on its device: an estimate from facts, without running anything.
 
-Counts what is there all the time (parameters, buffers, gradients, the optimizer's state) and the activations alive
-at the worst moment under the schedule. What a layer needs only while it runs is not counted.
+Counts parameters, buffers, gradients and the optimizer's state, and the activations alive at the worst moment under the
+schedule. What a layer needs only while it runs does not count.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from gpipe_cli.profiling.facts import ModelFacts
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
-__all__ = ["PartitionMemory", "activation_bytes", "partition_memory", "resident_memory"]
-
 
 @final
 @dataclass(frozen=True)
 class PartitionMemory:
     parameter_bytes: int
-    """Buffers among them."""
+    """Including buffers."""
     gradient_bytes: int
     optimizer_bytes: int
     activation_bytes: int
@@ -37,8 +35,8 @@ class PartitionMemory:
 def activation_bytes(facts: ModelFacts, balance: Sequence[int], spec: PipelineSpec) -> list[int]:
     """The most that each partition keeps for backward at once."""
     return [
-        kept.bytes(facts.saved_bytes(begin, end), facts.partition_input(begin, end).bytes)
-        for (begin, end), kept in zip(_borders(balance), spec.peaks, strict=True)
+        peaks.bytes(facts.saved_bytes(begin, end), facts.partition_input(begin, end).bytes)
+        for (begin, end), peaks in zip(_layer_ranges(balance), spec.peaks, strict=True)
     ]
 
 
@@ -52,28 +50,32 @@ def partition_memory(
     """One per partition of the balance."""
     resident = resident_memory(module, balance, optimizer)
     activations = activation_bytes(facts, balance, spec)
-    return [replace(one, activation_bytes=kept) for one, kept in zip(resident, activations, strict=True)]
+    return [
+        replace(partition, activation_bytes=bytes)
+        for partition, bytes in zip(resident, activations, strict=True)
+    ]
 
 
 def resident_memory(
     module: nn.Sequential, balance: Sequence[int], optimizer: MakeOptimizer
 ) -> list[PartitionMemory]:
-    """The same without activations, for which a model need not be looked at closely."""
-    layers = list(module)
-    return [_resident(layers[begin:end], optimizer) for begin, end in _borders(balance)]
+    """The same without activations, which needs no facts about the layers."""
+    partitions = []
+    for begin, end in _layer_ranges(balance):
+        layers = list(module)[begin:end]
+        # A dict counts what layers share once, and keeps the order.
+        parameters = dict.fromkeys(parameter for layer in layers for parameter in layer.parameters())
+        buffers = dict.fromkeys(buffer for layer in layers for buffer in layer.buffers())
+        partitions.append(
+            PartitionMemory(
+                parameter_bytes=sum(tensor.nbytes for tensor in (*parameters, *buffers)),
+                gradient_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
+                optimizer_bytes=sum(state_bytes(optimizer, parameters)),
+                activation_bytes=0,
+            )
+        )
+    return partitions
 
 
-def _borders(balance: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _layer_ranges(balance: Sequence[int]) -> Iterator[tuple[int, int]]:
     return pairwise([0, *accumulate(balance)])
-
-
-def _resident(layers: Sequence[nn.Module], optimizer: MakeOptimizer) -> PartitionMemory:
-    # dict: what layers share is there once.
-    parameters = dict.fromkeys(one for layer in layers for one in layer.parameters())
-    buffers = dict.fromkeys(one for layer in layers for one in layer.buffers())
-    return PartitionMemory(
-        parameter_bytes=sum(one.nbytes for one in (*parameters, *buffers)),
-        gradient_bytes=sum(one.nbytes for one in parameters if one.requires_grad),
-        optimizer_bytes=sum(state_bytes(optimizer, parameters)),
-        activation_bytes=0,
-    )

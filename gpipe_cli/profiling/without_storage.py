@@ -1,10 +1,9 @@
-"""Models built without storage, so that one larger than memory can be looked at.
+"""Builds models without storage, so that you can examine one that is larger than memory.
 
     with without_storage():
         model = build()
 
-Decides what gets memory all the same: small tensors, because constructors compute with them (widths, ratios of
-dropout), which tensors without values do not allow. Knows nothing of what is built.
+Small tensors do get memory: constructors compute with them (widths, dropout ratios), which needs values.
 """
 
 from __future__ import annotations
@@ -16,10 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["without_storage"]
-
 _SMALL = 2**16
-"""Elements. Nobody computes a width from more of them, and no model has so many tensors below it as to matter."""
+"""Elements. Constructors compute nothing from larger tensors, and the smaller ones of a model take little memory."""
 
 _MAKERS = frozenset(
     {
@@ -38,7 +35,7 @@ _MAKERS = frozenset(
         torch.zeros,
     }
 )
-"""What makes a tensor of nothing but numbers."""
+"""Functions that make a tensor from numbers alone."""
 
 _FILLERS = frozenset(
     {
@@ -56,11 +53,11 @@ _FILLERS = frozenset(
         nn.init.uniform_,
     }
 )
-"""What gives a tensor new values: nothing to do where there are none, and torch would import its compiler for it."""
+"""Functions that give a tensor new values: skipped for a tensor without any, since torch would import its compiler."""
 
 
 def without_storage() -> TorchFunctionMode:
-    """Inside, large tensors are made on the meta device, whatever device is asked for."""
+    """Inside, large tensors are on the meta device, whatever device they are made for."""
     return _WithoutStorage()
 
 
@@ -74,9 +71,9 @@ class _WithoutStorage(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         named = dict(kwargs or {})
-        # With types there are arguments of torch.fx among them, which have no size yet.
+        # With types some arguments are torch.fx proxies, which have no size yet.
         if func in _MAKERS and not types:
-            # A generator belongs to a device, and numbers that are not drawn need none.
+            # A generator belongs to a device, and nothing is drawn on the meta device.
             drawn = {name: value for name, value in named.items() if name not in ("generator", "pin_memory")}
             tensor: Tensor = func(*args, **{**drawn, "device": "meta"})
             if tensor.numel() > _SMALL:

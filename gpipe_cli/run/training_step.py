@@ -21,7 +21,7 @@ from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.optimizer_state import state_bytes
 from gpipe_cli.report.failure import describe
 from gpipe_cli.run.data import BatchLoader
-from gpipe_cli.schedule.checkpoint import Checkpoint, settled
+from gpipe_cli.schedule.checkpoint import Checkpoint, checked_checkpoint
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.values import parse_bytes
 
@@ -44,7 +44,7 @@ def checkpoint_mode(settings: ModelConfig, partitions: int) -> Checkpoint:
     if not isinstance(settings, CostConfig):
         return "never"
     try:
-        return settled(settings.checkpoint, partitions)
+        return checked_checkpoint(settings.checkpoint, partitions)
     except ValueError as error:
         raise ConfigError(f"checkpoint={settings.checkpoint}: {error}") from error
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import EngineState, load_module, module_state
 from gpipe_cli.errors import RunError
 from gpipe_cli.models.weights import check_weights, load_weights, read_weights
+from gpipe_cli.sequential.meta_clone import placeholder
 from gpipe_cli.training.snapshot.contents import decode_tensors, open_large_snapshot
 from gpipe_cli.training.snapshot.header import BadTensors
 from gpipe_cli.training.snapshot.manifest import BUFFERS, MODEL, VerifiedSnapshot
@@ -59,8 +59,7 @@ def _lazy_state(weights: str, model: nn.Module) -> EngineState:
     # An expanded zero has the shape and dtype of the model's parameter but no storage. It stands for the tensor in
     # the file, which may have another dtype, until the engine fetches the slice that contains it.
     placeholders = {
-        name: torch.zeros((), dtype=expected[name].dtype).expand(outline.shape)
-        for name, outline in file.outlines.items()
+        name: placeholder(outline.shape, expected[name].dtype) for name, outline in file.outlines.items()
     }
     outlines = {id(placeholder): file.outlines[name] for name, placeholder in placeholders.items()}
 

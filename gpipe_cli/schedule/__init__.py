@@ -50,13 +50,12 @@ def traits(name: str) -> ScheduleTraits:
 def names(*, several_per_device: bool | None = None) -> tuple[str, ...]:
     """The shipped schedules to choose from, sorted, or those that do or do not run several per device."""
     shipped = (module.TRAITS for module in _shipped().values())
-    return tuple(
-        sorted(
-            one.name
-            for one in shipped
-            if not one.engine_only and several_per_device in (None, one.several_per_device)
-        )
-    )
+    chosen = [
+        traits.name
+        for traits in shipped
+        if not traits.engine_only and several_per_device in (None, traits.several_per_device)
+    ]
+    return tuple(sorted(chosen))
 
 
 @functools.cache

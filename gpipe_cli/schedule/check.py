@@ -64,8 +64,8 @@ def _incomplete(order: Order, partitions: int, chunks: int) -> str:
 
 def _circular(order: Order, partitions: int) -> str:
     """Which workers wait for each other, and for what; empty if every worker reaches its end."""
-    # As micro-batches ascend, the number of those done tells which ones are. A border is crossed by outputs in one
-    # direction and by gradients in the other; nothing keeps the outer ends waiting.
+    # As micro-batches ascend, the number of those done tells which ones are done. The extra element at the end, also
+    # reached as index -1, stands for the outer ends of the pipeline, which never wait.
     forwards, gradients = [0] * (partitions + 1), [0] * (partitions + 1)
     forwards[-1] = gradients[-1] = sys.maxsize
 

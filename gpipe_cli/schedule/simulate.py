@@ -1,7 +1,7 @@
-"""Predicts when every action of an order begins and ends, and the bytes it keeps, from what its partitions cost.
+"""Predicts when every action of an order begins and ends, and the bytes it keeps, from the costs of its partitions.
 
-Pure Python, no clock: a worker runs its actions in order, each as soon as what it needs has arrived and a core is
-free; who was ready first gets the core. The order is one that `check` accepts. Knows nothing of where costs come from.
+A worker runs its actions in order, each as soon as its inputs have arrived and a core is free; the worker that was
+ready first gets the core. The order is one that `check` accepts.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class PartitionCost:
 
     forward: float
     backward: float
-    """The whole of it."""
+    """Of input and weights together."""
     recompute: float = 0.0
-    """Before the backward of a micro-batch that was checkpointed."""
+    """Before the backward of a checkpointed micro-batch."""
     transfer: float = 0.0
-    """From this partition to the next, and of its gradient back."""
+    """Of the output to the next partition, and of its gradient in the other direction."""
     saved_bytes: int = 0
-    """Kept for backward."""
+    """Saved for backward."""
     input_bytes: int = 0
-    """Kept instead, where the rest is recomputed."""
+    """Saved instead if the micro-batch is checkpointed."""
     resident_bytes: int = 0
-    """There all the time: parameters, gradients, the optimizer's state."""
+    """Parameters, gradients and the optimizer's state."""
     input_grad: float | None = None
     weight_grad: float | None = None
     """The parts of a split backward; None: a half each."""
@@ -63,9 +63,9 @@ class Span(NamedTuple):
 @dataclass(frozen=True)
 class Simulation:
     step: float
-    """From the first action's begin to the last one's end."""
+    """From the beginning of the first action to the end of the last."""
     bubble: float
-    """The share of all workers' time in which they do nothing."""
+    """The share of all workers' time in which they are idle."""
     _order: Order
     _costs: Sequence[PartitionCost]
     _checkpoint_stops: Sequence[int]
@@ -74,12 +74,14 @@ class Simulation:
     @cached_property
     def spans(self) -> list[Span]:
         """Every piece of work, worker by worker."""
-        roles_of = _roles(self._costs, self._checkpoint_stops)
-        pieces = [[(role, one) for one in actions for role in roles_of(one)] for actions in self._order]
+        pieces_of = _pieces_by_action(self._costs, self._checkpoint_stops)
+        pieces = [
+            [(piece, action) for action in actions for piece in pieces_of(action)] for actions in self._order
+        ]
         return [
-            Span(action, worker, begin, begin + role.duration, role.phase)
+            Span(action, worker, begin, begin + piece.duration, piece.phase)
             for worker, begins in enumerate(self._begins)
-            for (role, action), begin in zip(pieces[worker], begins, strict=True)
+            for (piece, action), begin in zip(pieces[worker], begins, strict=True)
         ]
 
     @cached_property
@@ -99,29 +101,31 @@ def simulate(
     checkpoint_stops: Sequence[int] = (),
     cores: int | None = None,
 ) -> Simulation:
-    """Run the order on paper. `cores` is how many workers can run at once; None: all of them.
+    """`cores` is how many workers can run at once; None: all of them.
 
-    Micro-batches below their partition's stop recompute before their backward; no stops: none. That needs no
-    gradient to begin, so it may go on while the gradient is on its way.
+    Micro-batches below their partition's stop recompute before their backward; without stops none does. Recomputation
+    needs no gradient, so it may run while the gradient is still in transfer.
     """
     stops = checkpoint_stops or [0] * len(costs)
-    roles_of = _roles(costs, stops)
-    work = [list(chain.from_iterable(map(roles_of, actions))) for actions in order]
+    pieces_of = _pieces_by_action(costs, stops)
+    work = [list(chain.from_iterable(map(pieces_of, actions))) for actions in order]
     begins = _run(work, min(cores or len(order), len(order)))
-    if any(len(begun) < len(roles) for begun, roles in zip(begins, work, strict=True)):
-        raise ValueError("the order cannot be run: its workers wait for each other, or for what nobody does")
+    if any(len(begun) < len(pieces) for begun, pieces in zip(begins, work, strict=True)):
+        raise ValueError(
+            "the order cannot be run: its workers wait for each other, or for an action that is missing"
+        )
     step = max(
-        (begun[-1] + roles[-1].duration for begun, roles in zip(begins, work, strict=True) if roles),
+        (begun[-1] + pieces[-1].duration for begun, pieces in zip(begins, work, strict=True) if pieces),
         default=0.0,
     )
-    busy = sum(role.duration for role in chain.from_iterable(work))
+    busy = sum(piece.duration for piece in chain.from_iterable(work))
     bubble = 1 - busy / (len(order) * step) if step else 0.0
     return Simulation(step, bubble, order, costs, stops, begins)
 
 
 @final
-class _Way:
-    """Over a border, in one direction. Micro-batches cross in ascending order, so counting tells which it is."""
+class _Link:
+    """A boundary in one direction. Micro-batches cross in ascending order, so a count identifies the next one."""
 
     __slots__ = ("arrivals", "taken", "transfer", "waiting")
 
@@ -130,42 +134,42 @@ class _Way:
         self.arrivals: list[float] = []
         self.taken = 0
         self.waiting: tuple[int, float] | None = None
-        """The worker that waits for the next one, and since when it has had nothing else to do."""
+        """The worker that waits for the next tensor, and since when it has been free."""
 
 
 @final
 @dataclass(slots=True)
-class _Role:
+class _Work:
     """What all micro-batches of one phase on one partition have in common."""
 
     phase: str
     duration: float
-    needs: _Way | None = None
-    """Where its input comes from another partition; what its own worker makes is there by that one's order."""
-    gives: _Way | None = None
+    needs: _Link | None = None
+    """For an input from another partition; what its own worker makes exists already, by the worker's order."""
+    gives: _Link | None = None
 
 
-_RolesOf: TypeAlias = Callable[[Action], tuple[_Role, ...]]
+_PiecesOf: TypeAlias = Callable[[Action], tuple[_Work, ...]]
 
 
-def _roles(costs: Sequence[PartitionCost], stops: Sequence[int]) -> _RolesOf:
-    """What an action consists of: a checkpointed backward has a recomputation before it."""
-    outputs = [_Way(cost.transfer) for cost in costs]
-    # A gradient goes back over the border its input came by, which belongs to the partition before.
-    gradients = [_Way(costs[max(0, partition - 1)].transfer) for partition in range(len(costs))]
+def _pieces_by_action(costs: Sequence[PartitionCost], stops: Sequence[int]) -> _PiecesOf:
+    """The pieces of an action: a checkpointed backward has a recomputation before it."""
+    outputs = [_Link(cost.transfer) for cost in costs]
+    # A gradient crosses the boundary that its input crossed, whose transfer is the previous partition's.
+    gradients = [_Link(costs[max(0, partition - 1)].transfer) for partition in range(len(costs))]
     inputs, output_gradients = [None, *outputs[:-1]], [*gradients[1:], None]
     table = [
         (
-            (_Role("forward", cost.forward, inputs[partition], outputs[partition]),),
-            (_Role("backward", cost.backward, output_gradients[partition], gradients[partition]),),
-            (_Role("backward", cost.split[0], output_gradients[partition], gradients[partition]),),
-            (_Role("backward", cost.split[1]),),
-            (_Role("recompute", cost.recompute),),
+            (_Work("forward", cost.forward, inputs[partition], outputs[partition]),),
+            (_Work("backward", cost.backward, output_gradients[partition], gradients[partition]),),
+            (_Work("backward", cost.split[0], output_gradients[partition], gradients[partition]),),
+            (_Work("backward", cost.split[1]),),
+            (_Work("recompute", cost.recompute),),
         )
         for partition, cost in enumerate(costs)
     ]
 
-    def roles_of(action: Action) -> tuple[_Role, ...]:
+    def pieces_of(action: Action) -> tuple[_Work, ...]:
         forward, backward, input_grad, weight_grad, recompute = table[action.partition]
         kind = action.kind
         if kind is Kind.FORWARD:
@@ -175,44 +179,44 @@ def _roles(costs: Sequence[PartitionCost], stops: Sequence[int]) -> _RolesOf:
         gradient = backward if kind is Kind.BACKWARD else input_grad
         return recompute + gradient if action.micro_batch < stops[action.partition] else gradient
 
-    return roles_of
+    return pieces_of
 
 
-def _run(work: Sequence[Sequence[_Role]], cores: int) -> list[list[float]]:
-    """When each piece of work begins; an order that cannot be run to its end leaves some out."""
+def _run(work: Sequence[Sequence[_Work]], cores: int) -> list[list[float]]:
+    """When each piece of work begins; if the order cannot be run to its end, some are missing."""
     begins: list[list[float]] = [[] for _ in work]
     free_cores = [0.0] * cores
     ready: list[tuple[float, int]] = []  # since when a worker can run its next piece
 
     def line_up(worker: int, free: float) -> None:
-        """Make a worker ready for its next piece, or let it wait for what that needs."""
-        roles, place = work[worker], len(begins[worker])
-        if place == len(roles):
+        """Make a worker ready for its next piece, or let it wait for the input of that piece."""
+        pieces, place = work[worker], len(begins[worker])
+        if place == len(pieces):
             return
-        way = roles[place].needs
-        if way is None:
+        link = pieces[place].needs
+        if link is None:
             heappush(ready, (free, worker))
-        elif way.taken < len(way.arrivals):
-            arrival = way.arrivals[way.taken]
-            way.taken += 1
+        elif link.taken < len(link.arrivals):
+            arrival = link.arrivals[link.taken]
+            link.taken += 1
             heappush(ready, (free if free > arrival else arrival, worker))
         else:
-            way.waiting = worker, free
+            link.waiting = worker, free
 
     for worker in range(len(work)):
         line_up(worker, 0.0)
     while ready:
         since, worker = heappop(ready)
-        role = work[worker][len(begins[worker])]
+        piece = work[worker][len(begins[worker])]
         begin = since if since > free_cores[0] else free_cores[0]
-        end = begin + role.duration
+        end = begin + piece.duration
         heapreplace(free_cores, end)
         begins[worker].append(begin)
-        way = role.gives
-        if way is not None:
-            way.arrivals.append(end + way.transfer)
-            if way.waiting is not None:
-                waiting, way.waiting = way.waiting, None
+        link = piece.gives
+        if link is not None:
+            link.arrivals.append(end + link.transfer)
+            if link.waiting is not None:
+                waiting, link.waiting = link.waiting, None
                 line_up(*waiting)
         line_up(worker, end)
     return begins

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -35,3 +35,8 @@ def meta_like(tensor: Tensor) -> Tensor:
     """A tensor, or parameter, of the same shape and dtype on the meta device."""
     meta = torch.empty_like(tensor, device="meta", requires_grad=False)
     return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, value: float = 0) -> Tensor:
+    """A tensor of this shape that takes the memory of a single number: every element is `value`."""
+    return torch.full((), value, dtype=dtype).expand(tuple(shape))

@@ -52,7 +52,7 @@ def test_a_model_on_the_disk_is_never_whole_in_memory(
     words += ["weights=all.safetensors", "model._target_=tiny_for_tests.build"]
     assert tiny("eval", *words).json["loss"] == summary["loss"]
     wrong = tiny("eval", *words, "+model.width=5")
-    assert wrong.code == 2 and "weights=all.safetensors: made for another model (9 of another" in wrong.err
+    assert wrong.code == 2 and "weights=all.safetensors: made for another model (9 with another" in wrong.err
 
 
 def test_the_training_samples_can_be_evaluated_too(tiny: Gpipe, trained: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ def test_every_tensor_has_an_aligned_place_of_its_own(sides: list[list[int]], dt
     for place, tensor in zip(layout.places, tensors, strict=True):
         assert torch.equal(place.view(memory), tensor)
         assert place.view(memory).stride() == tensor.stride()
-        assert place.hollow().shape == tensor.shape and place.hollow().dtype == dtype
+        assert place.placeholder().shape == tensor.shape and place.placeholder().dtype == dtype
 
 
 def test_channels_last_stays_so_and_holes_do_not() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from gpipe_cli.schedule import order
-from gpipe_cli.schedule.checkpoint import checkpoint_stops, settled
+from gpipe_cli.schedule.checkpoint import checked_checkpoint, checkpoint_stops
 from gpipe_cli.schedule.memory import partition_peaks
 from gpipe_cli.schedule.simulate import PartitionCost, simulate
 
@@ -14,16 +14,16 @@ def test_every_partition_may_have_a_mode_of_its_own() -> None:
 
 
 def test_modes_that_are_all_the_same_are_one() -> None:
-    assert settled(["never", "never"], 2) == "never"
-    assert settled(["always", "never"], 2) == ("always", "never")
-    assert settled("always", 3) == "always"
+    assert checked_checkpoint(["never", "never"], 2) == "never"
+    assert checked_checkpoint(["always", "never"], 2) == ("always", "never")
+    assert checked_checkpoint("always", 3) == "always"
 
 
 def test_a_list_of_another_length_and_a_mode_that_there_is_not_are_refused() -> None:
     with pytest.raises(ValueError, match="checkpoint has 2 modes for 3 partitions; give one for each"):
-        settled(["always", "never"], 3)
+        checked_checkpoint(["always", "never"], 3)
     with pytest.raises(ValueError, match=r"not one of 'always', 'except_last', or 'never' \('sometimes'\)"):
-        settled(["always", "sometimes"], 2)
+        checked_checkpoint(["always", "sometimes"], 2)
 
 
 def test_only_the_partition_that_recomputes_takes_longer_and_keeps_less() -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.safe_files import open_regular
+from gpipe_cli.sequential.meta_clone import placeholder
 from gpipe_cli.torch_internals.storage import storage_of
 from gpipe_cli.training.snapshot.header import MAX_HEADER_BYTES, BadTensors, TensorEntry, read_header
 
@@ -111,8 +112,7 @@ class TensorFile:
             header = read_header(head + file.read(min(length, MAX_HEADER_BYTES, size)), size)
         self._start = header.start
         self.outlines = {
-            name: torch.zeros((), dtype=DTYPES[entry.dtype]).expand(entry.shape)
-            for name, entry in header.entries.items()
+            name: placeholder(entry.shape, DTYPES[entry.dtype]) for name, entry in header.entries.items()
         }
         """For each name a tensor of the right shape and dtype that takes the memory of one element."""
         self._entries = {storage_of(self.outlines[name]): entry for name, entry in header.entries.items()}
