@@ -16,6 +16,8 @@ import torch
 
 from gpipe_cli.torch_internals.thread_modes import SavedTensorsHooks, current_saved_tensors_hooks
 
+_NO_AUTOCAST = contextlib.nullcontext()
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class CallerState:
     def without_autocast(self) -> contextlib.AbstractContextManager[object]:
         """For backward, whose ops must run in the types of their forward and not be cast again."""
         if not self.autocast:
-            return contextlib.nullcontext()
+            return _NO_AUTOCAST
         stack = contextlib.ExitStack()
         for kind, _ in self.autocast:
             stack.enter_context(torch.autocast(kind, enabled=False))

@@ -7,6 +7,7 @@ copies of tied parameters.
 from __future__ import annotations
 
 import bisect
+import contextlib
 from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import NamedTuple, final
@@ -24,12 +25,14 @@ from gpipe_cli.pipeline.pytree import Template, flatten
 from gpipe_cli.pipeline.tied import NOTHING_TIED
 from gpipe_cli.skip.layout import SkipRoute
 from gpipe_cli.skip.namespace import SkipName
+from gpipe_cli.skip.skippable import named_skippables
 from gpipe_cli.skip.tracker import use_skip_tracker
 from gpipe_cli.torch_internals.graph_progress import next_number
 from gpipe_cli.torch_internals.keyed_random import BACKWARD, KeyedRandom
 from gpipe_cli.torch_internals.storage import storage_of
 from gpipe_cli.torch_internals.tensor_version import version_of
 
+_NO_SKIPS = contextlib.nullcontext()
 INPUT, LOSS = "its input", "the loss function"
 
 
@@ -49,6 +52,7 @@ class LayerLoop:
         self._layers = layers
         self._receives = receives
         self._sends = sends
+        self._has_skips = any(True for layer in layers for _ in named_skippables(layer.module))
         self._all_watched = False
         self._key, self._micro_batch = 0, 0
         """Of the running task. Not the task itself: it would keep the tensors of the mini-batch alive."""
@@ -78,7 +82,7 @@ class LayerLoop:
         numbers = [next_number()]
         with (
             Running(task.micro_batch, checkpointing, recomputing, self._running_layer),
-            use_skip_tracker(skips),
+            _NO_SKIPS if skips is None else use_skip_tracker(skips),
             random,
         ):
             nothing_tied = task.untied.count(NOTHING_TIED) == len(self._layers)
@@ -104,13 +108,15 @@ class LayerLoop:
             if not values:
                 raise TypeError(f"expected Tensor, but got {type(value).__name__} as output")
             random.source = INPUT
-        return LayerOutputs(values, template, skips.sent(), tuple(numbers))
+        return LayerOutputs(values, template, () if skips is None else skips.sent(), tuple(numbers))
 
     def _unpack(
         self, inputs: tuple[PartitionInput, ...], entered: Sequence[Sequence[Tensor | None]]
-    ) -> tuple[Value, PartitionSkips]:
-        """The value for the first layer, and the tracker with the received skips."""
+    ) -> tuple[Value, PartitionSkips | None]:
+        """The value for the first layer, and the tracker with the received skips; None without skippable layers."""
         value, received = inputs[0].unpack(entered[0])
+        if not self._has_skips:
+            return value, None
         if self._receives:
             others = (
                 input.unpack(tensors)[1] for input, tensors in zip(inputs[1:], entered[1:], strict=True)

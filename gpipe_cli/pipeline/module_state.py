@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
 from gpipe_cli.torch_internals.tensor_version import version_of
 
+_UNCHANGED = contextlib.nullcontext()
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -64,20 +66,22 @@ def restore_buffers(saved: Sequence[SavedBuffer]) -> None:
         setattr(item.buffer.module, item.buffer.name, item.original)
 
 
-@contextlib.contextmanager
-def use_saved_buffers(saved: Sequence[SavedBuffer]) -> Iterator[None]:
-    """Inside, the modules see copies of the saved values in place of their buffers.
+def use_saved_buffers(saved: Sequence[SavedBuffer]) -> contextlib.AbstractContextManager[None]:
+    """Context manager: inside, the modules see copies of the saved values in place of their buffers."""
+    return _swapped_buffers(saved) if saved else _UNCHANGED
 
-    Copying into the buffers and back would not do: batch norm saves them for backward, and a write would be
-    noticed.
-    """
-    now = [item.buffer.get() for item in saved]
+
+@contextlib.contextmanager
+def _swapped_buffers(saved: Sequence[SavedBuffer]) -> Iterator[None]:
+    # Copying the values into the buffers and back would not do: batch norm saves its buffers for backward, and autograd
+    # would notice the write.
+    current = [item.buffer.get() for item in saved]
     for item in saved:
         setattr(item.buffer.module, item.buffer.name, item.value.clone())
     try:
         yield
     finally:
-        for item, tensor in zip(saved, now, strict=True):
+        for item, tensor in zip(saved, current, strict=True):
             setattr(item.buffer.module, item.buffer.name, tensor)
 
 
@@ -128,14 +132,19 @@ class ModuleTensors:
         modules = [module for layer in layers for module in layer.modules()]
         self.training = tuple([module.training for module in modules])
         self._tensors: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = [
-            (module, held, name, tensor)
+            (module, holder, name, tensor)
             for module in modules
             # Deferred batch norm commits its statistics after the forward, and recomputes without them.
-            for held in (module._parameters, {} if isinstance(module, DeferredBatchNorm) else module._buffers)
-            for name, tensor in held.items()
+            for holder in (
+                module._parameters,
+                {} if isinstance(module, DeferredBatchNorm) else module._buffers,
+            )
+            for name, tensor in holder.items()
             if tensor is not None
         ]
-        self.parameters = [tensor for module, held, _, tensor in self._tensors if held is module._parameters]
+        self.parameters = [
+            tensor for module, holder, _, tensor in self._tensors if holder is module._parameters
+        ]
 
     def versions(self, but: Collection[nn.Module]) -> int:
         """A number that grows with every write to one of them, except those of the modules in `but`."""
@@ -143,21 +152,25 @@ class ModuleTensors:
             [version_of(tensor) for module, _, _, tensor in self._tensors if not but or module not in but]
         )
 
-    @contextlib.contextmanager
-    def in_place(self, but: Collection[nn.Module]) -> Iterator[None]:
-        """Inside, those that were replaced by other tensors since are back, except those of the modules in `but`."""
+    def restored(self, but: Collection[nn.Module]) -> contextlib.AbstractContextManager[None]:
+        """Context manager: inside, modules use these tensors even if others replaced them; not the modules in `but`."""
         replaced = [
-            (held, name, tensor, held.get(name))
-            for module, held, name, tensor in self._tensors
-            if held.get(name) is not tensor and module not in but
+            (holder, name, tensor, holder.get(name))
+            for module, holder, name, tensor in self._tensors
+            if holder.get(name) is not tensor and module not in but
         ]
-        for held, name, tensor, _ in replaced:
-            held[name] = tensor
-        try:
-            yield
-        finally:
-            for held, name, _, other in replaced:
-                held[name] = other
+        return _swapped(replaced) if replaced else _UNCHANGED
+
+
+@contextlib.contextmanager
+def _swapped(tensors: Sequence[tuple[dict[str, Any], str, Tensor, Any]]) -> Iterator[None]:
+    for holder, name, tensor, _ in tensors:
+        holder[name] = tensor
+    try:
+        yield
+    finally:
+        for holder, name, _, current in tensors:
+            holder[name] = current
 
 
 NO_TENSORS = ModuleTensors(())

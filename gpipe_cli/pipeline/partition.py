@@ -246,7 +246,7 @@ class Partition:
         if saved.writes_input:
             # A second backward, or another partition, may need the inputs as they are.
             inputs = tuple(input.cloned() for input in inputs)
-        with torch.enable_grad(), saved.tensors.in_place(changing), use_saved_buffers(saved.buffers):
+        with torch.enable_grad(), saved.tensors.restored(changing), use_saved_buffers(saved.buffers):
             outputs = self._loop.run(inputs, enter(inputs, saved.sink), saved.task, recomputing=True)
         self._pack(outputs, saved)
 

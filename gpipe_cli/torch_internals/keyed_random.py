@@ -26,7 +26,7 @@ from gpipe_cli.torch_internals.graph_progress import number_of
 _KEY_NAME = "TESTING_ONLY_GenericMode"
 _KEY = torch._C._dispatch_key_parse(_KEY_NAME)
 _BELOW_KEY = torch._C._dispatch_keyset_full().remove(_KEY)
-_INCLUDE_KEY = torch._C._IncludeDispatchKeyGuard
+_include = torch._C._dispatch_tls_set_dispatch_key_included
 
 Kernel = Callable[..., Any]
 
@@ -57,7 +57,6 @@ class KeyedRandom:
 
     __slots__ = (
         "_generators",
-        "_guard",
         "_outer",
         "_seed_of",
         "_seeded",
@@ -84,12 +83,13 @@ class KeyedRandom:
         self._outer = _thread.random
         _thread.random = self
         self._seeded_for = _NO_SOURCE
-        self._guard = _INCLUDE_KEY(_KEY)
-        self._guard.__enter__()  # type: ignore[no-untyped-call]
+        if self._outer is None:
+            _include(_KEY, True)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._guard.__exit__(*exception)
+        if self._outer is None:
+            _include(_KEY, False)
         _thread.random = self._outer
 
     def generator(self, device: torch.device) -> torch.Generator:
