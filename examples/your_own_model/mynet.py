@@ -1,4 +1,4 @@
-"""Models of your own for gpipe, one function each: docs/how-to/your-own-model.md trains them all.
+"""Examples of your own models for gpipe, one function each; docs/how-to/your-own-model.md trains them all.
 
 gpipe train model._target_=mynet.residual allow=[mynet]
 """
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Residual(nn.Module):
-    """No sequence, and written without a thought of pipelines."""
+    """Not a sequence, and written without pipelines in mind."""
 
     def __init__(self, num_classes: int, width: int, block: type[nn.Module]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def residual(num_classes: int, width: int = 16) -> nn.Module:
 
 
 class Choosy(Block):
-    """Looks at its input to decide what to do, which no trace can follow."""
+    """Decides by the values of its input, which tracing cannot follow."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) if input.mean() > 0 else input
@@ -81,7 +81,7 @@ class Add(nn.Module):
 
 
 def long_skip(num_classes: int, width: int = 16) -> nn.Sequential:
-    """A sequence in which a tensor goes from one layer straight to a later one."""
+    """A sequence in which one layer passes a tensor straight to a later one."""
     return nn.Sequential(
         nn.Conv2d(3, width, 3, stride=2),
         Keep(),
