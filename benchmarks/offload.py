@@ -142,30 +142,26 @@ def _disk(case: dict[str, Any]) -> dict[str, Any]:
     from torch import nn
 
     from gpipe_cli.engines import offload
-    from gpipe_cli.engines.protocol import Objective
+    from gpipe_cli.engines.protocol import EngineSpec, Objective
     from gpipe_cli.offload.building import built_on
     from gpipe_cli.offload.tiers import DiskTier
     from gpipe_cli.profiling.layers import Sample
 
     folder = Path(case["folder"])
     built = built_on(DiskTier(folder), lambda: _model(case))
-    engine = offload.build(
+    spec = EngineSpec(
         built.model,
         Objective(nn.functional.mse_loss, lambda output, target: {}, partial(torch.optim.AdamW, lr=1e-4)),
-        device=torch.device("cpu"),
+        [len(built.model)],
+        [torch.device("cpu")],
         chunks=1,
         eval_chunks=1,
         checkpoint="always",
-        deferred_batch_norm=False,
-        step_timeout=None,
-        log_layers=False,
         scratch=folder,
         make_sample=lambda: Sample(*_batch(case), nn.functional.mse_loss),
         value_of=built.value_of,
-        to="disk",
-        slices=case["slices"],
-        prefetch=case["prefetch"],
     )
+    engine = offload.build(spec, to="disk", slices=case["slices"], prefetch=case["prefetch"])
     built.close()
     times, waited = [], []
     for step in range(case["steps"]):

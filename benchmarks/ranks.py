@@ -30,7 +30,7 @@ from benchmarks.harness import Ratio
 from benchmarks.systems import CHUNKS, Seat, Step, meet, torch_step
 from benchmarks.turns import prepare
 from gpipe_cli.engines import processes, threads
-from gpipe_cli.engines.protocol import Engine, Objective
+from gpipe_cli.engines.protocol import Engine, EngineSpec, Objective
 
 CPU = torch.device("cpu")
 RATE = 1e-3
@@ -47,11 +47,11 @@ def engine_step(engine: Engine, case: Case) -> Step:
 
 
 def our_engine(case: Case, schedule: str) -> Engine:
-    return processes.build(case.model, _objective(case), schedule=schedule, **_options(case))
+    return processes.build(_spec(case, schedule))
 
 
 def threads_engine(case: Case, schedule: str) -> Engine:
-    return threads.build(case.model, _objective(case), schedule=schedule, **_options(case))
+    return threads.build(_spec(case, schedule))
 
 
 def bare_step(case: Case, seat: Seat, schedule: str) -> Step:
@@ -145,17 +145,17 @@ def _objective(case: Case) -> Objective:
     return Objective(case.loss, lambda output, target: {}, partial(torch.optim.SGD, lr=RATE))
 
 
-def _options(case: Case) -> dict[str, object]:
-    return {
-        "balance": case.balance,
-        "devices": [CPU, CPU],
-        "chunks": CHUNKS,
-        "eval_chunks": CHUNKS,
-        "checkpoint": "never",
-        "deferred_batch_norm": False,
-        "step_timeout": None,
-        "log_layers": False,
-    }
+def _spec(case: Case, schedule: str) -> EngineSpec:
+    return EngineSpec(
+        case.model,
+        _objective(case),
+        list(case.balance),
+        [CPU, CPU],
+        chunks=CHUNKS,
+        eval_chunks=CHUNKS,
+        checkpoint="never",
+        schedule=schedule,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -52,8 +52,8 @@ TABLE = [
         "killed, stopped, launcher terminated",
         75,
         (
-            "rank 1 (partition 1) was killed by SIGKILL, perhaps because memory ran out; starting all ranks again",
-            f"{STOPPED}; starting all ranks again, restarts left: 0",
+            "rank 1 (partition 1) was killed by SIGKILL, perhaps because memory ran out; restarting all ranks",
+            f"{STOPPED}; restarting all ranks, restarts left: 0",
             "stopped by SIGTERM; saved in run/snapshots/step-0000000",
         ),
         ("engine.max_restarts=2", "step_timeout=6"),

@@ -8,13 +8,20 @@ from pathlib import Path
 from gpipe_cli.config.compose import settings_of
 from gpipe_cli.config.schema import EvalConfig
 from gpipe_cli.distributed.team import Team
+from gpipe_cli.launch.rank_setup import is_main_process
 from gpipe_cli.report.model_tables import print_partitions
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.build import make_engine
 from gpipe_cli.run.components import keeps_on_disk
 from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.launcher import launched
-from gpipe_cli.run.rank_setup import as_rank, assemble_together, joined, leads, starts_ranks, watched
+from gpipe_cli.run.ranks import (
+    build_parts_in_ranks,
+    connect,
+    run_in_ranks,
+    settings_for_rank,
+    starts_ranks,
+    with_heartbeat,
+)
 from gpipe_cli.run.saved_run import saved_config, select_snapshot, with_overrides
 from gpipe_cli.run.weights import load_into_model, load_slice_by_slice
 from gpipe_cli.training.loop import evaluate
@@ -29,16 +36,16 @@ OWN_KEYS = ("run", "snapshot", "weights", "split")
 def run(settings: EvalConfig, job: Job) -> Summary:
     settings = _with_saved_settings(settings, job)
     snapshot = _select_snapshot(settings)
-    settings = as_rank(settings, job)
-    with joined(settings, job) as team:
+    settings = settings_for_rank(settings, job)
+    with connect(settings, job) as team:
         summary = _evaluate(settings, job, snapshot, team)
-    if job.shows_result and leads() and not job.dry_run:
+    if job.shows_result and is_main_process() and not job.dry_run:
         print_facts("", summary)
     return summary
 
 
 def _evaluate(settings: EvalConfig, job: Job, snapshot: VerifiedSnapshot | None, team: Team) -> Summary:
-    parts = assemble_together(settings, job, team)
+    parts = build_parts_in_ranks(settings, job, team)
     weights = str(settings.weights if snapshot is None else snapshot.path / MODEL)
     in_memory = not keeps_on_disk(settings)
     if in_memory:
@@ -48,8 +55,8 @@ def _evaluate(settings: EvalConfig, job: Job, snapshot: VerifiedSnapshot | None,
             print_partitions(parts.partitions)
         return {"partitions": parts.partitions, "weights": weights, "command": job.line}
     if starts_ranks(settings):
-        return launched(settings, job, parts, time.monotonic())
-    engine = watched(make_engine(settings, parts), job, team)
+        return run_in_ranks(settings, job, parts, time.monotonic())
+    engine = with_heartbeat(make_engine(settings, parts), job, team)
     try:
         if not in_memory:
             load_slice_by_slice(engine, parts.model, settings.weights, snapshot)

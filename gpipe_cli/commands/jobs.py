@@ -9,20 +9,23 @@ import shlex
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, final
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.arguments import Invocation
-from gpipe_cli.config.compose import Composition, JobConfig
+from gpipe_cli.config.compose import Composition, JobConfig, settings_of
 from gpipe_cli.config.hydra_loader import CUSTOM
 from gpipe_cli.config.overrides import group_to_recipe
+from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.errors import Stopped
+from gpipe_cli.launch.rank_files import RankFiles, RankTask
+from gpipe_cli.launch.rank_process import run_rank
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.tables import print_rows
-from gpipe_cli.run.job import Job, Summary
+from gpipe_cli.run.job import Job, Rank, Summary
 from gpipe_cli.training.signals import stop_immediately
 
 
@@ -160,3 +163,31 @@ def _model_name(composed: JobConfig) -> str:
         return str(choice)
     plain: Any = OmegaConf.to_container(composed.tree)  # unresolved, as it becomes the name of a folder
     return str((plain.get("model") or {}).get("_target_", "model")).rpartition(".")[2]
+
+
+def run_as_rank(folder: str) -> NoReturn:
+    """Run one rank of a job in this process; the launcher starts every rank with this function."""
+    run_rank(folder, _run_task)
+
+
+def _run_task(files: RankFiles, task: RankTask) -> Summary:
+    tree = OmegaConf.create(task.config)
+    assert isinstance(tree, DictConfig), "the launcher wrote a mapping"
+    job = Job(
+        task.command,
+        tuple(task.overrides),
+        line=task.line,
+        tree=tree,
+        model=task.model,
+        number=task.number if task.run_directory is None else None,
+        json=True,  # the launcher prints the result
+        dry_run=False,
+        rank=Rank(files, task.balance, task.began),
+    )
+    settings = settings_of(tree, task.command, job.overrides)
+    if task.run_directory is not None:  # after a failure all ranks resume from the last snapshot
+        assert isinstance(settings, TrainConfig), "only a training run has a directory"
+        settings = replace(settings, resume="auto", run_dir=task.run_directory)
+    with memory_watched():
+        summary: Summary = importlib.import_module(f"gpipe_cli.commands.{task.command}").run(settings, job)
+    return summary

@@ -14,16 +14,23 @@ from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import RunError
+from gpipe_cli.launch.rank_setup import is_main_process
 from gpipe_cli.report.progress import on_terminal
 from gpipe_cli.run.auto_plan import with_best_plan
 from gpipe_cli.run.build import Partitioning, make_engine
-from gpipe_cli.run.components import runs_in_ranks
+from gpipe_cli.run.components import traits_of_engine
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.dry_run import dry_run
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.launch_record import launch_of, write_launch
-from gpipe_cli.run.launcher import launched
-from gpipe_cli.run.rank_setup import as_rank, assemble_together, joined, leads, starts_ranks, watched
+from gpipe_cli.run.ranks import (
+    build_parts_in_ranks,
+    connect,
+    run_in_ranks,
+    settings_for_rank,
+    starts_ranks,
+    with_heartbeat,
+)
 from gpipe_cli.run.recorder import GuardedLogger, RankRecorder, Recorder, RunRecorder
 from gpipe_cli.run.resume import ResumedRun, check_resumable, check_same_snapshot, load_resumed_run
 from gpipe_cli.run.setup import RunSetup, check_disk_space, set_up_run
@@ -48,16 +55,16 @@ Rows = Sequence[Mapping[str, Any]]
 def run(settings: TrainConfig, job: Job) -> Summary:
     started = time.monotonic() if job.rank is None else job.rank.began
     with ExitStack() as cleanup:
-        resumed = load_resumed_run(settings, job, cleanup, lock=leads())
-        if resumed is None and leads():
+        resumed = load_resumed_run(settings, job, cleanup, lock=is_main_process())
+        if resumed is None and is_main_process():
             check_run_dir(settings.run_dir, job.number)
         settings = replace(settings, resume=None) if resumed is None else resumed.settings
         if settings.plan.auto:
             settings, job = with_best_plan(settings, job)
-        settings = as_rank(settings, job)
-        team = cleanup.enter_context(joined(settings, job))
+        settings = settings_for_rank(settings, job)
+        team = cleanup.enter_context(connect(settings, job))
         check_same_snapshot(resumed, team)
-        parts = assemble_together(settings, job, team)
+        parts = build_parts_in_ranks(settings, job, team)
         plan = _plan(settings, parts.loader)
         if resumed is not None and resumed.snapshot is not None:
             check_resumable(plan, resumed.snapshot.record)
@@ -70,18 +77,20 @@ def run(settings: TrainConfig, job: Job) -> Summary:
         disk_check = partial(check_disk_space, directory, settings, parts.model, plan, _retention(settings))
         # A rank's engine keeps only its part of the model, so ranks check before they have one. An engine in this
         # process may itself take space on that disk (engine.to=disk), so the check comes after it.
-        warning = disk_check() if summary is None and runs_in_ranks(settings) else None
+        warning = disk_check() if summary is None and traits_of_engine(settings).needs_processes else None
         if summary is None and starts_ranks(settings):
             resumed = None
             cleanup.close()  # releases the lock on the run directory: rank 0 takes it
-            summary = launched(settings, job, parts, started)
+            summary = run_in_ranks(settings, job, parts, started)
         elif summary is None:
             logger = GuardedLogger(settings)
             # Before the engine takes the model: one of several ranks keeps only its own partitions.
             launch = launch_of(settings, job, parts, resumed=None if resumed is None else resumed.directory)
-            engine = watched(make_engine(settings, parts, gauged=on_terminal()), job, team)
+            engine = with_heartbeat(
+                make_engine(settings, parts, measure_utilisation=on_terminal()), job, team
+            )
             cleanup.callback(engine.close)
-            warning = warning if runs_in_ranks(settings) else disk_check()
+            warning = warning if traits_of_engine(settings).needs_processes else disk_check()
             _restore(engine, resumed)
             # From here on a signal waits for the next step boundary: the run has a directory and a state to save.
             cleanup.enter_context(defer_signals())
@@ -97,7 +106,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             summary = summarise(last, plan, parts.loader, setup.directory, job)
             if team.leads:
                 write_summary(setup.directory, summary)
-    if job.shows_result and leads():
+    if job.shows_result and is_main_process():
         print_summary(summary, settings)
     return summary
 

@@ -1,46 +1,65 @@
-"""What an engine is to the training loop: it takes a batch and gives back numbers.
+"""What an engine is to the training loop, what it is built from, and what its module declares about it.
 
-Forward, backward, clipping, the finite check and the update happen inside; the engine owns the optimizer.
+Forward, backward, clipping, the finite check and the update happen inside the engine, which owns the optimizer.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_cli.engines.state import EngineState
-from gpipe_cli.engines.utilisation import Utilisation
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.transfers import Transfers
+from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.schedule.checkpoint import Checkpoint
 
 Value = Tensor | tuple[Tensor, ...]
 Batch = tuple[Value, Tensor]
 Measure = Callable[[Any, Tensor], Mapping[str, float]]
-"""Sums over the samples of a batch, such as how many were classified right."""
+"""Sums over the samples of a batch, such as how many were classified correctly."""
 
 
+@final
+@dataclass(frozen=True)
+class Utilisation:
+    """How busy the partitions were in one step."""
+
+    busy: tuple[float, ...]
+    """The fraction of the step in which each partition worked."""
+    bubble: float
+    """The fraction of all workers' time in which they were idle."""
+    memory: tuple[int | None, ...]
+    """The peak bytes allocated on each partition's device; None where the device does not report them."""
+
+
+@final
 @dataclass(frozen=True)
 class StepFacts:
-    """What one step found; sums are over the samples of the batch."""
+    """The results of one step; sums are over the samples of the batch."""
 
     loss: float
     samples: int
     sums: Mapping[str, float]
     grad_norm: float | None = None
     skipped: bool = False
-    """The update was left out because fp16 gradients overflowed."""
+    """The update was skipped because fp16 gradients overflowed."""
     transfers: Transfers | None = None
-    """What it took to bring the model in and put it away, where it does not stay on its devices."""
+    """What it cost to move the model to its devices and back, where the model is offloaded."""
     utilisation: Utilisation | None = None
-    """How busy its partitions were, where the engine was asked to look."""
+    """How busy the partitions were, where the engine was asked to measure it."""
 
 
+@final
 @dataclass(frozen=True)
 class Objective:
-    """What every engine is told of the task: what to minimise, how to update, what to count."""
+    """The task of an engine: what to minimise, how to update, what to measure."""
 
     loss: Callable[[Any, Tensor], Tensor]
     measure: Measure
@@ -50,22 +69,79 @@ class Objective:
     precision: str = "fp32"
 
 
+@final
+@dataclass(frozen=True)
+class EngineSpec:
+    """What every engine is built from; the rest of its arguments are the keys of its own YAML file."""
+
+    module: nn.Sequential
+    objective: Objective
+    balance: list[int]
+    """Layers per partition."""
+    devices: list[torch.device]
+    """One per worker; for engine=processes those of the ranks of one pipe."""
+    chunks: int
+    eval_chunks: int
+    schedule: str = "gpipe"
+    checkpoint: Checkpoint = "except_last"
+    deferred_batch_norm: bool = False
+    step_timeout: float | None = None
+    data_parallel: int = 1
+    log_layers: bool = False
+    measure_utilisation: bool = False
+    scratch: Path = Path()
+    """A folder for files of offloaded tensors."""
+    make_sample: Callable[[], Sample] | None = None
+    """Makes a micro-batch from which an engine may learn shapes and sizes."""
+    value_of: Callable[[Tensor], Tensor] | None = None
+    """Returns the value of a parameter that was built without storage."""
+
+
+@final
+@dataclass(frozen=True)
+class EngineTraits:
+    """What the rest of gpipe must know of an engine: its module declares it as `TRAITS`, next to `build`."""
+
+    ignored_keys: frozenset[str] = frozenset()
+    """Configuration keys that have no effect with this engine; giving one is an error."""
+    has_partitions: bool = True
+    """Whether `balance` divides the model; otherwise the engine runs on one device."""
+    needs_processes: bool = False
+    """Whether each partition runs in a process of its own, which a launcher has to start."""
+    has_timeline: bool = False
+    """Whether `gpipe profile timeline=true` can record its steps."""
+    one_checkpoint_mode: bool = False
+    """Whether `checkpoint` must be one mode for the whole model, not a list of modes per partition."""
+
+
+def engine_traits(target: str) -> EngineTraits:
+    """The traits of the engine whose `build` has this dotted name; check first that the name is allowed."""
+    module = target.rpartition(".")[0]
+    traits = getattr(importlib.import_module(module), "TRAITS", None)
+    if not isinstance(traits, EngineTraits):
+        raise ConfigError(
+            f"engine._target_={target}: {module} declares no TRAITS; "
+            "add TRAITS = EngineTraits(...), a class of gpipe_cli.engines.protocol"
+        )
+    return traits
+
+
 class Engine(Protocol):
     @property
     def module(self) -> nn.Module:
-        """The model; its state_dict speaks the original names."""
+        """The model; its state_dict has the original names."""
 
     def train_step(self, batch: Batch, key: int, lr: float) -> StepFacts:
-        """One update from one mini-batch."""
+        """Make one update from one mini-batch."""
 
     def eval_step(self, batch: Batch) -> StepFacts:
-        """Loss and counts of one mini-batch; nothing changes."""
+        """Compute loss and measures of one mini-batch; nothing changes."""
 
     def state(self) -> EngineState:
-        """All that training changes, by the original names."""
+        """Everything that training changes, by the original names."""
 
     def load_state(self, state: EngineState) -> None:
-        """Go on from there."""
+        """Continue from a state."""
 
     def close(self) -> None:
-        """End workers; twice is fine."""
+        """End the workers; calling it twice is fine."""

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-
-from gpipe_cli.engines.protocol import Engine, Objective
-from gpipe_cli.engines.stepping import PipeEngine
+from gpipe_cli.engines.pipe_engine import PipeEngine
+from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.pipeline.gpipe import PlainPipe
 
+TRAITS = EngineTraits(
+    has_partitions=False,
+    ignored_keys=frozenset(
+        {
+            "balance",
+            "partitions",
+            "device_memory",
+            "schedule",
+            "checkpoint",
+            "step_timeout",
+            "data_parallel",
+            "log.layers",
+            "log.partitions",
+        }
+    ),
+)
 
-def build(
-    module: nn.Sequential,
-    objective: Objective,
-    *,
-    device: torch.device,
-    chunks: int,
-    eval_chunks: int,
-    deferred_batch_norm: bool,
-) -> Engine:
-    module.to(device)
-    pipe = PlainPipe(module, chunks=chunks, deferred_batch_norm=deferred_batch_norm)
-    return PipeEngine(
-        pipe,
-        module,
-        objective,
-        balance=[len(module)],
-        first=device,
-        last=device,
-        eval_chunks=eval_chunks,
-    )
+
+def build(spec: EngineSpec) -> Engine:
+    (device,) = spec.devices
+    spec.module.to(device)
+    pipe = PlainPipe(spec.module, chunks=spec.chunks, deferred_batch_norm=spec.deferred_batch_norm)
+    return PipeEngine(pipe, spec, input_device=device, output_device=device)

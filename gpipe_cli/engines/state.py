@@ -1,7 +1,7 @@
-"""Everything a training step changes in an engine, under the original model's names: taken out, and put back.
+"""Everything a training step changes in an engine, by the original model's names: take it out, and load it again.
 
-Names instead of positions, so that a state knows nothing of partitions. The learning rate is not part of it: that
-is a function of the step. Knows nothing of files; it sees to it that all it gives fits into safetensors and JSON.
+Names instead of positions make a state independent of partitions. The learning rate is not part of it, because it is
+a function of the step. Everything in a state fits into safetensors and JSON.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.engines.state_check import check_kept, check_numbers, check_tensors
+from gpipe_cli.engines.state_check import check_numbers, check_parameter_state, check_tensors
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
 
-NUMBERS = (bool, int, float, str, type(None))
-NOT_ITS_OWN = ("params", "lr")
-"""Among the settings of a group: what the model and the schedule of the learning rate decide."""
-IDLE = "without_state"
-"""Among an optimizer's numbers: parameters it keeps nothing of, since they never had a gradient."""
+STORABLE_TYPES = (bool, int, float, str, type(None))
+EXCLUDED_SETTINGS = ("params", "lr")
+"""Settings of a parameter group that the model and the learning-rate schedule decide."""
+WITHOUT_STATE = "without_state"
+"""Among an optimizer's numbers: the parameters without any state, because they never had a gradient."""
 Groups = list[dict[str, Any]]
 
 
 @final
 @dataclass(frozen=True)
 class EngineState:
-    """Tensors are the engine's own: copy them before the next step."""
+    """The tensors are those the engine trains: copy them before the next step."""
 
     model: dict[str, Tensor]
     """The state_dict: parameters and buffers."""
@@ -40,42 +40,42 @@ class EngineState:
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     """By `parameter/key`, such as `conv1.weight/exp_avg`."""
     numbers: dict[str, Any] = field(default_factory=dict)
-    """The rest, as JSON: what the optimizer keeps besides tensors, and the loss scale."""
+    """The rest, as JSON: the optimizer state that is not tensors, and the loss scale."""
     resets_optimizer: bool = False
-    """Whether the optimizer of an engine that loads it begins anew."""
+    """Whether an engine that loads this state starts with a fresh optimizer."""
     fetch: Callable[[Tensor], Tensor] | None = None
-    """For a state that may be larger than memory, gives the numbers of one of its tensors, which has none itself."""
+    """Reads the value of a tensor that has no storage itself, for a state that may be larger than memory."""
 
     def value(self, tensor: Tensor) -> Tensor:
-        """The numbers of one of its tensors."""
+        """The value of one of its tensors."""
         return tensor if self.fetch is None else self.fetch(tensor)
 
 
 def module_state(module: nn.Module) -> EngineState:
-    """What is here: tensors on the meta device are in other processes."""
+    """The tensors of this process; those on the meta device belong to other processes."""
     model = module.state_dict()
-    return EngineState(_stored(model), _stored(_left_out(module, model)))
+    return EngineState(_with_storage(model), _with_storage(_nonpersistent_buffers(module, model)))
 
 
 def load_module(module: nn.Module, state: EngineState) -> None:
-    """Every name must be there, and no other, in the same shape and dtype."""
+    """The state must have exactly the module's names, shapes and dtypes."""
     check_state(module, state)
     try:
         with warnings.catch_warnings():
-            # What belongs to other processes is compared in name and shape, and not stored.
+            # Tensors of other processes are compared by name and shape, but have no storage to copy to.
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
             module.load_state_dict(state.model)
     except RuntimeError as error:
         raise RunError(f"does not fit the model: {' '.join(str(error).split())}") from error
-    for name, buffer in _left_out(module, module.state_dict()).items():
+    for name, buffer in _nonpersistent_buffers(module, module.state_dict()).items():
         buffer.copy_(state.buffers[name])
 
 
 def check_state(module: nn.Module, state: EngineState) -> None:
-    """Whether its tensors are the module's."""
+    """Raise RunError unless the tensors of the state are those of the module."""
     model = module.state_dict()
     check_tensors("tensor", model, state.model)
-    check_tensors("buffer", _left_out(module, model), state.buffers)
+    check_tensors("buffer", _nonpersistent_buffers(module, model), state.buffers)
     match state.numbers.get("optimizer"):
         case {"without_state": [_, *_], "state": {**numbers}} if not (
             state.optimizer or numbers or state.resets_optimizer
@@ -83,26 +83,26 @@ def check_state(module: nn.Module, state: EngineState) -> None:
             raise RunError("does not fit the optimizer: it has a state of no parameter at all")
 
 
-def _left_out(module: nn.Module, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: one for name, one in module.named_buffers() if name not in kept}
+def _nonpersistent_buffers(module: nn.Module, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in module.named_buffers() if name not in state_dict}
 
 
-def _stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: one for name, one in tensors.items() if not one.is_meta}
+def _with_storage(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
 
 
 @final
 class OptimizerState:
-    """What one optimizer keeps, by the names of its parameters."""
+    """The state of one optimizer, by the names of its parameters."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         names: Mapping[nn.Parameter, str],
-        outlines: OptimizerStateShapes,
+        shapes: OptimizerStateShapes,
     ) -> None:
-        self._optimizer, self._names, self._outlines = optimizer, names, outlines
-        self._at_first = _settings(optimizer)
+        self._optimizer, self._names, self._shapes = optimizer, names, shapes
+        self._initial_settings = _settings(optimizer)
 
     def take(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors by `parameter/key`, and numbers."""
@@ -116,106 +116,113 @@ class OptimizerState:
                     tensors[f"{name}/{key}"] = value
                 else:
                     numbers.setdefault(name, {})[key] = value
-        found = {"state": numbers, "groups": self._moved()}
-        idle = [
+        result = {"state": numbers, "groups": self._changed_settings()}
+        without_state = [
             name
-            for name, one in self._trained()
-            if self._outlines.of(one) and one not in self._optimizer.state
+            for name, parameter in self._named_parameters()
+            if self._shapes.of(parameter) and parameter not in self._optimizer.state
         ]
-        return tensors, {**found, IDLE: idle} if idle else found
+        return tensors, {**result, WITHOUT_STATE: without_state} if without_state else result
 
     def put(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Continue from what `take` gave."""
+        """Load what `take` returned."""
         groups = self._optimizer.state_dict()["param_groups"]
-        found = _checked(numbers, len(groups))
+        states = _parameter_numbers(numbers, len(groups))
         for path, tensor in tensors.items():
             name, _, key = path.rpartition("/")
-            found.setdefault(name, {})[key] = tensor
-        if unknown := found.keys() - (
-            set(self._names.values()) - {""}
-        ):  # the name of a parameter that stands in
+            states.setdefault(name, {})[key] = tensor
+        # A placeholder for an optimizer without parameters has the name "".
+        if unknown := states.keys() - (set(self._names.values()) - {""}):
             raise RunError(
                 f"does not fit the model: it trains no {', '.join(sorted(unknown)[:5]) or repr('')}"
             )
-        order = [one for group in self._optimizer.param_groups for one in group["params"]]
-        state = {index: found[self._name(one)] for index, one in enumerate(order) if self._name(one) in found}
-        self._check(found, numbers)
-        for group, moved in zip(groups, numbers["groups"], strict=True):
-            group.update(moved)
+        order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        state = {
+            index: states[name]
+            for index, parameter in enumerate(order)
+            if (name := self._name(parameter)) in states
+        }
+        self._check(states, numbers)
+        for group, changed in zip(groups, numbers["groups"], strict=True):
+            group.update(changed)
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         self._undo_rounding(order, state)
 
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        """Its parameters by name; one without a name only stands in for none."""
-        own = (one for group in self._optimizer.param_groups for one in group["params"])
-        return [(name, one) for one in own if (name := self._name(one))]
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Without the placeholder, whose name is empty."""
+        parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+        return [(name, parameter) for parameter in parameters if (name := self._name(parameter))]
 
-    def _check(self, found: Mapping[str, Mapping[str, Any]], numbers: Mapping[str, Any]) -> None:
-        """Every parameter that has had a gradient has all that the optimizer keeps of one."""
-        # An optimizer of torch keeps from its first update on all it ever will, and changes none of its settings;
-        # another may do both.
+    def _check(self, states: Mapping[str, Mapping[str, Any]], numbers: Mapping[str, Any]) -> None:
+        """Every parameter that has had a gradient needs the complete state that the optimizer keeps for one."""
+        # An optimizer of torch has its complete state after the first update and never changes its own settings;
+        # any other optimizer may add state later and change its settings.
         complete = type(self._optimizer).__module__.startswith("torch.optim.")
-        idle = numbers.get(IDLE, [])
-        if not isinstance(idle, list) or any(found.get(name) for name in idle if isinstance(name, str)):
+        without = numbers.get(WITHOUT_STATE, [])
+        if not isinstance(without, list) or any(
+            states.get(name) for name in without if isinstance(name, str)
+        ):
             raise RunError(
-                f"does not fit the optimizer: its parameters without a state are {reprlib.repr(idle)}"
+                f"does not fit the optimizer: its parameters without a state are {reprlib.repr(without)}"
             )
-        for name, parameter in self._trained():
-            expected = self._outlines.of(parameter)
-            if expected is not None and name not in idle:
-                check_kept(name, expected, found.get(name, {}), complete=complete)
-        for settings, moved in zip(_settings(self._optimizer), numbers["groups"], strict=True):
-            added = {key: value for key, value in moved.items() if key not in NOT_ITS_OWN}
-            check_numbers({} if complete else {**added, **settings}, moved)
+        for name, parameter in self._named_parameters():
+            expected = self._shapes.of(parameter)
+            if expected is not None and name not in without:
+                check_parameter_state(name, expected, states.get(name, {}), complete=complete)
+        for settings, changed in zip(_settings(self._optimizer), numbers["groups"], strict=True):
+            added = {key: value for key, value in changed.items() if key not in EXCLUDED_SETTINGS}
+            check_numbers({} if complete else {**added, **settings}, changed)
 
     def _undo_rounding(self, order: list[nn.Parameter], state: Mapping[int, Mapping[str, Any]]) -> None:
-        """torch gives state the dtype of its parameter, even where the optimizer chose a finer one."""
+        """torch casts the state to its parameter's dtype, even where the optimizer chose a more precise one."""
         for index, values in state.items():
             loaded = self._optimizer.state[order[index]]
             for key, value in values.items():
                 if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                     loaded[key] = value.to(loaded[key].device)
 
-    def _moved(self) -> Groups:
-        """Settings the optimizer changed by itself; the others are the configuration's, which may change."""
-        moved = [
-            {key: value for key, value in now.items() if value != first.get(key)}
-            for now, first in zip(_settings(self._optimizer), self._at_first, strict=True)
+    def _changed_settings(self) -> Groups:
+        """Settings that the optimizer itself changed; the others come from the configuration, which may change."""
+        changed = [
+            {key: value for key, value in now.items() if value != initial.get(key)}
+            for now, initial in zip(_settings(self._optimizer), self._initial_settings, strict=True)
         ]
-        for key, value in (item for group in moved for item in group.items()):
+        for key, value in (item for group in changed for item in group.items()):
             _check_storable(self._optimizer, key, value)
-        return moved
+        return changed
 
     def _name(self, parameter: Any) -> str:
         if parameter not in self._names:
-            raise ConfigError(f"{_title(self._optimizer)}: keeps state of no parameter; it cannot be saved")
+            raise ConfigError(
+                f"{_title(self._optimizer)}: has state that belongs to no parameter, which cannot be saved"
+            )
         return self._names[parameter]
 
 
 def check_optimizer(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> None:
-    """Say at the start, on a parameter of no importance, what would only fail at the first save."""
+    """Try the optimizer on a dummy parameter: state that cannot be saved is an error now, not at the first save."""
     parameter = nn.Parameter(torch.ones(2, 2))
     parameter.grad = torch.ones(2, 2)
     optimizer = make([parameter])
     try:
         optimizer.step()
-    except Exception:  # noqa: BLE001 - it may want other gradients than these; training itself will tell
+    except Exception:  # noqa: BLE001 - it may reject the dummy gradient, and still train
         return
     OptimizerState(optimizer, {parameter: "parameter"}, OptimizerStateShapes(make)).take()
 
 
 def merged_numbers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What several optimizers keep of their own parts of a model; they have seen the same settings and steps."""
+    """The numbers of several optimizers, each for its part of a model; their settings and steps are the same."""
     merged = {
-        "state": dict(item for one in parts for item in one["state"].items()),
+        "state": dict(item for part in parts for item in part["state"].items()),
         "groups": parts[0]["groups"],
     }
-    idle = dict.fromkeys(name for one in parts for name in one.get(IDLE, ()))
-    return {**merged, IDLE: list(idle)} if idle else merged
+    without_state = dict.fromkeys(name for part in parts for name in part.get(WITHOUT_STATE, ()))
+    return {**merged, WITHOUT_STATE: list(without_state)} if without_state else merged
 
 
 def _check_storable(optimizer: torch.optim.Optimizer, key: Any, value: Any) -> None:
-    plain = isinstance(value, NUMBERS) or (isinstance(value, Tensor) and value.layout is torch.strided)
+    plain = isinstance(value, STORABLE_TYPES) or (isinstance(value, Tensor) and value.layout is torch.strided)
     if not plain or not isinstance(key, str) or "/" in key:
         raise ConfigError(
             f"{_title(optimizer)}: its state {key!r} is a {type(value).__name__}, which cannot be saved and "
@@ -223,18 +230,18 @@ def _check_storable(optimizer: torch.optim.Optimizer, key: Any, value: Any) -> N
         )
 
 
-def _checked(numbers: Mapping[str, Any], groups: int) -> dict[str, dict[str, Any]]:
-    """The numbers of each parameter, copied; what a file says of them is not believed before it is seen."""
+def _parameter_numbers(numbers: Mapping[str, Any], groups: int) -> dict[str, dict[str, Any]]:
+    """A copy of each parameter's numbers; they come from a file, so their form is checked first."""
     match numbers:
-        case {"state": dict(state), "groups": list(moved)} if len(moved) == groups:
-            if all(isinstance(one, dict) for one in (*state.values(), *moved)):
+        case {"state": dict(state), "groups": list(changed)} if len(changed) == groups:
+            if all(isinstance(entry, dict) for entry in (*state.values(), *changed)):
                 return {name: dict(values) for name, values in state.items()}
-    raise RunError("does not fit the optimizer: it holds no state of one with these groups")
+    raise RunError("does not fit the optimizer: it has no state of an optimizer with these parameter groups")
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> Groups:
     return [
-        {key: deepcopy(value) for key, value in group.items() if key not in NOT_ITS_OWN}
+        {key: deepcopy(value) for key, value in group.items() if key not in EXCLUDED_SETTINGS}
         for group in optimizer.param_groups
     ]
 

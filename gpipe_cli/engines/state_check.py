@@ -1,7 +1,7 @@
-"""Whether a saved state is one of this model and this optimizer: judged whole, before anything of it is loaded.
+"""Check that a saved state belongs to this model and this optimizer, completely, before any of it is loaded.
 
-A snapshot's digests tell that it is as it was written, not by whom: names, shapes, dtypes and numbers are compared
-with what is here. torch itself would convert, broadcast or fail at the first step.
+A snapshot's digests prove that it is intact, not that it fits: names, shapes, dtypes and numbers are compared with
+those of the engine. torch itself would convert, broadcast, or fail at the first step.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from torch import Tensor
 
 from gpipe_cli.errors import RunError
 
-__all__ = ["check_kept", "check_numbers", "check_scaler", "check_tensors"]
-
-SHOWN = 5  # names in a message; a state of another model differs in hundreds
+MAX_NAMES = 5
+"""In a message: the state of another model differs in hundreds of names."""
 KINDS = ("truth value", "number", "text", "nothing")
-"""Of what is no tensor and yet kept."""
+"""The kinds of optimizer state that are not tensors."""
 COUNT = "step"
-"""What torch's optimizers call the number of updates of a parameter; they take roots and powers of it."""
+"""torch's optimizers count the updates of a parameter under this key, and take roots and powers of the count."""
 
 
 def check_tensors(kind: str, expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """The same names, shapes and dtypes."""
+    """Require the same names, shapes and dtypes."""
     if missing := expected.keys() - given.keys():
         raise RunError(f"does not fit the model: it has no {kind} {_some(missing)}")
     if unexpected := given.keys() - expected.keys():
@@ -38,9 +37,11 @@ def check_tensors(kind: str, expected: Mapping[str, Tensor], given: Mapping[str,
             )
 
 
-def check_kept(name: str, expected: Mapping[str, Any], given: Mapping[str, Any], *, complete: bool) -> None:
-    """What an optimizer keeps of one parameter; complete: it never keeps more than is expected."""
-    cure = "; resume with the optimizer's settings as they were, or give reset_optimizer=true"
+def check_parameter_state(
+    name: str, expected: Mapping[str, Any], given: Mapping[str, Any], *, complete: bool
+) -> None:
+    """Check the optimizer state of one parameter; complete: the optimizer never has more than expected."""
+    cure = "; resume with the optimizer settings of the run, or give reset_optimizer=true"
     if missing := expected.keys() - given.keys():
         raise RunError(f"does not fit the optimizer: it has no {_some(missing)} of {name}{cure}")
     if complete and (unexpected := given.keys() - expected.keys()):
@@ -61,7 +62,7 @@ def check_kept(name: str, expected: Mapping[str, Any], given: Mapping[str, Any],
 
 
 def check_numbers(expected: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> None:
-    """Known names, each with a number or text of the kind that belongs there."""
+    """Require known names, each with a value of the expected kind."""
     for key, value in given.items():
         if key not in expected:
             raise RunError(
@@ -76,7 +77,7 @@ def check_numbers(expected: Mapping[str, Any], given: Mapping[str, Any], prefix:
 
 
 def check_scaler(expected: Mapping[str, Any], given: Any) -> None:
-    """Of the loss scale: all are positive, the count of steps since it last changed may be 0."""
+    """Check the loss scale: all values are positive, except that the count of steps since the last change may be 0."""
     if not isinstance(given, dict) or given.keys() != expected.keys():
         raise RunError(f"does not fit the loss scaler: {reprlib.repr(given)}")
     for key, value in given.items():
@@ -89,7 +90,7 @@ def check_scaler(expected: Mapping[str, Any], given: Any) -> None:
 
 
 def _check_range(path: str, key: str, value: Any) -> None:
-    """Of one number that says how far training has come: what follows from a wrong one is no error of torch's."""
+    """Check a single number, such as the step count: torch would silently train on with a wrong one."""
     if isinstance(value, Tensor) and (value.dim() > 0 or value.is_meta or not value.is_floating_point()):
         return
     number = float(value) if isinstance(value, Tensor | int | float) else 0.0
@@ -97,8 +98,8 @@ def _check_range(path: str, key: str, value: Any) -> None:
         raise RunError(f"does not fit the optimizer: {path} is {number}")
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
+def _alike(first: Tensor, second: Tensor) -> bool:
+    return first.shape == second.shape and first.dtype == second.dtype
 
 
 def _outline(tensor: Tensor) -> str:
@@ -118,4 +119,4 @@ def _kind(value: Any) -> str:
 
 def _some(names: Iterable[str]) -> str:
     ordered = sorted(names)
-    return ", ".join(map(reprlib.repr, ordered[:SHOWN])) + (", ..." if len(ordered) > SHOWN else "")
+    return ", ".join(map(reprlib.repr, ordered[:MAX_NAMES])) + (", ..." if len(ordered) > MAX_NAMES else "")

@@ -1,4 +1,4 @@
-"""From gradients to new parameters: unscale, clip, judge, step.
+"""From gradients to new parameters: unscale, check, clip, step.
 
 Norms are taken per parameter and reduced in the order of the model's own names, so the result does not depend
 on how the model was partitioned.
@@ -7,7 +7,7 @@ on how the model was partitioned.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, final
@@ -17,17 +17,41 @@ from torch import Tensor, nn
 
 from gpipe_cli.engines.collectives import Collectives, SingleProcess
 from gpipe_cli.errors import NumericError
+from gpipe_cli.offload.slice import Part, Slice
 
 NO_GRADIENT: Final = -1.0
-"""In the place of a norm, which is never negative."""
-MOST_SKIPS_IN_A_ROW = 20
-"""The scale halves each time: from torch's first one, 65,536, to 1/16, where overflow is no matter of scale."""
+"""Takes the place of a norm, which is never negative."""
+MAX_CONSECUTIVE_SKIPS = 20
+"""The scale halves each time: from torch's first scale, 65,536, to 1/16, where the scale is not what overflows."""
 
 
+@final
 @dataclass(frozen=True)
 class UpdateFacts:
     grad_norm: float | None = None
     skipped: bool = False
+
+
+@final
+class LossScale:
+    """The GradScaler of fp16 training, and how many updates in a row overflowed."""
+
+    def __init__(self, device: torch.device, *, enabled: bool) -> None:
+        self.scaler = torch.amp.GradScaler(device.type, enabled=enabled)
+        self._consecutive_skips = 0
+
+    def finish_step(self, grad_norm: float | None) -> UpdateFacts:
+        """Adapt the scale after an update that was made or skipped; raise if too many in a row were skipped."""
+        before = self.scaler.get_scale()
+        self.scaler.update()
+        skipped = self.scaler.get_scale() < before
+        self._consecutive_skips = self._consecutive_skips + 1 if skipped else 0
+        if self._consecutive_skips == MAX_CONSECUTIVE_SKIPS:
+            raise NumericError(
+                f"the gradients overflowed in {MAX_CONSECUTIVE_SKIPS} steps in a row, down to a loss scale of "
+                f"{self.scaler.get_scale():g}; try a smaller optimizer.lr, precision=bf16 or precision=fp32"
+            )
+        return UpdateFacts(grad_norm, skipped)
 
 
 @final
@@ -48,60 +72,142 @@ class Update:
         self._collectives = collectives or SingleProcess()
         self._parameters = parameters
         self._clip = clip_grad_norm
-        self._skips = Skips()
-        self.scaler = torch.amp.GradScaler(device.type, enabled=scale_loss)
-        # It makes its scale when it sees the first loss, which a process without the last layer never does.
+        self._loss_scale = LossScale(device, enabled=scale_loss)
+        self.scaler = self._loss_scale.scaler
+        # The scaler creates its scale when it sees the first loss, which a process without the last layer never does.
         self.scaler.scale(torch.zeros((), device=device))
 
     def begin(self) -> None:
-        """Forget the gradients of the step before."""
+        """Drop the gradients of the previous step."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def apply(self, loss: float, lr: float) -> UpdateFacts:
-        """Update every parameter, or leave the step out where scaled gradients overflowed."""
+        """Update every parameter, or skip the update if scaled gradients overflowed."""
         require_finite_loss(loss)
-        set_rate(self.optimizer, lr)
+        set_lr(self.optimizer, lr)
         self.scaler.unscale_(self.optimizer)
         self._collectives.agree_on_overflow(self.scaler, self.optimizer)
-        norm = self._clip_gradients()
-        before = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        skipped = self.scaler.get_scale() < before
-        self._skips.count(skipped, self.scaler)
-        return UpdateFacts(grad_norm=norm, skipped=skipped)
-
-    def _clip_gradients(self) -> float | None:
-        """The norm of the gradients before they were clipped; None where fp16 overflowed."""
-        gradients = [one.grad for one in self._parameters]
+        gradients = [parameter.grad for parameter in self._parameters]
         norm = global_norm(self._collectives.norms(norms_of(gradients)))
-        if not is_finite(norm, self.scaler):
-            return None
-        if self._clip is not None:
-            factor = clip_factor(norm, self._clip)
-            for gradient in gradients:
-                if gradient is not None:
-                    gradient.mul_(factor)
-        return norm
+        finite = is_finite(norm, self.scaler)
+        if finite and self._clip is not None:
+            _scale(self._parameters, clip_factor(norm, self._clip))
+        self.scaler.step(self.optimizer)
+        return self._loss_scale.finish_step(norm if finite else None)
+
+
+SliceTour = Callable[[Sequence[Part], Collection[Part]], Iterator[Slice]]
+"""Brings in all slices, one after another: which parts of each, and which of them the caller changes."""
 
 
 @final
-class Skips:
-    """Counts steps left out in a row."""
+@dataclass
+class ResidentParameters:
+    """Trained parameters that stay on the device because several slices share them, with their optimizer."""
 
-    def __init__(self) -> None:
-        self._in_a_row = 0
-
-    def count(self, skipped: bool, scaler: torch.amp.GradScaler) -> None:
-        self._in_a_row = self._in_a_row + 1 if skipped else 0
-        if self._in_a_row == MOST_SKIPS_IN_A_ROW:
-            raise NumericError(
-                f"the gradients overflowed in {MOST_SKIPS_IN_A_ROW} steps in a row, down to a loss scale of "
-                f"{scaler.get_scale():g}; try a smaller optimizer.lr, precision=bf16 or precision=fp32"
-            )
+    trained: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer | None = None
 
 
-def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+@final
+class SliceUpdate:
+    """Updates an offloaded model slice by slice, each as soon as its backward is done; each slice has an optimizer.
+
+    Clipping and fp16 need the gradients of all slices first. Then each slice stores its gradients, and a second tour
+    over all slices updates them. The order of norms is that of `Update`, so both compute the same numbers.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        resident: ResidentParameters,
+        tour: SliceTour,
+        *,
+        clip_grad_norm: float | None,
+        scale_loss: bool,
+        device: torch.device,
+    ) -> None:
+        self._loss_scale = LossScale(device, enabled=scale_loss)
+        self.scaler = self._loss_scale.scaler
+        self.lr = 0.0
+        """Of the step that comes next."""
+        self._parameters = parameters
+        self._resident = resident
+        self._tour = tour
+        self._clip = clip_grad_norm
+        self._device = device
+        self._norms: dict[nn.Parameter, Tensor] = {}
+        self._usable = True
+        self._failed = False
+
+    @property
+    def _is_immediate(self) -> bool:
+        return self._clip is None and not self.scaler.is_enabled()
+
+    @property
+    def needs(self) -> Collection[Part]:
+        """The parts of a slice besides its weights that `completed` works on."""
+        return (Part.STATE,) if self._is_immediate else ()
+
+    def begin(self) -> None:
+        """Forget the previous step."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._norms.clear()
+        self._usable = True
+
+    def completed(self, slice: Slice) -> Collection[Part]:
+        """Called on the worker thread when the gradients of a slice are complete; the parts that have changed."""
+        if self._failed:  # the step only runs again to find where its numbers stopped being finite
+            return ()
+        # The worker has re-entered the caller's autocast, which must not affect an optimizer that multiplies matrices.
+        with torch.autocast(self._device.type, enabled=False):
+            self._record_norms(slice)
+            if self._usable:
+                return _step(slice, self.lr) if self._is_immediate else (Part.GRADIENTS,)
+            if self.scaler.is_enabled():  # fp16 overflowed, which is normal
+                _drop_gradients(slice)
+            return ()  # otherwise the gradients stay, so that the first nonfinite one can be named
+
+    def apply(self, loss: float, lr: float) -> UpdateFacts:
+        """Do what has to wait until every slice is completed."""
+        try:
+            require_finite_loss(loss)
+            self._record_norms(self._resident)
+            norm = global_norm(stack_norms([self._norms.get(parameter) for parameter in self._parameters]))
+            finite = is_finite(norm, self.scaler)
+        except NumericError:
+            self._failed = True
+            raise
+        if self._usable:
+            factor = clip_factor(norm, self._clip) if finite and self._clip is not None else 1.0
+            self._update_remaining(factor, lr)
+        return self._loss_scale.finish_step(norm if finite else None)
+
+    def _record_norms(self, group: Slice | ResidentParameters) -> None:
+        """Undo the loss scale and record the norms."""
+        if group.optimizer is not None:
+            self.scaler.unscale_(group.optimizer)
+        for parameter in group.trained:
+            if parameter.grad is not None:
+                norm = self._norms[parameter] = norm_of(parameter.grad)
+                # The norm of finite numbers may still overflow, which is no reason to lower the loss scale.
+                finite = bool(torch.isfinite(norm)) or (
+                    self.scaler.is_enabled() and bool(torch.isfinite(parameter.grad).all())
+                )
+                self._usable = self._usable and finite
+
+    def _update_remaining(self, factor: float, lr: float) -> None:
+        if not self._is_immediate:
+            parts = (Part.WEIGHTS, Part.STATE, Part.GRADIENTS)
+            for slice in self._tour(parts, (Part.WEIGHTS, Part.STATE)):
+                _scale(slice.trained, factor)
+                _step(slice, lr)
+        _scale(self._resident.trained, factor)
+        _step(self._resident, lr)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
 
@@ -114,7 +220,7 @@ def require_finite_loss(loss: float) -> None:
 
 
 def is_finite(norm: float, scaler: torch.amp.GradScaler) -> bool:
-    """Whether gradients can be used; that they overflowed in fp16 is the scaler's to handle, else it is an error."""
+    """Whether the gradients can be used; an overflow is an error unless fp16 training handles it."""
     if not math.isfinite(norm) and not scaler.is_enabled():
         raise NumericError(
             f"the gradient norm is {norm}; try a smaller optimizer.lr, clip_grad_norm=1 or precision=fp32"
@@ -122,8 +228,8 @@ def is_finite(norm: float, scaler: torch.amp.GradScaler) -> bool:
     return math.isfinite(norm)
 
 
-def clip_factor(norm: float, largest: float) -> float:
-    return min(1.0, largest / (norm + 1e-6))
+def clip_factor(norm: float, max_norm: float) -> float:
+    return min(1.0, max_norm / (norm + 1e-6))
 
 
 def norm_of(gradient: Tensor) -> Tensor:
@@ -132,27 +238,47 @@ def norm_of(gradient: Tensor) -> Tensor:
 
 
 def norms_of(gradients: Sequence[Tensor | None]) -> Tensor:
-    """The 2-norm of each, in double precision on the CPU."""
-    return collected([None if one is None else norm_of(one) for one in gradients])
+    return stack_norms([None if gradient is None else norm_of(gradient) for gradient in gradients])
 
 
-def collected(found: Sequence[Tensor | None]) -> Tensor:
-    """Norms in double precision on the CPU."""
-    norms = torch.full((len(found),), NO_GRADIENT, dtype=torch.float64)
-    present = [place for place, one in enumerate(found) if one is not None]
+def stack_norms(norms: Sequence[Tensor | None]) -> Tensor:
+    """The norms in double precision on the CPU, with NO_GRADIENT for None."""
+    stacked = torch.full((len(norms),), NO_GRADIENT, dtype=torch.float64)
+    present = [index for index, norm in enumerate(norms) if norm is not None]
     if not present:
-        return norms
-    # One transfer per run of equal devices: each would wait for its device.
+        return stacked
+    # One transfer per run of equal devices, because each transfer waits for its device.
     runs = [
         torch.stack(list(run)).to("cpu", torch.float64)
         for _, run in groupby(
-            (one for one in found if one is not None), key=lambda norm: (norm.device, norm.dtype)
+            (norm for norm in norms if norm is not None), key=lambda norm: (norm.device, norm.dtype)
         )
     ]
-    norms[present] = torch.cat(runs)
-    return norms
+    stacked[present] = torch.cat(runs)
+    return stacked
 
 
 def global_norm(norms: Tensor) -> float:
     """The 2-norm of all gradients together: the norm of their norms, in the order given."""
     return float(torch.linalg.vector_norm(norms[norms != NO_GRADIENT]))
+
+
+def _scale(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+
+
+def _step(group: Slice | ResidentParameters, lr: float) -> Collection[Part]:
+    """Update the parameters in memory; the parts that have changed."""
+    if group.optimizer is None:
+        return ()
+    set_lr(group.optimizer, lr)
+    group.optimizer.step()
+    _drop_gradients(group)
+    return (Part.WEIGHTS, Part.STATE)
+
+
+def _drop_gradients(group: Slice | ResidentParameters) -> None:
+    for parameter in group.trained:
+        parameter.grad = None

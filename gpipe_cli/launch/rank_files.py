@@ -36,6 +36,29 @@ class ExitReport:
 
 @final
 @dataclass(frozen=True)
+class RankTask:
+    """What every rank is to run: one job, as its launcher composed and balanced it."""
+
+    launcher: int
+    """The process id of the launcher; ranks end when it does."""
+    command: str
+    overrides: list[str]
+    line: str
+    """The command line that repeats the job."""
+    config: str
+    """The composed configuration as YAML."""
+    model: str
+    number: int | None
+    """The job's position in a sweep."""
+    balance: list[int]
+    began: float
+    """When the command began, by the monotonic clock; its time limit counts from there."""
+    run_directory: str | None = None
+    """The directory to resume in, after a failed attempt."""
+
+
+@final
+@dataclass(frozen=True)
 class RankFiles:
     folder: Path
 
@@ -45,17 +68,18 @@ class RankFiles:
         return f"file://{self.folder / 'store'}"
 
     @property
-    def task(self) -> Path:
-        """What the ranks are to run; the launcher writes it."""
-        return self.folder / "task.json"
-
-    @property
     def heartbeats(self) -> Path:
         return self.folder / "heartbeats"
 
     def output(self, rank: int) -> Path:
         """Where a rank other than 0 writes its streams until it has a log in the run directory."""
         return self.folder / f"rank-{rank}.txt"
+
+    def write_task(self, task: RankTask) -> None:
+        (self.folder / "task.json").write_text(json.dumps(asdict(task)), encoding="utf-8")
+
+    def read_task(self) -> RankTask:
+        return RankTask(**json.loads((self.folder / "task.json").read_text(encoding="utf-8")))
 
     def write_exit_report(self, rank: int, report: ExitReport) -> None:
         path = self._exit_report(rank)

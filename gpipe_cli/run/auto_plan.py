@@ -15,14 +15,14 @@ from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import PlanSearchConfig, ScheduleConfig, TrainConfig
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.launch.rank_setup import is_rank
 from gpipe_cli.plan.prediction import advice
 from gpipe_cli.report.output import print_status
-from gpipe_cli.run.components import check_components, engine_name, manual_balance, uses_partitions
+from gpipe_cli.run.components import check_components, engine_name, manual_balance, traits_of_engine
 from gpipe_cli.run.data import make_loader
 from gpipe_cli.run.job import Job
 from gpipe_cli.run.model import make_model
 from gpipe_cli.run.planning import Planner
-from gpipe_cli.run.rank_setup import is_rank
 
 PLANS = 5
 """How many plans to keep: the advice compares the best one with the run on a single device, if that is among them."""
@@ -37,7 +37,7 @@ def with_best_plan(settings: TrainConfig, job: Job) -> tuple[TrainConfig, Job]:
         )
     if job.dry_run:
         raise ConfigError("plan=auto: measures the model, and --dry-run runs nothing; leave one of them out")
-    if not uses_partitions(settings):
+    if not traits_of_engine(settings).has_partitions:
         raise ConfigError(
             f"plan=auto: has no effect with {engine_name(settings)}, which has no partitions; leave it out"
         )

@@ -18,7 +18,7 @@ from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.distributed.team import Team
 from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_threads
 from gpipe_cli.engines.memory import memory_watched
-from gpipe_cli.engines.protocol import Engine, Objective
+from gpipe_cli.engines.protocol import Engine, EngineSpec, Objective
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.measures import measure_of
 from gpipe_cli.offload.building import Built, built_on
@@ -31,7 +31,7 @@ from gpipe_cli.run.components import (
     engine_name,
     keeps_on_disk,
     scratch_folder,
-    uses_partitions,
+    traits_of_engine,
 )
 from gpipe_cli.run.data import BatchLoader, make_loader
 from gpipe_cli.run.model import FEWER_PARAMETERS, build_without_storage, make_model
@@ -98,7 +98,7 @@ def build_parts(settings: ModelConfig, overrides: Sequence[str], *, storage: boo
 @memory_watched("balancing the model")
 def partition_model(settings: ModelConfig, model: nn.Sequential, loader: BatchLoader) -> Partitioning:
     """Choose the devices of the partitions, and balance the layers between them."""
-    if isinstance(settings, EngineConfig) and not uses_partitions(settings):
+    if isinstance(settings, EngineConfig) and not traits_of_engine(settings).has_partitions:
         devices = resolve_devices(settings.devices, 1)
         if len(devices) > 1:
             raise ConfigError(f"devices={settings.devices}: {engine_name(settings)} runs on one device")
@@ -168,32 +168,28 @@ def _balance(
 
 
 @memory_watched("building engine and optimizer", FEWER_PARAMETERS)
-def make_engine(settings: RunConfig, parts: RunParts, *, gauged: bool = False) -> Engine:
-    """Build the engine; `gauged` makes it measure the utilisation of its partitions."""
+def make_engine(settings: RunConfig, parts: RunParts, *, measure_utilisation: bool = False) -> Engine:
+    """Build the engine from what the settings say and from the parts of the run."""
     partitioning = parts.partitioning
-    engine: Engine = instantiate(
-        settings.engine,
-        "engine",
-        settings.allow,
+    spec = EngineSpec(
         module=parts.model,
         objective=_objective(settings),
         balance=partitioning.balance,
-        partitions=len(partitioning.balance),
         devices=partitioning.devices,
-        device=partitioning.devices[0],
-        schedule=settings.schedule.name,
         chunks=settings.chunks,
         eval_chunks=settings.eval_chunks or settings.chunks,
+        schedule=settings.schedule.name,
         checkpoint=checkpoint_mode(settings, len(partitioning.balance)),
         deferred_batch_norm=isinstance(settings, TrainConfig) and settings.deferred_batch_norm,
         step_timeout=settings.step_timeout,
         data_parallel=settings.data_parallel,
         log_layers=isinstance(settings, TrainConfig) and settings.log.layers,
-        gauged=gauged,
+        measure_utilisation=measure_utilisation,
         scratch=scratch_folder(settings),
         make_sample=lambda: make_sample(settings, parts.loader),
         value_of=None if parts.built is None else parts.built.value_of,
     )
+    engine: Engine = instantiate(settings.engine, "engine", settings.allow, spec=spec)
     if parts.built is not None:
         parts.built.close()  # the engine has copied the values to its own file
     return engine

@@ -11,22 +11,10 @@ from gpipe_cli.config.instantiate import accepted_arguments, bind
 from gpipe_cli.config.options import default_options
 from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import COMPONENT_GROUPS, EngineConfig, ModelConfig, RunConfig, TrainConfig
+from gpipe_cli.engines.protocol import EngineTraits, engine_traits
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.run.model import check_layers, model_arguments, sequence_keys
 
-# Keys that only some engines use, each with the argument of an engine's `build` that shows it does.
-ENGINE_KEYS = {
-    "balance": "balance",
-    "partitions": "balance",
-    "device_memory": "balance",
-    "schedule": "schedule",
-    "checkpoint": "checkpoint",
-    "step_timeout": "step_timeout",
-    "deferred_batch_norm": "deferred_batch_norm",
-    "data_parallel": "data_parallel",
-    "log.layers": "log_layers",
-    "log.partitions": "log_layers",
-}
 # What a balance method may take as arguments; `within` is the memory model if there is a limit to respect.
 BALANCE_ARGUMENTS = ("module", "layer_count", "partitions", "sample", "spec", "memory", "within", "profiles")
 
@@ -37,7 +25,7 @@ def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
         "model": ("num_classes", "input_shape"),
         "transform": ("data",),
         "balance": BALANCE_ARGUMENTS,
-        "engine": tuple(_engine_arguments(settings)) if isinstance(settings, EngineConfig) else (),
+        "engine": ("spec",),
         "optimizer": ("params",),
     }
     for group in COMPONENT_GROUPS:
@@ -51,9 +39,8 @@ def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
             )
     check_layers(sequence_keys(settings))
     if isinstance(settings, EngineConfig):
-        used = _engine_arguments(settings)
-        for key, argument in ENGINE_KEYS.items():
-            if argument not in used and _is_given(settings, key, overrides):
+        for key in sorted(traits_of_engine(settings).ignored_keys):
+            if _is_given(settings, key, overrides):
                 raise ConfigError(f"{key}: has no effect with {engine_name(settings)}; leave it out")
 
 
@@ -72,14 +59,10 @@ def _is_given(settings: EngineConfig, key: str, overrides: Sequence[str]) -> boo
     return bool(value(settings) != value(TrainConfig()))
 
 
-def uses_partitions(settings: EngineConfig) -> bool:
-    """Whether the engine divides the model into partitions."""
-    return "balance" in _engine_arguments(settings)
-
-
-def runs_in_ranks(settings: EngineConfig) -> bool:
-    """Whether the engine runs in several processes."""
-    return "max_restarts" in _engine_arguments(settings)
+def traits_of_engine(settings: EngineConfig) -> EngineTraits:
+    # Raises if the configuration may not name this target, before anything of it is imported.
+    accepted_arguments(settings.engine, "engine", settings.allow)
+    return engine_traits(settings.engine["_target_"])
 
 
 def keeps_on_disk(settings: RunConfig) -> bool:
@@ -104,10 +87,6 @@ def engine_name(settings: EngineConfig) -> str:
 def balance_name(settings: ModelConfig) -> str:
     """The module of the balance method, which is also the name of its option."""
     return str(settings.balance["_target_"].split(".")[-2])
-
-
-def _engine_arguments(settings: EngineConfig) -> frozenset[str]:
-    return accepted_arguments(settings.engine, "engine", settings.allow)
 
 
 def manual_balance(layers: Sequence[int]) -> dict[str, Any]:

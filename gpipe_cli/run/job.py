@@ -20,7 +20,7 @@ Summary = Mapping[str, Any]
 class Rank:
     """One of the processes that a launcher started for a job."""
 
-    meeting: RankFiles
+    files: RankFiles
     balance: list[int]
     """Layers per partition, chosen once by the launcher."""
     began: float

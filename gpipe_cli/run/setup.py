@@ -74,7 +74,7 @@ def set_up_run(
         return RunSetup(directory, record)
     if job.rank is not None:
         # The launcher restarts a failed job in this directory, and asks for it only if the ranks fail.
-        job.rank.meeting.write_run_directory(directory)
+        job.rank.files.write_run_directory(directory)
     return setup
 
 

@@ -8,18 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 from gpipe_cli.balance.result import BalanceResult
 from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.engines.offload import Slicing
-from gpipe_cli.engines.protocol import Objective
-from gpipe_cli.engines.threads import take_away
-from gpipe_cli.offload.pipe import OffloadedPipe
-from gpipe_cli.offload.sizing import border_bytes, layer_bytes
-from gpipe_cli.pipeline.gpipe import GPipe, ThreadedPipe
+from gpipe_cli.engines.offload_engine import OffloadedParameters
+from gpipe_cli.engines.protocol import EngineSpec, Objective
+from gpipe_cli.engines.threads import make_pipe
+from gpipe_cli.offload.sizing import layer_bytes
+from gpipe_cli.pipeline.gpipe import ThreadedPipe
 from gpipe_cli.pipeline.microbatch import moved
 from gpipe_cli.profiling.action_recorder import Piece
 from gpipe_cli.profiling.layers import Sample
@@ -28,7 +27,7 @@ from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.tables import print_facts, print_rows
 from gpipe_cli.report.timeline import print_step_timeline
 from gpipe_cli.run.build import Partitioning, RunParts
-from gpipe_cli.run.components import uses_partitions
+from gpipe_cli.run.components import traits_of_engine
 from gpipe_cli.run.training_step import make_sample, optimizer_factory
 from gpipe_cli.schedule.by_slice import TRAITS as BY_SLICE
 from gpipe_cli.schedule.simulate import Simulation
@@ -56,7 +55,7 @@ def record_timeline(
     `activations` are the bytes that each partition saves for backward, if they are known.
     """
     assert sample.loss is not None, "a configured command has a loss"
-    unit = "partition" if uses_partitions(settings) else "slice"
+    unit = "partition" if traits_of_engine(settings).has_partitions else "slice"
     input, target = next(parts.loader.in_order("train"))
     with _recorded_pipe(settings, parts, sample) as pipe:
         input, target = moved(input, pipe.devices[0]), moved(target, pipe.devices[-1])
@@ -98,7 +97,7 @@ def as_step(simulation: Simulation) -> StepTimeline:
 
 def partition_for_timeline(settings: ProfileConfig, parts: RunParts) -> RunParts:
     """Divide the model into slices if the engine is one without partitions."""
-    if uses_partitions(settings):
+    if traits_of_engine(settings).has_partitions:
         return parts
     balance = _slicing(settings, parts, make_sample(settings, parts.loader)).balance()
     spec = replace(
@@ -114,53 +113,39 @@ def partition_for_timeline(settings: ProfileConfig, parts: RunParts) -> RunParts
 
 @contextmanager
 def _recorded_pipe(settings: ProfileConfig, parts: RunParts, sample: Sample) -> Iterator[ThreadedPipe]:
-    partitioning, scratch = parts.partitioning, Path(settings.run_dir or "runs")
-    balance, devices = partitioning.balance, partitioning.devices
+    spec = _engine_spec(settings, parts, sample)
     with ExitStack() as cleanup:
-        if not uses_partitions(settings):
-            pipe, away = _slicing(settings, parts, sample).apart(balance, devices[0], scratch)
-            cleanup.enter_context(closing(away))
-            yield cleanup.enter_context(pipe)
-            return
-        offload = settings.engine.get("offload")
-        if offload is not None:
-            recomputed = partitioning.spec.checkpoint_stops
-            borders = partial(border_bytes, parts.model, balance, recomputed, lambda: sample)
-            objective = _objective(settings, sample)
-            away = take_away(parts.model, objective, balance, devices, offload, scratch, borders)
-            yield cleanup.enter_context(
-                OffloadedPipe(
-                    parts.model,
-                    balance,
-                    devices=devices,
-                    stores=cleanup.enter_context(closing(away)).rotations,
-                    schedule=settings.schedule.name,
-                    chunks=settings.chunks,
-                    checkpoint=partitioning.spec.checkpoint,
-                )
-            )
-            return
-        yield cleanup.enter_context(
-            GPipe(
-                parts.model,
-                balance,
-                devices=devices,
-                chunks=settings.chunks,
-                checkpoint=partitioning.spec.checkpoint,
-                schedule=settings.schedule.name,
-            )
-        )
+        pipe: ThreadedPipe
+        offloaded: OffloadedParameters | None
+        if traits_of_engine(settings).has_partitions:
+            pipe, offloaded = make_pipe(spec, settings.engine.get("offload"))
+        else:
+            pipe, offloaded = _slicing(settings, parts, sample).offload(spec.balance)
+        if offloaded is not None:
+            cleanup.enter_context(closing(offloaded))
+        yield cleanup.enter_context(pipe)
 
 
 def _slicing(settings: ProfileConfig, parts: RunParts, sample: Sample) -> Slicing:
     options = {key: value for key, value in settings.engine.items() if key != "_target_"}
-    objective = _objective(settings, sample)
-    return Slicing(parts.model, objective, settings.chunks, settings.checkpoint, lambda: sample, **options)
+    spec = _engine_spec(settings, parts, sample)
+    return Slicing(replace(spec, checkpoint=settings.checkpoint), **options)
 
 
-def _objective(settings: ProfileConfig, sample: Sample) -> Objective:
+def _engine_spec(settings: ProfileConfig, parts: RunParts, sample: Sample) -> EngineSpec:
     assert sample.loss is not None, "a configured command has a loss"
-    return Objective(sample.loss, lambda output, target: {}, optimizer_factory(settings))
+    return EngineSpec(
+        parts.model,
+        Objective(sample.loss, lambda output, target: {}, optimizer_factory(settings)),
+        parts.partitioning.balance,
+        parts.partitioning.devices,
+        settings.chunks,
+        eval_chunks=settings.chunks,
+        schedule=settings.schedule.name,
+        checkpoint=parts.partitioning.spec.checkpoint,
+        scratch=Path(settings.run_dir or "runs"),
+        make_sample=lambda: sample,
+    )
 
 
 def _summary(

@@ -13,8 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import final
 
-from gpipe_cli.engines.protocol import Batch, Engine
-from gpipe_cli.engines.utilisation import Utilisation
+from gpipe_cli.engines.protocol import Batch, Engine, Utilisation
 from gpipe_cli.errors import DataError, NumericError
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.training.lr_schedules import LrSchedule

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.engines import processes, single
-from gpipe_cli.engines.protocol import Engine, Objective, StepFacts
+from gpipe_cli.engines.protocol import Engine, EngineSpec, Objective, StepFacts
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.schedule.checkpoint import Checkpoint
 from gpipe_cli.sequential import partition_uniform
@@ -58,32 +58,33 @@ class Case:
     def alone(self) -> Engine:
         """One process; instead of replicas it has as many times the micro-batches."""
         task = make(self.task, 1)
-        return single.build(
+        spec = EngineSpec(
             task.model,
             self.objective(task.loss),
-            device=CPU,
+            [len(task.model)],
+            [CPU],
             chunks=self.chunks * self.replicas,
             eval_chunks=3,
             deferred_batch_norm=self.deferred,
         )
+        return single.build(spec)
 
     def on_ranks(self, ranks: int) -> Engine:
         task = make(self.task, 1)
         partitions = ranks * 2 if self.schedule == "interleaved" else ranks
-        return processes.build(
+        spec = EngineSpec(
             task.model,
             self.objective(task.loss),
-            balance=[len(one) for one in partition_uniform(task.model, partitions)],
-            devices=[CPU] * ranks,
+            [len(layers) for layers in partition_uniform(task.model, partitions)],
+            [CPU] * ranks,
             chunks=self.chunks,
             eval_chunks=3,
             checkpoint=self.checkpoint,
             schedule=self.schedule,
             deferred_batch_norm=self.deferred,
-            step_timeout=None,
-            log_layers=False,
             data_parallel=self.replicas,
         )
+        return processes.build(spec)
 
 
 @dataclass

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.engines import offload, single, threads
-from gpipe_cli.engines.protocol import Engine, Objective
+from gpipe_cli.engines.protocol import Engine, EngineSpec, Objective
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, NumericError, RunError
 from gpipe_cli.losses.measures import accuracy
@@ -60,7 +60,10 @@ def objective(**changes: Any) -> Objective:
 
 
 def plain(module: nn.Sequential, task: Objective, *, deferred: bool = True) -> Engine:
-    return single.build(module, task, device=CPU, chunks=3, eval_chunks=2, deferred_batch_norm=deferred)
+    spec = EngineSpec(
+        module, task, [len(module)], [CPU], chunks=3, eval_chunks=2, deferred_batch_norm=deferred
+    )
+    return single.build(spec)
 
 
 def sample_of(batches: Batches, loss: Any) -> Callable[[], Sample]:
@@ -76,22 +79,24 @@ def offloaded(
     *,
     deferred: bool = True,
     batches: Batches = rows,
+    checkpoint: str = "always",
+    value_of: Callable[[Tensor], Tensor] | None = None,
     **changes: Any,
 ) -> Engine:
-    settings = {"checkpoint": "always", "slices": 3, "to": "disk", **changes}
-    return offload.build(
+    spec = EngineSpec(
         module,
         task,
-        device=CPU,
+        [len(module)],
+        [CPU],
         chunks=3,
         eval_chunks=2,
+        checkpoint=checkpoint,
         deferred_batch_norm=deferred,
-        step_timeout=None,
-        log_layers=False,
         scratch=folder,
         make_sample=sample_of(batches, task.loss),
-        **settings,
+        value_of=value_of,
     )
+    return offload.build(spec, **{"slices": 3, "to": "disk", **changes})
 
 
 def in_memory(state: EngineState) -> EngineState:
@@ -272,22 +277,20 @@ def test_partitions_of_a_pipeline_can_be_offloaded(
     to: str, clip: float | None, schedule: str, partitions: int, workers: int, tmp_path: Path
 ) -> None:
     task = objective(optimizer=ADAMW, clip_grad_norm=clip)
-    engine = threads.build(
+    spec = EngineSpec(
         small(),
         task,
-        balance=[7 - partitions + 1] + [1] * (partitions - 1),
-        devices=[CPU] * workers,
+        [7 - partitions + 1] + [1] * (partitions - 1),
+        [CPU] * workers,
         chunks=3,
         eval_chunks=2,
-        checkpoint="except_last",
         schedule=schedule,
         deferred_batch_norm=True,
         step_timeout=60,
-        log_layers=False,
         scratch=tmp_path,
         make_sample=sample_of(rows, task.loss),
-        offload=to,
     )
+    engine = threads.build(spec, offload=to)
     with closing(engine):
         assert_same_steps(engine, plain(small(), task), rows, range(3))
 

@@ -72,7 +72,7 @@ CHANGES: dict[str, tuple[str, Change, str]] = {
     "renamed": (
         "adamw",
         lambda t: renamed(t, "used.weight/exp_avg", "used.weight/exp_bvg"),
-        r"it has no 'exp_avg' of used.weight; resume with the optimizer's settings as they were, or give reset_opt",
+        r"it has no 'exp_avg' of used.weight; resume with the optimizer settings of the run, or give reset_opt",
     ),
     "missing": ("adamw", lambda t: t.pop("used.bias/step"), r"it has no 'step' of used.bias"),
     "missing altogether": ("sgd", lambda t: t.clear(), r"it has no 'momentum_buffer' of used.weight"),

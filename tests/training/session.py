@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.data.loading import batch_count, batches
 from gpipe_cli.engines import offload, single, threads
-from gpipe_cli.engines.protocol import Batch, Engine, Objective
+from gpipe_cli.engines.protocol import Batch, Engine, EngineSpec, Objective
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.losses.measures import accuracy
 from gpipe_cli.profiling.layers import Sample
@@ -120,39 +120,15 @@ def make_engine(case: Case) -> Engine:
     loss = nn.functional.cross_entropy
     objective = Objective(loss, accuracy, OPTIMIZERS[case.optimizer], case.clip, case.precision)
     device = torch.device("cpu")
-    if case.slices:
-        return offload.build(
-            module,
-            objective,
-            device=device,
-            chunks=2,
-            eval_chunks=2,
-            checkpoint="always",
-            deferred_batch_norm=False,
-            step_timeout=None,
-            log_layers=False,
-            scratch=Path(),
-            make_sample=lambda: Sample(torch.zeros(BATCH, 6), torch.zeros(BATCH, dtype=torch.int64), loss),
-            to="disk",
-            slices=case.slices,
-        )
-    if not case.balance:
-        return single.build(
-            module, objective, device=device, chunks=2, eval_chunks=2, deferred_batch_norm=False
-        )
-    return threads.build(
-        module,
-        objective,
-        balance=list(case.balance),
-        devices=[device] * len(case.balance),
-        chunks=2,
-        eval_chunks=2,
-        checkpoint="except_last",
-        schedule="1f1b",
-        deferred_batch_norm=False,
-        step_timeout=None,
-        log_layers=False,
+    balance = list(case.balance) or [len(module)]
+    spec = EngineSpec(
+        module, objective, balance, [device] * len(balance), chunks=2, eval_chunks=2, schedule="1f1b"
     )
+    if case.slices:
+        sample = Sample(torch.zeros(BATCH, 6), torch.zeros(BATCH, dtype=torch.int64), loss)
+        spec = replace(spec, checkpoint="always", make_sample=lambda: sample)
+        return offload.build(spec, to="disk", slices=case.slices)
+    return threads.build(spec) if case.balance else single.build(spec)
 
 
 def warm_up() -> None:

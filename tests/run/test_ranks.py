@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 from gpipe_cli.config.schema import ScheduleConfig, TrainConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.launch.rank_files import RankFiles
+from gpipe_cli.launch.rank_setup import describe_ranks, is_main_process
 from gpipe_cli.run.job import Job, Rank
-from gpipe_cli.run.rank_setup import as_rank, leads, places
+from gpipe_cli.run.ranks import settings_for_rank
 
 JOB = Job("train", (), "gpipe train", OmegaConf.create(), "model", None, json=True, dry_run=False)
 CPU = torch.device("cpu")
@@ -29,27 +30,29 @@ def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_a_process_that_is_no_rank_leads_and_keeps_its_settings() -> None:
-    assert leads()
-    assert as_rank(settings("threads"), JOB) == settings("threads")
+def test_a_process_that_is_no_rank_is_the_main_process_and_keeps_its_settings() -> None:
+    assert is_main_process()
+    assert settings_for_rank(settings("threads"), JOB) == settings("threads")
 
 
-def test_under_torchrun_only_rank_0_leads_and_each_has_a_device_of_its_machine(torchrun: None) -> None:
-    assert not leads()
+def test_under_torchrun_rank_0_is_the_main_process_and_each_rank_has_a_device_of_its_machine(
+    torchrun: None,
+) -> None:
+    assert not is_main_process()
     own = "cuda:1" if torch.cuda.is_available() else "cpu"
-    assert as_rank(settings(), JOB).devices == [own] * 4
-    assert as_rank(settings(devices=["cpu"] * 4), JOB).devices == ["cpu"] * 4
+    assert settings_for_rank(settings(), JOB).devices == [own] * 4
+    assert settings_for_rank(settings(devices=["cpu"] * 4), JOB).devices == ["cpu"] * 4
 
 
-def test_a_rank_takes_the_balance_that_was_found_for_it(torchrun: None) -> None:
+def test_a_rank_uses_the_balance_that_its_launcher_found(torchrun: None) -> None:
     job = Job(**{**vars(JOB), "rank": Rank(RankFiles(Path()), [3, 1, 4], began=0.0)})
-    assert as_rank(settings(partitions=3), job).balance["layers"] == [3, 1, 4]
+    assert settings_for_rank(settings(partitions=3), job).balance["layers"] == [3, 1, 4]
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (settings("threads"), "engine=threads: runs in one process, and torchrun started 4"),
+        (settings("threads"), "engine=threads: runs in one process, but torchrun started 4"),
         (settings(partitions=3), "partitions=3 data_parallel=1: need 3 processes, torchrun started 4"),
         (settings(partitions=4, data_parallel=2), "need 8 processes, torchrun started 4"),
     ],
@@ -58,15 +61,15 @@ def test_a_number_of_processes_that_does_not_fit_is_refused(
     torchrun: None, given: TrainConfig, says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        as_rank(given, JOB)
+        settings_for_rank(given, JOB)
 
 
-def test_interleaved_partitions_may_be_more_than_the_processes(torchrun: None) -> None:
+def test_interleaved_partitions_may_outnumber_the_processes(torchrun: None) -> None:
     given = settings(partitions=8, schedule=ScheduleConfig("interleaved"))
-    assert len(as_rank(given, JOB).devices) == 4
+    assert len(settings_for_rank(given, JOB).devices) == 4
 
 
-def test_places_tell_partitions_and_replicas() -> None:
-    assert places(2, [CPU, CPU], 1) == ["partition 0", "partition 1"]
-    assert places(4, [CPU, CPU], 1) == ["partitions 0, 2", "partitions 1, 3"]
-    assert places(1, [CPU], 2) == ["partition 0 of replica 0", "partition 0 of replica 1"]
+def test_ranks_are_described_by_their_partitions_and_replicas() -> None:
+    assert describe_ranks(2, [CPU, CPU], 1) == ["partition 0", "partition 1"]
+    assert describe_ranks(4, [CPU, CPU], 1) == ["partitions 0, 2", "partitions 1, 3"]
+    assert describe_ranks(1, [CPU], 2) == ["partition 0 of replica 0", "partition 0 of replica 1"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipe_cli import current_microbatch
 from gpipe_cli.engines import single, threads
-from gpipe_cli.engines.protocol import Engine, Objective
+from gpipe_cli.engines.protocol import Engine, EngineSpec, Objective
 from gpipe_cli.errors import NumericError, ResourceError
 from gpipe_cli.losses.measures import accuracy
 
@@ -33,23 +33,11 @@ def objective(precision: str = "fp32", loss: Callable[..., Tensor] | None = None
 
 
 def on_one_thread(module: nn.Sequential, task: Objective) -> Engine:
-    return single.build(module, task, device=CPU, chunks=3, eval_chunks=2, deferred_batch_norm=False)
+    return single.build(EngineSpec(module, task, [len(module)], [CPU], chunks=3, eval_chunks=2))
 
 
 def on_two_workers(module: nn.Sequential, task: Objective) -> Engine:
-    return threads.build(
-        module,
-        task,
-        balance=[len(module) - 1, 1],
-        devices=[CPU, CPU],
-        chunks=3,
-        eval_chunks=2,
-        checkpoint="except_last",
-        schedule="gpipe",
-        deferred_batch_norm=False,
-        step_timeout=None,
-        log_layers=False,
-    )
+    return threads.build(EngineSpec(module, task, [len(module) - 1, 1], [CPU, CPU], chunks=3, eval_chunks=2))
 
 
 @pytest.fixture(params=[on_one_thread, on_two_workers])

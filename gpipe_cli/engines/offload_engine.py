@@ -1,0 +1,243 @@
+"""The engine of an offloaded model: a `PipeEngine` whose parameters come to the device slice by slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.engines.pipe_engine import Pipe, PipeEngine, load_scaler
+from gpipe_cli.engines.protocol import Batch, EngineSpec, Objective, StepFacts
+from gpipe_cli.engines.state import (
+    EngineState,
+    OptimizerState,
+    check_optimizer,
+    check_state,
+    merged_numbers,
+    module_state,
+)
+from gpipe_cli.engines.update import ResidentParameters, SliceUpdate
+from gpipe_cli.errors import RunError
+from gpipe_cli.offload.rotation import Rotation
+from gpipe_cli.offload.sizing import layer_bytes, optimizer_bytes
+from gpipe_cli.offload.slice import Part, Slice
+from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
+from gpipe_cli.offload.transfers import Transfers
+from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
+
+
+@final
+@dataclass(frozen=True)
+class OffloadedParameters:
+    tier: Tier
+    rotations: Sequence[Rotation]
+    """One per worker."""
+    shared: Sequence[nn.Parameter]
+    """Parameters of several slices, which stay on the device."""
+
+    def close(self) -> None:
+        """End the threads that move slices; calling it twice is fine."""
+        for rotation in self.rotations:
+            rotation.close()
+        self.tier.close()
+
+
+def make_tier(name: str, device: torch.device, spec: EngineSpec, boundary_bytes: Callable[[], int]) -> Tier:
+    """Create a tier and reserve space for the whole training state, so that a full disk fails now, not in a step.
+
+    boundary_bytes: the size of the inputs from which slices are recomputed.
+    """
+    if name != "disk":
+        return CpuTier(device)
+    tier = DiskTier(spec.scratch)
+    tier.reserve(sum(layer_bytes(spec.module)) + sum(trained_bytes(spec)) + boundary_bytes())
+    return tier
+
+
+def trained_bytes(spec: EngineSpec) -> list[int]:
+    """For each layer the bytes that training stores in addition to its weights."""
+    states = optimizer_bytes(spec.module, spec.objective.optimizer)
+    if spec.objective.clip_grad_norm is None and spec.objective.precision != "fp16":
+        return states
+    # The update waits for the gradients of all slices, which are stored until then.
+    return [state + gradients for state, gradients in zip(states, layer_bytes(spec.module), strict=True)]
+
+
+@final
+class OffloadEngine:
+    def __init__(
+        self,
+        pipe: Pipe,
+        spec: EngineSpec,
+        offloaded: OffloadedParameters,
+        *,
+        input_device: torch.device,
+        output_device: torch.device,
+    ) -> None:
+        self.module = spec.module
+        self._rotations = offloaded.rotations
+        self._offloaded = offloaded
+        self._shared = ResidentParameters(
+            [parameter for parameter in offloaded.shared if parameter.requires_grad]
+        )
+        self._update = self._make_update(spec.objective, output_device)
+        self._optimizer_states = self._make_optimizer_states(spec.objective)
+        self._engine = PipeEngine(
+            pipe,
+            replace(spec, objective=replace(spec.objective, optimizer=None)),
+            input_device=input_device,
+            output_device=output_device,
+            update=self._update,
+        )
+
+    def train_step(self, batch: Batch, key: int, lr: float) -> StepFacts:
+        assert self._update is not None, "an engine without an optimizer cannot train"
+        before = self._transfers()
+        self._update.lr = lr
+        facts = self._engine.train_step(batch, key, lr)
+        return replace(facts, transfers=self._transfers().since(before))
+
+    def eval_step(self, batch: Batch) -> StepFacts:
+        return self._engine.eval_step(batch)
+
+    def state(self) -> EngineState:
+        self._settle()
+        state = self._engine.state()
+        if self._update is not None:
+            states = [state.take() for state in self._optimizer_states.values()]
+            numbers = merged_numbers([own for _, own in states]) if states else {"state": {}, "groups": []}
+            tensors = dict(chain.from_iterable(own.items() for own, _ in states))
+            state = replace(state, optimizer=tensors, numbers={**state.numbers, "optimizer": numbers})
+        on_disk = any(shelf.region.memory is None for slice in self._slices() for shelf in slice.shelves)
+        return replace(state, fetch=self._fetch) if on_disk else state
+
+    def load_state(self, state: EngineState) -> None:
+        """Load slice by slice, so that no more of the model is in memory than while it trains."""
+        self._settle()
+        self._check_fit(state)
+        keys = self._keys()
+        offloaded = {parameter for slice in self._slices() for parameter in slice.parameters}
+        self._load(state, [key for tensor, own in keys.items() if tensor not in offloaded for key in own])
+        self._load_optimizer(state, self._shared)
+        for name, buffer in module_state(self.module).buffers.items():
+            buffer.copy_(state.value(state.buffers[name]))
+        for rotation in self._rotations:
+            for slice in rotation.tour([Part.WEIGHTS], [Part.WEIGHTS, Part.STATE]):
+                self._load(state, [key for parameter in slice.parameters for key in keys[parameter]])
+                self._load_optimizer(state, slice)
+        if self._update is not None and self._loads_optimizer(state):
+            load_scaler(self._update.scaler, state)
+
+    def close(self) -> None:
+        self._engine.close()
+        self._offloaded.close()
+
+    def _slices(self) -> Iterator[Slice]:
+        return (slice for rotation in self._rotations for slice in rotation.slices.values())
+
+    def _groups(self) -> Iterator[Slice | ResidentParameters]:
+        yield from self._slices()
+        yield self._shared
+
+    def _make_update(self, objective: Objective, device: torch.device) -> SliceUpdate | None:
+        make = objective.optimizer
+        if make is None:
+            return None
+        check_optimizer(make)
+        for group in self._groups():
+            if group.trained:
+                group.optimizer = make(group.trained)
+        update = SliceUpdate(
+            [parameter for parameter in self.module.parameters() if parameter.requires_grad],
+            self._shared,
+            lambda parts, changed: (
+                slice for rotation in self._rotations for slice in rotation.tour(parts, changed)
+            ),
+            clip_grad_norm=objective.clip_grad_norm,
+            scale_loss=objective.precision == "fp16",
+            device=device,
+        )
+        for rotation in self._rotations:
+            rotation.completion = update
+        return update
+
+    def _make_optimizer_states(self, objective: Objective) -> dict[int, OptimizerState]:
+        if objective.optimizer is None:
+            return {}
+        shapes = OptimizerStateShapes(objective.optimizer)
+        return {
+            id(group): self._make_optimizer_state(group, shapes)
+            for group in self._groups()
+            if group.optimizer
+        }
+
+    def _make_optimizer_state(
+        self, group: Slice | ResidentParameters, shapes: OptimizerStateShapes
+    ) -> OptimizerState:
+        assert group.optimizer is not None, "only trained groups have one"
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        return OptimizerState(
+            group.optimizer, {parameter: names[parameter] for parameter in group.trained}, shapes
+        )
+
+    def _keys(self) -> dict[Tensor, list[str]]:
+        """The names each parameter and buffer has in a state_dict."""
+        keys: dict[Tensor, list[str]] = {}
+        for key, tensor in self.module.state_dict(keep_vars=True).items():
+            keys.setdefault(tensor, []).append(key)
+        return keys
+
+    def _check_fit(self, state: EngineState) -> None:
+        check_state(self.module, state)
+        trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
+        saved = {path.rpartition("/")[0] for path in state.optimizer}
+        if self._loads_optimizer(state) and (unknown := saved - trained):
+            raise RunError(f"does not fit the model: it trains no {', '.join(sorted(unknown)[:5])}")
+
+    def _loads_optimizer(self, state: EngineState) -> bool:
+        return self._update is not None and not state.resets_optimizer
+
+    def _load(self, state: EngineState, keys: Sequence[str]) -> None:
+        try:
+            self.module.load_state_dict({key: state.value(state.model[key]) for key in keys}, strict=False)
+        except RuntimeError as error:
+            raise RunError(f"does not fit the model: {' '.join(str(error).split())}") from error
+
+    def _load_optimizer(self, state: EngineState, group: Slice | ResidentParameters) -> None:
+        optimizer_state = self._optimizer_states.get(id(group))
+        if optimizer_state is None or not self._loads_optimizer(state):
+            return
+        trained = set(group.trained)
+        names = {name for name, parameter in self.module.named_parameters() if parameter in trained}
+        tensors = {
+            path: state.value(tensor)
+            for path, tensor in state.optimizer.items()
+            if path.rpartition("/")[0] in names
+        }
+        optimizer_state.put(tensors, _of_names(state.numbers.get("optimizer", {}), names))
+
+    def _fetch(self, tensor: Tensor) -> Tensor:
+        """Read the value of a tensor of the state, which itself may have no storage."""
+        values = (shelf.get(tensor) for slice in self._slices() for shelf in slice.shelves)
+        return next((value for value in values if value is not None), tensor)
+
+    def _settle(self) -> None:
+        for rotation in self._rotations:
+            rotation.settle()
+
+    def _transfers(self) -> Transfers:
+        movers = [rotation.mover for rotation in self._rotations]
+        return Transfers(
+            sum(mover.moved_bytes for mover in movers), sum(mover.waited_seconds for mover in movers)
+        )
+
+
+def _of_names(numbers: Mapping[str, Any], names: set[str]) -> Mapping[str, Any]:
+    state = numbers.get("state")
+    if not isinstance(state, dict):  # OptimizerState.put rejects it with a precise message
+        return numbers
+    return {**numbers, "state": {name: values for name, values in state.items() if name in names}}

@@ -1,0 +1,318 @@
+"""The engine behind all others: one training or evaluation step on a pipe.
+
+Engines differ in their pipe and in the processes they share the work with. When a loss or gradient is not finite, the
+engine runs the failed step again to name the layer it came from.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, Literal, Protocol, final
+
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.engines.collectives import Collectives, NonfiniteOutput, SingleProcess
+from gpipe_cli.engines.memory import memory_watched
+from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts, Utilisation, Value
+from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state
+from gpipe_cli.engines.state_check import check_scaler
+from gpipe_cli.engines.update import Update, UpdateFacts
+from gpipe_cli.errors import NumericError
+from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
+from gpipe_cli.pipeline.gpipe import ThreadedPipe
+from gpipe_cli.profiling.action_recorder import ActionRecorder
+from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
+from gpipe_cli.profiling.timeline import StepTimeline
+from gpipe_cli.sequential import layer_names
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Pipe(Protocol):
+    """What `GPipe`, `PlainPipe` and `RankPipe` have in common; a rank without the last partition returns ()."""
+
+    chunks: int
+    training: bool
+
+    def __call__(self, input: Any) -> Any: ...
+    def step(
+        self, input: Any, target: Any, loss_fn: Any, key: int | None = None, *, return_output: Literal[True]
+    ) -> tuple[Tensor, Any]: ...
+    def train(self, mode: bool = True) -> Any: ...
+    def close(self) -> None: ...
+
+
+class GradientUpdate(Protocol):
+    """What `Update` and `SliceUpdate` have in common; the latter has done most of its work during the step."""
+
+    scaler: torch.amp.GradScaler
+
+    def begin(self) -> None: ...
+    def apply(self, loss: float, lr: float) -> UpdateFacts: ...
+
+
+@final
+class UtilisationMeter:
+    """Measures how busy the partitions of a pipe are.
+
+    Recording costs a few percent of a step of small layers, so an engine measures only where somebody watches the run.
+    """
+
+    def __init__(self, pipe: ThreadedPipe) -> None:
+        self._pipe = pipe
+        self._record = ActionRecorder(pipe.devices)
+        self.last: Utilisation | None = None
+        """Of the last step measured."""
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Measure the one step that the block runs."""
+        self._record.clear()
+        self._pipe.recorder = self._record
+        try:
+            yield
+        finally:
+            self._pipe.recorder = None
+        step = StepTimeline(tuple(self._record.pieces()))
+        seconds: dict[int, float] = defaultdict(float)
+        for piece in step.pieces:
+            seconds[piece.action.partition] += piece.end - piece.begin
+        partitions, devices = range(len(self._pipe.partitions)), self._pipe.devices
+        self.last = Utilisation(
+            busy=tuple(seconds[index] / step.seconds for index in partitions),
+            bubble=step.bubble,
+            memory=tuple(_peak_bytes(devices[index % len(devices)]) for index in partitions),
+        )
+
+
+@final
+class PipeEngine:
+    def __init__(
+        self,
+        pipe: Pipe,
+        spec: EngineSpec,
+        *,
+        input_device: torch.device,
+        output_device: torch.device,
+        collectives: Collectives | None = None,
+        update: GradientUpdate | None = None,
+        meter: UtilisationMeter | None = None,
+    ) -> None:
+        """update: None makes one from the spec, and includes its optimizer in the engine's state."""
+        self.module = spec.module
+        self._pipe = pipe
+        # Only here, not in every step: an evaluation restores the mode of every module, and setting it again would
+        # take a noticeable part of a small model's step.
+        pipe.train()
+        self._objective, self._balance, self._eval_chunks = spec.objective, spec.balance, spec.eval_chunks
+        self._input_device, self._output_device = input_device, output_device
+        self._collectives = collectives or SingleProcess()
+        self._meter = meter
+        # Stands in where a process has no parameters, because torch creates no optimizer without any.
+        self._placeholder = nn.Parameter(torch.zeros(0))
+        own = self._make_update() if update is None else None
+        self._update: GradientUpdate | None = own if update is None else update
+        self._optimizer_state = None if own is None else self._make_optimizer_state(own)
+        # One function object for all steps: a pipe remembers whether the last loss function drew random numbers.
+        self._scaled_loss = None if self._update is None else _scaled(self._loss, self._update.scaler)
+
+    def train_step(self, batch: Batch, key: int, lr: float) -> StepFacts:
+        assert self._update is not None, "an engine without an optimizer cannot train"
+        input, target = self._to_devices(batch)
+        self._update.begin()
+        with nullcontext() if self._meter is None else self._meter.measure():
+            scaled, output = self._step(input, target, key)
+        loss = float(scaled) / self._update.scaler.get_scale()
+        facts = self._collectives.facts(self._facts(loss, output, target))
+        try:
+            with memory_watched():
+                update = self._update.apply(facts.loss, lr)
+        except NumericError as error:
+            for note in self._nonfinite_notes(input, target, key):
+                error.add_note(note)
+            raise
+        utilisation = None if self._meter is None else self._meter.last
+        return replace(facts, grad_norm=update.grad_norm, skipped=update.skipped, utilisation=utilisation)
+
+    def _facts(self, loss: float, output: Any, target: Tensor) -> StepFacts | None:
+        if isinstance(output, tuple) and not output:
+            return None
+        return StepFacts(loss, len(target), self._objective.measure(output, target))
+
+    def _step(self, input: Value, target: Tensor, key: int) -> tuple[Tensor, Any]:
+        with self._autocast(), memory_watched():
+            return self._pipe.step(input, target, self._scaled_loss, key=key, return_output=True)
+
+    def _nonfinite_notes(self, input: Value, target: Tensor, key: int) -> Iterator[str]:
+        """Where a loss or gradient that is not finite came from.
+
+        Randomness is keyed, so running the step again repeats it. Training ends here, so it does no harm that the
+        second run changes buffers and gradients.
+        """
+        gradient = self._collectives.last_name(nonfinite_gradients(self.module))
+        own = first_nonfinite_output(self.module, lambda: self._step(input, target, key))
+        output = self._collectives.first_nonfinite_output(own)
+        if output is not None:
+            index, micro_batch = output
+            name, partition = (
+                layer_names(self.module)[index],
+                bisect_right(list(accumulate(self._balance)), index),
+            )
+            layer = f"layer '{name}' ({type(self.module[index]).__name__}) in partition {partition}"
+            yield f"first output that is not finite: {layer}, micro-batch {micro_batch}"
+        elif gradient is not None:
+            yield f"all layers' outputs are finite; first gradient that is not: {gradient}"
+
+    def eval_step(self, batch: Batch) -> StepFacts:
+        input, target = self._to_devices(batch)
+        with self._evaluating(), self._autocast(), memory_watched():
+            output = self._pipe(input)
+            share = self._collectives.share_of(len(target))
+            has_output = not (isinstance(output, tuple) and not output)
+            loss = float(self._loss(output, target)) * share if has_output else 0.0
+        return self._collectives.facts(self._facts(loss, output, target))
+
+    def state(self) -> EngineState:
+        state = module_state(self.module)
+        if self._update is not None:
+            tensors, numbers = ({}, {}) if self._optimizer_state is None else self._optimizer_state.take()
+            numbers = {"optimizer": numbers, "scaler": self._update.scaler.state_dict()}
+            state = replace(state, optimizer=tensors, numbers=numbers)
+        return self._collectives.gather_state(state)
+
+    def load_state(self, state: EngineState) -> None:
+        load_module(self.module, state)
+        if self._update is None or state.resets_optimizer:
+            return
+        if self._optimizer_state is not None:
+            self._optimizer_state.put(state.optimizer, state.numbers.get("optimizer", {}))
+        load_scaler(self._update.scaler, state)
+
+    def close(self) -> None:
+        self._pipe.close()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Run the block in eval mode, and leave nothing behind that training could notice.
+
+        A pipe that is called draws its key from the default generator, so the block gets a seeded copy of it.
+        """
+        training, chunks = self._pipe.training, self._pipe.chunks
+        self._pipe.train(False)
+        self._pipe.chunks = self._eval_chunks
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(0)
+                yield
+        finally:
+            self._pipe.train(training)
+            self._pipe.chunks = chunks
+
+    def _make_update(self) -> Update | None:
+        make = self._objective.optimizer
+        if make is None:
+            return None
+        check_optimizer(make)
+        # Parameters on the meta device belong to other processes.
+        parameters = [
+            parameter
+            for parameter in self.module.parameters()
+            if parameter.requires_grad and not parameter.is_meta
+        ]
+        return Update(
+            make(parameters or [self._placeholder]),
+            parameters,
+            clip_grad_norm=self._objective.clip_grad_norm,
+            scale_loss=self._objective.precision == "fp16",
+            device=self._output_device,
+            collectives=self._collectives,
+        )
+
+    def _make_optimizer_state(self, update: Update) -> OptimizerState:
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        assert self._objective.optimizer is not None, "an update needs one"
+        shapes = OptimizerStateShapes(self._objective.optimizer)
+        return OptimizerState(update.optimizer, {**names, self._placeholder: ""}, shapes)
+
+    def _loss(self, output: Any, target: Tensor) -> Tensor:
+        # Under autocast scores are in half precision, in which a sum would lose most of its digits.
+        return self._objective.loss(_float(output), target)
+
+    def _to_devices(self, batch: Batch) -> tuple[Value, Tensor]:
+        input, target = batch
+        moved = (
+            tuple(tensor.to(self._input_device, non_blocking=True) for tensor in input)
+            if isinstance(input, tuple)
+            else input.to(self._input_device, non_blocking=True)
+        )
+        return moved, target.to(self._output_device, non_blocking=True)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = DTYPES.get(self._objective.precision)
+        return nullcontext() if dtype is None else torch.autocast(self._input_device.type, dtype=dtype)
+
+
+def load_scaler(scaler: torch.amp.GradScaler, state: EngineState) -> None:
+    saved = state.numbers.get("scaler", {})
+    if saved != {} and scaler.is_enabled():  # a run may resume in another precision
+        check_scaler(scaler.state_dict(), saved)
+        scaler.load_state_dict(saved)
+
+
+def _scaled(
+    loss: Callable[[Any, Tensor], Tensor], scaler: torch.amp.GradScaler
+) -> Callable[[Any, Tensor], Tensor]:
+    return lambda output, target: scaler.scale(loss(output, target))
+
+
+def _float(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output.float() if output.dtype in DTYPES.values() else output
+    if isinstance(output, dict):
+        return {name: _float(value) for name, value in output.items()}
+    return tuple(_float(value) for value in output)
+
+
+def first_nonfinite_output(module: nn.Sequential, run: Callable[[], object]) -> NonfiniteOutput | None:
+    """The first layer, and its first micro-batch, whose output is not finite while `run` runs."""
+    nonfinite: list[tuple[int, int]] = []
+
+    def make_hook(layer: int) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, input: Any, output: Any) -> None:
+            # Workers append from their own threads; list.append is atomic.
+            micro_batch = current_microbatch()
+            if micro_batch is not None and not is_recomputing() and not _is_finite(output):
+                nonfinite.append((layer, micro_batch.index))
+
+        return hook
+
+    with ExitStack() as hooks:
+        for index, layer in enumerate(module):
+            hooks.callback(layer.register_forward_hook(make_hook(index)).remove)
+        run()
+    return min(nonfinite, default=None)
+
+
+def nonfinite_gradients(module: nn.Module) -> list[str]:
+    """The parameters whose gradient is not finite; backward reached the last of them first."""
+    return [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None and not _is_finite(parameter.grad)
+    ]
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() or bool(torch.isfinite(value).all())
+    return all(_is_finite(member) for member in value) if isinstance(value, tuple) else True
+
+
+def _peak_bytes(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -1,0 +1,92 @@
+"""Run one job in several processes: start its ranks, restart them after a transient failure, return rank 0's summary.
+
+Everything that can be wrong with the settings was found before. The ranks read the composed configuration and the
+balance from a file, and rank 0 returns the summary in its exit report.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gpipe_cli.errors import ConfigError, Interrupted, PeerError, Stopped
+from gpipe_cli.launch.rank_files import ExitReport, RankFiles, RankTask
+from gpipe_cli.launch.rank_group import RankGroup, RanksFailed
+from gpipe_cli.report.output import print_status
+from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
+
+# A rank imports the same files as its launcher, because it takes over the launcher's sys.path: neither the current
+# folder nor an installed package of the same name comes first. `listen` remembers a signal that arrives while the
+# rank is still importing torch.
+START = (
+    "import sys; sys.path[:] = sys.argv[2:]; from gpipe_cli.training.signals import listen; listen(); "
+    "from gpipe_cli.commands.jobs import run_as_rank; run_as_rank(sys.argv[1])"
+)
+
+
+def launch_ranks(
+    task: RankTask,
+    descriptions: Sequence[str],
+    *,
+    step_timeout: float | None,
+    max_restarts: int,
+    resume_command: Callable[[Path], str] | None,
+) -> Mapping[str, Any]:
+    """Run the task in one rank per description; the summary of rank 0.
+
+    resume_command: the command that resumes a run directory; None if the job cannot be resumed.
+    """
+    if not hasattr(os, "pidfd_open"):
+        raise ConfigError("engine=processes: starts its ranks on Linux only; start them with torchrun here")
+    with stop_requests() as stops:
+        ranks = RankGroup(descriptions, step_timeout, lambda: stops.signal)
+        while True:
+            try:
+                return _result(ranks.run(partial(_interpreter_arguments, task)))
+            except RanksFailed as failed:
+                if failed.run_directory is not None:
+                    task = replace(task, run_directory=str(failed.run_directory))
+                _raise_if_stopped(stops, failed, task, resume_command)
+                if not max_restarts or not failed.is_transient:
+                    raise failed.cause from failed
+                max_restarts -= 1
+                print_status(f"{failed}; restarting all ranks, restarts left: {max_restarts}")
+
+
+def _interpreter_arguments(task: RankTask, files: RankFiles) -> list[str]:
+    files.write_task(task)
+    return ["-c", START, str(files.folder), *sys.path]
+
+
+def _result(report: ExitReport) -> Mapping[str, Any]:
+    if report.exit_code == Interrupted.exit_code:
+        raise Interrupted(report.message) if report.message else KeyboardInterrupt
+    if report.exit_code == Stopped.exit_code:
+        raise Stopped(report.message)
+    assert report.summary is not None, "rank 0 reports a summary"
+    return report.summary
+
+
+def _raise_if_stopped(
+    stops: StopRequests,
+    failed: RanksFailed,
+    task: RankTask,
+    resume_command: Callable[[Path], str] | None,
+) -> None:
+    """A stop signal kills ranks that do not handle it yet; that is a stop, not a failure."""
+    if isinstance(failed.cause, Interrupted):  # a second Ctrl-C
+        reason = " at once"
+    elif stops.signal is not None and isinstance(failed.cause, PeerError):
+        reason = f", which interrupted the ranks ({failed})"
+    else:
+        return
+    request = stops.request or StopRequested("Ctrl-C")
+    message = f"stopped by {request.reason}{reason}"
+    if task.run_directory is not None and resume_command is not None:
+        message += f"; resume with: {resume_command(Path(task.run_directory))}"
+    raise request.error(message) from failed

@@ -1,0 +1,112 @@
+"""This process as one of several ranks: whether it is one, and how it connects to the others.
+
+`gpipe` starts the ranks itself (`launcher`), or torchrun does, also on several machines. Either way every rank runs the
+whole command; rank 0 prints and writes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+from gpipe_cli.distributed.groups import setup_process_groups
+from gpipe_cli.distributed.team import Team
+from gpipe_cli.errors import ConfigError, PeerError, Stopped
+from gpipe_cli.launch.rank_files import RankFiles
+from gpipe_cli.report.failure import describe
+from gpipe_cli.schedule.action import partitions_of
+
+LOST_PEER_MESSAGES = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket Timeout")
+"""Parts of torch's messages about a peer that died; torch raises a plain RuntimeError for most of them."""
+SUPERVISOR_MARGIN = 60.0
+"""Seconds added to torch's timeout, so that the supervisor is the first to report that a step takes too long."""
+PRACTICALLY_FOREVER = timedelta(days=7)
+
+
+def is_rank() -> bool:
+    return distributed.is_torchelastic_launched()
+
+
+def is_main_process() -> bool:
+    """Whether this process prints and writes: rank 0, or the only process."""
+    return not is_rank() or os.environ["RANK"] == "0"
+
+
+@contextmanager
+def connect_ranks(
+    files: RankFiles | None, *, data_parallel: int, step_timeout: float | None, on_cuda: bool
+) -> Iterator[Team]:
+    """Connect the ranks of a job, in the process groups `data` and `pipe`; a process that is no rank has none.
+
+    files: those of the launcher; None under torchrun, which tells the ranks how to meet by environment variables.
+    """
+    if not is_rank():
+        yield Team()
+        return
+    size = int(os.environ["WORLD_SIZE"])
+    if size % data_parallel:
+        raise ConfigError(
+            f"data_parallel={data_parallel}: there are {size} processes; every replica needs the same number of them"
+        )
+    timeout = _timeout(step_timeout, has_supervisor=files is not None)
+    if files is not None:  # all ranks are on this machine: listen on no other interface
+        os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    with _lost_peer_as_peer_error():
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+            init_method="env://" if files is None else files.init_method,
+            rank=int(os.environ["RANK"]),
+            world_size=size,
+            timeout=timeout,
+        )
+        try:
+            groups = [("data", data_parallel), ("pipe", size // data_parallel)]
+            setup_process_groups(groups, timeout=timeout)
+            world = Team.present()
+            try:
+                yield world
+            except Stopped:
+                world.largest(0)
+                raise
+            world.largest(0)  # a barrier: torch ends all other ranks as soon as one is missing
+        finally:
+            distributed.destroy_process_group()
+
+
+def _timeout(step_timeout: float | None, *, has_supervisor: bool) -> timedelta | None:
+    """None stands for torch's own default."""
+    if not has_supervisor:
+        return None if step_timeout is None else timedelta(seconds=step_timeout)
+    return (
+        PRACTICALLY_FOREVER if step_timeout is None else timedelta(seconds=step_timeout + SUPERVISOR_MARGIN)
+    )
+
+
+@contextmanager
+def _lost_peer_as_peer_error() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        lost_peer = isinstance(error, distributed.DistError) or (
+            isinstance(error, RuntimeError) and any(part in str(error) for part in LOST_PEER_MESSAGES)
+        )
+        if not lost_peer:
+            raise
+        raise PeerError(f"another rank is gone: {describe(error)}") from error
+
+
+def describe_ranks(partitions: int, devices: Sequence[torch.device], replicas: int) -> list[str]:
+    """The part of the model that each rank holds, for messages."""
+    descriptions = []
+    for replica in range(replicas):
+        of_replica = f" of replica {replica}" if replicas > 1 else ""
+        for worker in range(len(devices)):
+            own = list(partitions_of(worker, partitions, len(devices)))
+            noun = "partition" if len(own) == 1 else "partitions"
+            descriptions.append(f"{noun} {', '.join(map(str, own))}{of_replica}")
+    return descriptions

@@ -1,0 +1,131 @@
+"""A configured run in several processes: what its launcher and its ranks need of the settings and the job."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+from omegaconf import OmegaConf
+
+from gpipe_cli.config.schema import EvalConfig, RunConfig, TrainConfig
+from gpipe_cli.distributed.place import check_placement
+from gpipe_cli.distributed.team import Team
+from gpipe_cli.engines.devices import available
+from gpipe_cli.engines.protocol import Engine
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.launch.heartbeat import HeartbeatEngine, Heartbeats
+from gpipe_cli.launch.launcher import launch_ranks
+from gpipe_cli.launch.rank_files import RankTask
+from gpipe_cli.launch.rank_setup import connect_ranks, describe_ranks, is_rank
+from gpipe_cli.report.output import print_status
+from gpipe_cli.run.build import RunParts, build_parts
+from gpipe_cli.run.components import engine_name, manual_balance, measures_layers, traits_of_engine
+from gpipe_cli.run.job import Job, Summary
+from gpipe_cli.run.resume import resume_command
+from gpipe_cli.schedule import traits
+
+Settings = TypeVar("Settings", bound=RunConfig)
+
+
+def starts_ranks(settings: RunConfig) -> bool:
+    """Whether this process has to start the ranks that run the job."""
+    return traits_of_engine(settings).needs_processes and not is_rank()
+
+
+def run_in_ranks(settings: RunConfig, job: Job, parts: RunParts, began: float) -> Summary:
+    """Start ranks that run the job, and wait for them; the summary of rank 0."""
+    partitioning = parts.partitioning
+    if partitioning.origin:
+        print_status(f"balance {partitioning.balance}: {partitioning.origin}")
+    task = RankTask(
+        launcher=os.getpid(),
+        command=job.command,
+        overrides=list(job.overrides),
+        line=job.line,
+        config=OmegaConf.to_yaml(job.tree),
+        model=job.model,
+        number=job.number,
+        balance=partitioning.balance,
+        began=began,
+    )
+    return launch_ranks(
+        task,
+        describe_ranks(len(partitioning.balance), partitioning.devices, settings.data_parallel),
+        step_timeout=settings.step_timeout,
+        max_restarts=int(settings.engine.get("max_restarts", 0)),
+        resume_command=partial(resume_command, settings=settings)
+        if isinstance(settings, TrainConfig)
+        else None,
+    )
+
+
+def settings_for_rank(settings: Settings, job: Job) -> Settings:
+    """The settings of this rank: the balance its launcher found, and devices of its own machine."""
+    if not is_rank():
+        return settings
+    if not traits_of_engine(settings).needs_processes:
+        raise ConfigError(
+            f"{engine_name(settings)}: runs in one process, but torchrun started {os.environ['WORLD_SIZE']}; "
+            "add engine=processes, or start it without torchrun"
+        )
+    if job.rank is not None:
+        return _with_balance(settings, job.rank.balance)
+    if settings.devices == "auto":
+        if settings.partitions is not None and not traits(settings.schedule.name).several_per_device:
+            _check_size(settings, settings.partitions, settings.partitions, int(os.environ["WORLD_SIZE"]))
+        own = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
+        return replace(settings, devices=[own] * int(os.environ["WORLD_SIZE"]))
+    return settings
+
+
+def _with_balance(settings: Settings, layers: list[int]) -> Settings:
+    return replace(settings, balance=manual_balance(layers), partitions=None)
+
+
+def connect(settings: RunConfig, job: Job) -> AbstractContextManager[Team]:
+    """Connect this rank to the others while the block runs."""
+    return connect_ranks(
+        None if job.rank is None else job.rank.files,
+        data_parallel=settings.data_parallel,
+        step_timeout=settings.step_timeout,
+        on_cuda=is_rank() and any(device.type == "cuda" for device in available(settings.devices)),
+    )
+
+
+def build_parts_in_ranks(settings: RunConfig, job: Job, world: Team) -> RunParts:
+    """Build data, model and partitions in every rank; only rank 0 measures a balance, and shares it."""
+    if not world.leads and measures_layers(settings):
+        settings = _with_balance(settings, json.loads(world.of_leader("")))
+    without_running = job.dry_run or starts_ranks(settings)
+    needs_storage = isinstance(settings, EvalConfig) or measures_layers(settings)
+    parts = build_parts(settings, job.overrides, storage=needs_storage or not without_running)
+    if world.leads and measures_layers(settings):
+        world.of_leader(json.dumps(parts.partitioning.balance))
+    partitioning = parts.partitioning
+    if traits_of_engine(settings).needs_processes:
+        check_placement(settings.schedule.name, len(partitioning.balance), len(partitioning.devices))
+    if is_rank():
+        _check_size(settings, len(partitioning.balance), len(partitioning.devices), world.size)
+    return parts
+
+
+def with_heartbeat(engine: Engine, job: Job, world: Team) -> Engine:
+    """The engine, which sends heartbeats if a launcher supervises this rank."""
+    if job.rank is None:
+        return engine
+    return HeartbeatEngine(engine, Heartbeats(job.rank.files.heartbeats, world.size), world.rank)
+
+
+def _check_size(settings: RunConfig, partitions: int, width: int, size: int) -> None:
+    """torchrun may have started another number of ranks than the partitions need."""
+    wanted = width * settings.data_parallel
+    if size != wanted:
+        raise ConfigError(
+            f"partitions={partitions} data_parallel={settings.data_parallel}: need {wanted} processes, torchrun "
+            f"started {size}"
+        )
