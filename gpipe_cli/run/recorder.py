@@ -49,7 +49,7 @@ class RunRecorder:
     @contextmanager
     def open(
         directory: Path,
-        plan: TrainSpec,
+        spec: TrainSpec,
         settings: LogConfig,
         start: Position = Position(),  # noqa: B008 - immutable
         *,
@@ -63,7 +63,7 @@ class RunRecorder:
                 closing(LineFile(directory / "train.log")) as log_file,
                 run_log(log_file, partitions=settings.partitions, layers=settings.layers) as log,
                 MetricsFile(directory / "metrics.jsonl") as metrics,
-                progress_display(plan.steps, plan.epochs, settings.every, partitions) as progress,
+                progress_display(spec.steps, spec.epochs, settings.every, partitions) as progress,
             ):
                 disk.files = [log_file, metrics.file]
                 yield RunRecorder(metrics, logger, log, progress, settings.every, start, disk)

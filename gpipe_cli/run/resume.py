@@ -84,16 +84,16 @@ def check_same_snapshot(resumed: ResumedRun | None, team: Team) -> None:
         )
 
 
-def check_resumable(plan: TrainSpec, record: TrainingRecord) -> None:
+def check_resumable(spec: TrainSpec, record: TrainingRecord) -> None:
     """Refuse to end a run before the step it has reached, or to give its steps other samples."""
-    if (plan.seed, plan.steps_per_epoch) != (record.seed, record.steps_per_epoch):
+    if (spec.seed, spec.steps_per_epoch) != (record.seed, record.steps_per_epoch):
         raise DataError(
             f"the run was trained with seed={record.seed} on {record.steps_per_epoch} mini-batches per epoch; "
-            f"now seed={plan.seed} and there are {plan.steps_per_epoch}: its data or its config.yaml has changed"
+            f"now seed={spec.seed} and there are {spec.steps_per_epoch}: its data or its config.yaml has changed"
         )
-    if plan.steps < record.position.step:
+    if spec.steps < record.position.step:
         raise ConfigError(
-            f"steps={plan.steps}: the run has reached step {record.position.step}; "
+            f"steps={spec.steps}: the run has reached step {record.position.step}; "
             "give at least that many, or resume from an earlier snapshot"
         )
 

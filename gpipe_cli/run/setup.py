@@ -44,7 +44,7 @@ class RunSetup:
 
 
 def check_disk_space(
-    run: Path, settings: TrainConfig, model: nn.Module, plan: TrainSpec, retention: Retention
+    run: Path, settings: TrainConfig, model: nn.Module, spec: TrainSpec, retention: Retention
 ) -> str | None:
     """Check before the run has a directory that its disk has room for a snapshot; return a warning, if any."""
     state = module_state(model)
@@ -53,7 +53,7 @@ def check_disk_space(
         optimizer_size = sum(state_bytes(optimizer_factory(settings), model.parameters()))
     except Exception:  # noqa: BLE001 - an optimizer may reject the gradients of the trial step, and still train
         optimizer_size = 0
-    return check_snapshot_space(run, plan, retention, size + optimizer_size)
+    return check_snapshot_space(run, spec, retention, size + optimizer_size)
 
 
 def set_up_run(

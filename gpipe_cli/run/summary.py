@@ -34,12 +34,12 @@ LARGEST_SUMMARY = 2**20
 
 
 def summarise(
-    last: EvalResult, plan: TrainSpec, loader: BatchLoader, directory: Path, job: Job
+    last: EvalResult, spec: TrainSpec, loader: BatchLoader, directory: Path, job: Job
 ) -> dict[str, Any]:
     return {
         "loss": last.loss,
         **last.means,
-        "epochs": plan.epochs,
+        "epochs": spec.epochs,
         "steps": last.step,
         "samples_per_second": loader.samples_after(last.step) / last.seconds,
         "seconds": last.seconds,
@@ -49,15 +49,15 @@ def summarise(
 
 
 def summary_if_finished(
-    resumed: ResumedRun, plan: TrainSpec, loader: BatchLoader, job: Job
+    resumed: ResumedRun, spec: TrainSpec, loader: BatchLoader, job: Job
 ) -> Summary | None:
     """The summary of a run that has nothing left to train, or None."""
     position = None if resumed.snapshot is None else resumed.snapshot.record.position
     if position is None or position.evaluation is None or not position.evaluated:
         return None
-    if position.step != plan.steps:
+    if position.step != spec.steps:
         return None
-    summary = summarise(position.evaluation, plan, loader, resumed.directory, job)
+    summary = summarise(position.evaluation, spec, loader, resumed.directory, job)
     before = _read_summary(resumed.directory)
     if all(before.get(key) == value for key, value in summary.items() if key not in ("run_dir", "command")):
         sys.stderr.write(f"{resumed.directory}: the run has finished; gpipe changed nothing\n")

@@ -22,13 +22,13 @@ TINY = (
 def test_a_balance_covers_the_model_and_can_be_pasted(gpipe: Gpipe, tmp_path: Path, by: str) -> None:
     quick = ["balance.seconds=0"] if by == "time" else []
     words = ["data.size=8", "batch_size=8", "partitions=3", *quick]
-    found = gpipe("balance", "--by", by, *words, "--json").json
-    assert {"balance", "by", "costs", "max", "lower_bound", "imbalance"} <= found.keys()
-    assert found["by"] == by
-    assert len(found["balance"]) == 3 and sum(found["balance"]) == len(found["costs"]) == 10
-    assert found["max"] >= found["lower_bound"] > 0 and found["imbalance"] >= 1
-    pasted = gpipe(*shlex.split(found["paste"])[1:], "--dry-run", "--json").json
-    assert [row["layers"] for row in pasted["partitions"]] == found["balance"]
+    summary = gpipe("balance", "--by", by, *words, "--json").json
+    assert {"balance", "by", "costs", "max", "lower_bound", "imbalance"} <= summary.keys()
+    assert summary["by"] == by
+    assert len(summary["balance"]) == 3 and sum(summary["balance"]) == len(summary["costs"]) == 10
+    assert summary["max"] >= summary["lower_bound"] > 0 and summary["imbalance"] >= 1
+    pasted = gpipe(*shlex.split(summary["paste"])[1:], "--dry-run", "--json").json
+    assert [row["layers"] for row in pasted["partitions"]] == summary["balance"]
     assert not (tmp_path / "runs").exists()
 
 
@@ -42,22 +42,22 @@ def test_a_memory_limit_is_kept_by_every_method(tiny: Gpipe) -> None:
     words = [*TINY, "partitions=3", "--json"]
     uniform = tiny("balance", "--by", "uniform", *words).json
     limit = int(0.99 * max(uniform["memory_bytes"]))
-    found = tiny("balance", "--by", "uniform", f"device_memory={limit}", *words).json
-    assert found["balance"] != uniform["balance"]
-    assert max(found["memory_bytes"]) <= limit
+    summary = tiny("balance", "--by", "uniform", f"device_memory={limit}", *words).json
+    assert summary["balance"] != uniform["balance"]
+    assert max(summary["memory_bytes"]) <= limit
     trained = tiny("train", f"device_memory={limit}", *words, "--dry-run").json
-    assert [row["layers"] for row in trained["partitions"]] == found["balance"]
+    assert [row["layers"] for row in trained["partitions"]] == summary["balance"]
 
 
 @pytest.mark.parametrize("words", [["schedule=1f1b"], ["checkpoint=never", "optimizer=sgd"]])
-def test_a_dry_run_tells_the_same_memory(tiny: Gpipe, words: list[str]) -> None:
+def test_a_dry_run_estimates_the_same_memory(tiny: Gpipe, words: list[str]) -> None:
     words = [*TINY, *words, "partitions=3", "--json"]
-    found = tiny("balance", "--by", "params", *words).json
+    summary = tiny("balance", "--by", "params", *words).json
     rows = tiny("train", "--dry-run", "balance=params", *words).json["partitions"]
-    assert [row["total_bytes"] for row in rows] == found["memory_bytes"]
+    assert [row["total_bytes"] for row in rows] == summary["memory_bytes"]
 
 
-def test_the_smallest_limit_that_would_do_does(tiny: Gpipe) -> None:
+def test_the_smallest_sufficient_limit_in_the_error_is_sufficient(tiny: Gpipe) -> None:
     words = ["--by", "params", *TINY]
     refused = tiny("balance", *words, "device_memory=1KiB").err
     smallest = refused.partition("the smallest limit that would do is ")[2].partition(",")[0]
@@ -71,15 +71,10 @@ def test_the_optimizer_the_schedule_and_the_checkpoint_mode_change_what_memory_i
     tiny: Gpipe,
 ) -> None:
     def most(*words: str) -> int:
-        found = tiny("balance", "--by", "size", *TINY, "--json", *words).json
-        return int(found["max"])
+        summary = tiny("balance", "--by", "size", *TINY, "--json", *words).json
+        return int(summary["max"])
 
     usual = most()
     assert most("optimizer=sgd") < usual
     assert most("checkpoint=never") > usual
     assert most("checkpoint=never", "schedule=1f1b") < most("checkpoint=never")
-
-
-def test_training_balances_on_the_fly(gpipe: Gpipe) -> None:
-    words = ["balance=time", "balance.seconds=0", "data.size=8", "batch_size=8", "steps=1", "threads=1"]
-    assert gpipe("train", *words, "--json").code == 0

@@ -16,7 +16,7 @@ Gpipe = Callable[..., Any]
     ("what", "where"),
     [("recipe/digits", "own/recipes/mine.yaml"), ("models/resnet18", "own/model/mine.yaml")],
 )
-def test_a_copy_is_used_as_the_answer_says(what: str, where: str, gpipe: Gpipe) -> None:
+def test_a_copy_can_be_used_with_the_printed_command(what: str, where: str, gpipe: Gpipe) -> None:
     answer = gpipe("cp", what, where, "--json")
     assert answer.code == 0, answer.err
     group, name = answer.json["from"].split("/")
@@ -33,7 +33,7 @@ def test_a_folder_gets_a_file_of_the_same_name(gpipe: Gpipe) -> None:
     assert out[2] == "use   put it into a folder optimizer/, and give the folder above it as --config-dir"
 
 
-def test_nothing_is_replaced(gpipe: Gpipe) -> None:
+def test_cp_never_replaces_a_file(gpipe: Gpipe) -> None:
     Path("mine.yaml").write_text("mine", encoding="utf-8")
     answer = gpipe("cp", "model/mlp", "mine.yaml")
     assert answer.code == 2 and "mine.yaml: exists; give another name" in answer.err

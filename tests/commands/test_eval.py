@@ -20,7 +20,9 @@ def trained(tiny: Gpipe) -> dict[str, Any]:
     return summary
 
 
-def test_evaluating_a_run_gives_what_training_ended_with(tiny: Gpipe, trained: dict[str, Any]) -> None:
+def test_evaluating_a_run_gives_the_results_of_its_last_evaluation(
+    tiny: Gpipe, trained: dict[str, Any]
+) -> None:
     summary = tiny("eval", f"run={trained['run_dir']}", ALLOW, "--json").json
     assert summary["loss"] == trained["loss"]
     assert summary["top1"] == trained["top1"]
@@ -39,7 +41,7 @@ def test_a_run_can_be_evaluated_with_other_settings_than_it_was_trained_with(
     assert summary["loss"] == pytest.approx(trained["loss"], rel=1e-6)
 
 
-def test_a_model_on_the_disk_is_never_whole_in_memory(
+def test_a_model_on_disk_is_never_whole_in_memory(
     tiny: Gpipe, trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluation, "load_into_model", lambda *_: pytest.fail("the whole model was loaded"))
@@ -65,9 +67,7 @@ def test_keys_of_the_runs_own_data_can_be_changed(tiny: Gpipe, trained: dict[str
     assert summary["samples"] == 32
 
 
-def test_code_named_by_a_run_is_not_trusted_because_a_file_says_so(
-    tiny: Gpipe, trained: dict[str, Any]
-) -> None:
+def test_a_saved_config_cannot_allow_its_own_packages(tiny: Gpipe, trained: dict[str, Any]) -> None:
     answer = tiny("eval", f"run={trained['run_dir']}")
     assert answer.code == 2
     assert "allow=[tiny_for_tests]: may only be given on the command line" in answer.err

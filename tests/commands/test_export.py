@@ -26,14 +26,14 @@ def test_torchvision_loads_what_is_exported_without_gpipe(gpipe: Gpipe, tmp_path
     path.parent.mkdir(parents=True)
     record = TrainingRecord(Position(1, 1.0), None, 1, 0, 1, versions(), {})
     write_snapshot(path, module_state(sequence), record, lambda: None)
-    found = gpipe("export", "run=run", "out=net.safetensors", "--json").json
-    assert found["bytes"] == (tmp_path / "net.safetensors").stat().st_size
+    summary = gpipe("export", "run=run", "out=net.safetensors", "--json").json
+    assert summary["bytes"] == (tmp_path / "net.safetensors").stat().st_size
     model = torchvision.models.resnet18(num_classes=10)
     model.load_state_dict(load_file(tmp_path / "net.safetensors"))
     assert torch.equal(model.fc.weight, sequence.state_dict()["fc.weight"])
 
 
-def test_a_snapshot_and_an_exported_file_are_evaluated_alike(tiny: Gpipe, tmp_path: Path) -> None:
+def test_a_snapshot_and_an_exported_file_evaluate_to_the_same_results(tiny: Gpipe, tmp_path: Path) -> None:
     run = tiny("train", "threads=1", "run_dir=run", "snapshot.every=2", "snapshot.keep=9", "--json").json
     assert tiny("export", "run=run", "out=all.safetensors").code == 0
     words = [ALLOW, "threads=1", "--json"]

@@ -9,7 +9,7 @@ import pytest
 Gpipe = Callable[..., Any]
 
 
-def test_the_command_that_is_told_is_the_one_that_was_typed(tiny: Gpipe, tmp_path: Path) -> None:
+def test_the_command_in_the_summary_is_the_typed_one(tiny: Gpipe, tmp_path: Path) -> None:
     recipe = tmp_path / "own" / "recipes" / "mine.yaml"
     recipe.parent.mkdir(parents=True)
     recipe.write_text("# @package _global_\nsteps: 1\n", encoding="utf-8")
@@ -28,18 +28,18 @@ def test_a_sweep_prints_one_table_and_no_result_twice(tiny: Gpipe) -> None:
     ]
 
 
-def test_a_failure_in_a_sweep_is_told_with_its_type_and_place(tiny: Gpipe) -> None:
+def test_a_failure_in_a_sweep_is_reported_with_its_type_and_place(tiny: Gpipe) -> None:
     answer = tiny("train", "-m", "model._target_=tiny_for_tests.broken", "steps=1", "seed=1,2")
     assert answer.code == 1
     for line in answer.out.splitlines()[2:]:
         assert "FAILED (1): ZeroDivisionError: as [31mwritten (in partition 1, layer '2'" in line
     assert "Traceback" not in answer.err
-    told = tiny("train", "-m", "model._target_=tiny_for_tests.broken", "steps=1", "seed=1", "--debug")
-    assert "Traceback" in told.err
+    debugged = tiny("train", "-m", "model._target_=tiny_for_tests.broken", "steps=1", "seed=1", "--debug")
+    assert "Traceback" in debugged.err
 
 
 @pytest.mark.parametrize("engine", ["single", "threads"])
-def test_more_chunks_than_samples_are_said_to_make_fewer(tiny: Gpipe, engine: str) -> None:
+def test_more_chunks_than_samples_are_reported_as_fewer_micro_batches(tiny: Gpipe, engine: str) -> None:
     answer = tiny("train", "steps=1", "batch_size=4", "chunks=9", f"engine={engine}")
     assert answer.code == 0
     assert "chunks=9 is more than batch_size=4: each mini-batch is split into 4 micro-batches" in answer.err
@@ -57,7 +57,7 @@ def test_names_with_control_characters_never_reach_the_terminal(tiny: Gpipe, tmp
     assert "\x1b" not in answer.out + answer.err
 
 
-def test_a_broken_pipe_inside_a_layer_is_not_taken_for_a_reader_that_has_gone(tiny: Gpipe) -> None:
+def test_a_broken_pipe_inside_a_layer_is_an_error(tiny: Gpipe) -> None:
     """`gpipe ls | head` ends with 0 on a broken pipe; a training run that died of one must not."""
     answer = tiny("train", "model._target_=tiny_for_tests.piped", "steps=1")
     assert answer.code == 1

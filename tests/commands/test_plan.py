@@ -38,14 +38,14 @@ def test_a_plan_for_this_machine_has_its_fields_and_can_be_trained(tiny: Gpipe, 
     assert [row["layers"] for row in trained["partitions"]] == found["best"]["balance"]
 
 
-def test_what_is_given_is_kept_and_the_table_says_what_to_paste(tiny: Gpipe) -> None:
+def test_the_search_respects_given_keys_and_prints_the_train_command(tiny: Gpipe) -> None:
     words = ("devices=[cpu,cpu]", "chunks=2", "schedule=1f1b", "checkpoint=always", "partitions=2")
     out = tiny("plan", *TINY, *words).out
     assert "chunks=2 schedule=1f1b checkpoint=always" in out
     assert all(word in out for word in ("predicted ms", "lower bound", "advice", "optimizer", "F0"))
 
 
-def test_a_machine_that_is_elsewhere_is_estimated_for_a_model_of_any_size(huge: Gpipe) -> None:
+def test_other_devices_are_estimated_for_a_model_of_any_size(huge: Gpipe) -> None:
     found = huge("plan", "model.width=60000", "device=h100", "devices=8", "batch_size=4", "--json").json
     assert "estimate" in found["profile"] and found["best"]["devices"] > 1
     assert found["best"]["predicted_peak_bytes"] < 80 * 2**30
@@ -59,7 +59,7 @@ def test_a_search_that_skips_one_device_with_the_whole_mini_batch_says_so(tiny: 
     assert silent not in tiny("plan", *TINY, *words).err
 
 
-def test_a_limit_is_kept_or_refused_with_the_smallest_that_would_do(tiny: Gpipe) -> None:
+def test_a_memory_limit_is_respected_or_refused_with_the_smallest_sufficient_one(tiny: Gpipe) -> None:
     words = (*TINY, "devices=2", "--json")
     free = tiny("plan", *words).json
     limit = 40_000
@@ -69,7 +69,7 @@ def test_a_limit_is_kept_or_refused_with_the_smallest_that_would_do(tiny: Gpipe)
     assert refused.code == 2 and "the smallest limit that would do is" in refused.err
 
 
-def test_only_partitions_that_must_recompute_in_the_plan_and_in_training(gpipe: Gpipe) -> None:
+def test_only_partitions_that_need_it_recompute_in_the_plan_and_in_training(gpipe: Gpipe) -> None:
     words = ("devices=3", "partitions=3", "batch_size=16", "chunks=4", "schedule=1f1b", "device_memory=4MiB")
     found = gpipe("plan", "model=unet", "device=v100", *words, "--json").json
     modes = found["best"]["checkpoint"]
@@ -83,7 +83,7 @@ def test_only_partitions_that_must_recompute_in_the_plan_and_in_training(gpipe: 
     assert "Micro-batch 0 (partition 2): checkpoint_stop=0, using_checkpointing=False" in log
 
 
-def test_training_takes_the_best_plan_and_remembers_it(tiny: Gpipe) -> None:
+def test_training_uses_and_saves_the_best_plan(tiny: Gpipe) -> None:
     summary = tiny("train", "plan=auto", "devices=[cpu,cpu]", "steps=1", "chunks=2", "--json")
     saved = yaml.safe_load((Path(summary.json["run_dir"]) / "config.yaml").read_text(encoding="utf-8"))
     assert "predicted" in summary.err
@@ -95,7 +95,7 @@ def test_training_takes_the_best_plan_and_remembers_it(tiny: Gpipe) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["device=a1000", "devices=2"], "did you mean 'a100'"),
         (["device=a100"], "say how many there are, such as devices=8"),
@@ -107,6 +107,6 @@ def test_training_takes_the_best_plan_and_remembers_it(tiny: Gpipe) -> None:
         (["partitions=9", "devices=[cpu,cpu]"], "one device per partition is needed"),
     ],
 )
-def test_a_mistake_is_one_line(tiny: Gpipe, words: list[str], told: str) -> None:
+def test_a_mistake_is_one_line(tiny: Gpipe, words: list[str], message: str) -> None:
     refused = tiny("plan", *TINY, *words)
-    assert refused.code == 2 and told in refused.err
+    assert refused.code == 2 and message in refused.err

@@ -15,20 +15,20 @@ QUICK = ("seconds=0", "data.size=8", "batch_size=8", "chunks=2")
 def test_a_profile_has_a_row_per_layer_on_stdout_and_on_disk(gpipe: Gpipe) -> None:
     answer = gpipe("profile", *QUICK, "partitions=4", "--json")
     assert answer.code == 0, answer.err
-    found = answer.json
-    assert found["micro_batch"] == 4
-    assert [row["index"] for row in found["layers"]] == list(range(10))
-    assert [row["partition"] for row in found["layers"]] == [0, 0, 0, 1, 1, 1, 2, 2, 3, 3]
-    assert sum(row["share"] for row in found["layers"]) == pytest.approx(1)
-    assert found["predicted_step_ms"] > 0 and 0 <= found["predicted_bubble"] < 1
-    assert 1 <= found["predicted_speedup"] <= 4
-    directory = Path(found["run_dir"])
-    assert json.loads((directory / "profile.json").read_text())["layers"] == found["layers"]
+    summary = answer.json
+    assert summary["micro_batch"] == 4
+    assert [row["index"] for row in summary["layers"]] == list(range(10))
+    assert [row["partition"] for row in summary["layers"]] == [0, 0, 0, 1, 1, 1, 2, 2, 3, 3]
+    assert sum(row["share"] for row in summary["layers"]) == pytest.approx(1)
+    assert summary["predicted_step_ms"] > 0 and 0 <= summary["predicted_bubble"] < 1
+    assert 1 <= summary["predicted_speedup"] <= 4
+    directory = Path(summary["run_dir"])
+    assert json.loads((directory / "profile.json").read_text())["layers"] == summary["layers"]
     with (directory / "profile.csv").open(newline="") as file:
-        assert [row["name"] for row in csv.DictReader(file)] == [row["name"] for row in found["layers"]]
+        assert [row["name"] for row in csv.DictReader(file)] == [row["name"] for row in summary["layers"]]
 
 
-def test_rows_are_sorted_and_cut_as_asked(gpipe: Gpipe) -> None:
+def test_rows_are_sorted_and_limited_as_configured(gpipe: Gpipe) -> None:
     title, heading, *lines = gpipe("profile", *QUICK, "sort=memory", "top=3").out.splitlines()
     assert title == "3 of 10 layers (top=null: all)"
     columns = "layer name type partition parameters bytes saved output forward ms backward ms share"
@@ -41,9 +41,9 @@ def test_rows_are_sorted_and_cut_as_asked(gpipe: Gpipe) -> None:
 def test_a_model_larger_than_memory_is_profiled_without_measuring(huge: Gpipe) -> None:
     answer = huge("profile", "measure=false", "batch_size=8", "chunks=2", "balance=params", "--json")
     assert answer.code == 0, answer.err
-    found = answer.json
-    assert found["parameter_bytes"] > 100e9
-    assert found["layers"][2] == {
+    summary = answer.json
+    assert summary["parameter_bytes"] > 100e9
+    assert summary["layers"][2] == {
         "index": 2,
         "name": "2",
         "type": "Linear",
@@ -57,7 +57,7 @@ def test_a_model_larger_than_memory_is_profiled_without_measuring(huge: Gpipe) -
         "partition": 0,
         "share": pytest.approx(1 / 4, rel=0.01),
     }
-    assert "forward_ms" not in found and "predicted_step_ms" not in found
+    assert "forward_ms" not in summary and "predicted_step_ms" not in summary
     written = {
         "profile.json",
         "profile.csv",
@@ -67,7 +67,7 @@ def test_a_model_larger_than_memory_is_profiled_without_measuring(huge: Gpipe) -
         "overrides.yaml",
         "env.json",
     }
-    assert {path.name for path in Path(found["run_dir"]).iterdir()} == written
+    assert {path.name for path in Path(summary["run_dir"]).iterdir()} == written
     shown = huge("profile", "measure=false", "sort=time", "top=1")
     assert "forward FLOPs" in shown.out and "23.84 GiB" in shown.out
 
@@ -78,7 +78,7 @@ def test_a_model_without_storage_cannot_be_balanced_by_time(huge: Gpipe) -> None
     assert "balance=time: nothing is run here" in answer.err and "gpipe balance --by time" in answer.err
 
 
-def test_a_timeline_is_recorded_drawn_and_judged(tiny: Gpipe) -> None:
+def test_a_timeline_is_recorded_drawn_and_analysed(tiny: Gpipe) -> None:
     answer = tiny("profile", "seconds=0", "timeline=true", "steps=2", "partitions=2")
     assert answer.code == 0, answer.err
     lines = answer.out.splitlines()
@@ -104,16 +104,16 @@ def test_a_timeline_is_recorded_drawn_and_judged(tiny: Gpipe) -> None:
         (("engine=offload", "engine.to=disk", "engine.slices=3"), [2, 2, 1]),
     ],
 )
-def test_a_timeline_shows_the_loads_and_drops_of_what_is_kept_elsewhere(
+def test_a_timeline_shows_the_transfers_of_offloaded_partitions(
     words: tuple[str, ...], stays: list[int], tiny: Callable[..., Any]
 ) -> None:
     answer = tiny("profile", "seconds=0", "timeline=true", "steps=2", *words, "--json").json
     assert len(answer["timeline"]["partitions"]) == len(stays)
     events = json.loads((Path(answer["run_dir"]) / "trace.json").read_text())["traceEvents"]
     for phase in ("load", "drop"):
-        found = [event for event in events if event.get("cat") == phase]
-        assert {event["name"] for event in found} == {phase}
-        assert sorted((event["tid"], event["args"]["step"]) for event in found) == [
+        summary = [event for event in events if event.get("cat") == phase]
+        assert {event["name"] for event in summary} == {phase}
+        assert sorted((event["tid"], event["args"]["step"]) for event in summary) == [
             (index, step) for index, count in enumerate(stays) for step in (0, 1) for _ in range(count)
         ]
 

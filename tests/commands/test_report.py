@@ -11,7 +11,7 @@ from tests.report.page.runs import write_profile, write_training
 Gpipe = Callable[..., Any]
 
 
-def test_a_trained_run_has_a_page_that_can_be_built_anew(tiny: Gpipe) -> None:
+def test_a_trained_run_has_a_report_that_can_be_rebuilt(tiny: Gpipe) -> None:
     summary = tiny("train", "run_dir=here", "--json").json
     page = Path(summary["run_dir"]) / "report.html"
     first = page.read_text(encoding="utf-8")
@@ -24,7 +24,7 @@ def test_a_trained_run_has_a_page_that_can_be_built_anew(tiny: Gpipe) -> None:
     assert page.read_text(encoding="utf-8") == first
 
 
-def test_a_run_that_went_on_is_repeated_by_all_its_commands(tiny: Gpipe) -> None:
+def test_the_report_of_a_resumed_run_lists_all_its_commands(tiny: Gpipe) -> None:
     tiny("train", "run_dir=here", "epochs=1", "chunks=2")
     tiny("train", "resume=here", "epochs=2", "run_dir=null", "chunks=4")
     page = Path("here/report.html").read_text(encoding="utf-8")
@@ -32,7 +32,7 @@ def test_a_run_that_went_on_is_repeated_by_all_its_commands(tiny: Gpipe) -> None
     assert "chunks=4" in page[page.index("To record one, run") :].split("</code>")[0]
 
 
-def test_a_run_that_fails_leaves_a_page_too(tiny: Gpipe) -> None:
+def test_a_failed_run_has_a_report_too(tiny: Gpipe) -> None:
     answer = tiny("train", "run_dir=here", "model._target_=tiny_for_tests.broken")
     assert answer.code == 1
     assert "No metrics were recorded yet." in Path("here/report.html").read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def test_runs_are_compared_on_a_page_of_their_own(gpipe: Gpipe) -> None:
     assert gpipe("report", "a", "b").code == 0, "a page of ours is replaced"
 
 
-def test_another_file_is_left_alone(gpipe: Gpipe) -> None:
+def test_a_report_replaces_no_other_file(gpipe: Gpipe) -> None:
     write_training(Path("a"))
     Path("mine.html").write_text("mine", encoding="utf-8")
     answer = gpipe("report", "a", "out=mine.html")
@@ -66,13 +66,13 @@ def test_another_file_is_left_alone(gpipe: Gpipe) -> None:
     assert Path("mine.html").read_text(encoding="utf-8") == "mine"
 
 
-def test_a_damaged_file_is_told_on_stderr(gpipe: Gpipe) -> None:
+def test_a_damaged_file_is_reported_on_stderr(gpipe: Gpipe) -> None:
     (write_training(Path("a")) / "env.json").write_text("{", encoding="utf-8")
     answer = gpipe("report", "a")
     assert answer.code == 0 and answer.err == "warning: a/env.json: damaged; the page leaves it out\n"
 
 
-def test_a_page_is_built_without_torch(tmp_path: Path) -> None:
+def test_a_report_is_built_without_torch(tmp_path: Path) -> None:
     write_training(tmp_path / "a")
     code = (
         "import sys; from gpipe_cli.cli import main; "

@@ -25,7 +25,7 @@ def rows(run_dir: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_everything_needed_to_repeat_and_to_judge_it(tiny: Gpipe) -> None:
+def test_a_run_writes_everything_needed_to_repeat_and_analyse_it(tiny: Gpipe) -> None:
     answer = tiny("train", "--json", "seed=3")
     assert answer.code == 0
     summary = answer.json
@@ -104,11 +104,13 @@ def test_half_precision_trains(tiny: Gpipe, engine: str, precision: str) -> None
     assert all(row["grad_norm"] > 0 for row in found if row["split"] == "train")
 
 
-def test_the_log_holds_partitions_and_layers_when_asked(tiny: Gpipe) -> None:
+def test_the_log_contains_partitions_and_layers_on_request(tiny: Gpipe) -> None:
     plain = Path(tiny("train", "steps=1", "--json").json["run_dir"])
     assert "Micro-batch" not in (plain / "train.log").read_text()
-    told = Path(tiny("train", "steps=1", "log.partitions=true", "log.layers=true", "--json").json["run_dir"])
-    log = (told / "train.log").read_text()
+    message = Path(
+        tiny("train", "steps=1", "log.partitions=true", "log.layers=true", "--json").json["run_dir"]
+    )
+    log = (message / "train.log").read_text()
     assert "INFO Micro-batch 0 (partition 1): checkpoint_stop=2, using_checkpointing=True" in log
     assert "DEBUG Executing layer '0' in partition 0: Conv2d [micro-batch 0]" in log
     assert "DEBUG Executing layer '0' in partition 0: Conv2d [micro-batch 0, recompute]" in log
@@ -132,7 +134,7 @@ def test_a_sweep_numbers_its_directories_and_ends_in_a_table(tiny: Gpipe, tmp_pa
     assert not list(tmp_path.rglob("multirun.yaml"))
 
 
-def test_a_sweep_goes_on_after_a_failure_and_names_it(tiny: Gpipe) -> None:
+def test_a_sweep_continues_after_a_failure_and_reports_it(tiny: Gpipe) -> None:
     answer = tiny("train", "-m", "steps=2", "partitions=99,1", "--json")
     first, second = answer.json
     assert answer.code == first["exit_code"] == 2
@@ -160,17 +162,7 @@ def test_labels_that_the_model_does_not_have_end_with_code_3(tiny: Gpipe) -> Non
     assert "out of range" in answer.err
 
 
-def test_the_command_printed_at_the_end_evaluates_the_run(tiny: Gpipe) -> None:
-    out = tiny("train", "steps=1").out
-    (line,) = [line for line in out.splitlines() if line.startswith("evaluate")]
-    command, *words = shlex.split(line)[2:]
-    assert command == "eval"
-    assert tiny(command, *words).code == 0
-
-
-def test_balancing_on_the_fly_is_logged_and_measured_once(
-    tiny: Gpipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_balance_time_measures_once_and_logs_it(tiny: Gpipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "recheck_layers", lambda *_: Drift("layer '0'", 1.0))
     words = ("balance=time", "balance.seconds=0", "steps=1", "threads=1")
     first, second = tiny("train", *words), tiny("train", *words, "--json")
@@ -189,10 +181,10 @@ def test_balancing_on_the_fly_is_logged_and_measured_once(
 
 def test_every_next_command_works_as_it_is_printed(tiny: Gpipe, gpipe: Gpipe) -> None:
     lines = tiny("train", "run_dir=here").out.splitlines()
-    said = {name: value.strip() for name, _, value in (line.partition(" ") for line in lines)}
-    assert said["best_epoch"].startswith(("1 (step 4, loss ", "2 (step 8, loss "))
-    assert Path(said["report"]).is_file()
+    printed = {name: value.strip() for name, _, value in (line.partition(" ") for line in lines)}
+    assert printed["best_epoch"].startswith(("1 (step 4, loss ", "2 (step 8, loss "))
+    assert Path(printed["report"]).is_file()
     for name in ("evaluate", "train_longer", "export"):
-        answer = gpipe(*shlex.split(said[name])[1:])
-        assert answer.code == 0, (said[name], answer.err)
+        answer = gpipe(*shlex.split(printed[name])[1:])
+        assert answer.code == 0, (printed[name], answer.err)
     assert json.loads((Path("here") / "summary.json").read_text())["epochs"] == 4

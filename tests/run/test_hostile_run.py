@@ -174,23 +174,21 @@ def hold(
         (device, f"{SNAPSHOT}/{manifest.MODEL}", "export", "is a symbolic link"),
     ],
 )
-def test_what_is_no_file_of_the_run_is_refused_at_once(
+def test_anything_but_a_regular_file_in_a_run_is_refused_at_once(
     tiny: Gpipe, tmp_path: Path, kind: Callable[[str, Path], None], name: str, command: str, says: str
 ) -> None:
     """Links were followed: other files were emptied, other runs' snapshots deleted. Pipes were waited for."""
     assert says in hold(tiny, tmp_path, partial(kind, name), command, codes=(4,)).err
 
 
-def test_a_page_is_made_without_what_is_no_file_and_replaces_no_other(tiny: Gpipe, tmp_path: Path) -> None:
+def test_a_report_skips_irregular_files_and_replaces_no_other_file(tiny: Gpipe, tmp_path: Path) -> None:
     answer = hold(tiny, tmp_path, partial(named_pipe, "metrics.jsonl"), "report", codes=(0,))
     assert "metrics.jsonl: cannot be read: is a named pipe" in answer.err
     answer = hold(tiny, tmp_path, partial(named_pipe, "report.html"), "report", codes=(2,))
     assert "report.html: is a named pipe, not a regular file; give another name" in answer.err
 
 
-def test_a_file_with_another_name_that_is_replaced_as_a_whole_stays_what_it_was(
-    tiny: Gpipe, tmp_path: Path
-) -> None:
+def test_replacing_a_hard_linked_file_does_not_change_its_other_name(tiny: Gpipe, tmp_path: Path) -> None:
     def change(run: Path) -> None:
         for name in ("summary.json", "summary.json.tmp", "launch.json.tmp", "snapshots/step-00000008.tmp"):
             linked(name, run)
@@ -198,7 +196,7 @@ def test_a_file_with_another_name_that_is_replaced_as_a_whole_stays_what_it_was(
     hold(tiny, tmp_path, change, "resume", codes=(0,))
 
 
-def test_a_run_directory_that_is_itself_a_link_is_the_users_own_affair(tiny: Gpipe, tmp_path: Path) -> None:
+def test_a_run_directory_may_itself_be_a_link(tiny: Gpipe, tmp_path: Path) -> None:
     def moved(run: Path) -> None:
         run.rename(tmp_path / "scratch")
         run.symlink_to(tmp_path / "scratch")
@@ -211,13 +209,13 @@ def without(name: str, run: Path) -> None:
     seal(run)
 
 
-def test_weights_that_the_manifest_does_not_list_are_told_as_damage(tiny: Gpipe, tmp_path: Path) -> None:
+def test_weights_that_the_manifest_does_not_list_are_reported_as_damage(tiny: Gpipe, tmp_path: Path) -> None:
     """`export` ended in a KeyError."""
     answer = hold(tiny, tmp_path, partial(without, manifest.MODEL), "export", codes=(4,))
     assert "manifest.json: damaged: it does not list model.safetensors" in answer.err
 
 
-def test_a_missing_optimizer_state_is_an_error_unless_it_is_asked_for(tiny: Gpipe, tmp_path: Path) -> None:
+def test_a_missing_optimizer_state_is_an_error_without_reset_optimizer(tiny: Gpipe, tmp_path: Path) -> None:
     """A run whose snapshot listed no such file went on with a new optimizer, in silence."""
     change = partial(without, manifest.OPTIMIZER)
     answer = hold(tiny, tmp_path, change, "resume", codes=(4,))
@@ -298,7 +296,9 @@ KINDS = (linked, linked_to_nowhere, hard_linked, named_pipe, device, directory, 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", [*FILES, *NAMES])
-def test_every_file_may_be_anything(tiny: Gpipe, tmp_path: Path, name: str) -> None:
+def test_any_content_of_any_file_gives_the_same_bits_or_one_line(
+    tiny: Gpipe, tmp_path: Path, name: str
+) -> None:
     changes = [partial(kind, name) for kind in KINDS]
     if name in FILES and name != SNAPSHOT:
         changes += [partial(filled, content, name) for content in CONTENTS]
@@ -328,12 +328,12 @@ def with_value(path: tuple[Any, ...], value: Any, record: dict[str, Any]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_record_may_hold_anything(tiny: Gpipe, tmp_path: Path) -> None:
+def test_any_value_in_a_record_gives_the_same_bits_or_one_line(tiny: Gpipe, tmp_path: Path) -> None:
     record = json.loads((trained(tiny, tmp_path) / SNAPSHOT / manifest.MANIFEST).read_text())["record"]
     for path in leaves(record):
         for value in VALUES:
-            told = path[0] in ("versions", "threads", "best", "epoch", "batch")  # these decide no bit
-            if not (told and value == "x"):
+            message = path[0] in ("versions", "threads", "best", "epoch", "batch")  # these decide no bit
+            if not (message and value == "x"):
                 hold(tiny, tmp_path, partial(seal, change=partial(with_value, path, value)), "resume")
 
 
@@ -348,7 +348,7 @@ def with_tensors(file: str, change: Callable[[dict[str, Tensor]], object], run: 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("file", [manifest.MODEL, manifest.OPTIMIZER])
-def test_tensors_may_be_any(tiny: Gpipe, tmp_path: Path, file: str) -> None:
+def test_any_tensors_give_the_same_bits_or_one_line(tiny: Gpipe, tmp_path: Path, file: str) -> None:
     whole = decode(bytearray((trained(tiny, tmp_path) / SNAPSHOT / file).read_bytes()))
     matrix = next(name for name, one in whole.items() if one.dim() == 2)
 

@@ -56,12 +56,12 @@ def train(gpipe: Callable[..., Any], request: pytest.FixtureRequest) -> Callable
     return run
 
 
-def test_a_model_that_is_no_sequence_is_traced(train: Callable[..., Any]) -> None:
+def test_a_model_that_is_not_a_sequence_is_traced(train: Callable[..., Any]) -> None:
     answer = train("False", "partitions=3")
     assert answer.code == 0, answer.err
 
 
-def test_what_cannot_be_traced_is_told_and_cured_by_leaves_or_layers(train: Callable[..., Any]) -> None:
+def test_a_model_that_cannot_be_traced_needs_leaves_or_layers(train: Callable[..., Any]) -> None:
     condition = "input.sum() > 0"
     answer = train(condition)
     assert answer.code == 2 and "mark it as a leaf with model.leaves=[gate]" in answer.err
@@ -70,7 +70,7 @@ def test_what_cannot_be_traced_is_told_and_cured_by_leaves_or_layers(train: Call
     assert train(condition, layers).code == 0
 
 
-def test_the_list_of_a_resnet_makes_layers_of_its_blocks(gpipe: Callable[..., Any]) -> None:
+def test_a_list_of_layers_divides_the_blocks_of_a_resnet(gpipe: Callable[..., Any]) -> None:
     items = "conv1,bn1,relu,maxpool,layer1,layer2,layer3,layer4,avgpool,{call:torch.flatten,start_dim:1},fc"
     target = "model._target_=torchvision.models.resnet18"
     answer = gpipe("train", target, f"model.layers=[{items}]", "--dry-run", "--json")
@@ -78,18 +78,18 @@ def test_the_list_of_a_resnet_makes_layers_of_its_blocks(gpipe: Callable[..., An
     assert [row["layers"] for row in answer.json["partitions"]] == [8, 7]
 
 
-def test_a_list_names_submodules_and_harmless_functions_only() -> None:
+def test_a_list_of_layers_may_name_only_submodules_and_harmless_functions() -> None:
     check_layers({"layers": ["fc", {"call": "torch.flatten", "start_dim": 1}], "leaves": ["fc"]})
-    for items, told in (
+    for items, message in (
         ([{"call": "torch.load"}], r"model\.layers\[0\]\.call=torch\.load: not allowed here; "),
         (["a", 3], r"model\.layers\[1\]=3: give the name of a submodule, or \{call: torch\.flatten"),
         ("fc", r"model\.layers=fc: must be a list"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             check_layers({"layers": items})
 
 
-def test_a_sequence_stays_as_it_is_unless_something_is_said() -> None:
+def test_a_sequence_stays_as_it_is_without_keys_about_its_layers() -> None:
     model, sample = (
         nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2)),
         torch.ones(2, 2),

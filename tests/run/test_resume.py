@@ -69,7 +69,7 @@ def unbroken(tiny: Gpipe, tmp_path: Path) -> dict[str, Any]:
     return REFERENCE
 
 
-def test_a_run_that_is_killed_and_started_by_the_same_words_ends_as_if_it_had_not_been(
+def test_a_killed_run_resumes_with_the_same_command_and_ends_in_the_same_bits(
     tiny: Gpipe, tmp_path: Path, unbroken: dict[str, Any], at_row: Any
 ) -> None:
     words = ("train", *WORDS, "run_dir=run", "resume=auto", "data.workers=2")
@@ -88,10 +88,10 @@ def test_a_run_that_is_killed_and_started_by_the_same_words_ends_as_if_it_had_no
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "told"),
+    ("number", "code", "message"),
     [(signal.SIGTERM, 75, "SIGTERM"), pytest.param(signal.SIGINT, 130, "Ctrl-C", marks=pytest.mark.slow)],
 )
-def test_a_signal_ends_the_run_with_the_command_that_goes_on_with_it(
+def test_a_signal_ends_the_run_with_the_command_that_resumes_it(
     tiny: Gpipe,
     gpipe: Gpipe,
     tmp_path: Path,
@@ -99,7 +99,7 @@ def test_a_signal_ends_the_run_with_the_command_that_goes_on_with_it(
     at_row: Any,
     number: int,
     code: int,
-    told: str,
+    message: str,
 ) -> None:
     at_row(
         4, lambda: signal.raise_signal(number)
@@ -108,14 +108,14 @@ def test_a_signal_ends_the_run_with_the_command_that_goes_on_with_it(
     assert answer.code == code
     line = answer.err.splitlines()[-1]
     assert line.startswith(
-        f"gpipe: stopped by {told}; saved in run/snapshots/step-00000004; resume with: gpipe train "
+        f"gpipe: stopped by {message}; saved in run/snapshots/step-00000004; resume with: gpipe train "
     )
     assert answer.out == "" and "Traceback" not in answer.err
     answer = gpipe(*shlex.split(line.partition("resume with: gpipe ")[2]))
     assert answer.code == 0 and facts(tmp_path / "run") == unbroken
 
 
-def test_a_second_ctrl_c_stops_at_once_and_leaves_the_older_snapshot(
+def test_a_second_ctrl_c_stops_at_once_and_keeps_the_older_snapshot(
     tiny: Gpipe, tmp_path: Path, at_row: Any
 ) -> None:
     def twice() -> None:
@@ -130,13 +130,13 @@ def test_a_second_ctrl_c_stops_at_once_and_leaves_the_older_snapshot(
     assert not list(tmp_path.glob("run/snapshots/*.tmp"))
 
 
-def test_a_time_limit_stops_in_good_order(tiny: Gpipe) -> None:
+def test_a_time_limit_stops_after_a_snapshot(tiny: Gpipe) -> None:
     answer = tiny("train", *WORDS, "run_dir=run", "time_limit=0.001s")
     assert answer.code == 75
     assert "stopped by time_limit=0.001s; saved in run/snapshots/step-00000001; resume with: " in answer.err
 
 
-def test_a_finished_run_is_left_alone_unless_it_is_to_go_further(
+def test_a_finished_run_does_not_change_unless_it_is_to_train_longer(
     tiny: Gpipe, gpipe: Gpipe, tmp_path: Path
 ) -> None:
     first = tiny("train", *WORDS, "run_dir=run", "epochs=1", "--json").json
@@ -171,7 +171,7 @@ REFUSED_TOO = {
 @pytest.mark.parametrize(
     "refused", [REFUSED, pytest.param(REFUSED_TOO, marks=pytest.mark.slow)], ids=["few", "all"]
 )
-def test_what_would_change_the_model_or_its_samples_is_refused(
+def test_resuming_refuses_changes_to_the_model_or_its_samples(
     tiny: Gpipe, gpipe: Gpipe, tmp_path: Path, refused: dict[str, str]
 ) -> None:
     tiny("train", *WORDS, "run_dir=run", "steps=2")
@@ -182,7 +182,7 @@ def test_what_would_change_the_model_or_its_samples_is_refused(
     assert content(tmp_path / "run") == before
 
 
-def test_a_damaged_snapshot_is_passed_over_unless_it_was_asked_for(
+def test_a_damaged_snapshot_is_skipped_unless_it_was_named(
     tiny: Gpipe, gpipe: Gpipe, tmp_path: Path, unbroken: dict[str, Any], at_row: Any
 ) -> None:
     at_row(8, lambda: signal.raise_signal(signal.SIGTERM))
@@ -213,7 +213,9 @@ def test_a_run_can_go_back_to_an_earlier_snapshot(
 
 
 @pytest.mark.slow
-def test_a_run_that_saved_nothing_begins_anew_in_its_place(tiny: Gpipe, tmp_path: Path, at_row: Any) -> None:
+def test_a_run_without_a_snapshot_starts_again_in_the_same_directory(
+    tiny: Gpipe, tmp_path: Path, at_row: Any
+) -> None:
     words = ("train", *WORDS, "run_dir=run", "resume=auto", "snapshot.every=100")
     assert tiny(*words, "optimizer=sgd", "optimizer.lr=1e30").code == 5
     answer = tiny(*words, "optimizer=sgd", "optimizer.lr=0.1", "steps=2")
@@ -221,7 +223,7 @@ def test_a_run_that_saved_nothing_begins_anew_in_its_place(tiny: Gpipe, tmp_path
     assert [row["step"] for row in facts(tmp_path / "run")["rows"]] == [1, 2, 2]
 
 
-def test_one_process_at_a_time_writes_to_a_run(tiny: Gpipe, gpipe: Gpipe, tmp_path: Path) -> None:
+def test_only_one_process_at_a_time_writes_to_a_run(tiny: Gpipe, gpipe: Gpipe, tmp_path: Path) -> None:
     tiny("train", *WORDS, "run_dir=run", "steps=1")
     held, release = os.pipe(), os.pipe()
     child = os.fork()

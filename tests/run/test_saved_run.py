@@ -20,7 +20,7 @@ from gpipe_cli.run.saved_run import saved_config, with_overrides
         (None, "not a regular file"),
     ],
 )
-def test_a_config_that_cannot_be_one_is_damage_to_the_run(
+def test_an_invalid_saved_config_is_reported_as_damage_to_the_run(
     tmp_path: Path, text: str | None, says: str
 ) -> None:
     path = tmp_path / "config.yaml"
@@ -32,13 +32,13 @@ def test_a_config_that_cannot_be_one_is_damage_to_the_run(
         saved_config(tmp_path)
 
 
-def test_the_config_of_a_run_configures_no_hydra(tmp_path: Path) -> None:
+def test_a_saved_config_cannot_configure_hydra(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("hydra: {job: {env_set: {A: b}}}\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"config.yaml: sets hydra.job.env_set.A"):
         saved_config(tmp_path)
 
 
-def test_what_is_given_anew_stays_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_override_of_a_saved_config_stays_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """resume=... data.root='${oc.env:P}' wrote what P held into the run's config.yaml."""
     monkeypatch.setenv("P", "hunter2")
     saved = OmegaConf.create({"data": {"root": "here", "size": 3}, "seed": 1})
