@@ -30,7 +30,7 @@ def test_a_profile_has_a_row_per_layer_on_stdout_and_on_disk(gpipe: Gpipe) -> No
 
 def test_rows_are_sorted_and_limited_as_configured(gpipe: Gpipe) -> None:
     title, heading, *lines = gpipe("profile", *QUICK, "sort=memory", "top=3").out.splitlines()
-    assert title == "3 of 10 layers (top=null: all)"
+    assert title == "3 of 10 layers (top=null shows them all)"
     columns = "layer name type partition parameters bytes saved output forward ms backward ms share"
     assert " ".join(heading.split()) == columns
     saved = [float(line.split()[7]) for line in lines[:3]]
