@@ -1,4 +1,4 @@
-"""The process `gpipe`, or `python -m gpipe_cli`: signals and streams are made safe before anything else is imported."""
+"""The entry point of `gpipe` and `python -m gpipe_cli`: secures signals and streams before it imports the rest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpipe_cli.training.signals import ignore_signals, install_handlers
 
 
 def script() -> NoReturn:
-    # Before any other import: a signal that comes meanwhile is remembered, and no file takes a closed stream's number.
+    # Before any other import: a signal that arrives meanwhile is remembered, and no file gets a closed stream's number.
     with install_handlers().defer(patient=True):
         secure_streams()
         # Importing creates hundreds of thousands of objects that stay, and the collector would scan all of them again

@@ -1,6 +1,6 @@
-"""The command line: a command word and its configuration; an error of ours becomes one line and an exit code.
+"""The command line: runs a command with its configuration, and turns an error into one line and an exit code.
 
-Commands are named as text and imported when called, so that help, completion and a mistyped word stay quick.
+Command modules are imported when they are called, so that help, completion and error messages stay quick.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ COMPLETION = ("-sc", "--shell-completion")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line; the exit code is returned."""
+    """Run a command line and return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     if torchrun.follows():
         discard_stdout()
     try:
         return _dispatch(arguments)
-    except BaseException as error:  # noqa: BLE001 - the last place: whatever a layer raised ends as one line
+    except BaseException as error:  # noqa: BLE001 - the outermost handler: a layer may raise anything
         ignore_signals()
         return _fail(error, debug="--debug" in arguments)
 

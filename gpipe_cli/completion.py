@@ -1,7 +1,7 @@
-"""Tab completion: what may follow on a half-typed command line.
+"""Tab completion of a command line.
 
-Commands, flags, the topics of `ls` and what `cp` copies are known here; keys and options are asked of Hydra, whose
-answer is then put into gpipe's words: no folder that merely lies beside recipes/, nothing of Hydra's own.
+Commands, flags and the arguments of `ls` and `cp` are completed here. Hydra completes keys and options; its own keys
+and the folders next to recipes/ are removed from its answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHELLS = ("bash", "fish", "zsh")
 
 
 def complete(words: list[str], hydra: Hydra) -> None:
-    """Answer `gpipe -sc query=bash`, or hand `install=bash` to Hydra."""
+    """Answer `gpipe -sc query=bash`, or pass `install=bash` to Hydra."""
     task, _, shell = (words or [""])[0].partition("=")
     if len(words) != 1 or task not in TASKS or shell not in SHELLS:
         given = " ".join(words)
@@ -43,37 +43,41 @@ def complete(words: list[str], hydra: Hydra) -> None:
 
 
 def _candidates(line: str, words: list[str], hydra: Hydra) -> list[str]:
-    """What the last word of the line may become."""
+    """The possible completions of the last word of the line."""
     _program, _, typed = line.lstrip().partition(" ")
     command, space, rest = typed.lstrip().partition(" ")
     last = rest.rpartition(" ")[2]
     if not space:
-        return _beginning(command, (*COMMANDS, "--help", "--version"))
+        return _starting_with(command, (*COMMANDS, "--help", "--version"))
     if command not in COMMANDS:
         return []
     if last.startswith("-"):
-        return _beginning(last, flag_names(configured=COMMANDS[command].configured))
+        return _starting_with(last, flag_names(configured=COMMANDS[command].configured))
     if command == "ls":
-        return _beginning(last, sorted({*TOPICS, *PLURALS}))
+        return _starting_with(last, sorted({*TOPICS, *PLURALS}))
     if last.startswith("recipe.") and COMMANDS[command].configured and takes_recipes(command):
-        return _beginning(last, (f"{SCALE_KEY}={scale}" for scale in SCALES))
+        return _starting_with(last, (f"{SCALE_KEY}={scale}" for scale in SCALES))
     if command == "cp" and " " not in rest.lstrip():
-        return _beginning(last, (f"{topic}/{one.name}" for topic in TOPICS for one in list_options(topic)))
+        return _starting_with(
+            last, (f"{topic}/{one.name}" for topic in TOPICS for one in list_options(topic))
+        )
     return _of_hydra(command, rest.lstrip(), words, hydra) if COMMANDS[command].configured else []
 
 
 def _of_hydra(command: str, rest: str, words: list[str], hydra: Hydra) -> list[str]:
-    """Keys and options; Hydra is shown a line without the command, in which `recipe` is its group `recipes`."""
-    kept = [word.replace("recipe=", "recipes=", 1) for word in rest.split(" ") if not word.startswith("-")]
-    os.environ["COMP_LINE"] = " ".join(["gpipe", *kept])
+    """Keys and options. Hydra gets the line without the command and with `recipe` as its group `recipes`."""
+    words_for_hydra = [
+        word.replace("recipe=", "recipes=", 1) for word in rest.split(" ") if not word.startswith("-")
+    ]
+    os.environ["COMP_LINE"] = " ".join(["gpipe", *words_for_hydra])
     os.environ["COMP_POINT"] = str(len(os.environ["COMP_LINE"]))
     with redirect_stdout(StringIO()) as answer:
         hydra(command, words)
     known = {field.name for field in fields(SCHEMAS[command])} | {"recipe"}
-    # To a group that holds options and folders, as recipes does, Hydra adds no equals sign.
+    # Hydra adds no equals sign to a group that contains options and folders, as recipes does.
     candidates = (re.sub(r"^recipes(=|$)", "recipe=", word) for word in answer.getvalue().split())
     return [word for word in candidates if override_group(word) in known]
 
 
-def _beginning(typed: str, names: Iterable[str]) -> list[str]:
+def _starting_with(typed: str, names: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith(typed)]

@@ -1,6 +1,6 @@
-"""What `gpipe --help` and `gpipe <command> --help` show; made from the schema, the folders and this table.
+"""The text of `gpipe --help` and `gpipe <command> --help`, from the schema, the folders and the table below.
 
-Imports nothing heavy: no Hydra, no torch.
+Imports neither Hydra nor torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Command:
     usage: str
     examples: tuple[str, ...]
     configured: bool = True
-    """Composed by Hydra; the others take plain words."""
+    """Whether Hydra composes a configuration for it; the others take plain words."""
 
 
 COMMANDS = {
@@ -34,7 +34,7 @@ COMMANDS = {
         (
             "gpipe train                                  # ResNet-18 on handwritten digits, two partitions",
             "gpipe train model=resnet101 chunks=8         # another model, more micro-batches",
-            "gpipe train resume=<directory> epochs=6      # go on with a run that was stopped, or longer",
+            "gpipe train resume=<directory> epochs=6      # resume a stopped run, or train longer",
             "gpipe train -m chunks=2,4,8                  # a sweep, with a table at the end",
         ),
     ),
@@ -44,7 +44,7 @@ COMMANDS = {
         (
             "gpipe eval run=runs/train/resnet18/20260101-120000",
             "gpipe eval run=<directory> split=train       # on the training samples",
-            "gpipe eval run=<directory> partitions=4      # split otherwise than in training",
+            "gpipe eval run=<directory> partitions=4      # divide it differently than in training",
             "gpipe eval run=<directory> --json            # one JSON document on stdout",
         ),
     ),
@@ -59,38 +59,38 @@ COMMANDS = {
         ),
     ),
     "profile": Command(
-        "measure every layer of a model",
+        "measure the time and memory of every layer",
         "gpipe profile [key=value ...] [flags]",
         (
             "gpipe profile                                # time and memory of each layer",
             "gpipe profile model=resnet101 sort=time top=10",
-            "gpipe profile timeline=true partitions=4     # some pipelined steps: trace.json, where time is lost",
-            "gpipe profile measure=false                  # nothing is run: memory and FLOPs, of any size of model",
+            "gpipe profile timeline=true partitions=4     # record pipelined steps: trace.json, lost time",
+            "gpipe profile measure=false                  # run nothing: memory and FLOPs of a model of any size",
         ),
     ),
     "plan": Command(
         "search for the best balance, chunks, schedule and checkpoint mode",
         "gpipe plan [key=value ...] [flags]",
         (
-            "gpipe plan devices=[cpu,cpu]                 # the best plans for this machine, and a line to paste",
-            "gpipe plan verify=true                       # run the best ones, print how far the prediction was off",
-            "gpipe plan model=gpt devices=4 device_memory=11GiB   # for four devices that keep within a limit",
-            "gpipe plan model=resnet101 device=a100 devices=8     # for a machine you do not have: an estimate",
+            "gpipe plan devices=[cpu,cpu]                 # the best plans for this machine, ready to paste",
+            "gpipe plan verify=true                       # run the best plans, print the prediction's error",
+            "gpipe plan model=gpt devices=4 device_memory=11GiB   # for four devices with a memory limit",
+            "gpipe plan model=resnet101 device=a100 devices=8     # estimate for a machine you do not have",
         ),
     ),
     "report": Command(
-        "draw a run as a page to look at, or compare several",
+        "rebuild the report of a run, or compare several runs",
         "gpipe report <directory> [<directory> ...] [out=<file>] [--json]",
         (
-            "gpipe report runs/train/resnet18/20260101-120000   # its report.html, built anew",
-            "gpipe report <directory> <directory>               # several runs on one page, comparison.html",
+            "gpipe report runs/train/resnet18/20260101-120000   # rebuild its report.html",
+            "gpipe report <directory> <directory>               # compare runs in comparison.html",
             "gpipe report <directory> out=page.html",
             "gpipe report <directory> --json                    # one JSON document on stdout",
         ),
         configured=False,
     ),
     "export": Command(
-        "write the weights of a run as one file that loads without gpipe",
+        "export the weights of a run to a file that loads without gpipe",
         "gpipe export run=<directory>|snapshot=<directory> [out=<file>] [--json]",
         (
             "gpipe export run=runs/train/resnet18/20260101-120000",
@@ -101,17 +101,17 @@ COMMANDS = {
         configured=False,
     ),
     "ls": Command(
-        "list what can be chosen",
+        "list models, datasets, recipes and other options",
         "gpipe ls [models|data|recipes|balance|schedules|engines|...] [--json]",
         ("gpipe ls", "gpipe ls models", "gpipe ls recipes", "gpipe ls models --json"),
         configured=False,
     ),
     "cp": Command(
-        "copy a recipe or an option, to make it your own",
+        "copy a recipe or option to a file that you can change",
         "gpipe cp <group>/<option> <file> [--json]",
         (
             "gpipe cp recipe/digits conf/recipes/mine.yaml",
-            "gpipe train --config-dir conf recipe=mine    # what was copied, as you have changed it",
+            "gpipe train --config-dir conf recipe=mine    # train with your copy",
             "gpipe cp model/resnet101 conf/model/mine.yaml",
             "gpipe cp optimizer/sgd conf/optimizer/mine.yaml",
         ),
@@ -137,7 +137,7 @@ def overview() -> str:
     commands = _table({name: command.summary for name, command in COMMANDS.items()})
     examples = [COMMANDS["train"].examples[0], COMMANDS["train"].examples[1]]
     examples += [
-        "gpipe ls models                              # what there is",
+        "gpipe ls models                              # list all models",
         COMMANDS["train"].examples[3],
     ]
     parts = [
@@ -146,7 +146,7 @@ def overview() -> str:
         _section("Commands", commands),
         _section("Examples", examples),
         *_configuration("train"),
-        "`gpipe <command> --help` tells more of one command.",
+        "`gpipe <command> --help` describes a command.",
     ]
     return "\n\n".join(parts)
 
@@ -168,7 +168,7 @@ def command_help(name: str) -> str:
 
 def _configuration(command: str) -> list[str]:
     return [
-        _section("Groups (group=option, * is the default)", _groups(command)),
+        _section("Groups (group=option; * marks the default)", _groups(command)),
         _section("Keys (key=value)", _keys(command)),
         _section("Keys of the default options", _component_keys(command)),
         _section("Flags", _table(FLAGS)),
@@ -176,7 +176,7 @@ def _configuration(command: str) -> list[str]:
 
 
 def _groups(command: str) -> list[str]:
-    """Each group with what it decides and its options, the default marked."""
+    """Each group with its meaning and its options; an asterisk marks the default."""
     chosen = default_options(command)
     rows: dict[str, str] = {}
     for field in config_keys(command):
@@ -188,14 +188,14 @@ def _groups(command: str) -> list[str]:
             rows.setdefault(group, f"{field.meaning} Options: {', '.join(names)}.")
     if takes_recipes(command):
         names = [one.name for one in list_options("recipes")]
-        rows["recipe"] = f"A whole proven run. Options: {', '.join(names) or 'none yet'}."
+        rows["recipe"] = f"A complete, tested run. Options: {', '.join(names) or 'none yet'}."
         small = [one.name for one in list_options(f"recipes/{SMALL}")]
-        rows[SCALE_KEY] = f"full, or small to try it on two CPU cores: {', '.join(small)}."
+        rows[SCALE_KEY] = f"full, or small to try a recipe on two CPU cores: {', '.join(small)}."
     return _table(rows)
 
 
 def _keys(command: str) -> list[str]:
-    """All but the first key of each group, which its options are about."""
+    """All keys except the first of each group, which `_groups` shows."""
     rows = {}
     groups = set(GROUPS)
     for field in config_keys(command):
@@ -211,7 +211,7 @@ def _keys(command: str) -> list[str]:
 
 
 def _component_keys(command: str) -> list[str]:
-    """The keys of the options that are chosen when nothing is said."""
+    """The keys of the default option of each group."""
     rows = {}
     for group, option in default_options(command).items():
         for key, (default, meaning) in option.keys.items():
@@ -224,7 +224,7 @@ def _section(title: str, lines: list[str] | tuple[str, ...]) -> str:
 
 
 def _table(rows: dict[str, str]) -> list[str]:
-    """Two columns, the second wrapped under itself."""
+    """Two columns; the second wraps below itself."""
     left = max((len(name) for name in rows), default=0) + 2
     lines = []
     for name, text in rows.items():

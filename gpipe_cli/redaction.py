@@ -1,20 +1,18 @@
-"""Keeps values of environment variables out of files: what a configuration took from `${oc.env:NAME}` may be a secret.
+"""Keeps the values of environment variables out of files: a value from `${oc.env:NAME}` may be a secret.
 
-Saved configurations keep the reference. Messages are about the value, so whoever writes one to a file passes it
-through `redacted`, which puts the reference back. On the terminal the value is shown.
+Saved configurations keep the reference. Messages contain the value, so code that writes one to a file passes it
+through `redacted`, which puts the reference back. The terminal shows the value.
 """
 
 from __future__ import annotations
 
-__all__ = ["redacted", "remember"]
-
 SHORTEST = 4
-"""Characters: to replace every `1` or `cpu` in a log would make it unreadable, and hide nothing."""
+"""In characters. Replacing every `1` or `cpu` would make a log unreadable and hide nothing."""
 _references: dict[str, str] = {}
 
 
 def remember(name: str, value: object) -> None:
-    """From now on, hide the value of the environment variable; numbers and very short words are left."""
+    """Hide the value of this environment variable from now on, unless it is a number or very short."""
     if isinstance(value, str) and len(value) >= SHORTEST and not _is_number(value):
         _references[value] = f"${{oc.env:{name}}}"
 

@@ -1,8 +1,8 @@
-"""Files that somebody else may have prepared: which of them are opened, and how much of them is read.
+"""Opens and reads files that somebody else may have prepared.
 
-Only regular files are opened, so that no named pipe or device is waited for. Below a base directory, such as that
-of a run, no symbolic link is followed, and a file with a second name is not written to: a path that begins there
-also ends there. The file knows nothing of what its callers read or write.
+Only regular files are opened, so that gpipe never waits for a named pipe or a device. Below a base directory, such as
+a run directory, no symbolic link is followed and no file with a second hard link is written to, so that a path which
+starts there also ends there.
 """
 
 from __future__ import annotations
@@ -19,19 +19,10 @@ from typing import Any
 
 from gpipe_cli.errors import ResourceError, RunError
 
-__all__ = [
-    "UnsafeFile",
-    "open_directory",
-    "open_regular",
-    "parse_json",
-    "read_regular",
-    "writing",
-]
-
 DEEPEST = 32
-"""Levels of nesting in JSON; nothing gpipe writes has ten."""
+"""Levels of nesting in JSON; nothing that gpipe writes has ten."""
 MOST_DIGITS = 40
-"""Of a whole number in JSON."""
+"""Digits of a whole number in JSON."""
 KINDS = {
     stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a named pipe",
@@ -43,12 +34,12 @@ KINDS = {
 
 
 class UnsafeFile(OSError):
-    """Something that is not opened, or not read, for what it is: its text says what that is."""
+    """A file that gpipe does not open or read; the message says why."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Inside, a failure to write to `path` becomes an error of ours: of the run where somebody prepared the path."""
+    """Report a failure to write to `path` as ResourceError, or as RunError if somebody prepared the path."""
     try:
         yield
     except UnsafeFile as error:
@@ -60,7 +51,7 @@ def writing(path: Path) -> Iterator[None]:
 def open_regular(path: Path, flags: int = os.O_RDONLY, *, base: Path | None = None) -> int:
     """The descriptor of a regular file.
 
-    base: the directory below which nothing is trusted; None for a file that the user named, whose links are followed.
+    base: the directory below which no link is followed; None for a file that the user named, whose links are followed.
     """
     if base is None:
         return _open_regular(path, flags, None)
@@ -70,7 +61,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, base: Path | None = No
 
 @contextmanager
 def open_directory(path: Path, base: Path) -> Iterator[int]:
-    """The descriptor of a directory at or below `base`, which itself may be a link; nothing below it may be one."""
+    """The descriptor of a directory at or below `base`. `base` may be a symbolic link; nothing below it may be."""
     steps = path.relative_to(base).parts
     descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -82,8 +73,8 @@ def open_directory(path: Path, base: Path) -> Iterator[int]:
                 )
             except OSError as error:
                 if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                    found = os.stat(step, dir_fd=parent, follow_symlinks=False)
-                    raise UnsafeFile(f"'{step}' is {_kind(found)}, not a directory") from error
+                    status = os.stat(step, dir_fd=parent, follow_symlinks=False)
+                    raise UnsafeFile(f"'{step}' is {_kind(status)}, not a directory") from error
                 raise
             finally:
                 if descriptor != parent:
@@ -94,18 +85,18 @@ def open_directory(path: Path, base: Path) -> Iterator[int]:
 
 
 def read_regular(path: Path, most: int, *, base: Path | None = None) -> bytes:
-    """What is in a regular file that has at most so many bytes."""
+    """The content of a regular file of at most `most` bytes."""
     with os.fdopen(open_regular(path, base=base), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise UnsafeFile(f"has {size:,} bytes, and at most {most:,} are read")
+            raise UnsafeFile(f"has {size:,} bytes; gpipe reads at most {most:,}")
         return file.read(size)
 
 
 def parse_json(content: str | bytes) -> Any:
-    """The value of a JSON text, ValueError for any other, and for one that no program of ours would have written.
+    """The value of a JSON text; ValueError if it is malformed, nested too deeply or has absurd numbers.
 
-    NaN and Infinity are taken: a measure may be one of them. A number too large for a float is not.
+    NaN and Infinity are accepted, because a metric may be one of them. A number too large for a float is not.
     """
     try:
         text = content if isinstance(content, str) else content.decode()
@@ -114,7 +105,7 @@ def parse_json(content: str | bytes) -> Any:
         raise ValueError(f"it is nested more than {DEEPEST} levels deep") from error
     level = [value]
     for _ in range(DEEPEST):
-        level = [child for one in level for child in _children(one)]
+        level = [child for node in level for child in _children(node)]
         if not level:
             return value
     raise ValueError(f"it is nested more than {DEEPEST} levels deep")
@@ -127,9 +118,9 @@ def _open_regular(path: Path, flags: int, parent: int | None) -> int:
     except FileNotFoundError:
         if not flags & os.O_CREAT:
             raise
-    # Emptied only after the second check: whatever took the file's place meanwhile stays as it is.
-    given = flags & ~os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows else os.O_NOFOLLOW)
-    descriptor = os.open(path, given, 0o666, dir_fd=parent)
+    # Truncate only after the second check: the file may have been exchanged since the first.
+    safe_flags = flags & ~os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows else os.O_NOFOLLOW)
+    descriptor = os.open(path, safe_flags, 0o666, dir_fd=parent)
     try:
         _check(os.fstat(descriptor), flags, follows)
         if flags & os.O_TRUNC:
@@ -140,15 +131,15 @@ def _open_regular(path: Path, flags: int, parent: int | None) -> int:
     return descriptor
 
 
-def _check(found: os.stat_result, flags: int, follows: bool) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise UnsafeFile(f"is {_kind(found)}, not a regular file")
-    if flags & (os.O_WRONLY | os.O_RDWR) and not follows and found.st_nlink > 1:
-        raise UnsafeFile("is a hard link to a file that has another name too; put a copy in its place")
+def _check(status: os.stat_result, flags: int, follows: bool) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise UnsafeFile(f"is {_kind(status)}, not a regular file")
+    if flags & (os.O_WRONLY | os.O_RDWR) and not follows and status.st_nlink > 1:
+        raise UnsafeFile("is a hard link to a file that has another name too; replace it by a copy")
 
 
-def _kind(found: os.stat_result) -> str:
-    return KINDS.get(stat.S_IFMT(found.st_mode), "a file")
+def _kind(status: os.stat_result) -> str:
+    return KINDS.get(stat.S_IFMT(status.st_mode), "a file")
 
 
 def _children(value: Any) -> Any:

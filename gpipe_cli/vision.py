@@ -1,10 +1,9 @@
 """The one place that first imports torchvision: `from gpipe_cli.vision import torchvision`.
 
-torchvision's published wheel is built for CUDA. Beside a CPU-only torch its compiled operators cannot be
-loaded, and `import torchvision` dies while it registers fake versions of operators that do not exist. This
-file decides, before that import, whether the operators load; where they do not, it declares the two schemas
-torchvision asks for, which is enough for its models, datasets and transforms. Where torchvision loads
-normally it changes nothing. It knows nothing of models or data.
+torchvision's published wheel is built for CUDA. Next to a CPU-only torch its compiled operators cannot be loaded, and
+`import torchvision` fails when it registers fake versions of operators that do not exist. This file checks beforehand
+whether the operators load. If they do not, it declares the two schemas that torchvision asks for, which is enough for
+its models, datasets and transforms.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ _SCHEMAS = (
 
 
 def _operators_load() -> bool:
-    """Load torchvision's operators as torchvision will; twice is free and a failure leaves nothing behind."""
+    """Load torchvision's operators as torchvision will; loading twice is free and a failure has no effect."""
     package = find_spec("torchvision")
     if package is None:
-        return True  # not installed: the import below says so in Python's own words
+        return True  # not installed: the import below reports it
     extension = PathFinder.find_spec("_C", package.submodule_search_locations)
     if extension is None or extension.origin is None:
         return False
@@ -47,7 +46,7 @@ def _declare_missing_operators() -> torch.library.Library | None:
     return library
 
 
-# torch forgets the declarations of a Library that is collected, so it lives as long as this module.
+# torch drops the declarations when the Library is collected, so keep it as long as this module.
 _declared = _declare_missing_operators()
 
 import torchvision  # type: ignore[import-untyped] # noqa: E402 - the declarations must come first

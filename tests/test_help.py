@@ -51,9 +51,9 @@ def test_every_option_of_every_group_is_shown_and_the_default_marked(command: st
 
 def test_recipes_are_shown_where_they_can_be_used() -> None:
     names = ", ".join(one.name for one in list_options("recipes"))
-    assert f"A whole proven run. Options: {names}." in " ".join(command_help("train").split())
+    assert f"A complete, tested run. Options: {names}." in " ".join(command_help("train").split())
     assert "recipe.scale  full, or small" in command_help("train")
-    assert "A whole proven run" not in command_help("eval") and "recipe.scale" not in command_help("eval")
+    assert "A complete, tested run" not in command_help("eval") and "recipe.scale" not in command_help("eval")
 
 
 def test_every_flag_in_the_help_exists_and_every_long_flag_is_in_the_help() -> None:

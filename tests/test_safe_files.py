@@ -107,7 +107,7 @@ def test_what_is_opened_is_closed_again(tmp_path: Path) -> None:
 def test_no_more_is_read_than_fits_the_role_of_a_file(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:
         file.truncate(2**40)
-    with pytest.raises(UnsafeFile, match=r"has 1,099,511,627,776 bytes, and at most 1,000 are read"):
+    with pytest.raises(UnsafeFile, match=r"has 1,099,511,627,776 bytes; gpipe reads at most 1,000"):
         read_regular(tmp_path / "file", 1000)
 
 

@@ -1,1 +1,1 @@
-"""What a run can be told: the typed settings, their composition from YAML, and their checks."""
+"""Configuration: typed settings, their composition from YAML and overrides, and their checks."""

@@ -1,7 +1,6 @@
-"""Everything about a configuration that can be judged without torch, in one place, all problems at once.
+"""Checks ranges, choices and combinations of typed settings without torch, and reports all problems at once.
 
-`check` looks at ranges, choices and combinations of a typed configuration. What needs the model (how many
-layers there are) or the machine (which devices there are) is judged where that is known.
+Checks that need the model (its number of layers) or the machine (its devices) happen where these are known.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ AT_LEAST = {
     "seconds": 0,
 }
 AT_MOST = dict.fromkeys(("threads", "devices", "partitions", "data_parallel"), 1024)
-"""Threads, workers or processes to be started: above the cores of the largest machines and the GPUs of a large job."""
+"""Limits on threads, workers and processes, above the cores of the largest machines and the GPUs of a large job."""
 POSITIVE = ("clip_grad_norm", "step_timeout", "plan.budget", "plan.verify_budget")
 LARGEST_SEED = 2**63 - 1
 OFFLOAD = "gpipe_cli.engines.offload.build"
@@ -76,7 +75,7 @@ def check(settings: ModelConfig) -> None:
 
 
 def check_numbers(plain: Mapping[Any, Any]) -> None:
-    """Refuse a whole number that no machine holds, before anything converts it; it is too long to be shown."""
+    """Reject whole numbers beyond 64 bits before anything converts them; they may be too long to print."""
     for key, value in flatten(plain, elements=True):
         if isinstance(value, int) and abs(value) > LARGEST_SEED:
             raise ConfigError(f"{key}: a whole number must be between -{LARGEST_SEED} and {LARGEST_SEED}")
@@ -103,7 +102,7 @@ def _problems(settings: ModelConfig) -> Iterator[str]:
     ):
         yield "optimizer.lr: must be given; lr_schedule multiplies it"
     if isinstance(settings, ProfileConfig) and settings.timeline and not settings.measure:
-        yield "timeline=true: runs the model, and measure=false runs nothing; leave one of them out"
+        yield "timeline=true: runs the model, but measure=false runs nothing; leave one of them out"
     if isinstance(settings, ProfileConfig):
         yield from _timeline(settings)
     if isinstance(settings, TrainConfig):
@@ -113,7 +112,7 @@ def _problems(settings: ModelConfig) -> Iterator[str]:
     if isinstance(settings, EvalConfig):
         given = [key for key in ("run", "snapshot", "weights") if getattr(settings, key) is not None]
         if not given:
-            yield "run: say which run to evaluate, run=runs/train/..., or snapshot=..., or weights=..."
+            yield "run: give the run to evaluate, run=runs/train/..., or snapshot=..., or weights=..."
         elif len(given) > 1:
             yield f"{given[0]} and {given[1]} exclude each other; give one of them"
 
@@ -132,7 +131,7 @@ def _numbers(flat: Mapping[str, Any]) -> Iterator[str]:
         yield f"seed={flat['seed']}: must be at most {LARGEST_SEED}"
     threads = flat["threads"]
     if threads != "auto" and (not _is_count(threads) or threads < 1):
-        yield f"threads={threads}: must be auto or a whole number from 1"
+        yield f"threads={threads}: must be auto or a whole number of at least 1"
     for key, value in flat.items():
         if isinstance(value, float) and not math.isfinite(value):
             yield f"{key}={value}: must be finite"
@@ -145,7 +144,7 @@ def _choices(flat: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _schedule(settings: ModelConfig) -> str | None:
-    """What is wrong with the schedule's name; imports a module of yours only if the command line allows it."""
+    """The problem with the schedule's name, if any. Imports your own module only if the command line allows it."""
     name = settings.schedule.name
     shipped = [option.name for option in list_options("schedule")]
     if name in shipped:
@@ -168,7 +167,7 @@ def _devices(settings: ModelConfig) -> Iterator[str]:
         return
     if isinstance(devices, list):
         if not devices or not all(isinstance(one, str) or _is_count(one) for one in devices):
-            yield f"devices={devices}: a list of names or numbers is needed, such as [cpu,cpu] or [0,1]"
+            yield f"devices={devices}: expected a list of names or numbers such as [cpu,cpu] or [0,1]"
         else:
             yield from _one_each(settings, len(devices))
     elif not _is_count(devices) or devices < 1:
@@ -182,7 +181,8 @@ def _one_each(settings: ModelConfig, devices: int) -> Iterator[str]:
     replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
     if replicas > 1 and devices % replicas:
         yield (
-            f"data_parallel={replicas}: devices={settings.devices} are {devices}; every replica needs as many of them"
+            f"data_parallel={replicas}: devices={settings.devices} are {devices}, which cannot be divided equally "
+            "among the replicas"
         )
         return
     of_one = devices // max(1, replicas)
@@ -235,9 +235,9 @@ def _elsewhere(settings: PlanConfig, device: str) -> Iterator[str]:
     if device not in DEVICES:
         yield f"device={device}: {or_list(device, DEVICES)}"
     if not _is_count(settings.devices):
-        yield f"devices={settings.devices}: device={device} is not here; say how many there are, such as devices=8"
+        yield f"devices={settings.devices}: give the number of devices for device={device}, such as devices=8"
     if settings.verify:
-        yield f"verify=true: device={device} is not here, so nothing can be run on it; leave one of them out"
+        yield f"verify=true: this machine has no device={device} to run plans on; leave one of them out"
 
 
 def _timeline(settings: ProfileConfig) -> Iterator[str]:
@@ -253,13 +253,13 @@ def _survival(settings: TrainConfig) -> Iterator[str]:
     if every != "epoch" and not _is_count(every):
         yield f"snapshot.every={every}: must be a number of steps, or epoch"
     if settings.time_limit is not None and parse_duration(settings.time_limit) is None:
-        yield f"time_limit={settings.time_limit}: give seconds, or such as 90s, 30m, 2h, 1h30m"
+        yield f"time_limit={settings.time_limit}: give a duration such as 90s, 30m, 2h or 1h30m"
     if settings.reset_optimizer and settings.resume in (None, "auto"):
         yield "reset_optimizer=true: needs resume=<a run or one of its snapshots>"
     if settings.resume == "auto" and settings.run_dir is None:
         yield "resume=auto: needs run_dir=<directory>, the same each time"
     elif settings.resume not in (None, "auto") and settings.run_dir is not None:
-        yield f"run_dir={settings.run_dir}: a resumed run goes on in its own directory; leave it out"
+        yield f"run_dir={settings.run_dir}: a resumed run continues in its own directory; leave it out"
 
 
 def _command(settings: ModelConfig) -> str:

@@ -1,8 +1,8 @@
-"""What can be set: one dataclass per command, each field followed by the sentence the help shows.
+"""The settings of each command as a dataclass; the help shows the docstring below each field.
 
-The classes hold types and defaults only. Ranges and combinations are judged in `check`, composition from
-YAML happens in `load`; nothing here knows Hydra, OmegaConf or torch. A component that can be replaced
-(model, data, optimizer, ...) is an open mapping with a `_target_`; `targets` decides what may be named there.
+The classes hold types and defaults only: `checks` judges ranges and combinations, `compose` fills the classes from
+YAML. A component that can be replaced (model, data, optimizer, ...) is an open mapping with a `_target_`; `targets`
+decides what may be named there. Nothing here knows Hydra, OmegaConf or torch.
 """
 
 from __future__ import annotations
@@ -23,51 +23,51 @@ class ScheduleConfig:
 @dataclass
 class PlanSearchConfig:
     auto: bool = False
-    """Whether balance, chunks, schedule and checkpoint are searched for; those given are kept."""
+    """Search for balance, chunks, schedule and checkpoint; keys you give stay fixed."""
     budget: float = 60.0
-    """Seconds that planning may take, measuring included."""
+    """Time limit for planning in seconds, including measurements."""
     verify_budget: float = 120.0
-    """Seconds that running the best plans may take, where verify=true asks for it."""
+    """Time limit in seconds for running the best plans with verify=true."""
     cache: bool = True
-    """Whether what was measured before is used again; false measures anew."""
+    """Reuse earlier measurements; false measures again."""
 
 
 @dataclass
 class LogConfig:
     every: int = 10
-    """Steps between two rows of metrics.jsonl and two lines of output."""
+    """Steps between rows of metrics.jsonl and between lines of output."""
     partitions: bool = False
-    """Write every (micro-batch, partition) to train.log."""
+    """Log every (micro-batch, partition) to train.log."""
     layers: bool = False
-    """Write every layer that runs to train.log."""
+    """Log every layer that runs to train.log."""
 
 
 @dataclass
 class SnapshotConfig:
     every: Any = "epoch"
-    """Steps between two snapshots, or `epoch`; the last step and the best evaluation are always saved."""
+    """Steps between snapshots, or `epoch`; the last step and the best evaluation are always saved."""
     keep: int = 3
-    """How many of the newest snapshots stay; the best one stays too."""
+    """How many of the newest snapshots to keep, in addition to the best one."""
     monitor: str | None = "loss"
-    """What makes a snapshot the best: the smallest loss or error, the largest top1 or other score; null: nothing."""
+    """The metric that decides the best snapshot: smallest loss or error, largest top1 or other score; null: none."""
 
 
 @dataclass
 class ModelConfig:
-    """The keys of every configured command: a model, samples for it, and how it is divided."""
+    """The keys of every configured command: a model, samples for it, and how to divide it."""
 
     model: dict[str, Any] = field(default_factory=dict)
     """The model: an option of the group, or `model._target_=mypkg.build allow=[mypkg]`."""
     data: dict[str, Any] = field(default_factory=dict)
     """Where the samples come from."""
     transform: dict[str, Any] = field(default_factory=dict)
-    """What is done to each sample before it is batched."""
+    """How each sample is transformed before batching."""
     loss: dict[str, Any] = field(default_factory=dict)
-    """What is minimised; its time counts as the last layer's."""
+    """What training minimizes; its time counts towards the last layer."""
     balance: dict[str, Any] = field(default_factory=dict)
     """How layers are divided among partitions; `--by X` is short for balance=X."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """In which order the workers run their actions."""
+    """The order in which workers run their actions."""
     chunks: int = 4
     """Micro-batches per mini-batch."""
     devices: Any = "auto"
@@ -84,36 +84,36 @@ class ModelConfig:
 
 @dataclass
 class EngineConfig(ModelConfig):
-    """The keys of whatever runs steps."""
+    """The keys of commands that run steps."""
 
     engine: dict[str, Any] = field(default_factory=dict)
-    """What runs a step: one thread, one worker or process per partition, or one device given slice after slice."""
+    """What runs a step: one thread, one worker or process per partition, or one device that loads slices in turn."""
 
 
 @dataclass
 class RunConfig(EngineConfig):
-    """The keys that training and evaluation have in common."""
+    """The keys that training and evaluation share."""
 
     data_parallel: int = 1
-    """Replicas of the pipeline, each with its share of every mini-batch; engine=processes has them."""
+    """Replicas of the pipeline, each with its share of every mini-batch; needs engine=processes."""
     eval_chunks: int | None = None
     """Micro-batches per mini-batch in evaluation; null: as many as `chunks`."""
     precision: str = "fp32"
     """fp32, bf16 or fp16 (autocast; fp16 scales the loss)."""
     step_timeout: float | None = None
-    """Seconds after which a step that does not end is given up; null: never."""
+    """Abort a step that takes longer than this many seconds; null: never."""
 
 
 @dataclass
 class CostConfig(ModelConfig):
-    """The keys that decide, besides those of the model and its division, what a step of training takes."""
+    """The keys that, besides the model and its division, decide the cost of a training step."""
 
     optimizer: dict[str, Any] = field(default_factory=dict)
     """What updates the parameters; its state needs memory."""
     checkpoint: Any = "except_last"
     """Which micro-batches recompute their activations in backward: always, except_last, never, or a list of them."""
     device_memory: Any = None
-    """Most memory a device may need, such as 11GiB: layers are divided so that it is kept; null: no limit."""
+    """Memory limit per device, such as 11GiB, that the balance must respect; null: no limit."""
 
 
 @dataclass
@@ -121,33 +121,33 @@ class TrainConfig(RunConfig, CostConfig):
     """gpipe train"""
 
     lr_schedule: dict[str, Any] = field(default_factory=dict)
-    """How the learning rate moves over the run."""
+    """How the learning rate changes over the run."""
     plan: PlanSearchConfig = field(default_factory=PlanSearchConfig)
-    """Whether the best balance, chunks, schedule and checkpoint mode are searched for first."""
+    """Whether to search for the best balance, chunks, schedule and checkpoint mode first."""
     epochs: int = 3
     """Passes over the training data."""
     steps: int | None = None
     """Total number of steps; overrides `epochs`."""
     deferred_batch_norm: bool = False
-    """Batch-norm statistics of the whole mini-batch instead of each micro-batch."""
+    """Compute batch-norm statistics over the whole mini-batch instead of each micro-batch."""
     clip_grad_norm: float | None = None
-    """Largest norm of all gradients together; null: no clipping."""
+    """Clip gradients to this total norm; null: no clipping."""
     seed: int = 0
-    """All randomness of a run is derived from it: initialisation, data order, augmentation, dropout."""
+    """Seed of all randomness in a run: initialization, data order, augmentation, dropout."""
     run_dir: str | None = None
     """Directory of the run; null: runs/<command>/<model>/<time>."""
     logger: dict[str, Any] = field(default_factory=dict)
-    """Where else metrics go, besides metrics.jsonl."""
+    """Where to send metrics besides metrics.jsonl."""
     log: LogConfig = field(default_factory=LogConfig)
-    """What is written while it runs."""
+    """What to log during the run."""
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
-    """When the state of training is saved, and how many such snapshots stay."""
+    """When to save the training state, and how many snapshots to keep."""
     resume: str | None = None
-    """Go on with a run: its directory or one of its snapshots; auto: with `run_dir`, if there is anything in it."""
+    """Resume a run or one of its snapshots, given by path; `auto` resumes `run_dir` if it contains a run."""
     reset_optimizer: bool = False
-    """With `resume`: start with a new optimizer state instead of the saved one, which may be missing or damaged."""
+    """With `resume`: start with a fresh optimizer state instead of the saved one, which may be missing or damaged."""
     time_limit: str | None = None
-    """Stop in good order before that long, to be resumed later: 90s, 30m, 2h, 1h30m."""
+    """Stop cleanly before this much time has passed, such as 90s, 30m, 2h or 1h30m; the run can be resumed."""
 
 
 @dataclass
@@ -155,13 +155,13 @@ class EvalConfig(RunConfig):
     """gpipe eval"""
 
     run: str | None = None
-    """The run directory whose newest snapshot is evaluated, with the settings it was trained with."""
+    """The run directory to evaluate: its newest snapshot, with the settings it was trained with."""
     snapshot: str | None = None
-    """One snapshot of a run, instead of `run`."""
+    """A snapshot of a run, instead of `run`."""
     weights: str | None = None
-    """A file of weights (.safetensors, .pth), instead of `run`; model and data are those given here."""
+    """A file of weights (.safetensors, .pth), instead of `run`; give model and data as well."""
     split: str = "test"
-    """Which samples: test or train."""
+    """Which samples to evaluate: test or train."""
 
 
 @dataclass
@@ -174,17 +174,17 @@ class ProfileConfig(EngineConfig, CostConfig):
     """gpipe profile"""
 
     measure: bool = True
-    """Run the layers and take their time; false runs nothing, counts operations, and needs no memory."""
+    """Run the layers and measure their time; false counts operations instead and needs no memory."""
     timeline: bool = False
-    """Run some pipelined steps too and record every action: trace.json, a picture, where time is lost."""
+    """Also run some pipelined steps and record every action: trace.json, a chart, and where time is lost."""
     steps: int = 3
-    """How many steps timeline=true records, after two that warm up."""
+    """How many steps timeline=true records, after two warm-up steps."""
     seconds: float = 3.0
-    """How long to measure; five runs at least."""
+    """How long to measure, in seconds; at least five runs."""
     sort: str = "order"
-    """Order of the rows: order (of the model), time (operations where none is measured) or memory."""
+    """Sort rows by order (of the model), time (operations if nothing is measured) or memory."""
     top: int | None = 20
-    """How many rows to show; null: all."""
+    """Number of rows to show; null: all."""
     run_dir: str | None = None
     """Directory of the profile; null: runs/<command>/<model>/<time>."""
 
@@ -196,11 +196,11 @@ class PlanConfig(CostConfig):
     plan: PlanSearchConfig = field(default_factory=PlanSearchConfig)
     """How long planning may take."""
     device: str | None = None
-    """A device that is not here, such as a100: costs are estimated; null: they are measured on this machine."""
+    """Plan for another type of device, such as a100, with estimated costs; null: measure on this machine."""
     verify: bool = False
-    """Run the best plans and print how far the prediction was off."""
+    """Run the best plans and print the error of the prediction."""
     top: int = 5
-    """How many plans to show."""
+    """Number of plans to show."""
 
 
 SCHEMAS: dict[str, type[ModelConfig]] = {
@@ -240,7 +240,7 @@ def config_keys(command: str) -> list[ConfigKey]:
     Python keeps no docstring below a field, so the meaning is read from the syntax tree of this file. That is cheap
     enough for `gpipe --help`, and leaves one place to write a key and its sentence.
     """
-    # Train inherits some keys by two ways; the mapping keeps them once.
+    # TrainConfig inherits some keys along two paths; the mapping keeps them once.
     return list({key.key: key for key in _class_keys(SCHEMAS[command].__name__, prefix="")}.values())
 
 

@@ -1,4 +1,4 @@
-"""What was probably meant: near names for a misspelt key, option, command or flag."""
+"""Suggestions for a misspelt key, option, command or flag."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from difflib import get_close_matches
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`did you mean 'chunks'?`, or an empty text where nothing is near."""
+    """`did you mean 'chunks'?`, or an empty string if no name is close."""
     candidates = list(known)
-    near = get_close_matches(word, candidates, n=1, cutoff=0.6)
-    if not near:  # a right name in the wrong place: lr -> optimizer.lr
-        near = [name for name in candidates if name.rpartition(".")[2] == word.rpartition(".")[2]][:1]
-    return f"did you mean '{near[0]}'?" if near else ""
+    matches = get_close_matches(word, candidates, n=1, cutoff=0.6)
+    if not matches:  # the right name in the wrong place: lr -> optimizer.lr
+        matches = [name for name in candidates if name.rpartition(".")[2] == word.rpartition(".")[2]][:1]
+    return f"did you mean '{matches[0]}'?" if matches else ""
 
 
 def or_list(word: str, known: Iterable[str]) -> str:
-    """A suggestion where there is one, all the names otherwise."""
+    """A suggestion if a name is close, otherwise all names."""
     candidates = sorted(known)
     return did_you_mean(word, candidates) or f"one of: {', '.join(candidates)}"

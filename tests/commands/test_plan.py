@@ -98,8 +98,8 @@ def test_training_uses_and_saves_the_best_plan(tiny: Gpipe) -> None:
     ("words", "message"),
     [
         (["device=a1000", "devices=2"], "did you mean 'a100'"),
-        (["device=a100"], "say how many there are, such as devices=8"),
-        (["device=a100", "devices=2", "verify=true"], "nothing can be run on it"),
+        (["device=a100"], "give the number of devices for device=a100, such as devices=8"),
+        (["device=a100", "devices=2", "verify=true"], "this machine has no device=a100"),
         (["devices=4", "verify=true"], "machines that are not here"),
         (["--by", "time"], "gpipe plan searches for it"),
         (["--dry-run"], "leave it out"),

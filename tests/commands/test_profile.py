@@ -121,4 +121,4 @@ def test_a_timeline_shows_the_transfers_of_offloaded_partitions(
 def test_a_timeline_needs_a_model_that_runs(gpipe: Gpipe) -> None:
     answer = gpipe("profile", "timeline=true", "measure=false")
     assert (answer.code, answer.out) == (2, "")
-    assert "timeline=true: runs the model, and measure=false runs nothing" in answer.err
+    assert "timeline=true: runs the model, but measure=false runs nothing" in answer.err

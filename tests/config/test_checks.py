@@ -34,7 +34,7 @@ def test_the_defaults_pass() -> None:
         ({"seed": 2**63}, f"seed={2**63}: must be at most {2**63 - 1}"),
         ({"step_timeout": 0.0}, "step_timeout=0.0: must be positive, or null for none"),
         ({"clip_grad_norm": math.nan}, "clip_grad_norm=nan: must be positive"),
-        ({"threads": True}, "threads=True: must be auto or a whole number from 1"),
+        ({"threads": True}, "threads=True: must be auto or a whole number of at least 1"),
         ({"threads": 0}, "threads=0: must be auto"),
         ({"precision": "fp23"}, "precision=fp23: did you mean 'fp32'"),
         ({"checkpoint": "alway"}, "checkpoint=alway: did you mean 'always'"),
@@ -47,8 +47,8 @@ def test_the_defaults_pass() -> None:
         ({"schedule": ScheduleConfig(name="gpip")}, "schedule.name=gpip: did you mean 'gpipe'"),
         ({"devices": "cpu"}, "devices=cpu: must be auto, a number of devices or a list"),
         ({"devices": True}, "devices=True: must be auto"),
-        ({"devices": [1.5]}, r"devices=\[1.5\]: a list of names or numbers is needed"),
-        ({"devices": [True]}, r"devices=\[True\]: a list of names or numbers is needed"),
+        ({"devices": [1.5]}, r"devices=\[1.5\]: expected a list of names or numbers"),
+        ({"devices": [True]}, r"devices=\[True\]: expected a list of names or numbers"),
         (
             {"devices": 3, "partitions": 2},
             "partitions=2: devices=3 are 3; one device per partition is needed",
@@ -99,7 +99,7 @@ def test_all_problems_are_told_at_once(chunks: int, steps: int, precision: str) 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"run": None}, "run: say which run to evaluate"),
+        ({"run": None}, "run: give the run to evaluate"),
         ({"split": "tset"}, "split=tset: did you mean 'test'"),
     ],
 )
