@@ -62,10 +62,10 @@ def batches(
         own = replica_part(indices, replica, replicas)
         # An empty batch still has a shape, which only a sample can tell.
         requests.append(BatchRequest(epoch, own or indices[:1], without_rows=not own))
-    load = BatchLoader(samples, transform, seed)
+    fetch = BatchFetcher(samples, transform, seed)
     if workers and requests:
-        return load_in_workers(load, requests, workers, timeout)
-    return (load(request) for request in requests)
+        return load_in_workers(fetch, requests, workers, timeout)
+    return (fetch(request) for request in requests)
 
 
 def replica_part(indices: list[int], replica: int, replicas: int) -> list[int]:
@@ -105,7 +105,7 @@ def check_labels(target: Tensor, classes: int) -> None:
 @final
 @dataclass(frozen=True)
 class BatchRequest:
-    """A batch to load. It carries the epoch, so that the loader needs no state."""
+    """A batch to load. It carries the epoch, so that the fetcher needs no state."""
 
     epoch: int
     indices: list[int]
@@ -114,20 +114,20 @@ class BatchRequest:
 
 
 @final
-class BatchLoader:
-    """Loads the batch of a request. It has no state, so that any worker process can load any batch."""
+class BatchFetcher:
+    """Fetches the batch of a request. It has no state, so that any worker process can fetch any batch."""
 
     def __init__(self, samples: Samples, transform: Transform | None, seed: int) -> None:
         self._samples, self._transform, self._seed = samples, transform, seed
 
     def __call__(self, request: BatchRequest) -> Batch:
         if isinstance(self._samples, BatchedSamples):
-            input, target = self._load_together(self._samples, request)
+            input, target = self._fetch_together(self._samples, request)
         else:
-            input, target = self._load_one_by_one(request)
+            input, target = self._fetch_one_by_one(request)
         return (input[:0], target[:0]) if request.without_rows else (input, target)
 
-    def _load_together(self, samples: BatchedSamples, request: BatchRequest) -> Batch:
+    def _fetch_together(self, samples: BatchedSamples, request: BatchRequest) -> Batch:
         with _errors_name(f"samples {request.indices[0]}, ..."):
             inputs, targets = samples.batch(torch.tensor(request.indices))
             if self._transform is None:
@@ -140,7 +140,7 @@ class BatchLoader:
                 transformed.append(self._transformed(input, request.epoch, index))
         return torch.stack(transformed), targets
 
-    def _load_one_by_one(self, request: BatchRequest) -> Batch:
+    def _fetch_one_by_one(self, request: BatchRequest) -> Batch:
         inputs, targets = [], []
         for index in request.indices:
             with _errors_name(f"sample {index}"):

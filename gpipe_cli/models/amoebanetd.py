@@ -56,7 +56,7 @@ def build(
             layers[f"reduction{group - 1}"] = cells.reduction()
         for number in range(1, num_layers // 3 + 1):
             layers[f"cell{group}_{number}"] = cells.normal()
-    layers["head"] = Head(cells.last, num_classes)
+    layers["head"] = ClassifierHead(cells.last, num_classes)
     return nn.Sequential(layers)
 
 
@@ -67,7 +67,7 @@ def _stem(input_channels: int, channels: int) -> nn.Sequential:
 
 
 @final
-class Head(nn.Module):
+class ClassifierHead(nn.Module):
     """Scores classes from the mean of each channel of the last cell."""
 
     def __init__(self, channels: int, num_classes: int) -> None:

@@ -48,7 +48,7 @@ def build(
     layers: OrderedDict[str, nn.Module] = OrderedDict(embedding=embedding)
     for number in range(depth):
         layers[f"block{number}"] = Block(width, heads, dropout, depth)
-    layers["head"] = Head(width, vocabulary, embedding.tokens if tied else None)
+    layers["head"] = LanguageModelHead(width, vocabulary, embedding.tokens if tied else None)
     return nn.Sequential(layers)
 
 
@@ -153,7 +153,7 @@ class Attention(nn.Module):
 
 
 @final
-class Head(nn.Module):
+class LanguageModelHead(nn.Module):
     """Scores every token of the vocabulary."""
 
     def __init__(self, width: int, vocabulary: int, tied_to: nn.Embedding | None) -> None:

@@ -76,8 +76,8 @@ def test_only_files_of_a_sensible_size_are_images(root: Path) -> None:
     with third.open("wb") as file:
         file.truncate(2**40)
     data = image_folder.build(str(root), size=8)
-    for index, says in ((1, "is a named pipe"), (2, "is a directory"), (3, "has 1,099,511,627,776 bytes")):
-        with pytest.raises(DataError, match=f"not a readable image \\({says}"):
+    for index, message in ((1, "is a named pipe"), (2, "is a directory"), (3, "has 1,099,511,627,776 bytes")):
+        with pytest.raises(DataError, match=f"not a readable image \\({message}"):
             data.train[index]
 
 

@@ -239,7 +239,7 @@ def test_the_parts_of_all_replicas_are_the_batch_and_differ_by_one_sample_at_mos
 @pytest.mark.parametrize("samples", [Counting(7), synthetic.build(length=7).train])
 def test_replicas_together_read_the_batches_of_a_single_process(samples: Samples) -> None:
     """Seven samples in batches of three: the last batch has one sample, so two of three replicas get none."""
-    alone = list(batches(samples, batch_size=3, seed=1, epoch=2, shuffle=True))
+    whole = list(batches(samples, batch_size=3, seed=1, epoch=2, shuffle=True))
     replicas = [
         list(batches(samples, batch_size=3, seed=1, epoch=2, shuffle=True, replica=replica, replicas=3))
         for replica in range(3)
@@ -252,8 +252,8 @@ def test_replicas_together_read_the_batches_of_a_single_process(samples: Samples
     together = [
         tuple(torch.cat(parts) for parts in zip(*batch, strict=True)) for batch in zip(*replicas, strict=True)
     ]
-    assert_equal_batches(together, alone)
-    assert all(input.shape[1:] == alone[0][0].shape[1:] for replica in replicas for input, _ in replica)
+    assert_equal_batches(together, whole)
+    assert all(input.shape[1:] == whole[0][0].shape[1:] for replica in replicas for input, _ in replica)
 
 
 def test_labels_of_the_classes_pass() -> None:

@@ -98,19 +98,19 @@ def test_what_never_ends_or_is_too_long_is_refused_at_once(tmp_path: Path) -> No
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "long").open("wb") as file:
         file.truncate(2**40)
-    for path, says in (
+    for path, message in (
         ("/dev/zero", "is a device"),
         (tmp_path / "pipe", "is a named pipe"),
         (tmp_path / "long", "has 1,"),
     ):
-        with pytest.raises(DataError, match=f"data.path={path}: cannot be read: {says}"):
+        with pytest.raises(DataError, match=f"data.path={path}: cannot be read: {message}"):
             text.build(str(path))
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "says"),
+    ("key", "value", "message"),
     [("context", 0, "of at least 1"), ("stride", 0, "of at least 1"), ("held_out", 1.0, "between 0 and 1")],
 )
-def test_a_wrong_key_is_named_with_its_value(key: str, value: float, says: str) -> None:
-    with pytest.raises(ConfigError, match=rf"data\.{key}={value}: must be .*{says}"):
+def test_a_wrong_key_is_named_with_its_value(key: str, value: float, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"data\.{key}={value}: must be .*{message}"):
         text.build(**{key: value})  # type: ignore[arg-type]

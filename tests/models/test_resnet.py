@@ -45,16 +45,16 @@ def test_outputs_gradients_and_buffers_are_bitwise_the_originals(name: str) -> N
         for model, output in zip((original, sequence), outputs, strict=True):
             model.zero_grad()
             output.square().sum().backward()
-        for (name_there, there), (name_here, here) in zip(
+        for (expected_name, expected), (name, actual) in zip(
             original.named_parameters(), sequence.named_parameters(), strict=True
         ):
-            assert name_there == name_here
-            assert there.grad is not None and here.grad is not None
-            assert torch.equal(there, here) and torch.equal(there.grad, here.grad), name_here
-    for (name_there, there), (name_here, here) in zip(
+            assert expected_name == name
+            assert expected.grad is not None and actual.grad is not None
+            assert torch.equal(expected, actual) and torch.equal(expected.grad, actual.grad), name
+    for (expected_name, expected), (name, actual) in zip(
         original.named_buffers(), sequence.named_buffers(), strict=True
     ):
-        assert name_there == name_here and torch.equal(there, here), name_here
+        assert expected_name == name and torch.equal(expected, actual), name
 
 
 @pytest.mark.parametrize("name", NAMES)

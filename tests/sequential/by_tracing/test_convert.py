@@ -66,12 +66,12 @@ def backward(model: nn.Module, *inputs: Tensor, as_tuple: bool = False) -> tuple
 
 
 def assert_same_gradients(original: nn.Module, other: nn.Module) -> None:
-    for (name_there, there), (name_here, here) in zip(
+    for (expected_name, expected), (name, actual) in zip(
         original.named_parameters(), other.named_parameters(), strict=True
     ):
-        assert name_there == name_here
-        assert (there.grad is None) == (here.grad is None), name_here
-        assert there.grad is None or here.grad is None or torch.equal(there.grad, here.grad), name_here
+        assert expected_name == name
+        assert (expected.grad is None) == (actual.grad is None), name
+        assert expected.grad is None or actual.grad is None or torch.equal(expected.grad, actual.grad), name
 
 
 def assert_same(
@@ -174,12 +174,12 @@ class Masked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, input: Tensor, other: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         positive, order = input > 0, other.argsort(-1)
-        value = self.two(self.one(input)) if mask is None else input
-        value = self.three(value).masked_fill(positive, 0.0)
+        value = self.second(self.first(input)) if mask is None else input
+        value = self.third(value).masked_fill(positive, 0.0)
         return value.gather(-1, order), value + other
 
 
@@ -274,9 +274,11 @@ def test_tied_parameters_and_modules_called_twice_sum_their_gradients() -> None:
             ) as pipe:
                 given = backward(pipe, tokens)
             torch.testing.assert_close(given, expected, rtol=0, atol=1e-12)
-            for (name, there), here in zip(original.named_parameters(), sequence.parameters(), strict=True):
-                assert there.grad is not None and here.grad is not None, name
-                torch.testing.assert_close(here.grad, there.grad, rtol=0, atol=1e-12)
+            for (name, reference), parameter in zip(
+                original.named_parameters(), sequence.parameters(), strict=True
+            ):
+                assert reference.grad is not None and parameter.grad is not None, name
+                torch.testing.assert_close(parameter.grad, reference.grad, rtol=0, atol=1e-12)
 
 
 class ReadsValues(nn.Module):
@@ -341,14 +343,14 @@ def test_a_model_whose_modules_exchange_more_than_tensors_is_refused() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.two = nn.LSTM(2, 2), nn.LSTM(2, 2)
+            self.first, self.second = nn.LSTM(2, 2), nn.LSTM(2, 2)
 
         def forward(self, input: Tensor) -> Tensor:
-            value, state = self.one(input)
-            output, _ = self.two(value, state)
+            value, state = self.first(input)
+            output, _ = self.second(value, state)
             return output
 
     with pytest.raises(
-        ConfigError, match=r"cannot be cut anywhere: a tuple of 'one' crosses; .* or give model\.layers"
+        ConfigError, match=r"cannot be cut anywhere: a tuple of 'first' crosses; .* or give model\.layers"
     ):
         to_sequential(Recurrent(), torch.randn(2, 3, 2))

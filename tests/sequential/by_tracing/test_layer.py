@@ -65,12 +65,12 @@ class Longer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, input: Tensor) -> tuple[Tensor, ...]:
-        first = self.one(input)
-        second = self.two(first)
-        return (second, first, self.three(second).relu()) if self.training else (second, first)
+        first = self.first(input)
+        second = self.second(first)
+        return (second, first, self.third(second).relu()) if self.training else (second, first)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -92,8 +92,12 @@ def test_the_loss_of_a_step_receives_the_dict(schedule: str) -> None:
     assert torch.equal(loss, expected[0])
     assert isinstance(output, dict) and isinstance(expected[1], dict)
     assert_equal_dicts(output, expected[1])
-    for there, here in zip(original.parameters(), sequence.parameters(), strict=True):
-        assert there.grad is not None and here.grad is not None and torch.equal(there.grad, here.grad)
+    for reference, parameter in zip(original.parameters(), sequence.parameters(), strict=True):
+        assert (
+            reference.grad is not None
+            and parameter.grad is not None
+            and torch.equal(reference.grad, parameter.grad)
+        )
 
 
 @pytest.mark.parametrize(
