@@ -18,7 +18,9 @@ layers = st.lists(
         resident=st.integers(0, 50).map(lambda bytes: {-1: 7, bytes: bytes}),  # -1: tied to all others
         input=st.integers(0, 60),
         # Few numbers, so that layers share storages; a storage has one size.
-        saved=st.sets(st.integers(0, 6)).map(lambda storages: {one: 5 * one for one in storages}),
+        saved=st.sets(st.integers(0, 6)).map(
+            lambda storages: {storages: 5 * storages for storages in storages}
+        ),
     ),
     min_size=1,
     max_size=8,
@@ -46,10 +48,10 @@ def test_no_balance_needs_less_and_none_that_fits_is_quicker(
     spec = PipelineSpec(schedule, partitions, chunks, checkpoint)
     memory = MemoryObjective(made, spec)
     every = balances(len(made), partitions)
-    needs = {tuple(one): max(sums(memory, one)) for one in every}
+    needs = {tuple(balance): max(sums(memory, balance)) for balance in every}
     smallest = min(needs.values())
-    found = solve_within(memory, partitions)
-    assert found.largest == needs[tuple(found.balance)] == smallest
+    solution = solve_within(memory, partitions)
+    assert solution.largest == needs[tuple(solution.balance)] == smallest
 
     limit = data.draw(st.integers(0, int(2 * smallest) + 1))
     limited = MemoryObjective(made, spec, limit)
@@ -58,7 +60,9 @@ def test_no_balance_needs_less_and_none_that_fits_is_quicker(
         with pytest.raises(ConfigError, match="the smallest limit that would do is"):
             solve_within(Additive(milliseconds), partitions, limited)
         return
-    quickest = min(max(sums(Additive(milliseconds), one)) for one in every if needs[tuple(one)] <= limit)
+    quickest = min(
+        max(sums(Additive(milliseconds), balance)) for balance in every if needs[tuple(balance)] <= limit
+    )
     balanced = BalanceResult.by(milliseconds, partitions, "ms", limited)
     assert limited.fits(balanced.layers)
     assert balanced.largest == balanced.lower_bound == quickest

@@ -44,9 +44,9 @@ def test_what_counts_is_the_memory_of_live_micro_batches() -> None:
     """Under 1f1b the first partition keeps most micro-batches, so it gets fewer of equal layers."""
     module = nn.Sequential(*(nn.Tanh() for _ in range(10)))
     sample = Sample(torch.rand(8, 8, requires_grad=True))
-    found = by_size(memory_objective(module, sample, PipelineSpec("1f1b", 4, 8), twice), 4)
-    assert found.layers == sorted(found.layers) and found.layers[0] < found.layers[-1]
-    assert found.largest == found.lower_bound
+    result = by_size(memory_objective(module, sample, PipelineSpec("1f1b", 4, 8), twice), 4)
+    assert result.layers == sorted(result.layers) and result.layers[0] < result.layers[-1]
+    assert result.largest == result.lower_bound
     assert by_size(memory_objective(module, sample, PipelineSpec("gpipe", 2, 8), twice), 2).layers == [5, 5]
 
 

@@ -42,9 +42,9 @@ def test_among_equally_good_balances_the_simulated_step_decides(monkeypatch: pyt
     layers = [profiled(20, 10), profiled(8, 2), profiled(10, 20)]
     monkeypatch.setattr(ProfileCache, "times", lambda *_: layers)
     module, sample = nn.Sequential(*(nn.Identity() for _ in layers)), Sample(torch.zeros(1))
-    found = by_time(module, sample, 2, PipelineSpec("gpipe", 2, 8))
-    assert found.layers == [1, 2]
-    assert found.largest == found.lower_bound == 40
+    result = by_time(module, sample, 2, PipelineSpec("gpipe", 2, 8))
+    assert result.layers == [1, 2]
+    assert result.largest == result.lower_bound == 40
     steps = {
         balance: PipelineSpec("gpipe", 2, 8).simulate(partition_costs(layers, balance)).step
         for balance in ((1, 2), (2, 1))
@@ -62,9 +62,9 @@ def test_a_partition_that_recomputes_gets_less(monkeypatch: pytest.MonkeyPatch) 
     layers = [profiled(1, 1) for _ in range(5)]
     monkeypatch.setattr(ProfileCache, "times", lambda *_: layers)
     module, sample = nn.Sequential(*(nn.Identity() for _ in layers)), Sample(torch.zeros(1))
-    found = by_time(module, sample, 2, PipelineSpec("gpipe", 2, 8, ("always", "never")))
-    assert found.layers == [2, 3]
-    assert found.sums == [6, 6] and found.lower_bound == 6
+    result = by_time(module, sample, 2, PipelineSpec("gpipe", 2, 8, ("always", "never")))
+    assert result.layers == [2, 3]
+    assert result.sums == [6, 6] and result.lower_bound == 6
     assert by_time(module, sample, 2, PipelineSpec("gpipe", 2, 8, ("never", "always"))).layers == [3, 2]
 
 

@@ -33,30 +33,30 @@ def test_what_would_shorten_the_step_most_limits_it(
     balance: tuple[int, ...], chunks: int, transfer: float, limit: str
 ) -> None:
     costs = LayerCosts([1.0] * 4, [2.0] * 4, transfer=[transfer] * 4)
-    found = _predicted(PlanShape(2, 2, chunks, "1f1b", "never"), balance, costs)
-    assert found.limit.name == limit
-    assert (found.limit.share > 0.02) == (limit != "work")
+    prediction = _predicted(PlanShape(2, 2, chunks, "1f1b", "never"), balance, costs)
+    assert prediction.limit.name == limit
+    assert (prediction.limit.share > 0.02) == (limit != "work")
 
 
 def test_memory_limits_a_plan_that_would_be_quicker_without_a_limit() -> None:
     costs = LayerCosts([1.0] * 4, [2.0] * 4)
-    found = _predicted(PlanShape(2, 2, 64, "1f1b", "always"), (2, 2), costs, without_limit_ms=100.0)
-    assert found.limit.name == "memory"
-    assert "larger device_memory" in advice([found])
+    prediction = _predicted(PlanShape(2, 2, 64, "1f1b", "always"), (2, 2), costs, without_limit_ms=100.0)
+    assert prediction.limit.name == "memory"
+    assert "larger device_memory" in advice([prediction])
 
 
 def test_devices_that_hold_several_partitions_need_the_memory_of_all() -> None:
     costs = LayerCosts([1.0] * 4, [2.0] * 4)
-    found = _predicted(PlanShape(4, 2, 8, "interleaved", "never"), (1, 1, 1, 1), costs)
-    assert [one.total_bytes for one in found.memory] == [20, 20] and found.peak_bytes == 20
-    assert found.overrides.endswith("schedule=interleaved checkpoint=never devices=2")
+    prediction = _predicted(PlanShape(4, 2, 8, "interleaved", "never"), (1, 1, 1, 1), costs)
+    assert [device.total_bytes for device in prediction.memory] == [20, 20] and prediction.peak_bytes == 20
+    assert prediction.overrides.endswith("schedule=interleaved checkpoint=never devices=2")
 
 
 def test_modes_that_differ_are_given_as_a_list() -> None:
     costs = LayerCosts([1.0] * 4, [2.0] * 4)
-    found = _predicted(PlanShape(2, 2, 4, "1f1b", ("always", "never")), (2, 2), costs)
-    assert found.overrides.endswith("schedule=1f1b checkpoint=[always,never]")
-    assert found.facts()["checkpoint"] == ["always", "never"]
+    prediction = _predicted(PlanShape(2, 2, 4, "1f1b", ("always", "never")), (2, 2), costs)
+    assert prediction.overrides.endswith("schedule=1f1b checkpoint=[always,never]")
+    assert prediction.facts()["checkpoint"] == ["always", "never"]
 
 
 def test_the_plain_run_is_recommended_where_it_is_quickest() -> None:
@@ -70,7 +70,7 @@ def test_the_plain_run_is_recommended_where_it_is_quickest() -> None:
 
 def test_an_error_is_a_share_of_what_was_measured() -> None:
     costs = LayerCosts([1.0], [2.0])
-    found = _predicted(PlanShape(1, 1, 1, "1f1b", "never"), (1,), costs)
-    assert found.error is None and "measured_ms" not in found.facts()
-    measured = replace(found, measured_ms=4.0)
+    prediction = _predicted(PlanShape(1, 1, 1, "1f1b", "never"), (1,), costs)
+    assert prediction.error is None and "measured_ms" not in prediction.facts()
+    measured = replace(prediction, measured_ms=4.0)
     assert measured.error == pytest.approx(-0.25) and measured.facts()["measured_ms"] == 4.0

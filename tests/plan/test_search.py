@@ -55,7 +55,7 @@ def test_brute_force_finds_nothing_better(seed: int, cores: int | None) -> None:
     def fit_of(shape: PlanShape) -> MemoryFit:
         return MemoryFit({str(shape.checkpoint): memory_of(shape)})
 
-    found = search(space.shapes(), lambda shape: by_chunks[shape.chunks], fit_of, keep=3, cores=cores)
+    result = search(space.shapes(), lambda shape: by_chunks[shape.chunks], fit_of, keep=3, cores=cores)
 
     best = sorted(
         min(steps)
@@ -68,15 +68,15 @@ def test_brute_force_finds_nothing_better(seed: int, cores: int | None) -> None:
             ]
         )
     )
-    assert [one.best.step_ms for one in found.plans] == pytest.approx(best[:3])
+    assert [plan.best.step_ms for plan in result.plans] == pytest.approx(best[:3])
     if best:
-        assert found.lower_bound_ms == pytest.approx(best[0])
-        assert found.gap == pytest.approx(0)
-    for one in found.plans:
-        assert memory_of(one.shape).fits(one.best.balance)
-        assert step_ms(one.shape.spec(cores), by_chunks[one.shape.chunks], one.best.balance) == pytest.approx(
-            one.best.step_ms
-        )
+        assert result.lower_bound_ms == pytest.approx(best[0])
+        assert result.gap == pytest.approx(0)
+    for plan in result.plans:
+        assert memory_of(plan.shape).fits(plan.best.balance)
+        assert step_ms(
+            plan.shape.spec(cores), by_chunks[plan.shape.chunks], plan.best.balance
+        ) == pytest.approx(plan.best.step_ms)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -96,7 +96,7 @@ def test_no_modes_of_the_partitions_are_better_than_those_found(seed: int, sched
         modes = CHECKPOINTS if shape.checkpoint == FITTED else (str(shape.checkpoint),)
         return MemoryFit({mode: memory_of(mode) for mode in modes})
 
-    found = search(space.shapes(), lambda shape: costs, fit_of, keep=1)
+    result = search(space.shapes(), lambda shape: costs, fit_of, keep=1)
 
     steps = [
         step_ms(PipelineSpec(schedule, partitions, chunks, modes), costs, balance)
@@ -104,9 +104,9 @@ def test_no_modes_of_the_partitions_are_better_than_those_found(seed: int, sched
         for balance in _balances(layers, partitions)
         if memory_of(modes).fits(balance)
     ]
-    assert [one.best.step_ms for one in found.plans] == pytest.approx([min(steps)] if steps else [])
-    for one in found.plans:
-        assert memory_of(one.shape.checkpoint).fits(one.best.balance)
+    assert [plan.best.step_ms for plan in result.plans] == pytest.approx([min(steps)] if steps else [])
+    for plan in result.plans:
+        assert memory_of(plan.shape.checkpoint).fits(plan.best.balance)
 
 
 def test_only_the_partition_that_needs_it_recomputes() -> None:
@@ -138,11 +138,11 @@ def test_without_anything_to_lose_more_micro_batches_are_not_free() -> None:
 
 
 def test_thousands_of_devices_are_planned_by_their_wave() -> None:
-    found = _uniform(1024, [1024], [2048])
-    assert found.plans and found.left_out == 3  # zero_bubble has no wave
-    best = found.plans[0]
+    result = _uniform(1024, [1024], [2048])
+    assert result.plans and result.left_out == 3  # zero_bubble has no wave
+    best = result.plans[0]
     assert best.best.step_ms == pytest.approx((2048 + 1023) * 3.0, rel=0.02)
-    assert found.lower_bound_ms <= best.best.step_ms
+    assert result.lower_bound_ms <= best.best.step_ms
 
 
 def test_a_space_names_every_shape_once() -> None:
@@ -161,6 +161,6 @@ def test_shapes_that_cannot_win_are_not_looked_into() -> None:
         looked.append(shape)
         return MemoryFit({str(shape.checkpoint): None})
 
-    found = search(shapes, lambda shape: costs, fit_of, keep=1)
-    assert found.plans[0].shape.devices == 64 and found.gap == pytest.approx(0)
+    result = search(shapes, lambda shape: costs, fit_of, keep=1)
+    assert result.plans[0].shape.devices == 64 and result.gap == pytest.approx(0)
     assert {shape.devices for shape in looked} == {64} and len(looked) < len(shapes) / 3

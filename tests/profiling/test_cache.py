@@ -178,8 +178,8 @@ def test_a_pipeline_is_measured_once_for_each_way_to_cut_it(
 def test_a_pipeline_that_takes_another_time_now_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drift: list[float]
 ) -> None:
-    found = iter([PhaseTimes(2, 4, 0, 0, 0, 0.5, 0.5), PhaseTimes(1, 2, 0, 0, 0, 0.5, 0.5)])
-    monkeypatch.setattr(cache, "measure_phase_times", lambda *_, **__: next(found))
+    measurements = iter([PhaseTimes(2, 4, 0, 0, 0, 0.5, 0.5), PhaseTimes(1, 2, 0, 0, 0, 0.5, 0.5)])
+    monkeypatch.setattr(cache, "measure_phase_times", lambda *_, **__: next(measurements))
     profiles = ProfileCache(tmp_path)
 
     def phases() -> PhaseTimes:
@@ -258,10 +258,10 @@ def test_a_damaged_or_hostile_file_is_ignored_and_said(
     ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
     (path,) = tmp_path.iterdir()
     path.write_text(damage(path.read_text()))
-    said: list[str] = []
-    times = ProfileCache(tmp_path, say=said.append).times(make_module(), SAMPLE, seconds=1)
+    messages: list[str] = []
+    times = ProfileCache(tmp_path, say=messages.append).times(make_module(), SAMPLE, seconds=1)
     assert measured == [1, 1] and len(times) == 2
-    assert len(said) == 1 and f"{path} is not a measurement and is ignored: " in said[0]
+    assert len(messages) == 1 and f"{path} is not a measurement and is ignored: " in messages[0]
     # What took its place is sound again.
     ProfileCache(tmp_path).times(make_module(), SAMPLE, seconds=1)
     assert measured == [1, 1]
@@ -280,10 +280,10 @@ def test_no_document_is_taken_for_times_that_is_none(document: Any) -> None:
 
 def test_a_folder_that_cannot_be_written_costs_only_the_cache(tmp_path: Path, measured: list[float]) -> None:
     (tmp_path / "file").write_text("")
-    said: list[str] = []
-    times = ProfileCache(tmp_path / "file", say=said.append).times(make_module(), SAMPLE, seconds=1)
+    messages: list[str] = []
+    times = ProfileCache(tmp_path / "file", say=messages.append).times(make_module(), SAMPLE, seconds=1)
     assert isinstance(times[0], LayerTimes)
-    assert any("cannot store the measurement for the next run" in line for line in said)
+    assert any("cannot store the measurement for the next run" in line for line in messages)
 
 
 def test_the_folder_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

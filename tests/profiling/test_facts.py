@@ -97,7 +97,7 @@ CASES = {
 @pytest.mark.parametrize(("module", "sample"), CASES.values(), ids=CASES)
 def test_what_is_said_without_running_is_what_a_run_shows(module: nn.Sequential, sample: Sample) -> None:
     measured = profile_layers(module, sample, seconds=0, repeats=1)
-    assert list(model_facts(module, sample).layers) == [one.facts for one in measured]
+    assert list(model_facts(module, sample).layers) == [profile.facts for profile in measured]
 
 
 def test_nothing_is_touched() -> None:
@@ -107,7 +107,7 @@ def test_nothing_is_touched() -> None:
     generator = torch.get_rng_state()
     model_facts(module, sample)
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
-    assert not any(one.training for one in module.modules())
+    assert not any(submodule.training for submodule in module.modules())
     assert all(parameter.grad is None for parameter in module.parameters())
     assert torch.equal(generator, torch.get_rng_state())
     module.train()
@@ -118,8 +118,8 @@ def test_a_model_far_larger_than_memory_is_judged() -> None:
     with torch.device("meta"):
         module = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
     facts = model_facts(module, Sample(torch.empty(2, width, device="meta")))
-    assert [one.parameter_bytes for one in facts.layers] == [4 * (width * width + width)] * 3
-    assert [one.saved_bytes for one in facts.layers] == [4 * 2 * width] * 3
+    assert [layer.parameter_bytes for layer in facts.layers] == [4 * (width * width + width)] * 3
+    assert [layer.saved_bytes for layer in facts.layers] == [4 * 2 * width] * 3
     assert facts.flops[1].forward == 2 * 2 * width * width
 
 
@@ -127,10 +127,10 @@ def test_what_neighbours_share_is_counted_once_for_both() -> None:
     """Tanh keeps its output, and the linear layer keeps the same tensor as its input."""
     module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
     facts = model_facts(module, Sample(torch.randn(4, 16)))
-    one = 4 * 16 * 4
-    assert [layer.saved_bytes for layer in facts.layers] == [one] * 3
-    assert facts.saved_bytes(0, 3) == 2 * one
-    assert facts.saved_bytes(1, 3) == one
+    activation = 4 * 16 * 4
+    assert [layer.saved_bytes for layer in facts.layers] == [activation] * 3
+    assert facts.saved_bytes(0, 3) == 2 * activation
+    assert facts.saved_bytes(1, 3) == activation
     assert facts.saved_bytes(2, 2) == 0
 
 
@@ -169,9 +169,9 @@ def test_operations_are_counted_per_layer_both_ways() -> None:
     )
     facts = model_facts(module, Sample(torch.randn(2, 4, 8, 8)))
     convolution, linear = 2 * 2 * 36 * (8 * 1 * 9), 2 * 2 * 8 * 36 * 5
-    assert [one.forward for one in facts.flops] == [convolution, 0, 0, 0, linear]
+    assert [count.forward for count in facts.flops] == [convolution, 0, 0, 0, linear]
     # The input needs no gradient, so the first layer does half of what the last one does.
-    assert [one.backward for one in facts.flops] == [convolution, 0, 0, 0, 2 * linear]
+    assert [count.backward for count in facts.flops] == [convolution, 0, 0, 0, 2 * linear]
 
 
 def test_attention_counts_on_a_cpu_too() -> None:
@@ -201,9 +201,9 @@ def test_backward_of_a_skip_belongs_to_the_layer_that_stashed_it() -> None:
             return input + late
 
     module = nn.Sequential(nn.Linear(6, 6, bias=False), Late(), nn.ReLU(), Sum())
-    one = 2 * 3 * 6 * 6
+    convolution = 2 * 3 * 6 * 6
     flops = model_facts(module, Sample(torch.randn(3, 6))).flops
-    assert [count.backward for count in flops] == [one, 2 * one, 0, 0]
+    assert [count.backward for count in flops] == [convolution, 2 * convolution, 0, 0]
 
 
 def test_a_layer_that_looks_at_values_is_named() -> None:
@@ -225,6 +225,6 @@ def test_without_flops_the_rest_is_the_same() -> None:
     counted, quick = model_facts(module, sample), model_facts(module, sample, count_flops=False)
     assert quick.flops == ()
     assert quick.layers == counted.layers
-    assert [sorted(one.values()) for one in quick.storages] == [
-        sorted(one.values()) for one in counted.storages
+    assert [sorted(storages.values()) for storages in quick.storages] == [
+        sorted(storages.values()) for storages in counted.storages
     ]

@@ -13,19 +13,19 @@ from gpipe_cli.skip import pop, skippable, stash
 def test_every_layer_is_measured_and_counted() -> None:
     module = nn.Sequential(nn.Linear(64, 256), nn.ReLU(inplace=True), nn.Linear(256, 4, bias=False))
     layers = profile_layers(module, Sample(torch.randn(8, 64)), seconds=0)
-    assert [one.facts.name for one in layers] == ["0", "1", "2"]
-    assert [one.facts.type for one in layers] == ["Linear", "ReLU", "Linear"]
-    assert [one.facts.parameters for one in layers] == [64 * 256 + 256, 0, 1024]
-    assert [one.facts.parameter_bytes for one in layers] == [4 * (64 * 256 + 256), 0, 4096]
-    assert [one.facts.output_shape for one in layers] == [((8, 256),), ((8, 256),), ((8, 4),)]
-    assert all(one.forward_ms > 0 and one.backward_ms > 0 for one in layers)
+    assert [layer.facts.name for layer in layers] == ["0", "1", "2"]
+    assert [layer.facts.type for layer in layers] == ["Linear", "ReLU", "Linear"]
+    assert [layer.facts.parameters for layer in layers] == [64 * 256 + 256, 0, 1024]
+    assert [layer.facts.parameter_bytes for layer in layers] == [4 * (64 * 256 + 256), 0, 4096]
+    assert [layer.facts.output_shape for layer in layers] == [((8, 256),), ((8, 256),), ((8, 4),)]
+    assert all(layer.forward_ms > 0 and layer.backward_ms > 0 for layer in layers)
 
 
 def test_saved_bytes_count_a_storage_once_and_no_parameters() -> None:
     module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Flatten())
     layers = profile_layers(module, Sample(torch.randn(4, 16)), seconds=0)
     # A linear layer keeps its input for the weight's gradient, tanh its output, a view nothing.
-    assert [one.facts.saved_bytes for one in layers] == [4 * 16 * 4, 4 * 16 * 4, 0]
+    assert [layer.facts.saved_bytes for layer in layers] == [4 * 16 * 4, 4 * 16 * 4, 0]
 
 
 def test_the_model_its_buffers_its_mode_and_the_generators_stay_as_they_were() -> None:

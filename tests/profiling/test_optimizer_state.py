@@ -27,11 +27,11 @@ def test_it_is_what_the_optimizer_really_keeps(make: Any) -> None:
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    kept = [
-        sum(one.nbytes for one in optimizer.state[parameter].values() if isinstance(one, Tensor))
+    expected = [
+        sum(value.nbytes for value in optimizer.state[parameter].values() if isinstance(value, Tensor))
         for parameter in parameters
     ]
-    assert state_bytes(make, parameters) == kept
+    assert state_bytes(make, parameters) == expected
 
 
 def test_a_frozen_parameter_needs_nothing_and_a_huge_one_no_memory() -> None:

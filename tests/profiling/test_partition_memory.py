@@ -91,7 +91,7 @@ def test_the_activations_counted_are_those_a_pipe_keeps(schedule: str, chunks: i
 
 
 def _watched(model: nn.Sequential) -> list[Meter]:
-    parameters = {one.data_ptr() for one in model.parameters()}
+    parameters = {parameter.data_ptr() for parameter in model.parameters()}
     meters = [Meter(parameters) for _ in BALANCE]
     by_layer = [meter for meter, layers in zip(meters, BALANCE, strict=True) for _ in range(layers)]
     for meter, layer in zip(by_layer, model, strict=True):

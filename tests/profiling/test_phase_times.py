@@ -21,12 +21,12 @@ def test_every_phase_of_a_pipeline_is_measured_and_the_model_left_as_it_was(part
     sample = Sample(torch.randn(4, 8), torch.randn(4, 4), functional.mse_loss)
     torch.set_rng_state(generator)
 
-    found = measure_phase_times(model, sample, [4 // partitions] * partitions, [CPU] * partitions, chunks=4)
+    phases = measure_phase_times(model, sample, [4 // partitions] * partitions, [CPU] * partitions, chunks=4)
 
-    checkpointed = (found.checkpointed_forward, found.recompute, found.checkpointed_backward)
-    assert min(found.forward, found.backward, *checkpointed) > 0
-    assert found.input_grad + found.weight_grad > 0
-    assert not model.training and all(one.grad is None for one in model.parameters())
+    checkpointed = (phases.checkpointed_forward, phases.recompute, phases.checkpointed_backward)
+    assert min(phases.forward, phases.backward, *checkpointed) > 0
+    assert phases.input_grad + phases.weight_grad > 0
+    assert not model.training and all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert torch.equal(generator, torch.get_rng_state())
 

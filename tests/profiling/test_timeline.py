@@ -104,14 +104,14 @@ def test_work_on_a_gpu_is_timed_by_its_events() -> None:
     with GPipe(module, [1, 1], devices=["cuda", "cuda"], chunks=2) as pipe:
         (step,) = record_steps(pipe, sample, sample, nn.functional.mse_loss, steps=1)
     # Launching takes microseconds, the work itself much longer.
-    assert all(one.end - one.begin > 1e-4 for one in step.pieces if one.phase == "forward")
+    assert all(piece.end - piece.begin > 1e-4 for piece in step.pieces if piece.phase == "forward")
     for partition in (0, 1):
-        own = [one for one in step.pieces if one.action.partition == partition]
+        own = [piece for piece in step.pieces if piece.action.partition == partition]
         assert all(before.end <= after.begin + 1e-6 for before, after in pairwise(own))
 
 
 def times(*busy: float, recompute: float = 0.0) -> list[PartitionTime]:
-    return [PartitionTime(one, recompute, 1 - one, 0.0) for one in busy]
+    return [PartitionTime(share, recompute, 1 - share, 0.0) for share in busy]
 
 
 @pytest.mark.parametrize(
@@ -129,11 +129,13 @@ def times(*busy: float, recompute: float = 0.0) -> list[PartitionTime]:
 def test_what_to_try_follows_from_what_was_measured(
     partitions: list[PartitionTime], spec: PipelineSpec, bubble: float, ideal: float, advice: list[str]
 ) -> None:
-    found = diagnose(partitions, spec, bubble=bubble, ideal_bubble=ideal, rows=64)
-    assert len(found.advice) == len(advice)
-    assert all(given.startswith(start) for given, start in zip(found.advice, advice, strict=True))
+    diagnosis = diagnose(partitions, spec, bubble=bubble, ideal_bubble=ideal, rows=64)
+    assert len(diagnosis.advice) == len(advice)
+    assert all(given.startswith(start) for given, start in zip(diagnosis.advice, advice, strict=True))
 
 
 def test_the_bottleneck_is_the_partition_that_is_busy_longest() -> None:
-    found = diagnose(times(0.5, 0.8, 0.7), PipelineSpec("gpipe", 3, 8), bubble=0.1, ideal_bubble=0.1, rows=64)
-    assert found.bottleneck == 1
+    diagnosis = diagnose(
+        times(0.5, 0.8, 0.7), PipelineSpec("gpipe", 3, 8), bubble=0.1, ideal_bubble=0.1, rows=64
+    )
+    assert diagnosis.bottleneck == 1

@@ -28,9 +28,9 @@ def test_a_list_of_another_length_and_a_mode_that_there_is_not_are_refused() -> 
 
 def test_only_the_partition_that_recomputes_takes_longer_and_keeps_less() -> None:
     actions, costs = order("gpipe", 2, 2, 2), [PartitionCost(1, 1, recompute=1)] * 2
-    found = simulate(actions, costs, checkpoint_stops=[0, 2])
+    simulation = simulate(actions, costs, checkpoint_stops=[0, 2])
     # F0 F1 and back again on the second worker: 1 + 2 forwards, 2 recomputations and 2 backwards, and one more back.
-    assert found.step == 1 + 2 + 2 * 2 + 1
-    assert [one.phase for one in found.spans if one.worker == 0] == ["forward"] * 2 + ["backward"] * 2
-    kept = partition_peaks(actions, [0, 2])
-    assert [one.bytes(graph=10, input=1) for one in kept] == [20, 12]
+    assert simulation.step == 1 + 2 + 2 * 2 + 1
+    assert [span.phase for span in simulation.spans if span.worker == 0] == ["forward"] * 2 + ["backward"] * 2
+    alive = partition_peaks(actions, [0, 2])
+    assert [peaks.bytes(graph=10, input=1) for peaks in alive] == [20, 12]

@@ -24,8 +24,8 @@ from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 def test_schedules_keep_as_many_micro_batches_as_they_promise(
     name: str, checkpoint_stop: int, expected: list[tuple[int, int]]
 ) -> None:
-    found = partition_peaks(order(name, 4, 8, 4), [checkpoint_stop] * 4)
-    assert [one.moments for one in found] == [(Live(*pair),) for pair in expected]
+    peaks = partition_peaks(order(name, 4, 8, 4), [checkpoint_stop] * 4)
+    assert [peaks.moments for peaks in peaks] == [(Live(*pair),) for pair in expected]
 
 
 def test_several_moments_are_kept_where_the_bytes_decide_which_is_worst() -> None:
@@ -39,20 +39,20 @@ def test_several_moments_are_kept_where_the_bytes_decide_which_is_worst() -> Non
 def test_no_moment_needs_more(name: str, partitions: int, chunks: int, stop: int, input: int) -> None:
     """Against a count of the bytes themselves, action by action."""
     actions = order(name, partitions, chunks, partitions)
-    found = [one.bytes(graph=20, input=input) for one in partition_peaks(actions, [stop] * partitions)]
+    peaks = [peaks.bytes(graph=20, input=input) for peaks in partition_peaks(actions, [stop] * partitions)]
     for partition, own in enumerate(actions):
-        kept, most = 0, 0
+        alive, most = 0, 0
         for action in own:
             checkpointed = action.micro_batch < stop
             if action.kind is Kind.FORWARD:
-                kept += input if checkpointed else 20
+                alive += input if checkpointed else 20
             elif action.kind is not Kind.WEIGHT_GRAD and checkpointed:
-                kept += 20
-            most = max(most, kept)
+                alive += 20
+            most = max(most, alive)
             if action.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
-                kept -= 20 + checkpointed * input
-        assert kept == 0
-        assert found[partition] == most
+                alive -= 20 + checkpointed * input
+        assert alive == 0
+        assert peaks[partition] == most
 
 
 @given(
@@ -74,8 +74,8 @@ def test_what_a_formula_gives_holds_for_the_listed_order(
         for partition, stop in enumerate(spec.checkpoint_stops)
     ]
     for graph, input in ((100, 1), (1, 100), (1, 0), (7, 5)):
-        counted = [one.bytes(graph, input) for one in spec.peaks]
-        clocked = [one.bytes(graph, input) for one in by_formula]
+        counted = [peaks.bytes(graph, input) for peaks in spec.peaks]
+        clocked = [peaks.bytes(graph, input) for peaks in by_formula]
         assert clocked == counted or checkpoint == "except_last"
         # The last micro-batch's graph may come when fewer of the others are left: by one graph it is at most off.
         assert all(low <= high <= low + graph for low, high in zip(counted, clocked, strict=True))

@@ -25,7 +25,7 @@ def bubble(made: Order, backward: float = 2) -> float:
 
 
 def live_activations(made: Order) -> tuple[int, ...]:
-    return tuple(one.bytes(graph=1, input=0) for one in partition_peaks(made))
+    return tuple(peaks.bytes(graph=1, input=0) for peaks in partition_peaks(made))
 
 
 def written(orders: Order) -> list[str]:

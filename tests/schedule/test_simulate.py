@@ -28,23 +28,25 @@ def dependencies(action: Action, everything: frozenset[Action]) -> list[Action]:
         case Kind.BACKWARD | Kind.INPUT_GRAD:
             following = [(kind, partition + 1) for kind in (Kind.BACKWARD, Kind.INPUT_GRAD)]
             needed = [(Kind.FORWARD, partition), *following]
-    return [one for kind, of in needed if (one := Action(kind, of, micro_batch)) in everything]
+    return [
+        needed_action for kind, of in needed if (needed_action := Action(kind, of, micro_batch)) in everything
+    ]
 
 
 @settings(max_examples=200)
 @given(costs_of_partitions, st.integers(1, 12))
 def test_gpipe_takes_what_its_closed_form_says(costs: list[PartitionCost], chunks: int) -> None:
-    found = simulate(order("gpipe", len(costs), chunks, len(costs)), costs)
-    forward, backward = [one.forward for one in costs], [one.backward for one in costs]
+    simulation = simulate(order("gpipe", len(costs), chunks, len(costs)), costs)
+    forward, backward = [cost.forward for cost in costs], [cost.backward for cost in costs]
     closed = sum(forward) + (chunks - 1) * max(forward) + sum(backward) + (chunks - 1) * max(backward)
-    assert found.step == pytest.approx(closed)
+    assert simulation.step == pytest.approx(closed)
 
 
 @given(costs_of_partitions, st.integers(1, 12), st.sampled_from(["gpipe", "1f1b"]))
 def test_no_schedule_beats_its_busiest_partition(costs: list[PartitionCost], chunks: int, name: str) -> None:
-    found = simulate(order(name, len(costs), chunks, len(costs)), costs)
-    assert found.step >= chunks * max(one.forward + one.backward for one in costs)
-    assert 0 <= found.bubble < 1
+    simulation = simulate(order(name, len(costs), chunks, len(costs)), costs)
+    assert simulation.step >= chunks * max(cost.forward + cost.backward for cost in costs)
+    assert 0 <= simulation.bubble < 1
 
 
 def test_one_worker_alone_never_waits() -> None:
@@ -55,12 +57,12 @@ def test_one_worker_alone_never_waits() -> None:
 def test_never_do_more_actions_run_than_there_are_cores(
     costs: list[PartitionCost], chunks: int, cores: int
 ) -> None:
-    found = simulate(order("gpipe", len(costs), chunks, len(costs)), costs, cores=cores)
-    for span in found.spans:
-        running = sum(other.begin <= span.begin < other.end for other in found.spans)
+    simulation = simulate(order("gpipe", len(costs), chunks, len(costs)), costs, cores=cores)
+    for span in simulation.spans:
+        running = sum(other.begin <= span.begin < other.end for other in simulation.spans)
         assert running <= cores
-    busy = sum(span.end - span.begin for span in found.spans)
-    assert found.step >= busy / cores - 1e-9
+    busy = sum(span.end - span.begin for span in simulation.spans)
+    assert simulation.step >= busy / cores - 1e-9
 
 
 def test_one_core_runs_everything_one_after_the_other() -> None:
@@ -78,9 +80,9 @@ def test_recomputation_hides_where_the_gradient_is_still_on_its_way() -> None:
     actions = order("gpipe", 2, 1, 2)
     # Both recompute, but the first does so while the second works.
     assert simulate(actions, costs).step == 6
-    found = simulate(actions, costs, checkpoint_stops=[1, 1])
-    assert found.step == 7
-    of_the_first = [(one.phase, one.begin, one.end) for one in found.spans if one.worker == 0]
+    simulation = simulate(actions, costs, checkpoint_stops=[1, 1])
+    assert simulation.step == 7
+    of_the_first = [(span.phase, span.begin, span.end) for span in simulation.spans if span.worker == 0]
     assert of_the_first == [("forward", 0, 1), ("recompute", 1, 2), ("backward", 5, 7)]
 
 
@@ -95,18 +97,18 @@ def test_no_piece_begins_before_what_it_needs_has_arrived(
 ) -> None:
     stop, cores = data.draw(st.integers(0, chunks)), data.draw(st.integers(1, 6))
     actions = order(name, len(costs), chunks, len(costs))
-    costs = [replace(one, recompute=3.0, transfer=2.0) for one in costs]
-    found = simulate(actions, costs, checkpoint_stops=[stop] * len(costs), cores=cores)
-    ends = {(one.action, one.phase): one.end for one in found.spans}
-    for span in found.spans:
+    costs = [replace(cost, recompute=3.0, transfer=2.0) for cost in costs]
+    simulation = simulate(actions, costs, checkpoint_stops=[stop] * len(costs), cores=cores)
+    ends = {(span.action, span.phase): span.end for span in simulation.spans}
+    for span in simulation.spans:
         for needed in dependencies(span.action, frozenset(action for action, _ in ends)):
             crosses = needed.partition != span.action.partition
             phase = "forward" if needed.kind is Kind.FORWARD else "backward"
             if span.phase != "recompute" or not crosses:
                 assert span.begin >= ends[needed, phase] + (2 if crosses else 0)
-    recomputed = {one.action.micro_batch for one in found.spans if one.phase == "recompute"}
+    recomputed = {span.action.micro_batch for span in simulation.spans if span.phase == "recompute"}
     assert recomputed == set(range(stop))
-    assert found.step == max(ends.values())
+    assert simulation.step == max(ends.values())
 
 
 def test_the_most_a_partition_keeps_counts_graphs_inputs_and_what_is_always_there() -> None:
@@ -119,16 +121,16 @@ def test_the_most_a_partition_keeps_counts_graphs_inputs_and_what_is_always_ther
 
 
 def test_actions_of_a_worker_keep_their_order_and_do_not_overlap() -> None:
-    found = simulate(order("interleaved", 4, 4, 2), [PartitionCost(1, 2)] * 4)
+    simulation = simulate(order("interleaved", 4, 4, 2), [PartitionCost(1, 2)] * 4)
     for worker in range(2):
-        spans = [span for span in found.spans if span.worker == worker]
+        spans = [span for span in simulation.spans if span.worker == worker]
         assert [span.begin for span in spans] == sorted(span.begin for span in spans)
-        assert all(one.end <= two.begin for one, two in itertools.pairwise(spans))
+        assert all(before.end <= after.begin for before, after in itertools.pairwise(spans))
 
 
 def test_an_order_that_cannot_be_run_is_refused() -> None:
     whole = order("gpipe", 2, 1, 2)
-    without_the_first = (tuple(one for one in whole[0] if one.kind is not Kind.FORWARD), whole[1])
+    without_the_first = (tuple(action for action in whole[0] if action.kind is not Kind.FORWARD), whole[1])
     with pytest.raises(ValueError, match="cannot be run"):
         simulate(without_the_first, [PartitionCost(1, 1)] * 2)
 
