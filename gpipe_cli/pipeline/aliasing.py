@@ -1,8 +1,7 @@
 """Tensors that share memory and cross a boundary together.
 
-Where layers of one partition would see a write through an alias, layers on both sides of a boundary must see it too,
-with its gradient. So of tensors that overlap in memory only one crosses; the others are made from it again on the
-other side. Decides which, and how; knows nothing of partitions.
+Within one partition, layers see a write through an alias, with its gradient. Layers on both sides of a boundary must
+see it too. So of tensors that overlap in memory only one crosses, and the receiver builds the others from it.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ from gpipe_cli.torch_internals.storage import storage_of
 @final
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A tensor that is made from another one, the one at place `of`."""
+    """How to build a tensor from the one at place `of`."""
 
     of: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """From the first element of the other one."""
+    """From the first element of that tensor."""
     detached: bool
-    """Whether it takes no part in the gradient of the other one."""
+    """Whether its gradient does not flow to that tensor."""
 
-    def made_from(self, other: Tensor) -> Tensor:
-        source = other.detach() if self.detached else other
+    def build(self, base: Tensor) -> Tensor:
+        source = base.detach() if self.detached else base
         if self.offset == 0 and self.size == source.shape and self.stride == source.stride():
             return source if self.detached else source.view_as(source)
         return source.as_strided(self.size, self.stride, source.storage_offset() + self.offset)
 
 
 def find_aliases(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], dict[int, Alias]]:
-    """Of tensors that cross together, who is made from whom, and the bases that cross for that besides.
+    """Which of the tensors to build from which, and the bases that have to cross as well for that.
 
-    The bases' places follow those of `tensors`. Tensors that overlap nothing stay as they are.
+    The places of the bases follow those of `tensors`. A tensor that overlaps no other crosses as it is.
     """
     bases: list[Tensor] = []
     aliases: dict[int, Alias] = {}
@@ -63,7 +62,7 @@ def find_aliases(tensors: Sequence[Tensor | None]) -> tuple[list[Tensor], dict[i
 
 
 def _overlapping(members: dict[int, Tensor]) -> list[dict[int, Tensor]]:
-    """The tensors of one storage in groups of two or more that overlap. Disjoint slices of it are in no group."""
+    """Group the tensors of one storage that overlap. A slice that is disjoint from all others is in no group."""
     groups: list[dict[int, Tensor]] = []
     if len(members) == 1:
         return groups
@@ -78,8 +77,8 @@ def _overlapping(members: dict[int, Tensor]) -> list[dict[int, Tensor]]:
 
 
 def _base(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensor that all of them can be made from, or None."""
-    # Autograd knows one base for all views of it. Tensors that are no views of each other are made from the largest.
+    """The tensor from which all of them can be built, or None."""
+    # Autograd knows one base for all views of it. Tensors that are no views of each other are built from the largest.
     views = (tensor._base for tensor in tensors if tensor._base is not None)
     base = next(views, max(tensors, key=Tensor.numel))
     if any(tensor.dtype != base.dtype for tensor in tensors) or not is_dense(base):
@@ -88,14 +87,14 @@ def _base(tensors: Sequence[Tensor]) -> Tensor | None:
     begin, end = min(begin for begin, _ in spans), max(end for _, end in spans)
     if (begin, end) == spans[0]:
         return base
-    # No tensor holds the memory of all. Without gradients, a tensor made for it does.
+    # No tensor spans the memory of all. Without gradients, a tensor made for this purpose can.
     if any(tensor.requires_grad for tensor in tensors):
         return None
     return base.as_strided((end - begin,), (1,), begin)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """From the first element in memory to behind the last one."""
+    """The range of elements of the storage from the first to the last, half open."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset()), int(tensor.storage_offset() + reach + 1)
 
@@ -111,7 +110,7 @@ def _alias(place: int, base: Tensor, tensor: Tensor) -> Alias:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory in some order of the dimensions: then a copy has the same strides."""
+    """Whether the elements fill their memory without gaps, so that a copy has the same strides."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -121,7 +120,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _overlap(first: Tensor, second: Tensor) -> bool:
-    """False only if it is certain: slices of one tensor along any of its dimensions are told apart."""
+    """False only if certain, as for disjoint slices of one tensor along any of its dimensions."""
     if first.numel() == 0 or second.numel() == 0:
         return False
     if first.stride() != second.stride():
@@ -141,17 +140,17 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
 
 
 def _intervals(tensor: Tensor, order: Sequence[int]) -> list[tuple[int, int]] | None:
-    """For each dimension, largest stride first, the indices that a slice has in the tensor it was cut from.
+    """For each dimension, largest stride first, the range of indices of a slice in the tensor it was taken from.
 
     Last comes the offset within the smallest stride. None if a row of the slice runs into the next row.
     """
-    found = []
+    intervals = []
     rest, limit = int(tensor.storage_offset()), None
     for place in order:
         index, rest = divmod(rest, tensor.stride(place))
         end = index + tensor.size(place)
         if limit is not None and end * tensor.stride(place) > limit:
             return None
-        found.append((index, end))
+        intervals.append((index, end))
         limit = tensor.stride(place)
-    return [*found, (rest, rest + 1)]
+    return [*intervals, (rest, rest + 1)]

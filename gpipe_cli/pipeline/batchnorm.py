@@ -1,9 +1,8 @@
-"""Batch norm whose running statistics are those of the mini-batch, though it sees only micro-batches.
+"""Deferred batch norm: running statistics of the mini-batch, although the layer sees only micro-batches.
 
-Each micro-batch is normalised by its own statistics. Their counts, means and squared deviations are merged
-(Chan's parallel update, which does not cancel at large means) and reach the running statistics in one commit
-per mini-batch, as if it had come at once. Who runs a mini-batch must commit, or discard, at its end.
-Knows nothing of workers: micro-batches arrive at a layer in ascending order, so the bits are fixed.
+The layer normalizes each micro-batch by its own statistics. It merges their counts, means and squared deviations
+(Chan's parallel update, which does not cancel at large means), and one commit per mini-batch updates the running
+statistics. Micro-batches reach a layer in ascending order, so the bits do not depend on thread timing.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _DIMENSIONS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,
 
 
 def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
-    """Replace, in place, each batch norm that tracks statistics; returns the module, or what replaces it.
+    """Replace each batch norm that tracks statistics, in place; return the module or its replacement.
 
     Parameters and buffers are the same objects under the same names.
     """
@@ -45,7 +44,7 @@ def commit_deferred_batch_norm(module: nn.Module) -> None:
 
 
 def discard_deferred_batch_norm(module: nn.Module) -> None:
-    """Forget a mini-batch that failed midway, so that it does not mix with the next."""
+    """Forget a mini-batch that failed, so that its statistics do not mix with the next one's."""
     for layer in deferred_batch_norms(module):
         layer.discard()
 
@@ -70,7 +69,7 @@ def deferred_batch_norms(module: nn.Module) -> Iterator[DeferredBatchNorm]:
 @final
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Per channel: how many values, their mean, and the sum of their squared deviations from it."""
+    """Per channel: the number of values, their mean, and the sum of their squared deviations."""
 
     count: int
     mean: Tensor
@@ -88,7 +87,7 @@ class Moments:
 
 @final
 class DeferredBatchNorm(nn.Module):
-    """Stands for a BatchNorm1d, 2d or 3d: the same in evaluation; for training see the top of the file."""
+    """Replaces a BatchNorm1d, 2d or 3d. In evaluation mode it does the same."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -110,7 +109,7 @@ class DeferredBatchNorm(nn.Module):
         for name, buffer in original.named_buffers():
             self.register_buffer(name, buffer)
         self.pending: Moments | None = None
-        """Of the micro-batches seen since the last commit."""
+        """Of the micro-batches since the last commit."""
 
     def forward(self, input: Tensor) -> Tensor:
         if input.dim() not in self._dimensions:
@@ -118,7 +117,7 @@ class DeferredBatchNorm(nn.Module):
             raise ValueError(f"expected {allowed} input (got {input.dim()}D input)")
         if not self.training:
             return self._normalise(input, self.running_mean, self.running_var, training=False)
-        # A momentum of 1 makes torch leave the micro-batch's own statistics here, without a second pass.
+        # With a momentum of 1, torch stores the statistics of the micro-batch itself here: no second pass is needed.
         mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
         output = self._normalise(input, mean, variance, training=True)
         if not is_recomputing():
@@ -127,7 +126,7 @@ class DeferredBatchNorm(nn.Module):
 
     @torch.no_grad()
     def commit(self) -> None:
-        """Update the running statistics by the micro-batches seen since the last commit, if any."""
+        """Update the running statistics by the micro-batches since the last commit, if any."""
         if self.pending is None:
             return
         self.num_batches_tracked.add_(1)
@@ -138,7 +137,7 @@ class DeferredBatchNorm(nn.Module):
         self.pending = None
 
     def discard(self) -> None:
-        """Forget the micro-batches seen since the last commit."""
+        """Forget the micro-batches since the last commit."""
         self.pending = None
 
     def extra_repr(self) -> str:

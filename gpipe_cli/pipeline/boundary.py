@@ -72,9 +72,9 @@ class PartitionInput(NamedTuple):
         if self.aliases:
             complete = list(tensors)
             for place, alias in self.aliases.items():
-                other = tensors[alias.of]
-                assert other is not None, "an alias is made from a tensor that crosses"
-                complete[place] = alias.made_from(other)
+                base = tensors[alias.of]
+                assert base is not None, "an alias is built from a tensor that crosses"
+                complete[place] = alias.build(base)
             tensors = complete
         # Only skips may be None, and no template refers to a skip.
         value = unflatten(self.template, tensors)  # type: ignore[arg-type]

@@ -1,8 +1,7 @@
-"""The thread-local state of the thread that calls a pipe, carried to the threads that run its layers.
+"""The thread-local state of the caller, re-entered by the threads that run its layers.
 
-Decides which state counts: the number of intra-op threads, grad mode, inference mode, autocast per device type, the
-default device, hooks on saved tensors. Context variables and the dispatch and function modes, which backward sees as
-well, are carried by `torch_internals.thread_modes`. Knows nothing of workers.
+Context variables, and the dispatch and function modes that backward sees as well, are in
+`torch_internals.thread_modes`.
 """
 
 from __future__ import annotations
@@ -45,14 +44,8 @@ class CallerState:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """The caller's state for the forward of layers.
-
-        The cast weights that autocast caches are shared by all threads and may have been cast without grad
-        in a checkpointed forward; recomputation would find them there and lose their gradients. So nothing
-        is cached.
-        """
-        # OpenMP counts per thread: one that was never asked for its number would multiply matrices with as
-        # many threads as there are cores, to other bits, whatever the process was told.
+        """Context manager: the caller's state, for the forward of layers."""
+        # OpenMP keeps the number of threads per thread: one that never set it would use all cores, with other bits.
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
         with contextlib.ExitStack() as stack:
@@ -60,6 +53,8 @@ class CallerState:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, dtype in self.autocast:
+                # All threads share autocast's cache of cast weights. A checkpointed forward would cast them without
+                # grad, and recompute would find those and lose their gradients.
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
             if self.device != torch.get_default_device():
                 stack.enter_context(self.device)
@@ -68,7 +63,7 @@ class CallerState:
             yield
 
     def without_autocast(self) -> contextlib.AbstractContextManager[object]:
-        """For backward, whose ops must run in the types of their forward and not be cast again."""
+        """Context manager for backward: its ops must run in the dtypes of the forward."""
         if not self.autocast:
             return _NO_AUTOCAST
         stack = contextlib.ExitStack()

@@ -1,8 +1,4 @@
-"""Where the running code is: which micro-batch, in a checkpointed forward, in recomputation.
-
-Decides what `current_microbatch`, `is_checkpointing` and `is_recomputing` answer in the thread that asks.
-Knows nothing of partitions, schedules or tensors.
-"""
+"""What the running thread works on: which micro-batch, and whether it is a checkpointed forward or a recompute."""
 
 from __future__ import annotations
 
@@ -15,9 +11,7 @@ from typing import final
 
 @final
 class MicroBatch:
-    """One slice of one mini-batch. Compared by identity, so it serves as a dictionary key or weak
-    reference.
-    """
+    """One slice of one mini-batch. Compared by identity, so it can be a dictionary key or a weak reference."""
 
     __slots__ = ("__weakref__", "index", "size")
 
@@ -47,14 +41,12 @@ _here = _Here()
 
 
 def current_microbatch() -> MicroBatch | None:
-    """The micro-batch a layer is working on, the same object in forward and recomputation; None outside a
-    pipe.
-    """
+    """The micro-batch that a layer is working on, the same object in forward and recompute; None outside a pipe."""
     return _here.micro_batch
 
 
 def is_checkpointing() -> bool:
-    """True in the first forward of a checkpointed micro-batch, whose activations are not kept."""
+    """True in the first forward of a checkpointed micro-batch, whose activations are dropped."""
     return _here.checkpointing
 
 
@@ -65,7 +57,7 @@ def is_recomputing() -> bool:
 
 @final
 class Running:
-    """Context manager that tells the layers called inside it where they are."""
+    """Context manager: sets what `current_microbatch` and the others return."""
 
     __slots__ = ("_before", "_now", "_where")
 
@@ -81,7 +73,7 @@ class Running:
         self._where = where
 
     def __enter__(self) -> None:
-        # A pipe may be a layer of another pipe run by the same thread: what was there must come back.
+        # A pipe may be a layer of another pipe in the same thread: restore what was there.
         self._before = (_here.micro_batch, _here.checkpointing, _here.recomputing)
         _here.micro_batch, _here.checkpointing, _here.recomputing = self._now
 
@@ -89,12 +81,12 @@ class Running:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _here.micro_batch, _here.checkpointing, _here.recomputing = self._before
-        # Exactly what a dictionary raises: a layer's own exception stays as it is.
+        # Only the exact type that a dictionary raises: a layer's own exception is not replaced.
         if kind is KeyError and isinstance(error, KeyError) and self._where is not None:
             self._name_lost_skip(error, self._where)
 
     def _name_lost_skip(self, error: KeyError, where: Callable[[], str]) -> None:
-        """A dictionary names only the key; a key without this micro-batch is the layer's own matter."""
+        """Raise `LostSkip` if the missing key contains this micro-batch."""
         micro_batch, _, recomputing = self._now
         key = error.args[0] if len(error.args) == 1 else None
         members = [

@@ -1,8 +1,7 @@
-"""One layer: its name, its place in the sequence, and what it draws past its key.
+"""One layer of the sequence, the keys of its randomness, and the detection of random numbers that no key governs.
 
-Random operators draw from the layer's key (`torch_internals.keyed_random`). What else a layer draws, nobody can key:
-numbers from NumPy, from Python's `random`, or from a generator of its own. Decides how that is noticed and said, once
-per layer. Knows nothing of partitions.
+Random operators of torch draw from the layer's key (`torch_internals.keyed_random`). gpipe cannot key numbers from
+NumPy, from Python's `random` or from a generator of the layer's own; it warns once per layer instead.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _WORD = (1 << 64) - 1
 
 @final
 class UnkeyedRandomWarning(UserWarning):
-    """A layer draws random numbers that its key does not govern."""
+    """A layer draws random numbers that its key does not determine."""
 
 
 @final
 class Layer:
-    """A child of the sequence: its name there and its position, which is part of its key."""
+    """A child of the sequence, with its name and its position, which is part of its key."""
 
     __slots__ = ("_warned", "_watched", "module", "name", "position")
 
@@ -44,22 +43,22 @@ class Layer:
 
     @property
     def is_watched(self) -> bool:
-        """Whether it was already watched for draws outside torch, in the mode it is in."""
+        """Whether `watch` has already run the layer in its current training mode."""
         return self.module.training in self._watched
 
     def watch(self, value: Any) -> Any:
-        """Run it, and see whether it draws outside torch."""
+        """Call the layer and check whether it draws random numbers outside torch."""
         self._watched.add(self.module.training)
         before = _states()
         output = self.module(value)
         for owner, state in _states().items():
-            # Other threads draw from the same state. It moved because of this layer if its code draws from there.
+            # Other threads draw from the same generators: a changed state counts only if the layer's code uses them.
             if before.get(owner) != state and _mentions(self.module, owner):
                 self.warn_of(owner)
         return output
 
     def warn_of(self, source: str) -> None:
-        """Say, the first time, that it draws past its key."""
+        """Warn, the first time, that the layer draws without its key."""
         if not self._warned:
             self._warned = True
             warn_of_unkeyed(f"layer {self!r}", source)
@@ -86,9 +85,9 @@ def layers_of(module: nn.Sequential) -> tuple[Layer, ...]:
 
 
 def _states() -> dict[str, Any]:
-    """The state of each generator outside torch that the process shares, by the module it belongs to."""
+    """The states of the process-wide generators outside torch, by the name of their module."""
     states: dict[str, Any] = {"random": random.getstate()}
-    # NumPy imports it at its first use, perhaps in another thread just now.
+    # NumPy imports it at first use, perhaps in another thread at this moment.
     get_state = getattr(sys.modules.get("numpy.random"), "get_state", None)
     if get_state is not None:
         kind, keys, position, *rest = get_state()
@@ -122,7 +121,7 @@ def _mentions(module: nn.Module, owner: str) -> bool:
 
 
 def _belongs(target: object, owner: str) -> bool:
-    """Whether it is the module itself, or a function that draws from its state."""
+    """Whether `target` is the module itself, or a function that draws from its state."""
     kind = type(getattr(target, "__self__", None)).__module__
     return (isinstance(target, types.ModuleType) and target.__name__ == owner) or kind.startswith(owner)
 
@@ -135,25 +134,23 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def draw_key() -> int:
-    """A step key from torch's default generator, so that `torch.manual_seed` governs it as everyone
-    expects.
-    """
+    """A step key from torch's default generator, so that `torch.manual_seed` determines it."""
     return int(torch.randint(1 << 62, (), device="cpu"))
 
 
 def layer_seed(key: int, layer: int, micro_batch: int) -> int:
-    """The seed of one layer's draws for one micro-batch: no balance, schedule or engine enters into it."""
+    """The seed of one layer's draws for one micro-batch. It does not depend on balance, schedule or engine."""
     words = struct.pack("<QQQ", key & _WORD, layer, micro_batch)
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
 
 
 def node_seed(key: int, layer: int, micro_batch: int, node: int) -> int:
-    """The seed of what the backward of one of a layer's autograd nodes draws: no schedule enters into it."""
-    # A micro-batch so far out is in no mini-batch, so no layer's seed is a node's.
+    """The seed of what one autograd node of a layer draws in backward. It does not depend on the schedule."""
+    # No mini-batch has so many micro-batches, so no node shares a seed with a layer.
     return layer_seed(layer_seed(key, layer, _WORD - micro_batch), node, 0)
 
 
 def replica_key(key: int, replica: int) -> int:
-    """The step key of one replica: all draw differently, the first as one that is alone."""
-    # A layer so far out is in no model, so no layer's seed is a replica's key.
+    """The step key of one replica. Replicas draw different numbers; the first draws those of a single process."""
+    # No model has so many layers, so no replica's key is the seed of a layer.
     return key if replica == 0 else layer_seed(key, _WORD, replica)

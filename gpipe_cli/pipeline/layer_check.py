@@ -1,7 +1,6 @@
-"""A sequence tried on a sample before training, so that a layer that does not fit is told by name.
+"""Runs a sequence on a sample before training, so that an error names the layer that does not fit.
 
-The layers run once without storage, as in a pipe; where one needs values they run for real, on a copy. What
-flows between layers must be what a pipe carries. Decides what is said of a layer; knows nothing of partitions.
+The layers run once on the meta device. Where a layer needs values, they run for real, on a copy.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 
 
 class _Misfit(Exception):
-    """A layer that raised, and what it was given; the cause is what it raised."""
+    """A layer raised. The message says what it received; the cause is what it raised."""
 
 
 def check_outputs(sequence: nn.Sequential, sample: Tensor) -> None:
-    """Raise ConfigError if a layer returns what no pipe can carry.
+    """Raise ConfigError if a layer returns something that cannot pass between layers.
 
-    A layer that raises is let be: its own code may be wrong, which its first step will tell.
+    A layer that raises is ignored: if its code is wrong, the first step reports it.
     """
     try:
         _run_without_storage(sequence, sample)
@@ -37,7 +36,7 @@ def check_outputs(sequence: nn.Sequential, sample: Tensor) -> None:
 
 
 def check_fit(sequence: nn.Sequential, sample: Tensor, cure: str) -> None:
-    """Raise ConfigError if a layer does not take what the one before it gives, or returns what none can carry."""
+    """Raise ConfigError if a layer does not accept its predecessor's output, or returns what cannot pass on."""
     try:
         _run_without_storage(sequence, sample)
     except _Misfit as misfit:

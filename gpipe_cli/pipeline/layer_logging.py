@@ -1,7 +1,4 @@
-"""Log lines for each layer that runs.
-
-Decides the words. Costs nothing unless hooks are registered, and next to nothing unless the logger listens.
-"""
+"""Log lines for each layer that runs. They cost nothing unless hooks are registered."""
 
 from __future__ import annotations
 
@@ -18,9 +15,7 @@ logger = logging.getLogger("gpipe_cli.layers")
 
 
 def register_layer_logging_hooks(partitions: Iterable[nn.Module]) -> list[RemovableHandle]:
-    """Log at DEBUG each layer of `pipe.partitions` before it runs; call `remove()` on each handle to end
-    it.
-    """
+    """Log each layer of `pipe.partitions` at DEBUG before it runs, until you call `remove()` on the handles."""
     return [
         layer.register_forward_pre_hook(_hook(name, index))
         for index, partition in enumerate(partitions)
@@ -29,7 +24,7 @@ def register_layer_logging_hooks(partitions: Iterable[nn.Module]) -> list[Remova
 
 
 def _names(partition: nn.Module) -> Iterable[str]:
-    """Those of the whole model; a sequence of the user's own has its children's."""
+    """The display names in the whole model; for any other sequence, the names of its children."""
     return getattr(partition, "layer_names", dict(partition.named_children()))
 
 

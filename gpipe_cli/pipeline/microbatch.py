@@ -20,12 +20,12 @@ from gpipe_cli.pipeline.pytree import SINGLE, Template, element, flatten, flatte
 from gpipe_cli.schedule.checkpoint import Checkpoint, checkpoint_stops
 
 Value: TypeAlias = Any
-"""What passes from layer to layer: see `pytree`."""
+"""A value that passes from layer to layer: see `pytree`."""
 
 
 @final
 class NoChunk:
-    """Marks a tensor of a pipe's input that every micro-batch gets whole, such as a mask without a batch dimension."""
+    """Marks an input tensor that every micro-batch receives whole, such as a mask without a batch dimension."""
 
     def __init__(self, tensor: Tensor) -> None:
         if not isinstance(tensor, Tensor):
@@ -35,7 +35,7 @@ class NoChunk:
 
 @final
 class Batch:
-    """A value to be split: its tensors, how the value is made of them, and which every micro-batch gets whole."""
+    """A value to split: its tensors, the template that builds it, and the tensors that are not split."""
 
     __slots__ = ("rows", "template", "tensors", "whole")
 
@@ -92,7 +92,7 @@ def _parts(value: Any, what: str) -> tuple[tuple[Tensor, ...], Template, frozens
         return member if isinstance(member, Tensor) else None
 
     tensors, template = flatten_with(value, what, tensor_of)
-    return tensors, template, frozenset(place for place, one in enumerate(tensors) if id(one) in whole)
+    return tensors, template, frozenset(place for place, tensor in enumerate(tensors) if id(tensor) in whole)
 
 
 def _path_to(template: Template, place: int) -> tuple[Any, ...] | None:
@@ -118,9 +118,7 @@ def moved(value: Value, device: torch.device) -> Value:
 
 
 def micro_batches(rows: int, chunks: int) -> tuple[MicroBatch, ...]:
-    """min(rows, chunks) micro-batches whose sizes differ by at most one; an empty batch is one empty
-    micro-batch.
-    """
+    """min(rows, chunks) micro-batches whose sizes differ by at most one; one empty one for an empty batch."""
     count = max(1, min(rows, chunks))
     small, larger = divmod(rows, count)
     return tuple(MicroBatch(index, small + (index < larger)) for index in range(count))
@@ -167,7 +165,7 @@ class MiniBatch:
 
 
 def gather(parts: Sequence[tuple[Sequence[Tensor], Template]]) -> tuple[tuple[Tensor, ...], Template]:
-    """The outputs of all micro-batches, each by its tensors and template, as one."""
+    """Join the outputs of all micro-batches, each given as tensors and template."""
     tensors, template = parts[0]
     if len(parts) == 1:
         return tuple(tensors), template

@@ -50,7 +50,7 @@ def save_buffers(buffers: Sequence[Buffer]) -> tuple[SavedBuffer, ...]:
 
 
 def changed_buffers(saved: Sequence[SavedBuffer], written: Sequence[Buffer] = ()) -> tuple[Buffer, ...]:
-    """All buffers of the modules that changed or wrote any: a mean that happened to stay will move the next time."""
+    """All buffers of the modules that changed or wrote any: a value that happened to stay may change next time."""
     modules = {buffer.module for buffer in written} | {
         item.buffer.module
         for item in saved
@@ -60,7 +60,7 @@ def changed_buffers(saved: Sequence[SavedBuffer], written: Sequence[Buffer] = ()
 
 
 def restore_buffers(saved: Sequence[SavedBuffer]) -> None:
-    """Undo what happened since `save`."""
+    """Undo all changes since `save_buffers`."""
     for item in saved:
         item.original.copy_(item.value)
         setattr(item.buffer.module, item.buffer.name, item.original)
@@ -87,10 +87,10 @@ def _swapped_buffers(saved: Sequence[SavedBuffer]) -> Iterator[None]:
 
 @final
 class BufferCopies:
-    """Context manager: inside, the modules see copies of their buffers; afterwards the buffers have the copies' values.
+    """Context manager: inside, modules use copies of their buffers; at the end the buffers receive the copies' values.
 
-    So a graph made inside holds tensors that nobody writes again. Compiled batch norm saves its buffers for backward,
-    and the next micro-batch writes them: autograd would refuse to run the graph.
+    So a graph built inside holds tensors that are never written again. Compiled batch norm saves its buffers for
+    backward; without copies, the next micro-batch would write them and autograd would refuse to run the graph.
     """
 
     __slots__ = ("_buffers", "_copies", "_originals")
@@ -108,7 +108,7 @@ class BufferCopies:
     def __exit__(self, *exception: object) -> None:
         for buffer, copy, original in zip(self._buffers, self._copies, self._originals, strict=True):
             if buffer.get() is not copy:
-                continue  # the layer has put a tensor of its own there
+                continue  # the layer replaced the buffer
             setattr(buffer.module, buffer.name, original)
             if not torch.equal(original, copy):
                 with torch.no_grad():
@@ -116,7 +116,7 @@ class BufferCopies:
 
     @property
     def written(self) -> tuple[Buffer, ...]:
-        """Those that autograd saw written inside."""
+        """The buffers whose version counters show a write inside."""
         return tuple(
             buffer for buffer, copy in zip(self._buffers, self._copies, strict=True) if version_of(copy)
         )
@@ -124,7 +124,7 @@ class BufferCopies:
 
 @final
 class ModuleTensors:
-    """The parameters, buffers and modes of some layers as they are now."""
+    """The current parameters, buffers and training modes of some layers."""
 
     __slots__ = ("_tensors", "parameters", "training")
 
@@ -134,7 +134,7 @@ class ModuleTensors:
         self._tensors: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = [
             (module, holder, name, tensor)
             for module in modules
-            # Deferred batch norm commits its statistics after the forward, and recomputes without them.
+            # Deferred batch norm commits its statistics after the forward, and recompute does not use them.
             for holder in (
                 module._parameters,
                 {} if isinstance(module, DeferredBatchNorm) else module._buffers,
@@ -147,7 +147,7 @@ class ModuleTensors:
         ]
 
     def versions(self, but: Collection[nn.Module]) -> int:
-        """A number that grows with every write to one of them, except those of the modules in `but`."""
+        """A number that grows with every write to these tensors, except those of the modules in `but`."""
         return sum(
             [version_of(tensor) for module, _, _, tensor in self._tensors if not but or module not in but]
         )
@@ -177,7 +177,7 @@ NO_TENSORS = ModuleTensors(())
 
 
 def modified_in_place(what: str, partition: int) -> RuntimeError:
-    """The error that autograd raises where a graph is kept, for a partition that has none until it is recomputed."""
+    """The error that autograd would raise, for a partition that has no graph before recompute."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"{what} was changed between forward and backward, so partition {partition} cannot be recomputed "

@@ -26,7 +26,7 @@ from gpipe_cli.torch_internals.graph_task import without_hooks
 @final
 @dataclass(frozen=True, slots=True)
 class _Branch:
-    """A node that leads to the input as well as, by other edges, to parameters."""
+    """A node that leads to the input and, by other edges, to parameters."""
 
     node: Node
     parameters: tuple[Tensor, ...]
@@ -41,13 +41,13 @@ class SplitBackward:
         self._aside = [(root, gradient) for root, gradient in roots if not leads[root.node]]
         self._branches = [_Branch(node, _parameters(node, leads)) for node, ahead in leads.items() if ahead]
         self._branches = [branch for branch in self._branches if branch.parameters]
-        self._given: dict[Node, tuple[Tensor | None, ...]] = {}
+        self._received: dict[Node, tuple[Tensor | None, ...]] = {}
 
     @property
     def possible(self) -> bool:
-        """Whether each parameter hangs on one branch only: one used twice would be counted too often.
+        """Whether each parameter belongs to one branch only: the gradient of one in two branches would count twice.
 
-        What torch.compile made frees its tensors in its first backward, so it cannot work twice.
+        The node of a compiled layer frees its tensors in its first backward, so it cannot run twice.
         """
         if any(type(branch.node).__name__ == "CompiledFunctionBackward" for branch in self._branches):
             return False
@@ -55,10 +55,12 @@ class SplitBackward:
         return len(set(used)) == len(used) and not (self._aside and self._ahead)
 
     def run_input_half(self) -> None:
-        """Fill the sink, and remember what each branch was given."""
+        """Fill the sink, and keep the gradient that each branch received."""
         if not self._ahead:
             return
-        handles = [branch.node.register_prehook(self._remember(branch.node)) for branch in self._branches]
+        handles = [
+            branch.node.register_prehook(self._keep_gradient(branch.node)) for branch in self._branches
+        ]
         try:
             with self._sink:
                 _run(self._ahead, keep_graph=True, inputs=(ANCHOR,))
@@ -67,21 +69,21 @@ class SplitBackward:
                 handle.remove()
 
     def run_weight_half(self, *, keep_graph: bool) -> None:
-        """Add the gradients of all parameters to theirs."""
+        """Add the gradients of all parameters to `.grad`."""
         for branch in self._branches:
             edges = [
                 (GradientEdge(branch.node, place), gradient)
-                for place, gradient in enumerate(self._given.pop(branch.node, ()))
+                for place, gradient in enumerate(self._received.pop(branch.node, ()))
                 if gradient is not None
             ]
             _run(edges, keep_graph=keep_graph, inputs=branch.parameters)
         _run(self._aside, keep_graph=keep_graph)
 
-    def _remember(self, node: Node) -> Callable[[tuple[Tensor | None, ...]], None]:
-        def remember(gradients: tuple[Tensor | None, ...]) -> None:
-            self._given[node] = gradients
+    def _keep_gradient(self, node: Node) -> Callable[[tuple[Tensor | None, ...]], None]:
+        def keep(gradients: tuple[Tensor | None, ...]) -> None:
+            self._received[node] = gradients
 
-        return remember
+        return keep
 
 
 def _run(
@@ -110,39 +112,39 @@ def _leads_to_input(nodes: Sequence[Node], sink: GradSink) -> dict[Node, bool]:
 
 
 def _parameters(node: Node, leads: dict[Node, bool]) -> tuple[Tensor, ...]:
-    """Those that `node` leads to by edges that do not lead to the input."""
-    found: dict[Node, Tensor] = {}
-    seen: set[Node] = set()
+    """The parameters that `node` leads to by edges that do not lead to the input."""
+    parameters: dict[Node, Tensor] = {}
+    visited: set[Node] = set()
     stack = [other for other, _ in node.next_functions if other is not None and not leads[other]]
     while stack:
         other = stack.pop()
-        if other in seen:
+        if other in visited:
             continue
-        seen.add(other)
+        visited.add(other)
         variable = getattr(other, "variable", None)
         if variable is not None and variable is not ANCHOR:
-            found[other] = variable
+            parameters[other] = variable
         stack.extend(behind for behind, _ in other.next_functions if behind is not None)
-    return tuple(found.values())
+    return tuple(parameters.values())
 
 
 @final
 @dataclass(slots=True)
 class GradientCollector:
-    """What a backward gives to its caller instead of adding it to `.grad`."""
+    """Collects the gradients that a backward hands to its caller instead of adding them to `.grad`."""
 
     leaves: dict[int, Tensor]
-    """By id; their gradients are collected."""
+    """By id: their gradients are collected."""
     accumulated: Collection[int] | None
-    """The ids of other leaves that get theirs as usual; None for all of them."""
+    """The ids of the other leaves whose gradients are added to `.grad`; None for all of them."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def run(self, roots: Sequence[Any], gradients: Sequence[Tensor], *, keep_graph: bool) -> None:
-        """Run a backward, in the order of the micro-batches for each leaf."""
+        """Run the backward of one micro-batch."""
         leaves = []
         if self.leaves or self.accumulated is None or self.accumulated:
             leaves = [leaf for leaf in leaves_behind([root.node for root in roots]) if self._wants(leaf)]
-        # The caller's backward runs the hooks, on what is collected.
+        # The caller's own backward runs the hooks, with the collected gradients.
         with without_hooks(leaves):
             captured = capture_gradients(roots, gradients, keep_graph=keep_graph, inputs=(ANCHOR, *leaves))
         for leaf, gradient in zip(leaves, captured[1:], strict=True):

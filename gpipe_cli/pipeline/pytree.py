@@ -1,8 +1,7 @@
 """Values made of tensors: any nesting of tuples, lists, dicts and namedtuples, with plain values beside the tensors.
 
-Decides what a value may hold, and takes it apart into its distinct tensors and a template that builds it again from
-others in their place. A tensor that a value holds twice is one tensor, before and after. Knows nothing of
-micro-batches or partitions.
+`flatten` takes a value apart into its distinct tensors and a template, from which `unflatten` builds it again with
+other tensors. A tensor that occurs twice in a value stays one tensor.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ _PLAIN = (
     torch.device,
     torch.Size,
 )
-"""Values that hold no tensor and that nobody changes: every micro-batch may share them."""
+"""Types of immutable values without tensors, which all micro-batches may share."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class _Plain:
-    """A value that is no tensor and travels in the template."""
+    """A value that is no tensor and is stored in the template."""
 
     value: Any
 
@@ -44,10 +43,10 @@ class _Plain:
 class _Container:
     kind: type
     keys: tuple[Any, ...]
-    """Of a dict; empty for the others."""
+    """Keys of a dict; empty for other containers."""
     members: tuple[Template, ...]
     outline: Any = field(default=None, compare=False)
-    """An instance of a dict's subclass without its tensors: only a copy of it has its other attributes."""
+    """An instance of a dict subclass without its tensors. Copying it keeps its other attributes."""
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
         members = [unflatten(member, tensors) for member in self.members]
@@ -67,14 +66,14 @@ class _Container:
 
 
 Template: TypeAlias = int | _Plain | _Container
-"""How a value is made from its tensors; an int is the place of one of them."""
+"""How to build a value from its tensors; an int is the place of a tensor."""
 
 SINGLE = 0
 """The template of a bare tensor."""
 
 
 def flatten(value: Any, what: str) -> tuple[tuple[Tensor, ...], Template]:
-    """The distinct tensors of `value` and its template; a TypeError names the member of `what` that no pipe carries."""
+    """The distinct tensors of `value` and its template. A TypeError names the element of `what` that is not allowed."""
     if isinstance(value, Tensor):
         return (value,), SINGLE
     return flatten_with(value, what, lambda member: member if isinstance(member, Tensor) else None)
@@ -83,7 +82,7 @@ def flatten(value: Any, what: str) -> tuple[tuple[Tensor, ...], Template]:
 def flatten_with(
     value: Any, what: str, tensor_of: Callable[[Any], Tensor | None]
 ) -> tuple[tuple[Tensor, ...], Template]:
-    """The same, where `tensor_of` says which members count as tensors."""
+    """The same, where `tensor_of` decides which members count as tensors."""
     flattening = _Flattening(what, tensor_of)
     template = flattening.template(value, ())
     return tuple(flattening.tensors), template
@@ -96,7 +95,7 @@ def unflatten(template: Template, tensors: Sequence[Tensor]) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """`value` with `function` of each of its tensors in their place."""
+    """`value` with each tensor replaced by `function(tensor)`."""
     tensors, template = flatten(value, "value")
     return unflatten(template, [function(tensor) for tensor in tensors])
 
@@ -128,8 +127,8 @@ class _Flattening:
 
 
 def _outline(value: dict[Any, Any]) -> dict[Any, Any] | None:
-    """Of an instance of a subclass, a copy that holds no tensor."""
-    if type(value) in (dict,):
+    """A copy of an instance of a dict subclass, without tensors."""
+    if type(value) is dict:
         return None
     outline = copy.copy(value)
     for key in outline:
@@ -138,5 +137,5 @@ def _outline(value: dict[Any, Any]) -> dict[Any, Any] | None:
 
 
 def element(what: str, path: Sequence[Any]) -> str:
-    """A member of a value, in words: output[1]['mask']."""
+    """The path to a member of a value: output[1]['mask']."""
     return what + "".join(f"[{key!r}]" for key in path)

@@ -173,6 +173,7 @@ def test_a_wrapper_that_gave_wrong_gradients_in_silence_is_refused_with_what_to_
 @pytest.mark.slow
 def test_a_compiled_partition_stays_compiled(one_of_one: None) -> None:
     """A global forward hook, the obvious way to see wrappers, makes torch.compile give up without a word."""
+    torch.compiler.reset()  # tests before this one may have reached the limit of recompilations
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:

@@ -36,7 +36,7 @@ def test_a_write_through_one_is_seen_through_all_that_are_made_again(case: str) 
     crossing = [*tensors, *bases]
     copies = [tensor if place in aliases else tensor.clone() for place, tensor in enumerate(crossing)]
     again = [
-        aliases[place].made_from(copies[aliases[place].of]) if place in aliases else copies[place]
+        aliases[place].build(copies[aliases[place].of]) if place in aliases else copies[place]
         for place in range(len(tensors))
     ]
     assert all(torch.equal(*pair) for pair in zip(again, tensors, strict=True))
@@ -77,7 +77,7 @@ def test_gradients_reach_the_base_through_its_aliases_but_not_through_a_detached
     _, aliases = find_aliases([base, base[2:4], base.detach()])
     assert [aliases[place].detached for place in (1, 2)] == [False, True]
     crossed = torch.arange(6.0, requires_grad=True)
-    view, detached = (aliases[place].made_from(crossed) for place in (1, 2))
+    view, detached = (aliases[place].build(crossed) for place in (1, 2))
     assert view.requires_grad and not detached.requires_grad
     view.sum().backward()
     assert torch.equal(crossed.grad, torch.tensor([0.0, 0, 1, 1, 0, 0]))
@@ -141,6 +141,6 @@ def test_tensors_of_which_none_holds_the_others_are_made_from_the_memory_of_all(
     bases, aliases = find_aliases([whole[1:4].detach(), whole[2:7].detach()])
     (base,) = bases
     assert torch.equal(base, whole[1:7])
-    made = [aliases[place].made_from(base.clone()) for place in (0, 1)]
+    made = [aliases[place].build(base.clone()) for place in (0, 1)]
     assert torch.equal(made[0], whole[1:4])
     assert torch.equal(made[1], whole[2:7])
