@@ -143,12 +143,12 @@ def _disk(case: dict[str, Any]) -> dict[str, Any]:
 
     from gpipe_cli.engines import offload
     from gpipe_cli.engines.protocol import EngineSpec, Objective
-    from gpipe_cli.offload.building import built_on
+    from gpipe_cli.offload.building import build_on_tier
     from gpipe_cli.offload.tiers import DiskTier
     from gpipe_cli.profiling.layers import Sample
 
     folder = Path(case["folder"])
-    built = built_on(DiskTier(folder), lambda: _model(case))
+    built = build_on_tier(DiskTier(folder), lambda: _model(case))
     spec = EngineSpec(
         built.model,
         Objective(nn.functional.mse_loss, lambda output, target: {}, partial(torch.optim.AdamW, lr=1e-4)),

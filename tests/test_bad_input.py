@@ -54,7 +54,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("train engine=offload engine.slices=99", 2, "engine.slices=99: the model has only 10 layers"),
     ("train engine=offload engine.slice=9", 2, "unknown key 'engine.slice'; did you mean 'engine.slices'?"),
     ("train engine=offload engine.to=tape", 2, "engine.to=tape: must be one of: cpu, disk"),
-    ("train engine=offload engine.memory=1KiB", 2, "engine.memory=1KiB: cannot be kept, "),
+    ("train engine=offload engine.memory=1KiB", 2, "engine.memory=1KiB: is too little, "),
     ("train engine=offload schedule=1f1b", 2, "schedule: has no effect with engine=offload; leave it out"),
     ("train engine.offload=tape", 2, "engine.offload=tape: must be one of: cpu, disk, or null"),
     (

@@ -145,7 +145,7 @@ TABLE = [
         "40",
         "the disk has no room for the model",
         6,
-        "the offloaded model cannot be kept there: No space left on device; ",
+        "the offloaded model cannot be stored there: No space left on device; ",
         arguments=("engine=offload", "engine.to=disk", "engine.slices=2", f"model.width={WIDE_MODEL}"),
         before=with_disk_of(SNAPSHOT_BYTES),
         after=no_run_was_written,

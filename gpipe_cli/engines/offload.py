@@ -14,10 +14,10 @@ from gpipe_cli.balance.solver import solve
 from gpipe_cli.engines.offload_engine import OffloadedParameters, OffloadEngine, make_tier, trained_bytes
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.offload.cut import parameters_of
 from gpipe_cli.offload.pipe import OffloadedPipe
-from gpipe_cli.offload.rotation import Rotation
-from gpipe_cli.offload.sizing import Demand, border_bytes, layer_bytes
+from gpipe_cli.offload.prefetcher import SlicePrefetcher
+from gpipe_cli.offload.sizing import DeviceDemand, boundary_bytes, layer_bytes
+from gpipe_cli.offload.slices import SlicedParameters
 from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
@@ -96,7 +96,7 @@ class Slicing:
         """Layers per slice."""
         module = self.spec.module
         if self.memory is not None:
-            demand = Demand(
+            demand = DeviceDemand(
                 layer_bytes(module),
                 trained_bytes(self.spec),
                 self._facts(),
@@ -115,23 +115,23 @@ class Slicing:
         spec, (device,) = self.spec, self.spec.devices
         assert spec.make_sample is not None, "an engine that offloads needs to know the sizes of activations"
         recomputed = [self._recomputed] * len(balance)
-        boundary_bytes = partial(border_bytes, spec.module, balance, recomputed, spec.make_sample)
-        tier = make_tier(self.to, device, spec, boundary_bytes)
-        parameters = parameters_of(spec.module, balance)
-        parameters.keep_shared([device], spec.value_of)
-        slices = parameters.on(tier, spec.value_of)
-        rotation = Rotation(slices, tier, device, rooms=self._buffers, beside=self.prefetch)
+        reserve = partial(boundary_bytes, spec.module, balance, recomputed, spec.make_sample)
+        tier = make_tier(self.to, device, spec, reserve)
+        parameters = SlicedParameters.of(spec.module, balance)
+        parameters.place_shared([device], spec.value_of)
+        slices = parameters.store(tier, spec.value_of)
+        prefetcher = SlicePrefetcher(slices, tier, device, buffers=self._buffers, in_background=self.prefetch)
         assert isinstance(spec.checkpoint, str), "slices share one checkpoint mode"
         pipe = OffloadedPipe(
             spec.module,
             balance,
             devices=[device],
-            stores=[rotation],
+            stores=[prefetcher],
             chunks=spec.chunks,
             checkpoint=spec.checkpoint,
             deferred_batch_norm=spec.deferred_batch_norm,
         )
-        return pipe, OffloadedParameters(tier, [rotation], list(parameters.shared))
+        return pipe, OffloadedParameters(tier, [prefetcher], list(parameters.shared))
 
     def _costs(self) -> list[float]:
         """Per layer. `by=time` counts operations: to measure them the whole model would have to be in memory."""

@@ -22,9 +22,9 @@ from gpipe_cli.engines.state import (
 )
 from gpipe_cli.engines.update import ResidentParameters, SliceUpdate
 from gpipe_cli.errors import RunError
-from gpipe_cli.offload.rotation import Rotation
+from gpipe_cli.offload.prefetcher import SlicePrefetcher
 from gpipe_cli.offload.sizing import layer_bytes, optimizer_bytes
-from gpipe_cli.offload.slice import Part, Slice
+from gpipe_cli.offload.slices import Part, Slice
 from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
@@ -34,15 +34,15 @@ from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
 @dataclass(frozen=True)
 class OffloadedParameters:
     tier: Tier
-    rotations: Sequence[Rotation]
+    prefetchers: Sequence[SlicePrefetcher]
     """One per worker."""
     shared: Sequence[nn.Parameter]
     """Parameters of several slices, which stay on the device."""
 
     def close(self) -> None:
         """End the threads that move slices; calling it twice is fine."""
-        for rotation in self.rotations:
-            rotation.close()
+        for prefetcher in self.prefetchers:
+            prefetcher.close()
         self.tier.close()
 
 
@@ -79,7 +79,7 @@ class OffloadEngine:
         output_device: torch.device,
     ) -> None:
         self.module = spec.module
-        self._rotations = offloaded.rotations
+        self._prefetchers = offloaded.prefetchers
         self._offloaded = offloaded
         self._shared = ResidentParameters(
             [parameter for parameter in offloaded.shared if parameter.requires_grad]
@@ -105,19 +105,19 @@ class OffloadEngine:
         return self._engine.eval_step(batch)
 
     def state(self) -> EngineState:
-        self._settle()
+        self._wait_until_stored()
         state = self._engine.state()
         if self._update is not None:
             states = [state.take() for state in self._optimizer_states.values()]
             numbers = merged_numbers([own for _, own in states]) if states else {"state": {}, "groups": []}
             tensors = dict(chain.from_iterable(own.items() for own, _ in states))
             state = replace(state, optimizer=tensors, numbers={**state.numbers, "optimizer": numbers})
-        on_disk = any(shelf.region.memory is None for slice in self._slices() for shelf in slice.shelves)
+        on_disk = any(stored.region.memory is None for slice in self._slices() for stored in slice.all_stored)
         return replace(state, fetch=self._fetch) if on_disk else state
 
     def load_state(self, state: EngineState) -> None:
         """Load slice by slice, so that no more of the model is in memory than while it trains."""
-        self._settle()
+        self._wait_until_stored()
         self._check_fit(state)
         keys = self._keys()
         offloaded = {parameter for slice in self._slices() for parameter in slice.parameters}
@@ -125,8 +125,8 @@ class OffloadEngine:
         self._load_optimizer(state, self._shared)
         for name, buffer in module_state(self.module).buffers.items():
             buffer.copy_(state.value(state.buffers[name]))
-        for rotation in self._rotations:
-            for slice in rotation.tour([Part.WEIGHTS], [Part.WEIGHTS, Part.STATE]):
+        for prefetcher in self._prefetchers:
+            for slice in prefetcher.tour([Part.WEIGHTS], [Part.WEIGHTS, Part.STATE]):
                 self._load(state, [key for parameter in slice.parameters for key in keys[parameter]])
                 self._load_optimizer(state, slice)
         if self._update is not None and self._loads_optimizer(state):
@@ -137,7 +137,7 @@ class OffloadEngine:
         self._offloaded.close()
 
     def _slices(self) -> Iterator[Slice]:
-        return (slice for rotation in self._rotations for slice in rotation.slices.values())
+        return (slice for prefetcher in self._prefetchers for slice in prefetcher.slices.values())
 
     def _groups(self) -> Iterator[Slice | ResidentParameters]:
         yield from self._slices()
@@ -155,14 +155,14 @@ class OffloadEngine:
             [parameter for parameter in self.module.parameters() if parameter.requires_grad],
             self._shared,
             lambda parts, changed: (
-                slice for rotation in self._rotations for slice in rotation.tour(parts, changed)
+                slice for prefetcher in self._prefetchers for slice in prefetcher.tour(parts, changed)
             ),
             clip_grad_norm=objective.clip_grad_norm,
             scale_loss=objective.precision == "fp16",
             device=device,
         )
-        for rotation in self._rotations:
-            rotation.completion = update
+        for prefetcher in self._prefetchers:
+            prefetcher.completion = update
         return update
 
     def _make_optimizer_states(self, objective: Objective) -> dict[int, OptimizerState]:
@@ -222,17 +222,17 @@ class OffloadEngine:
 
     def _fetch(self, tensor: Tensor) -> Tensor:
         """Read the value of a tensor of the state, which itself may have no storage."""
-        values = (shelf.get(tensor) for slice in self._slices() for shelf in slice.shelves)
+        values = (stored.get(tensor) for slice in self._slices() for stored in slice.all_stored)
         return next((value for value in values if value is not None), tensor)
 
-    def _settle(self) -> None:
-        for rotation in self._rotations:
-            rotation.settle()
+    def _wait_until_stored(self) -> None:
+        for prefetcher in self._prefetchers:
+            prefetcher.wait_until_stored()
 
     def _transfers(self) -> Transfers:
-        movers = [rotation.mover for rotation in self._rotations]
+        transfers = [prefetcher.worker.transfers for prefetcher in self._prefetchers]
         return Transfers(
-            sum(mover.moved_bytes for mover in movers), sum(mover.waited_seconds for mover in movers)
+            sum(own.moved_bytes for own in transfers), sum(own.waited_seconds for own in transfers)
         )
 
 

@@ -9,10 +9,10 @@ from gpipe_cli.engines.offload_engine import OffloadedParameters, OffloadEngine,
 from gpipe_cli.engines.pipe_engine import PipeEngine, UtilisationMeter
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.offload.cut import parameters_of
 from gpipe_cli.offload.pipe import OffloadedPipe
-from gpipe_cli.offload.rotation import Rotation
-from gpipe_cli.offload.sizing import border_bytes
+from gpipe_cli.offload.prefetcher import SlicePrefetcher
+from gpipe_cli.offload.sizing import boundary_bytes
+from gpipe_cli.offload.slices import SlicedParameters
 from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.gpipe import GPipe, ThreadedPipe
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
@@ -46,7 +46,7 @@ def make_pipe(spec: EngineSpec, offload: str | None) -> tuple[ThreadedPipe, Offl
     if offload is None:
         return GPipe(spec.module, spec.balance, **arguments), None
     offloaded = offload_partitions(spec, offload)
-    return OffloadedPipe(spec.module, spec.balance, stores=offloaded.rotations, **arguments), offloaded
+    return OffloadedPipe(spec.module, spec.balance, stores=offloaded.prefetchers, **arguments), offloaded
 
 
 def offload_partitions(spec: EngineSpec, tier_name: str) -> OffloadedParameters:
@@ -56,13 +56,13 @@ def offload_partitions(spec: EngineSpec, tier_name: str) -> OffloadedParameters:
     assert spec.make_sample is not None, "an engine that offloads needs to know the sizes of activations"
     balance, devices = spec.balance, spec.devices
     recomputed = checkpoint_stops(spec.checkpoint, len(balance), spec.chunks)
-    boundary_bytes = partial(border_bytes, spec.module, balance, recomputed, spec.make_sample)
-    tier = make_tier(tier_name, devices[0], spec, boundary_bytes)
-    parameters = parameters_of(spec.module, balance)
-    parameters.keep_shared(devices)
-    slices = parameters.on(tier)
-    rotations = []
+    reserve = partial(boundary_bytes, spec.module, balance, recomputed, spec.make_sample)
+    tier = make_tier(tier_name, devices[0], spec, reserve)
+    parameters = SlicedParameters.of(spec.module, balance)
+    parameters.place_shared(devices)
+    slices = parameters.store(tier)
+    prefetchers = []
     for worker, device in enumerate(devices):
         own = partitions_of(worker, len(balance), len(devices))
-        rotations.append(Rotation({partition: slices[partition] for partition in own}, tier, device))
-    return OffloadedParameters(tier, rotations, list(parameters.shared))
+        prefetchers.append(SlicePrefetcher({partition: slices[partition] for partition in own}, tier, device))
+    return OffloadedParameters(tier, prefetchers, list(parameters.shared))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.engines.collectives import Collectives, SingleProcess
 from gpipe_cli.errors import NumericError
-from gpipe_cli.offload.slice import Part, Slice
+from gpipe_cli.offload.slices import Part, Slice
 
 NO_GRADIENT: Final = -1.0
 """Takes the place of a norm, which is never negative."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from gpipe_cli.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
-    from gpipe_cli.offload.model import OffloadModel
+    from gpipe_cli.offload.pipe import OffloadModel
 
 __all__ = ["OffloadModel"]
 
-__getattr__ = lazy_attributes(__name__, {"OffloadModel": "model"})
+__getattr__ = lazy_attributes(__name__, {"OffloadModel": "pipe"})

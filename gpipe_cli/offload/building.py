@@ -1,7 +1,7 @@
-"""Models built without being whole in memory: their constructor runs as it is, and what it makes goes to a tier.
+"""Build a model that never is in memory as a whole: its own constructor runs, and large tensors go to a tier.
 
-    with built_on(tier, build) as built:
-        Slice(tier, parameters, built.value_of)
+    built = build_on_tier(tier, build)
+    Slice(tier, parameters, built.value_of)
 
 So the parameters are those of a plain model to the bit: same code, same order, same random numbers.
 """
@@ -13,45 +13,43 @@ from typing import Generic, TypeVar, final
 
 from torch import Tensor, nn
 
-from gpipe_cli.offload.shelf import Shelf
+from gpipe_cli.offload.stored_tensors import StoredTensors
 from gpipe_cli.offload.tiers import Tier
 from gpipe_cli.torch_internals.spilled_tensors import spilling
 
-__all__ = ["Built", "built_on"]
-
-IN_MEMORY = 2**28
-"""Bytes of large tensors while a constructor runs: a layer may compute with several at a time."""
+MAX_BYTES_IN_MEMORY = 2**28
+"""Of large tensors while a constructor runs: a layer may compute with several at a time."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 @final
-class Built(Generic[Model]):
-    """A model whose large parameters are hollow; buffers and small parameters have their numbers."""
+class BuiltModel(Generic[Model]):
+    """A model whose large parameters are placeholders; buffers and small parameters have their values."""
 
-    def __init__(self, tier: Tier, model: Model, shelves: list[Shelf]) -> None:
+    def __init__(self, tier: Tier, model: Model, stored: list[StoredTensors]) -> None:
         self.model = model
-        self._tier, self._shelves = tier, shelves
+        self._tier, self._stored = tier, stored
 
     def value_of(self, tensor: Tensor) -> Tensor:
-        """The numbers of one parameter, in memory of its own."""
-        found = (shelf.get(tensor) for shelf in self._shelves)
-        return next((value for value in found if value is not None), tensor)
+        """Read the value of one parameter into memory."""
+        values = (stored.get(tensor) for stored in self._stored)
+        return next((value for value in values if value is not None), tensor)
 
     def close(self) -> None:
         self._tier.close()
 
 
-def built_on(tier: Tier, build: Callable[[], Model]) -> Built[Model]:
-    with spilling(tier.region, IN_MEMORY) as spilled:
+def build_on_tier(tier: Tier, build: Callable[[], Model]) -> BuiltModel[Model]:
+    with spilling(tier.region, MAX_BYTES_IN_MEMORY) as spilled:
         model = build()
     for buffer in model.buffers():
         spilled.give_back(buffer)
-    shelves = []
+    all_stored = []
     for parameter in model.parameters():
         value = spilled.give_back(parameter.data)
-        shelf = Shelf(tier, [value])
-        shelf.put(0, value)
-        parameter.data = shelf.homes[0]
-        shelves.append(shelf)
-    return Built(tier, model, shelves)
+        stored = StoredTensors(tier, [value])
+        stored.put(0, value)
+        parameter.data = stored.homes[0]
+        all_stored.append(stored)
+    return BuiltModel(tier, model, all_stored)

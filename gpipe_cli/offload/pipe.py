@@ -1,21 +1,35 @@
-"""Pipes whose partitions are stored elsewhere and brought to a device for as long as a worker needs them.
+"""Pipes whose parameters are stored in host memory or on disk, and on a device only while a worker uses them.
 
 The executor of every pipe runs them, so keys, recompute, skips and errors are the same.
+
+    model = OffloadModel(sequence, torch.device("cuda:0"), num_slices=4, checkpoint_activation=True)
+    optimizer = torch.optim.AdamW(model.parameters())       # of parameters in host memory
+    loss_fn(model(input), target).backward()
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import final
+from typing import Any, NoReturn, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gpipe_cli.pipeline.action_loop import PartitionStore
+from gpipe_cli.balance.solver import solve
+from gpipe_cli.offload.prefetcher import SlicePrefetcher
+from gpipe_cli.offload.sizing import layer_bytes
+from gpipe_cli.offload.slices import SlicedParameters
+from gpipe_cli.offload.tiers import CpuTier
+from gpipe_cli.pipeline.action_loop import PartitionStore, PartitionVisit
+from gpipe_cli.pipeline.boundary import PartitionInput
 from gpipe_cli.pipeline.executor import Executor, MakeOrder
 from gpipe_cli.pipeline.gpipe import ThreadedPipe
+from gpipe_cli.pipeline.loss import StepLoss
+from gpipe_cli.pipeline.microbatch import MiniBatch, Value, moved
 from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules, place_buffers
+from gpipe_cli.pipeline.pipe_module import Output
 from gpipe_cli.schedule import order as schedule_order
 from gpipe_cli.schedule.by_slice import order as slice_order
 from gpipe_cli.schedule.checkpoint import Checkpoint
@@ -58,3 +72,120 @@ class OffloadedPipe(OffloadedPipeBase):
         self.checkpoint = checkpoint
         make_order = slice_order if schedule is None else partial(schedule_order, schedule)
         self._set_up(balance, devices, stores, make_order)
+
+
+@final
+class OffloadModel(OffloadedPipeBase):
+    """fairscale's class of that name, with its arguments and its error messages; any device will do.
+
+    Parameters, gradients and optimizer state are in host memory; one slice at a time is on the device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Sequential | Sequence[nn.Module] | None,
+        device: torch.device | None,
+        offload_device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+        num_slices: int = 3,
+        checkpoint_activation: bool = False,
+        num_microbatches: int = 1,
+    ) -> None:
+        """model: a sequence, to be cut into slices of about equal bytes, or a list of modules that are the slices."""
+        _check(model, device, offload_device, num_slices, checkpoint_activation, num_microbatches)
+        assert model is not None and device is not None, "checked above"
+        sequence = model if isinstance(model, nn.Sequential) else nn.Sequential(*model)
+        super().__init__(sequence.to(offload_device), num_microbatches, deferred_batch_norm=False)
+        self.device, self.offload_device = torch.device(device), torch.device(offload_device)
+        self.checkpoint = "always" if checkpoint_activation else "never"
+        balance = [1] * len(sequence)
+        if sequence is model:
+            balance = solve(layer_bytes(sequence), min(num_slices, len(sequence))).balance
+        parameters = SlicedParameters.of(sequence, balance)
+        parameters.place_shared([self.device])
+        tier = CpuTier(self.device)
+        self._prefetcher = SlicePrefetcher(parameters.store(tier), tier, self.device)
+        self._set_up(balance, [self.device], [_WithGradients(self._prefetcher, self.device)])
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Output:
+        if kwargs:
+            raise TypeError(
+                f"the layers of a sequence take no keyword arguments (given: {', '.join(kwargs)}); "
+                "give tensors by position"
+            )
+        return super().forward(moved(inputs[0] if len(inputs) == 1 else inputs, self.device))
+
+    # The caller's optimizer has updated the parameters in host memory since they were last loaded.
+    def _forward(self, input: Value) -> Value:
+        self._prefetcher.invalidate()
+        return super()._forward(input)
+
+    def _step(self, batch: MiniBatch, loss: StepLoss) -> None:
+        self._prefetcher.invalidate()
+        super()._step(batch, loss)
+
+    def close(self) -> None:
+        """End the threads that run and move slices."""
+        super().close()
+        self._prefetcher.close()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> NoReturn:
+        raise TypeError("OffloadModel decides where its parameters are; move or convert the model before")
+
+
+@final
+class _WithGradients:
+    """A `PartitionStore` whose gradients live with the parameters, and on the device only during a visit."""
+
+    def __init__(self, prefetcher: SlicePrefetcher, device: torch.device) -> None:
+        self._prefetcher, self._device = prefetcher, device
+
+    def offload(self, input: PartitionInput) -> Callable[[], PartitionInput] | None:
+        return self._prefetcher.offload(input)
+
+    @contextmanager
+    def on_device(self, visit: PartitionVisit, following: PartitionVisit | None) -> Iterator[None]:
+        trained = self._prefetcher.slices[visit.partition].trained
+        before = [parameter.grad for parameter in trained]
+        homes = [parameter.device for parameter in trained]
+        _set_gradients(trained, [None] * len(trained))
+        after: Sequence[Tensor | None] = before
+        try:
+            with self._prefetcher.on_device(visit, following):
+                _set_gradients(trained, [_moved(gradient, self._device) for gradient in before])
+                yield
+                after = [parameter.grad for parameter in trained]
+                _set_gradients(trained, [None] * len(trained))
+        finally:
+            _set_gradients(trained, [None] * len(trained))
+            _set_gradients(trained, [_moved(*pair) for pair in zip(after, homes, strict=True)])
+
+
+def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+
+
+def _moved(gradient: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if gradient is None else gradient.to(device)
+
+
+def _check(
+    model: Any,
+    device: Any,
+    offload_device: Any,
+    num_slices: int,
+    checkpoint_activation: bool,
+    num_microbatches: int,
+) -> None:
+    for name, value in {"model": model, "device": device, "offload_device": offload_device}.items():
+        if value is None:
+            raise TypeError(f"`{name}` argument to `OffloadModel` cannot be None.")
+    is_list = isinstance(model, list | tuple) and all(isinstance(layer, nn.Module) for layer in model)
+    if not (isinstance(model, nn.Sequential) or is_list):
+        raise TypeError("`model` argument to `OffloadModel` must be of type `nn.Sequential`.")
+    if torch.device(offload_device).type != "cpu":
+        raise TypeError(f"`offload_device` argument to `OffloadModel` must be a CPU (got {offload_device}).")
+    if num_slices < 1:
+        raise ValueError(f"`num_slices` argument to `OffloadModel` must be at least 1 (got {num_slices}).")
+    if num_microbatches > 1 and not checkpoint_activation:
+        raise RuntimeError("We currently only support microbatches with activation checkpointing.")

@@ -21,7 +21,7 @@ from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.engines.protocol import Engine, EngineSpec, Objective
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.measures import measure_of
-from gpipe_cli.offload.building import Built, built_on
+from gpipe_cli.offload.building import BuiltModel, build_on_tier
 from gpipe_cli.offload.tiers import DiskTier
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.report.model_tables import partition_rows
@@ -70,7 +70,7 @@ class RunParts:
     loader: BatchLoader
     model: nn.Sequential
     partitioning: Partitioning
-    built: Built[nn.Sequential] | None = None
+    built: BuiltModel[nn.Sequential] | None = None
     """The values of a model that was built on disk."""
 
     @property
@@ -89,7 +89,7 @@ def build_parts(settings: ModelConfig, overrides: Sequence[str], *, storage: boo
         return make_model(settings, loader)
 
     if storage and isinstance(settings, RunConfig) and keeps_on_disk(settings):
-        built = built_on(DiskTier(scratch_folder(settings)), make)
+        built = build_on_tier(DiskTier(scratch_folder(settings)), make)
         return RunParts(loader, built.model, partition_model(settings, built.model, loader), built)
     model = make() if storage else build_without_storage(make)
     return RunParts(loader, model, partition_model(settings, model, loader))

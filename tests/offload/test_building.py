@@ -8,7 +8,7 @@ from torch import nn
 
 from gpipe_cli.models import resnet
 from gpipe_cli.offload import building
-from gpipe_cli.offload.building import built_on
+from gpipe_cli.offload.building import build_on_tier
 from gpipe_cli.offload.tiers import DiskTier
 
 
@@ -29,9 +29,9 @@ def stack() -> nn.Sequential:
 def test_a_model_built_on_a_disk_has_the_numbers_of_a_plain_one(
     in_memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(building, "IN_MEMORY", in_memory)
+    monkeypatch.setattr(building, "MAX_BYTES_IN_MEMORY", in_memory)
     plain = stack()
-    built = built_on(DiskTier(tmp_path), stack)
+    built = build_on_tier(DiskTier(tmp_path), stack)
     for (name, mine), (_, theirs) in zip(
         built.model.named_parameters(), plain.named_parameters(), strict=True
     ):
@@ -41,11 +41,11 @@ def test_a_model_built_on_a_disk_has_the_numbers_of_a_plain_one(
     built.close()
 
 
-def test_a_torchvision_model_is_built_and_cut_as_ever(tmp_path: Path) -> None:
+def test_a_torchvision_model_can_be_built_on_disk_and_split(tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain = resnet.build()
     torch.manual_seed(0)
-    built = built_on(DiskTier(tmp_path), resnet.build)
+    built = build_on_tier(DiskTier(tmp_path), resnet.build)
     expected = dict(plain.named_parameters())
     for name, parameter in built.model.named_parameters():
         assert torch.equal(built.value_of(parameter.data), expected[name]), name

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.offload.sizing import Demand, layer_bytes, optimizer_bytes
+from gpipe_cli.offload.sizing import DeviceDemand, layer_bytes, optimizer_bytes
 from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import Sample
 
@@ -16,10 +16,10 @@ def model() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
 
 
-def demand(rooms: int = 2, kept: int = 0) -> Demand:
+def demand(rooms: int = 2, kept: int = 0) -> DeviceDemand:
     facts = model_facts(model(), Sample(torch.zeros(4, 64)), count_flops=False)
     adam = optimizer_bytes(model(), partial(torch.optim.AdamW, lr=0.1))
-    return Demand(layer_bytes(model()), adam, facts, rooms, kept)
+    return DeviceDemand(layer_bytes(model()), adam, facts, rooms, kept)
 
 
 LAYER = 64 * 64 * 4
@@ -28,11 +28,11 @@ LAYER = 64 * 64 * 4
 def test_a_slice_is_there_twice_with_its_state_and_once_with_its_gradients() -> None:
     saved = 4 * 64 * 4  # the input of each layer
     assert demand().of([4, 4]) == pytest.approx(4 * (2 * 3 + 1) * LAYER + 4 * saved, rel=0.02)
-    assert demand(rooms=1).of([8]) == pytest.approx(8 * (3 + 1) * LAYER + 8 * saved, rel=0.02)
+    assert demand(buffers=1).of([8]) == pytest.approx(8 * (3 + 1) * LAYER + 8 * saved, rel=0.02)
     assert demand(kept=2).of([4, 4]) - demand().of([4, 4]) == 2 * 8 * saved
 
 
-def test_the_fewest_slices_that_keep_within_a_memory() -> None:
+def test_the_fewest_slices_that_fit_are_chosen() -> None:
     costs = [1.0] * 8
     assert demand().slices(costs, 10**9) == [8]
     limit = demand().of([2, 2, 2, 2])
@@ -41,7 +41,7 @@ def test_the_fewest_slices_that_keep_within_a_memory() -> None:
 
 
 def test_a_memory_too_small_for_a_layer_is_refused_with_what_is_needed() -> None:
-    with pytest.raises(ConfigError, match=r"engine.memory=1KiB: cannot be kept, [\d.]+KiB are needed"):
+    with pytest.raises(ConfigError, match=r"engine.memory=1KiB: is too little, [\d.]+KiB are needed"):
         demand().slices([1.0] * 8, 1024)
 
 

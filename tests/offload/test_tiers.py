@@ -48,7 +48,7 @@ def test_the_file_has_no_name(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_neither_has_it_where_the_file_system_knows_no_such_files(
+def test_a_file_system_without_tmpfile_gets_a_file_that_is_unlinked_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = os.open
@@ -66,7 +66,7 @@ def test_neither_has_it_where_the_file_system_knows_no_such_files(
     tier.close()
 
 
-def test_a_disk_without_room_is_told_before_anything_is_written(
+def test_a_full_disk_is_reported_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(file: int, begin: int, count: int) -> None:
@@ -81,18 +81,16 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
     tier.close()
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any, **__: Any) -> int:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(os, "open", refused)
-    with pytest.raises(ResourceError, match="cannot be kept there: Permission denied"):
+    with pytest.raises(ResourceError, match="cannot be stored there: Permission denied"):
         DiskTier(tmp_path)
 
 
-def test_reads_and_writes_that_do_less_than_asked_are_gone_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partial_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.preadv, os.pwritev
     monkeypatch.setattr(os, "preadv", lambda file, views, at: read(file, [views[0][:7]], at))
     monkeypatch.setattr(os, "pwritev", lambda file, views, at: write(file, [views[0][:5]], at))

@@ -93,7 +93,7 @@ def test_dropout_is_the_same_in_forward_and_recomputation() -> None:
     offloaded.close()
 
 
-def test_tuples_cross_borders() -> None:
+def test_tuples_cross_slice_boundaries() -> None:
     class Pair(nn.Module):
         def forward(self, input: Any) -> Any:
             first, second = input if isinstance(input, tuple) else (input, input)

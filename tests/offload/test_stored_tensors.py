@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_cli.offload.layout import ALIGNMENT, Layout, as_bytes
+from gpipe_cli.offload.stored_tensors import ALIGNMENT, Layout, as_bytes
 
 shapes = st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=6)
 
@@ -14,20 +14,20 @@ def test_every_tensor_has_an_aligned_place_of_its_own(sides: list[list[int]], dt
     tensors = [torch.randn(one).to(dtype) for one in sides]
     layout = Layout(tensors)
     memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    for place, tensor in zip(layout.places, tensors, strict=True):
-        assert place.begin % ALIGNMENT == 0
-        place.view(memory).copy_(tensor)
-    for place, tensor in zip(layout.places, tensors, strict=True):
-        assert torch.equal(place.view(memory), tensor)
-        assert place.view(memory).stride() == tensor.stride()
-        assert place.placeholder().shape == tensor.shape and place.placeholder().dtype == dtype
+    for slot, tensor in zip(layout.slots, tensors, strict=True):
+        assert slot.begin % ALIGNMENT == 0
+        slot.view(memory).copy_(tensor)
+    for slot, tensor in zip(layout.slots, tensors, strict=True):
+        assert torch.equal(slot.view(memory), tensor)
+        assert slot.view(memory).stride() == tensor.stride()
+        assert slot.placeholder().shape == tensor.shape and slot.placeholder().dtype == dtype
 
 
 def test_channels_last_stays_so_and_holes_do_not() -> None:
     last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     holes = torch.randn(4, 6)[:, ::2]
     layout = Layout([last, holes])
-    assert [place.stride for place in layout.places] == [last.stride(), (3, 1)]
+    assert [slot.stride for slot in layout.slots] == [last.stride(), (3, 1)]
     memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    layout.places[0].view(memory).copy_(last)
+    layout.slots[0].view(memory).copy_(last)
     assert torch.equal(memory[: last.nbytes], as_bytes(last))

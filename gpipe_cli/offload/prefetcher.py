@@ -1,0 +1,222 @@
+"""Bring slices to a device before a worker needs them, and store them again after it.
+
+There are two buffers on the device, and each slice always uses the same one: while a worker uses one slice, the next is
+loaded into the other buffer. Autograd saves views of a slice's weights in forward, so backward must find the same bytes
+at the same address.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+from gpipe_cli.offload.slices import Part, Slice
+from gpipe_cli.offload.stored_tensors import ALIGNMENT, Layout, as_bytes
+from gpipe_cli.offload.tiers import Region, Tier
+from gpipe_cli.offload.transfers import TransferWorker
+from gpipe_cli.pipeline.action_loop import PartitionVisit
+from gpipe_cli.pipeline.boundary import PartitionInput
+
+
+class SliceCompletion(Protocol):
+    """What is done with a slice when its gradients are complete, while it is still on the device."""
+
+    @property
+    def needs(self) -> Collection[Part]:
+        """The parts to load in addition to the weights."""
+
+    def completed(self, slice: Slice) -> Collection[Part]:
+        """Return the parts that have changed and must be stored."""
+
+
+@final
+class SlicePrefetcher:
+    """The `PartitionStore` of one worker, whose partitions are slices."""
+
+    def __init__(
+        self,
+        slices: Mapping[int, Slice],
+        tier: Tier,
+        device: torch.device,
+        *,
+        buffers: int = 2,
+        in_background: bool = True,
+    ) -> None:
+        self.slices = slices
+        self.worker = TransferWorker(device, in_background=in_background)
+        self._inputs = InputStore(tier, device, self.worker) if tier.relieves(device) else None
+        self.completion: SliceCompletion | None = None
+        """None: gradients stay with their parameters."""
+        weights = (slice.stored(Part.WEIGHTS) for slice in slices.values())
+        largest = max((stored.layout.nbytes for stored in weights if stored is not None), default=0)
+        count = min(buffers, len(slices))
+        self._buffers = [DeviceBuffer(device, largest) for _ in range(count)]
+        self._buffer_of = {index: self._buffers[turn % count] for turn, index in enumerate(slices)}
+
+    @contextmanager
+    def on_device(self, visit: PartitionVisit, following: PartitionVisit | None) -> Iterator[None]:
+        prefetch = None if following is None else (following.partition, self._parts(following))
+        with self._loaded(visit.partition, self._parts(visit), prefetch) as changed:
+            yield
+            if visit.is_last and self.completion is not None:
+                changed.update(self.completion.completed(self.slices[visit.partition]))
+
+    def offload(self, input: PartitionInput) -> Callable[[], PartitionInput] | None:
+        return None if self._inputs is None else self._inputs.store(input)
+
+    def tour(self, parts: Sequence[Part], changed: Collection[Part]) -> Iterator[Slice]:
+        """Yield all slices, one after another, with these parts loaded; the caller changes some of them."""
+        order = list(self.slices)
+        for index, following in zip_longest(order, order[1:]):
+            prefetch = None if following is None else (following, parts)
+            with self._loaded(index, parts, prefetch) as to_store:
+                yield self.slices[index]
+                to_store.update(changed)
+
+    def wait_until_stored(self) -> None:
+        for buffer in self._buffers:
+            self._wait(buffer)
+
+    def close(self) -> None:
+        self.worker.close()
+
+    def invalidate(self) -> None:
+        """Load every slice again: after a failure, or when slices were changed on their tier."""
+        for buffer in self._buffers:
+            buffer.slice = None
+
+    def _parts(self, visit: PartitionVisit) -> Sequence[Part]:
+        extra = self.completion.needs if visit.is_last and self.completion is not None else ()
+        return [Part.WEIGHTS, *extra]
+
+    @contextmanager
+    def _loaded(
+        self, index: int, parts: Sequence[Part], prefetch: tuple[int, Sequence[Part]] | None
+    ) -> Iterator[set[Part]]:
+        """Run the block with the parts on the device; it adds the parts to store to the set it gets."""
+        slice, buffer = self.slices[index], self._buffer_of[index]
+        changed: set[Part] = set()
+        try:
+            self._load(index, parts)
+            self._wait(buffer)
+            for part in parts:  # weights first: torch requires a gradient to match its parameter
+                if part in buffer.parts:
+                    slice.attach(part, buffer.memory(part))
+            if prefetch is not None and self._buffer_of[prefetch[0]] is not buffer:
+                self._load(*prefetch)
+            yield changed
+            for part in changed:
+                slice.gather(part, buffer.memory)
+        except BaseException:
+            self.invalidate()
+            raise
+        finally:
+            slice.detach()
+        for part in changed:
+            stored = slice.stored(part)
+            assert stored is not None, "a part that has changed has been gathered"
+            buffer.parts.add(part)
+            memory = buffer.memory(part, stored.layout.nbytes)
+            buffer.pending.append(self.worker.store(stored.region, memory))
+
+    def _load(self, index: int, parts: Sequence[Part]) -> None:
+        """Start to load the parts that the slice's buffer does not hold yet."""
+        slice, buffer = self.slices[index], self._buffer_of[index]
+        if buffer.slice != index:
+            buffer.slice, buffer.parts = index, set()
+        for part in parts:
+            stored = slice.stored(part)
+            if stored is not None and part not in buffer.parts:
+                buffer.parts.add(part)
+                memory = buffer.memory(part, stored.layout.nbytes)
+                buffer.pending.append(self.worker.load(stored.region, memory))
+
+    def _wait(self, buffer: DeviceBuffer) -> None:
+        pending, buffer.pending = buffer.pending, []
+        self.worker.wait(pending)
+
+
+@final
+class DeviceBuffer:
+    """Memory on the device that holds one slice after another."""
+
+    def __init__(self, device: torch.device, weight_bytes: int) -> None:
+        self._device = device
+        self._memory: dict[Part, Tensor] = {}
+        self.slice: int | None = None
+        self.parts: set[Part] = set()
+        self.pending: list[Future[None]] = []
+        # Allocated once for the largest slice and never again, because autograd holds views of the weights.
+        self.memory(Part.WEIGHTS, weight_bytes)
+
+    def memory(self, part: Part, nbytes: int | None = None) -> Tensor:
+        """At least `nbytes` bytes for a part, or what it has now; its content stays if it is large enough."""
+        memory = self._memory.get(part)
+        if memory is None or (nbytes is not None and len(memory) < nbytes):
+            memory = torch.empty(nbytes or 0, dtype=torch.uint8, device=self._device)
+            assert memory.data_ptr() % ALIGNMENT == 0, "torch aligns memory at least as well"
+            self._memory[part] = memory
+        return memory if nbytes is None else memory[:nbytes]
+
+
+@final
+class InputStore:
+    """Stores the inputs of slices on the tier until their backward recomputes from them."""
+
+    def __init__(self, tier: Tier, device: torch.device, worker: TransferWorker) -> None:
+        self._tier, self._device, self._worker = tier, device, worker
+        self._free: dict[int, list[Region]] = {}
+        """Regions to reuse, by their size in bytes."""
+
+    def store(self, input: PartitionInput) -> _StoredInput | None:
+        """None for an input that stays: a tensor with holes would come back with other strides."""
+        tensors = [tensor for tensor in input.tensors if tensor is not None]
+        layout = Layout(tensors)
+        if any(slot.stride != tensor.stride() for slot, tensor in zip(layout.slots, tensors, strict=True)):
+            return None
+        size = min((size for size in self._free if size >= layout.nbytes and self._free[size]), default=None)
+        free = self._free.setdefault(layout.nbytes if size is None else size, [])
+        region = self._tier.region(layout.nbytes) if size is None else free.pop()
+        copies = [
+            self._worker.store(region, as_bytes(tensor), slot.begin)
+            for slot, tensor in zip(layout.slots, tensors, strict=True)
+        ]
+        stored = _StoredInput(input, layout, region, copies, self._device, self._worker)
+        # The region is free again once nobody can ask for the input any more.
+        weakref.finalize(stored, free.append, region)
+        return stored
+
+
+@final
+class _StoredInput:
+    """Returns an input each time it is called."""
+
+    def __init__(
+        self,
+        input: PartitionInput,
+        layout: Layout,
+        region: Region,
+        copies: list[Future[None]],
+        device: torch.device,
+        worker: TransferWorker,
+    ) -> None:
+        self._present = [tensor is not None for tensor in input.tensors]
+        self._without_tensors = input._replace(tensors=())
+        self._layout, self._region, self._copies = layout, region, copies
+        self._device, self._worker = device, worker
+
+    def __call__(self) -> PartitionInput:
+        self._worker.wait(self._copies)
+        memory = torch.empty(self._layout.nbytes, dtype=torch.uint8, device=self._device)
+        # Not on the worker's thread, where it would wait for the slice that is being prefetched.
+        self._worker.load_now(self._region, memory)
+        views = iter([slot.view(memory) for slot in self._layout.slots])
+        tensors: list[Tensor | None] = [next(views) if present else None for present in self._present]
+        return self._without_tensors._replace(tensors=tuple(tensors))

@@ -1,0 +1,105 @@
+"""Tensors stored together in one region of a tier.
+
+Each tensor begins at a multiple of 64 bytes, as in memory that torch allocates: another alignment would mean other
+vector instructions at the edges, and other bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gpipe_cli.offload.tiers import Tier
+from gpipe_cli.pipeline.aliasing import is_dense
+from gpipe_cli.torch_internals.storage import storage_of
+
+ALIGNMENT = 64
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """Where a tensor lies in a row of bytes, and its shape there."""
+
+    begin: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    nbytes: int
+
+    def view(self, memory: Tensor) -> Tensor:
+        """The tensor, as a view of the bytes in `memory`."""
+        flat = memory[self.begin : self.begin + self.nbytes].view(self.dtype)
+        return flat.as_strided(self.size, self.stride)
+
+    def placeholder(self) -> Tensor:
+        """A tensor of the same shape and dtype that takes no memory: one NaN, expanded, which no weight can be."""
+        value = float("nan") if self.dtype.is_floating_point else 0
+        return torch.full((), value, dtype=self.dtype).expand(self.size)
+
+
+@final
+class Layout:
+    """Slots for tensors like those given, in their order."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.slots: list[TensorSlot] = []
+        end = 0
+        for tensor in tensors:
+            dense = tensor.is_contiguous() or is_dense(tensor)
+            stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
+            slot = TensorSlot(end, tensor.dtype, tuple(tensor.shape), tuple(stride), tensor.nbytes)
+            self.slots.append(slot)
+            end += padded(slot.nbytes)
+        self.nbytes = end
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor as a row of bytes."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@final
+class StoredTensors:
+    """Space on a tier for tensors like those given; `put` stores their values."""
+
+    def __init__(self, tier: Tier, tensors: Sequence[Tensor]) -> None:
+        self.layout = Layout(tensors)
+        self.region = tier.region(self.layout.nbytes)
+        memory = self.region.memory
+        self.homes = [
+            slot.placeholder() if memory is None else slot.view(memory) for slot in self.layout.slots
+        ]
+        """What represents each tensor while it is not on its device: a view of host memory, or a placeholder."""
+        self._slots = (
+            {}
+            if memory is not None
+            else dict(zip(map(storage_of, self.homes), self.layout.slots, strict=True))
+        )
+
+    def put(self, index: int, value: Tensor) -> None:
+        """Store a value, from whichever device it is on."""
+        slot = self.layout.slots[index]
+        dense = value if value.stride() == slot.stride else value.contiguous()
+        self.region.write(slot.begin, as_bytes(dense.detach()))
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """The tensors, in memory that their bytes were loaded to."""
+        return [slot.view(memory) for slot in self.layout.slots]
+
+    def get(self, home: Tensor) -> Tensor | None:
+        """Read the value of one of the placeholders; None for any other tensor."""
+        slot = self._slots.get(storage_of(home))
+        if slot is None:
+            return None
+        value = torch.empty(slot.nbytes, dtype=torch.uint8)
+        self.region.read(slot.begin, value)
+        return value.view(slot.dtype).as_strided(slot.size, slot.stride)
