@@ -55,7 +55,6 @@ ONLY_IN = {
         "config.compose",
         "config.hydra_loader",
         "config.yaml_files",
-        "commands",
         "run",
     },
     "torchvision": {"vision"},

@@ -1,4 +1,4 @@
-"""The jobs of one command line: one, or those of a sweep, run in turn. Results and failures are kept."""
+"""Run the jobs of a command line: a single one, or those of a sweep one after the other."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, final
-
-from omegaconf import DictConfig, OmegaConf
+from typing import NoReturn, final
 
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.compose import Composition, JobConfig, settings_of
@@ -25,7 +23,7 @@ from gpipe_cli.launch.rank_files import RankFiles, RankTask
 from gpipe_cli.launch.rank_process import run_rank
 from gpipe_cli.report.failure import describe, exit_code
 from gpipe_cli.report.tables import print_rows
-from gpipe_cli.run.job import Job, Rank, Summary
+from gpipe_cli.run.job import Job, Summary, model_name
 from gpipe_cli.training.signals import stop_immediately
 
 
@@ -47,29 +45,29 @@ class Jobs:
         self._outcomes: list[Outcome] = []
 
     def run(self) -> int:
-        """Run every job; a sweep goes on after a failure and shows at its end what came of each. The exit code."""
+        """Run every job and return the exit code; a sweep continues after a failure and ends with a table."""
         try:
             for number, overrides in enumerate(self._composition.jobs):
                 self._run(overrides, number if self._invocation.multirun else None)
-        except (KeyboardInterrupt, Stopped):  # who asks for a stop means all jobs
+        except (KeyboardInterrupt, Stopped):  # a stop ends the whole sweep
             if self._invocation.multirun:
-                self._show_sweep()
+                self._print_sweep()
             raise
         return self._finish()
 
     def _run(self, overrides: tuple[str, ...], number: int | None) -> None:
         try:
-            composed = self._composition.job(overrides)
-            job = self._job(composed, number)
-            # Only now: composing, printing and rejecting a configuration must not wait for torch.
+            config = self._composition.job(overrides)
+            job = self._job(config, number)
+            # Commands import torch. Composing, printing and rejecting a configuration must not wait for that.
             with memory_watched():
                 command = importlib.import_module(f"gpipe_cli.commands.{self._command}")
-            if not gc.isenabled():  # `__main__` disabled it
-                # What was imported stays, so the collector need not look at it again.
+            if not gc.isenabled():  # __main__ disabled it for the imports
+                # Imported modules live until the end, so exclude them from every later collection.
                 gc.freeze()
                 gc.enable()
             with stop_immediately(), memory_watched():
-                self._outcomes.append(Outcome(overrides, summary=command.run(composed.settings, job)))
+                self._outcomes.append(Outcome(overrides, summary=command.run(config.settings, job)))
         except KeyboardInterrupt:
             raise
         except Stopped as error:
@@ -83,10 +81,10 @@ class Jobs:
                 sys.stderr.write(f"job {number} {_reason(self._outcomes[-1])}\n")
 
     def _finish(self) -> int:
-        """Show what a sweep did, or raise what the one job raised; the exit code."""
+        """Print the result of a sweep, or raise the error of the single job; return the exit code."""
         if self._invocation.multirun:
-            self._show_sweep()
-            return next((one.exit_code for one in self._outcomes if one.exit_code), 0)
+            self._print_sweep()
+            return next((outcome.exit_code for outcome in self._outcomes if outcome.exit_code), 0)
         for outcome in self._outcomes:
             if outcome.error is not None:
                 raise outcome.error
@@ -94,61 +92,60 @@ class Jobs:
                 sys.stdout.write(f"{json.dumps(outcome.summary)}\n")
         return 0
 
-    def _job(self, composed: JobConfig, number: int | None) -> Job:
+    def _job(self, config: JobConfig, number: int | None) -> Job:
         return Job(
             command=self._command,
-            overrides=composed.overrides,
-            line=self._line(composed.overrides),
-            tree=composed.tree,
-            model=_model_name(composed),
+            overrides=config.overrides,
+            line=self._line(config.overrides),
+            tree=config.tree,
+            model=model_name(config),
             number=number,
             json=self._invocation.json,
             dry_run=self._invocation.dry_run,
         )
 
     def _line(self, overrides: Sequence[str]) -> str:
-        """As it was typed; a job of a sweep with its own values."""
+        """The command line as you typed it; for a job of a sweep, with the values of that job."""
         words = overrides if self._invocation.multirun else self._invocation.words
         own = group_to_recipe(word for word in words if not word.endswith(f"={CUSTOM}"))
         flags = {"--config-dir": self._invocation.config_dir, "--config-name": self._invocation.config_name}
-        given = [part for flag, value in flags.items() if value is not None for part in (flag, value)]
-        return shlex.join(["gpipe", self._command, *own, *given])
+        flag_words = [part for flag, value in flags.items() if value is not None for part in (flag, value)]
+        return shlex.join(["gpipe", self._command, *own, *flag_words])
 
-    def _show_sweep(self) -> None:
+    def _print_sweep(self) -> None:
         if not self._outcomes:
             return
         if self._invocation.json:
             rows = [
                 {
-                    "overrides": one.overrides,
-                    "exit_code": one.exit_code,
-                    "error": _reason(one),
-                    **(one.summary or {}),
+                    "overrides": outcome.overrides,
+                    "exit_code": outcome.exit_code,
+                    "error": _reason(outcome),
+                    **(outcome.summary or {}),
                 }
-                for one in self._outcomes
+                for outcome in self._outcomes
             ]
             sys.stdout.write(f"{json.dumps(rows)}\n")
             return
-        found = [one.summary or {} for one in self._outcomes]
-        numbers = _measured(found)
-        common = set.intersection(*(set(one.overrides) for one in self._outcomes))
-        rows_ = [
+        summaries = [outcome.summary or {} for outcome in self._outcomes]
+        # Measured values are floats; the whole numbers and texts of a summary repeat the settings.
+        columns = list(
+            dict.fromkeys(
+                name for summary in summaries for name in summary if isinstance(summary[name], float)
+            )
+        )
+        common = set.intersection(*(set(outcome.overrides) for outcome in self._outcomes))
+        table = [
             (
                 index,
-                " ".join(word for word in one.overrides if word not in common),
-                *(summary.get(name) for name in numbers),
-                _reason(one) or summary.get("run_dir"),
+                " ".join(override for override in outcome.overrides if override not in common),
+                *(summary.get(name) for name in columns),
+                _reason(outcome) or summary.get("run_dir"),
             )
-            for index, (one, summary) in enumerate(zip(self._outcomes, found, strict=True))
+            for index, (outcome, summary) in enumerate(zip(self._outcomes, summaries, strict=True))
         ]
-        failed = sum(one.exit_code != 0 for one in self._outcomes)
-        print_rows(f"{len(rows_)} jobs, {failed} failed", ("job", "overrides", *numbers, "result"), rows_)
-
-
-def _measured(summaries: Sequence[Summary]) -> list[str]:
-    """What was measured, in the order of the summaries: what was asked for is a whole number or a word."""
-    names = (name for summary in summaries for name, value in summary.items() if isinstance(value, float))
-    return list(dict.fromkeys(names))
+        failed = sum(outcome.exit_code != 0 for outcome in self._outcomes)
+        print_rows(f"{len(table)} jobs, {failed} failed", ("job", "overrides", *columns, "result"), table)
 
 
 def _reason(outcome: Outcome) -> str | None:
@@ -157,37 +154,17 @@ def _reason(outcome: Outcome) -> str | None:
     return f"FAILED ({outcome.exit_code}): {describe(outcome.error)}"
 
 
-def _model_name(composed: JobConfig) -> str:
-    choice = composed.choices.get("model")
-    if choice not in (None, CUSTOM):
-        return str(choice)
-    plain: Any = OmegaConf.to_container(composed.tree)  # unresolved, as it becomes the name of a folder
-    return str((plain.get("model") or {}).get("_target_", "model")).rpartition(".")[2]
-
-
 def run_as_rank(folder: str) -> NoReturn:
     """Run one rank of a job in this process; the launcher starts every rank with this function."""
     run_rank(folder, _run_task)
 
 
 def _run_task(files: RankFiles, task: RankTask) -> Summary:
-    tree = OmegaConf.create(task.config)
-    assert isinstance(tree, DictConfig), "the launcher wrote a mapping"
-    job = Job(
-        task.command,
-        tuple(task.overrides),
-        line=task.line,
-        tree=tree,
-        model=task.model,
-        number=task.number if task.run_directory is None else None,
-        json=True,  # the launcher prints the result
-        dry_run=False,
-        rank=Rank(files, task.balance, task.began),
-    )
-    settings = settings_of(tree, task.command, job.overrides)
+    job = Job.of_rank(files, task)
+    settings = settings_of(job.tree, job.command, job.overrides)
     if task.run_directory is not None:  # after a failure all ranks resume from the last snapshot
         assert isinstance(settings, TrainConfig), "only a training run has a directory"
         settings = replace(settings, resume="auto", run_dir=task.run_directory)
     with memory_watched():
-        summary: Summary = importlib.import_module(f"gpipe_cli.commands.{task.command}").run(settings, job)
+        summary: Summary = importlib.import_module(f"gpipe_cli.commands.{job.command}").run(settings, job)
     return summary

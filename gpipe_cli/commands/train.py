@@ -65,16 +65,16 @@ def run(settings: TrainConfig, job: Job) -> Summary:
         team = cleanup.enter_context(connect(settings, job))
         check_same_snapshot(resumed, team)
         parts = build_parts_in_ranks(settings, job, team)
-        plan = _plan(settings, parts.loader)
+        spec = _train_spec(settings, parts.loader)
         if resumed is not None and resumed.snapshot is not None:
-            check_resumable(plan, resumed.snapshot.record)
+            check_resumable(spec, resumed.snapshot.record)
         if job.dry_run:
-            return dry_run(settings, job, parts, plan.steps)
-        summary = None if resumed is None else summary_if_finished(resumed, plan, parts.loader, job)
+            return dry_run(settings, job, parts, spec.steps)
+        summary = None if resumed is None else summary_if_finished(resumed, spec, parts.loader, job)
         directory = (
             planned_run_directory(settings.run_dir, job.number) if resumed is None else resumed.directory
         )
-        disk_check = partial(check_disk_space, directory, settings, parts.model, plan, _retention(settings))
+        disk_check = partial(check_disk_space, directory, settings, parts.model, spec, _retention(settings))
         # A rank's engine keeps only its part of the model, so ranks check before they have one. An engine in this
         # process may itself take space on that disk (engine.to=disk), so the check comes after it.
         warning = disk_check() if summary is None and traits_of_engine(settings).needs_processes else None
@@ -100,10 +100,10 @@ def run(settings: TrainConfig, job: Job) -> Summary:
                 cleanup.callback(write_report, setup.directory)  # however the run ends
                 cleanup.enter_context(logger.opened(setup.directory, setup.position, job))
             resumed = None  # frees the snapshot's tensors, which the engine has copied
-            with _recorder(settings, plan, setup, team, logger, launch["partitions"]) as recorder:
+            with _recorder(settings, spec, setup, team, logger, launch["partitions"]) as recorder:
                 _record_start(recorder, settings, setup, warning, parts.partitioning, launch["partitions"])
-                last = _train(settings, parts.loader, plan, engine, setup, started, recorder, team)
-            summary = summarise(last, plan, parts.loader, setup.directory, job)
+                last = _train(settings, parts.loader, spec, engine, setup, started, recorder, team)
+            summary = summarise(last, spec, parts.loader, setup.directory, job)
             if team.leads:
                 write_summary(setup.directory, summary)
     if job.shows_result and is_main_process():
@@ -114,7 +114,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
 def _train(
     settings: TrainConfig,
     loader: BatchLoader,
-    plan: TrainSpec,
+    spec: TrainSpec,
     engine: Engine,
     setup: RunSetup,
     started: float,
@@ -128,16 +128,16 @@ def _train(
     with (
         stop_with_resume_command(setup.directory, settings, deadline, team) as stops,
         SnapshotManager(
-            setup.directory, engine, plan, retention, setup.record, recorder.sync, writes=team.leads
+            setup.directory, engine, spec, retention, setup.record, recorder.sync, writes=team.leads
         ) as keeper,
     ):
         facts = train(
-            engine, plan, loader.train, lambda epoch: stops.until_stopped(loader.test(epoch)), setup.position
+            engine, spec, loader.train, lambda epoch: stops.until_stopped(loader.test(epoch)), setup.position
         )
         return recorder.record(save_and_stop(facts, keeper, stops))
 
 
-def _plan(settings: TrainConfig, loader: BatchLoader) -> TrainSpec:
+def _train_spec(settings: TrainConfig, loader: BatchLoader) -> TrainSpec:
     return TrainSpec(
         steps=settings.steps or settings.epochs * loader.steps_per_epoch,
         steps_per_epoch=loader.steps_per_epoch,
@@ -163,7 +163,7 @@ def _restore(engine: Engine, resumed: ResumedRun | None) -> None:
 
 def _recorder(
     settings: TrainConfig,
-    plan: TrainSpec,
+    spec: TrainSpec,
     setup: RunSetup,
     team: Team,
     logger: GuardedLogger,
@@ -171,7 +171,7 @@ def _recorder(
 ) -> AbstractContextManager[Recorder]:
     if team.leads:
         return RunRecorder.open(
-            setup.directory, plan, settings.log, setup.position, logger=logger, partitions=partitions
+            setup.directory, spec, settings.log, setup.position, logger=logger, partitions=partitions
         )
     return RankRecorder.open(setup.directory, team.rank, settings.log, setup.position)
 

@@ -7,10 +7,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from gpipe_cli.config.compose import JobConfig
+from gpipe_cli.config.hydra_loader import CUSTOM
 from gpipe_cli.config.overrides import override_group
-from gpipe_cli.launch.rank_files import RankFiles
+from gpipe_cli.launch.rank_files import RankFiles, RankTask
 
 Summary = Mapping[str, Any]
 
@@ -44,6 +46,23 @@ class Job:
     rank: Rank | None = None
     """Set if a launcher started this process as one of several."""
 
+    @staticmethod
+    def of_rank(files: RankFiles, task: RankTask) -> Job:
+        """The job of one rank, as its launcher describes it."""
+        tree = OmegaConf.create(task.config)
+        assert isinstance(tree, DictConfig), "the launcher wrote a mapping"
+        return Job(
+            task.command,
+            tuple(task.overrides),
+            line=task.line,
+            tree=tree,
+            model=task.model,
+            number=task.number if task.run_directory is None else None,
+            json=True,  # the launcher prints the result
+            dry_run=False,
+            rank=Rank(files, task.balance, task.began),
+        )
+
     @property
     def shows_result(self) -> bool:
         """Whether the command prints its result; a sweep prints all results at its end."""
@@ -54,3 +73,12 @@ class Job:
         words = shlex.split(self.line)[2:]
         remaining = [word for word in words if override_group(word) not in without]
         return shlex.join(["gpipe", "train", *remaining])
+
+
+def model_name(config: JobConfig) -> str:
+    """The option of the model, or the last part of its target."""
+    choice = config.choices.get("model")
+    if choice not in (None, CUSTOM):
+        return str(choice)
+    tree: Any = OmegaConf.to_container(config.tree)  # unresolved: a directory name must not reveal a secret
+    return str((tree.get("model") or {}).get("_target_", "model")).rpartition(".")[2]
