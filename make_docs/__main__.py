@@ -1,4 +1,4 @@
-"""`python -m make_docs`: writes every made page into docs/, and says which of them changed."""
+"""`python -m make_docs`: write every generated file into docs/ and print the names of those that changed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from make_docs.pages import DOCS, PAGES
 
 
 def main() -> None:
-    for name, make in PAGES.items():
-        path, text = DOCS / name, make()
+    for name, generate in PAGES.items():
+        path, text = DOCS / name, generate()
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)

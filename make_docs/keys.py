@@ -1,29 +1,27 @@
-"""The page of every key: those of the commands from the schema, those of each option from its YAML.
+"""The reference page of all keys: those of the commands from the schema, those of each option from its YAML.
 
-Reads what `gpipe --help` reads, so the two cannot differ.
+It reads what `gpipe --help` reads, so the two always agree.
 """
 
 from __future__ import annotations
 
 from gpipe_cli.config.options import Option, default_options, list_options, takes_recipes
 from gpipe_cli.config.schema import GROUPS, SCHEMAS, ConfigKey, config_keys
-from make_docs.markdown import MADE, code, table
-
-__all__ = ["page"]
+from make_docs.markdown import GENERATED, code, table
 
 INTRODUCTION = """# Keys
 
 Every setting is a key: `gpipe train chunks=8 optimizer.lr=0.01`. A **group** is a key whose value is one of several
-options, each a small YAML file with keys of its own: `optimizer=sgd` takes the file, `optimizer.lr=0.01` sets a key of
-it. `gpipe <command> --help` shows the same, `gpipe ls` the options, `gpipe <command> --cfg job` the whole
-configuration.
+options, each a small YAML file with keys of its own: `optimizer=sgd` selects the file, `optimizer.lr=0.01` sets one of
+its keys. `gpipe <command> --help` prints the same reference, `gpipe ls` the options, and `gpipe <command> --cfg job`
+the whole configuration.
 
-A key that does not exist is an error, and so is one that is given though the chosen engine does not use it."""
+An unknown key is an error, and so is a key that the chosen engine does not use."""
 
 
 def page() -> str:
     parts = [
-        MADE,
+        GENERATED,
         INTRODUCTION,
         "## Keys of the commands",
         _commands_table(),
@@ -36,8 +34,8 @@ def page() -> str:
 
 
 def _commands_table() -> str:
-    """Each key once, with the commands that have it."""
-    known: dict[str, ConfigKey] = {}
+    """Each key once, with the commands that accept it."""
+    fields_by_name: dict[str, ConfigKey] = {}
     users: dict[str, list[str]] = {}
     of_options = {
         f"{group}.{key}" for group in GROUPS for option in list_options(group) for key in option.keys
@@ -45,15 +43,17 @@ def _commands_table() -> str:
     for command in SCHEMAS:
         for field in config_keys(command):
             if field.type != "group" and field.key not in of_options:
-                # The same key may mean something narrower elsewhere (`steps`): what differs is a row of its own.
+                # Another command may give a key a narrower meaning (`steps`): it gets a row of its own there.
                 name = (
-                    field.key if known.setdefault(field.key, field) == field else f"{field.key} ({command})"
+                    field.key
+                    if fields_by_name.setdefault(field.key, field) == field
+                    else f"{field.key} ({command})"
                 )
-                known[name] = field
+                fields_by_name[name] = field
                 users.setdefault(name, []).append(command)
     rows = [
         [code(field.key), field.type or "any", code(field.default), _users(users[name]), field.meaning]
-        for name, field in known.items()
+        for name, field in fields_by_name.items()
     ]
     return table(["key", "type", "default", "commands", "meaning"], rows)
 
@@ -74,7 +74,7 @@ def _users(commands: list[str]) -> str:
 
 
 def _defaults(group: str, commands: list[str]) -> str:
-    """One option, or those of each command where they differ."""
+    """One option, or one per command if they differ."""
     chosen = {command: default_options(command)[group].name for command in commands}
     if len(set(chosen.values())) == 1:
         return code(chosen[commands[0]])
@@ -85,43 +85,44 @@ def _defaults(group: str, commands: list[str]) -> str:
 
 
 def _group(group: str) -> list[str]:
-    found = list_options(group)
-    described = table(["option", "what it is"], [[code(one.name), _description(one)] for one in found])
-    rows = _option_rows(group, found)
+    group_options = list_options(group)
+    descriptions = table(
+        ["option", "what it is"], [[code(option.name), _description(option)] for option in group_options]
+    )
+    rows = _option_rows(group, group_options)
     keys = [table(["key", "default", "options", "meaning"], rows)] if rows else []
-    return [f"### {group}", described, *keys]
+    return [f"### {group}", descriptions, *keys]
 
 
-def _option_rows(group: str, found: list[Option]) -> list[list[str]]:
-    """The keys of all options; those with one meaning share a row."""
+def _option_rows(group: str, group_options: list[Option]) -> list[list[str]]:
+    """The keys of all options; keys with the same name and meaning share a row."""
     users: dict[tuple[str, str], dict[str, str]] = {}
-    for option in found:
+    for option in group_options:
         for key, (default, meaning) in option.keys.items():
             users.setdefault((key, meaning), {})[option.name] = default
-    everyone = [option.name for option in found]
+    names = [option.name for option in group_options]
     return [
-        [code(f"{group}.{key}"), _default(defaults), _which(list(defaults), everyone), meaning]
+        [code(f"{group}.{key}"), _default(defaults), _which(list(defaults), names), meaning]
         for (key, meaning), defaults in users.items()
     ]
 
 
 def _default(defaults: dict[str, str]) -> str:
-    """Of a key that these options have."""
-    said = {"???": "must be given"}
+    """The default of a key, for the options that have it."""
     different = dict.fromkeys(
-        "the option's name" if default == option else said.get(default, code(default))
+        "the option's name" if default == option else "required" if default == "???" else code(default)
         for option, default in defaults.items()
     )
     return " or ".join(different)
 
 
-def _which(list_options: list[str], everyone: list[str]) -> str:
-    left_out = [name for name in everyone if name not in list_options]
-    if not left_out:
+def _which(options: list[str], all_options: list[str]) -> str:
+    others = [name for name in all_options if name not in options]
+    if not others:
         return "all"
-    if len(left_out) < len(list_options):
-        return f"all but {', '.join(left_out)}"
-    return ", ".join(list_options)
+    if len(others) < len(options):
+        return f"all but {', '.join(others)}"
+    return ", ".join(options)
 
 
 def _description(option: Option) -> str:
@@ -133,8 +134,10 @@ def _recipes() -> list[str]:
     takers = ", ".join(command for command in SCHEMAS if takes_recipes(command))
     return [
         "## Recipes",
-        f"Whole proven runs, for `gpipe {takers}`: `recipe=<name>`. `gpipe cp recipe/<name> <file>` copies one.",
+        f"Complete, proven runs for `gpipe {takers}`: `recipe=<name>`. "
+        "`gpipe cp recipe/<name> <file>` copies a recipe to a file.",
         table(
-            ["recipe", "what it is"], [[code(one.name), one.description] for one in list_options("recipes")]
+            ["recipe", "what it is"],
+            [[code(recipe.name), recipe.description] for recipe in list_options("recipes")],
         ),
     ]

@@ -1,4 +1,4 @@
-"""Which files of docs/ are made, and by what."""
+"""Which files of docs/ are generated, and by which function."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 
 from make_docs import commands, keys, schedules, sequences
-
-__all__ = ["DOCS", "PAGES"]
 
 DOCS = Path(__file__).parent.parent / "docs"
 PICTURES = "concepts/pictures"

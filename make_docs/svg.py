@@ -1,7 +1,7 @@
-"""A picture as a file of its own that reads on a light and on a dark page: what all of them look like.
+"""SVG files that can be read on a light and on a dark page.
 
-Decides colours and frame. The background is the page's, so letters beside the boxes are of a grey that has contrast to
-both, and those inside a box are white on a colour of our own.
+The background is the page's own, so text beside the boxes is of a grey that has contrast to both, and text inside a box
+is white on a colour of ours.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gpipe_cli.report.page.html import Html, join, tag
-
-__all__ = ["box", "frame", "label"]
 
 STYLE = """
 text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fill: #7b838d; }
@@ -24,26 +22,28 @@ text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", s
 .idle { fill: #808890; fill-opacity: .14; }
 .layer { fill: #3b7dd8; } .stashing { fill: #7d5fc4; }
 .partition { fill: #808890; fill-opacity: .14; stroke: #7b838d; stroke-opacity: .5; }
-.way { fill: none; stroke: #7b838d; stroke-width: 1.5; }
+.arrow { fill: none; stroke: #7b838d; stroke-width: 1.5; }
 .skip { fill: none; stroke: #a283ee; stroke-width: 2; }
 .head { fill: #7b838d; } .skiphead { fill: #a283ee; }
 """
 
 
-def frame(width: float, height: float, told: str, parts: Iterable[Html]) -> str:
-    """The file. `told` is for those who cannot see it."""
+def frame(width: float, height: float, alternative: str, elements: Iterable[Html]) -> str:
+    """The whole file; alternative: the text for readers who cannot see it."""
     attributes: dict[str, str | float] = {
         "xmlns": "http://www.w3.org/2000/svg",
         "viewBox": f"0 0 {width:g} {height:g}",
         "width": width,
         "height": height,
         "role": "img",
-        "aria-label": told,
+        "aria-label": alternative,
     }
-    # One element per line: a change is then a readable difference.
-    lines = join([Html(f"{part.source}\n") for part in parts])
+    # One element per line, so that a change is a readable diff.
+    lines = join([Html(f"{element.source}\n") for element in elements])
     return (
-        tag("svg", attributes, tag("title", None, told), Html(f"<style>{STYLE}</style>\n"), lines).source
+        tag(
+            "svg", attributes, tag("title", None, alternative), Html(f"<style>{STYLE}</style>\n"), lines
+        ).source
         + "\n"
     )
 
@@ -51,7 +51,7 @@ def frame(width: float, height: float, told: str, parts: Iterable[Html]) -> str:
 def box(
     kind: str, x: float, y: float, width: float, height: float, inside: str = "", *, round: float = 0
 ) -> Html:
-    place: dict[str, str | float] = {
+    attributes: dict[str, str | float] = {
         "class": kind,
         "x": x,
         "y": y,
@@ -60,8 +60,8 @@ def box(
         "rx": round,
     }
     if not inside:
-        return tag("rect", place)
-    return join([tag("rect", place), label(inside, x + width / 2, y + height / 2, "inside")])
+        return tag("rect", attributes)
+    return join([tag("rect", attributes), label(inside, x + width / 2, y + height / 2, "inside")])
 
 
 def label(text: str, x: float, y: float, kind: str = "") -> Html:
