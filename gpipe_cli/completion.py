@@ -34,7 +34,7 @@ def complete(words: list[str], hydra: Hydra) -> None:
     if len(words) != 1 or task not in TASKS or shell not in SHELLS:
         given = " ".join(words)
         raise ConfigError(
-            f"-sc {given}: one of: {', '.join(f'{one}=bash' for one in TASKS)}, or fish, or zsh"
+            f"-sc {given}: one of: {', '.join(f'{name}=bash' for name in TASKS)}, or fish, or zsh"
         )
     if task == "query":
         sys.stdout.write(" ".join(_candidates(os.environ.get("COMP_LINE", ""), words, hydra)) + "\n")
@@ -59,7 +59,7 @@ def _candidates(line: str, words: list[str], hydra: Hydra) -> list[str]:
         return _starting_with(last, (f"{SCALE_KEY}={scale}" for scale in SCALES))
     if command == "cp" and " " not in rest.lstrip():
         return _starting_with(
-            last, (f"{topic}/{one.name}" for topic in TOPICS for one in list_options(topic))
+            last, (f"{topic}/{option.name}" for topic in TOPICS for option in list_options(topic))
         )
     return _of_hydra(command, rest.lstrip(), words, hydra) if COMMANDS[command].configured else []
 

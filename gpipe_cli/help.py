@@ -183,13 +183,14 @@ def _groups(command: str) -> list[str]:
         group = field.key.partition(".")[0]
         if group in GROUPS:
             names = [
-                f"{one.name}*" if chosen[group].name == one.name else one.name for one in list_options(group)
+                f"{option.name}*" if chosen[group].name == option.name else option.name
+                for option in list_options(group)
             ]
             rows.setdefault(group, f"{field.meaning} Options: {', '.join(names)}.")
     if takes_recipes(command):
-        names = [one.name for one in list_options("recipes")]
+        names = [option.name for option in list_options("recipes")]
         rows["recipe"] = f"A complete, tested run. Options: {', '.join(names) or 'none yet'}."
-        small = [one.name for one in list_options(f"recipes/{SMALL}")]
+        small = [option.name for option in list_options(f"recipes/{SMALL}")]
         rows[SCALE_KEY] = f"full, or small to try a recipe on two CPU cores: {', '.join(small)}."
     return _table(rows)
 

@@ -106,9 +106,9 @@ def _problems(settings: ModelConfig) -> Iterator[str]:
     if isinstance(settings, ProfileConfig):
         yield from _timeline(settings)
     if isinstance(settings, TrainConfig):
-        yield from _survival(settings)
+        yield from _resuming(settings)
     if isinstance(settings, PlanConfig) and settings.device is not None:
-        yield from _elsewhere(settings, settings.device)
+        yield from _other_device(settings, settings.device)
     if isinstance(settings, EvalConfig):
         given = [key for key in ("run", "snapshot", "weights") if getattr(settings, key) is not None]
         if not given:
@@ -166,17 +166,17 @@ def _devices(settings: ModelConfig) -> Iterator[str]:
     if devices == "auto":
         return
     if isinstance(devices, list):
-        if not devices or not all(isinstance(one, str) or _is_count(one) for one in devices):
+        if not devices or not all(isinstance(device, str) or _is_count(device) for device in devices):
             yield f"devices={devices}: expected a list of names or numbers such as [cpu,cpu] or [0,1]"
         else:
-            yield from _one_each(settings, len(devices))
+            yield from _partitions_per_device(settings, len(devices))
     elif not _is_count(devices) or devices < 1:
         yield f"devices={devices}: must be auto, a number of devices or a list such as [cpu,cpu]"
     else:
-        yield from _one_each(settings, devices)
+        yield from _partitions_per_device(settings, devices)
 
 
-def _one_each(settings: ModelConfig, devices: int) -> Iterator[str]:
+def _partitions_per_device(settings: ModelConfig, devices: int) -> Iterator[str]:
     partitions, several = settings.partitions, traits(settings.schedule.name).several_per_device
     replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
     if replicas > 1 and devices % replicas:
@@ -185,12 +185,12 @@ def _one_each(settings: ModelConfig, devices: int) -> Iterator[str]:
             "among the replicas"
         )
         return
-    of_one = devices // max(1, replicas)
-    if partitions is None or partitions == of_one or (several and partitions > of_one):
+    per_replica = devices // max(1, replicas)
+    if partitions is None or partitions == per_replica or (several and partitions > per_replica):
         return
     if replicas > 1:
         yield (
-            f"partitions={partitions}: devices={settings.devices} are {devices}, {of_one} for each of "
+            f"partitions={partitions}: devices={settings.devices} are {devices}, {per_replica} for each of "
             f"data_parallel={replicas} replicas; one device per partition is needed"
         )
         return
@@ -204,7 +204,7 @@ def _balance(settings: ModelConfig) -> Iterator[str]:
     layers = settings.balance.get("layers")
     if not isinstance(layers, list):
         return
-    if not layers or not all(_is_count(one) and one > 0 for one in layers):
+    if not layers or not all(_is_count(count) and count > 0 for count in layers):
         yield f"balance.layers={layers}: every entry must be a positive whole number"
     elif settings.partitions is not None and settings.partitions != len(layers):
         yield f"partitions={settings.partitions}: balance.layers={layers} makes {len(layers)} partitions"
@@ -231,7 +231,7 @@ def _checkpoint(settings: ModelConfig) -> Iterator[str]:
         yield f"checkpoint={given}: engine=offload has slices, not partitions; give one mode for all of them"
 
 
-def _elsewhere(settings: PlanConfig, device: str) -> Iterator[str]:
+def _other_device(settings: PlanConfig, device: str) -> Iterator[str]:
     if device not in DEVICES:
         yield f"device={device}: {or_list(device, DEVICES)}"
     if not _is_count(settings.devices):
@@ -248,7 +248,7 @@ def _timeline(settings: ProfileConfig) -> Iterator[str]:
         yield f"engine={name}: has no timeline; one of: {', '.join(RECORDED)}"
 
 
-def _survival(settings: TrainConfig) -> Iterator[str]:
+def _resuming(settings: TrainConfig) -> Iterator[str]:
     every = settings.snapshot.every
     if every != "epoch" and not _is_count(every):
         yield f"snapshot.every={every}: must be a number of steps, or epoch"

@@ -162,9 +162,9 @@ def _bounded(characters: int) -> int:
 
 def _targets(path: tuple[str, ...], text: str) -> Iterator[tuple[str, ...]]:
     """The keys that the references in a text name."""
-    while found := _INNERMOST.search(text):
-        text = f"{text[: found.start()]}{_NESTED}{text[found.end() :]}"
-        inside = found[1].strip()
+    while match := _INNERMOST.search(text):
+        text = f"{text[: match.start()]}{_NESTED}{text[match.end() :]}"
+        inside = match[1].strip()
         resolver, colon, arguments = inside.partition(":")
         if not colon and _NESTED in inside:
             raise ConfigError(f"{'.'.join(path)}: a reference inside the name of another; write the name out")

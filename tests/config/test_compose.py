@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra._internal.hydra import Hydra
 from omegaconf import OmegaConf
 
 from gpipe_cli.config.compose import Request, compose, compose_tree
@@ -132,3 +133,25 @@ def test_no_key_is_lost_between_yaml_and_the_typed_object(command: str) -> None:
     plain = OmegaConf.to_container(tree)
     assert isinstance(plain, dict)
     assert set(plain) - {"hydra"} == set(SCHEMAS[command].__dataclass_fields__)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "jobs"),
+    [
+        (("chunks=2",), 1),
+        (("recipes=vit_digits",), 1),  # its model replaces that of the default option
+        (("optimizer._target_=torch.optim.SGD", "optimizer.lr=0.5"), 1),
+        (("chunks=1,2", "seed=3,4"), 4),
+    ],
+)
+def test_each_job_is_composed_once(
+    overrides: tuple[str, ...], jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe with its own model used to be composed twice, and the settings of every job were made twice."""
+    composed = []
+    original = Hydra.compose_config
+    monkeypatch.setattr(
+        Hydra, "compose_config", lambda *args, **kwargs: composed.append(1) or original(*args, **kwargs)
+    )
+    composition = compose(Request("train", overrides), multirun=jobs > 1)
+    assert len([composition.job(job) for job in composition.jobs]) == len(composed) == jobs
