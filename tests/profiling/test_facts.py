@@ -201,9 +201,9 @@ def test_backward_of_a_skip_belongs_to_the_layer_that_stashed_it() -> None:
             return input + late
 
     module = nn.Sequential(nn.Linear(6, 6, bias=False), Late(), nn.ReLU(), Sum())
-    convolution = 2 * 3 * 6 * 6
+    product = 2 * 3 * 6 * 6
     flops = model_facts(module, Sample(torch.randn(3, 6))).flops
-    assert [count.backward for count in flops] == [convolution, 2 * convolution, 0, 0]
+    assert [count.backward for count in flops] == [product, 2 * product, 0, 0]
 
 
 def test_a_layer_that_looks_at_values_is_named() -> None:
