@@ -24,7 +24,8 @@ from gpipe_cli.training.signals import StopRequested, StopRequests, stop_request
 # folder nor an installed package of the same name comes first. `listen` remembers a signal that arrives while the
 # rank is still importing torch.
 START = (
-    "import sys; sys.path[:] = sys.argv[2:]; from gpipe_cli.training.signals import listen; listen(); "
+    "import sys; sys.path[:] = sys.argv[2:]; "
+    "from gpipe_cli.training.signals import install_handlers; install_handlers(); "
     "from gpipe_cli.commands.jobs import run_as_rank; run_as_rank(sys.argv[1])"
 )
 
