@@ -1,15 +1,31 @@
-"""`python -m make_docs`: write every generated file into docs/ and print the names of those that changed."""
+"""`python -m make_docs`: write every generated file of docs/, and print the names of those that changed."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
-from make_docs.pages import DOCS, PAGES
+from make_docs import partitions, reference, schedules
+
+DOCS = Path(__file__).parent.parent / "docs"
+PICTURES = "concepts/pictures"
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/keys.md": reference.keys_page,
+    "reference/commands.md": reference.commands_page,
+    f"{PICTURES}/partitions.svg": partitions.draw_partitions,
+    f"{PICTURES}/skips.svg": partitions.draw_skips,
+    **{
+        f"{PICTURES}/{name}.svg": partial(schedules.draw, example)
+        for name, example in schedules.EXAMPLES.items()
+    },
+}
 
 
 def main() -> None:
-    for name, generate in PAGES.items():
-        path, text = DOCS / name, generate()
+    for name, make in PAGES.items():
+        path, text = DOCS / name, make()
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Pictures of schedules: a row per worker, time from left to right, from the action lists that the pipeline executes.
+"""Diagrams of schedules, drawn from the action lists that the pipeline runs: a row per worker, time from left to right.
 
-The simulator decides when an action begins. Its costs are made up (a backward takes twice as long as a forward, a
-transfer no time), so the pictures show only the order.
+The costs are made up (a backward takes twice as long as a forward, a transfer takes no time), so the diagrams show the
+order alone. The simulator decides when each action begins.
 """
 
 from __future__ import annotations
@@ -11,43 +11,37 @@ from dataclasses import dataclass
 from typing import final
 
 from gpipe_cli.report.page.html import Html
-from gpipe_cli.schedule import Action, Kind, order
+from gpipe_cli.schedule import Kind, order
 from gpipe_cli.schedule.simulate import PartitionCost, Simulation, Span, simulate
-from make_docs.svg import box, frame, label
+from make_docs.svg import box, label, legend, svg_file
 
 FORWARD, BACKWARD = 1.0, 2.0
-"""Cost of one worker's share of the model for one micro-batch."""
+"""Time of a worker's whole share of the model, for one micro-batch."""
 LEFT, TOP, RIGHT = 64, 28, 8
 ROW, BAR = 30, 24
 WIDTH = 860
-"""Of the longest picture; all are drawn to its scale."""
+"""Width of the longest diagram; the others use the same scale."""
 GAP = 0.6
-"""Between neighbouring bars."""
+"""Separates neighbouring bars."""
 LETTER = 8
-LEGEND = {
-    "forward": "forward",
-    "backward": "backward",
-    "recompute": "recompute",
-    "weights": "weight gradients",
-}
 
 
 @final
 @dataclass(frozen=True)
-class ScheduleExample:
+class Example:
     schedule: str
     workers: int = 4
-    partitions_each: int = 1
+    partitions_per_worker: int = 1
     chunks: int = 8
     recomputes: bool = False
 
     @property
     def partitions(self) -> int:
-        return self.workers * self.partitions_each
+        return self.workers * self.partitions_per_worker
 
     def simulation(self) -> Simulation:
-        share = 1 / self.partitions_each
-        # A split backward takes as long as a whole one, half for each part.
+        share = 1 / self.partitions_per_worker
+        # A split backward takes as long as a whole one here, half for each part.
         cost = PartitionCost(FORWARD * share, BACKWARD * share, recompute=FORWARD * share)
         actions = order(self.schedule, self.partitions, self.chunks, self.workers)
         return simulate(
@@ -57,77 +51,52 @@ class ScheduleExample:
         )
 
     @property
-    def description(self) -> str:
-        each = f", {self.partitions_each} partitions each" if self.partitions_each > 1 else ""
-        recomputed = ", checkpoint=always" if self.recomputes else ""
+    def title(self) -> str:
+        each = f", {self.partitions_per_worker} partitions each" if self.partitions_per_worker > 1 else ""
+        checkpoint = ", checkpoint=always" if self.recomputes else ""
         batches = "micro-batch" if self.chunks == 1 else "micro-batches"
-        return f"{self.schedule}{recomputed}: {self.workers} workers{each}, {self.chunks} {batches}"
+        return f"{self.schedule}{checkpoint}: {self.workers} workers{each}, {self.chunks} {batches}"
 
 
-PICTURES = {
-    "one-micro-batch": ScheduleExample("gpipe", chunks=1),
-    "gpipe": ScheduleExample("gpipe"),
-    "gpipe-always": ScheduleExample("gpipe", recomputes=True),
-    "1f1b": ScheduleExample("1f1b"),
-    "interleaved": ScheduleExample("interleaved", partitions_each=2),
-    "zero-bubble": ScheduleExample("zero_bubble"),
+EXAMPLES = {
+    "one-micro-batch": Example("gpipe", chunks=1),
+    "gpipe": Example("gpipe"),
+    "gpipe-always": Example("gpipe", recomputes=True),
+    "1f1b": Example("1f1b"),
+    "interleaved": Example("interleaved", partitions_per_worker=2),
+    "zero-bubble": Example("zero_bubble"),
 }
 
 
-def picture(example: ScheduleExample) -> str:
+def draw(example: Example) -> str:
     simulation = example.simulation()
-    longest = max(other.simulation().step for other in PICTURES.values())
-    unit = (WIDTH - LEFT - RIGHT) / longest
-    alternative = f"{example.description}; the workers are idle {simulation.bubble:.0%} of the time"
+    longest = max(example.simulation().step for example in EXAMPLES.values())
+    scale = (WIDTH - LEFT - RIGHT) / longest
+    description = f"{example.title}; idle {simulation.bubble:.0%} of the time"
     height = TOP + ROW * example.workers
-    return frame(WIDTH, height, alternative, _elements(example, simulation, unit))
+    return svg_file(WIDTH, height, description, _elements(example, simulation, scale))
 
 
-def _elements(example: ScheduleExample, simulation: Simulation, unit: float) -> Iterator[Html]:
-    yield label(f"{example.description}; idle {simulation.bubble:.0%}", LEFT, 15, "strong")
-    yield from _legend({_kind(span, example.workers) for span in simulation.spans})
+def _elements(example: Example, simulation: Simulation, scale: float) -> Iterator[Html]:
+    yield label(f"{example.title}; idle {simulation.bubble:.0%}", LEFT, 15, "strong")
+    yield from legend((_css_class(span, example.workers) for span in simulation.spans), WIDTH - RIGHT)
     for worker in range(example.workers):
         y = TOP + ROW * worker
         yield label(f"worker {worker}", LEFT - 8, y + BAR / 2 + 4, "end")
-        yield box("idle", LEFT, y, unit * simulation.step, BAR)
+        yield box("idle", LEFT, y, scale * simulation.step, BAR)
     for span in simulation.spans:
-        yield _bar(span, example.workers, unit)
+        x, width = LEFT + scale * span.begin, scale * (span.end - span.begin) - GAP
+        letter = "R" if span.phase == "recompute" else span.action.kind.value
+        name = f"{letter}{span.action.micro_batch}"
+        # A narrow bar shows the micro-batch only: its colour stands for the letter.
+        text = name if width >= LETTER * len(name) else name[1:]
+        yield box(_css_class(span, example.workers), x, TOP + ROW * span.worker, width, BAR, text, radius=2)
 
 
-def _legend(kinds: set[str]) -> Iterator[Html]:
-    entries = {kind: meaning for kind, meaning in LEGEND.items() if kind in kinds}
-    x = float(WIDTH - RIGHT - sum(_entry_width(meaning) for meaning in entries.values()))
-    for kind, meaning in entries.items():
-        yield box(kind, x, 5, 11, 11, round=2)
-        yield label(meaning, x + 16, 15)
-        x += _entry_width(meaning)
-
-
-def _entry_width(meaning: str) -> int:
-    """Approximately."""
-    return 6 * len(meaning) + 36
-
-
-def _bar(span: Span, workers: int, unit: float) -> Html:
-    width = unit * (span.end - span.begin) - GAP
-    name = f"{_letter(span)}{span.action.micro_batch}"
-    geometry = (LEFT + unit * span.begin, TOP + ROW * span.worker, width, BAR)
-    # Without room for the letter, the colour tells the kind.
-    return box(_kind(span, workers), *geometry, name if width >= LETTER * len(name) else name[1:], round=2)
-
-
-def _letter(span: Span) -> str:
-    return "R" if span.phase == "recompute" else span.action.kind.value
-
-
-def _kind(span: Span, workers: int) -> str:
-    """The CSS class: by the kind of action and, if a worker has several partitions, by which of them."""
+def _css_class(span: Span, workers: int) -> str:
+    """The colour: by phase and, where a worker has several partitions, by which of them."""
     if span.phase == "recompute":
         return "recompute"
     if span.action.kind is Kind.WEIGHT_GRAD:
         return "weights"
-    return f"{span.phase}{_turn(span.action, workers) or ''}"
-
-
-def _turn(action: Action, workers: int) -> int:
-    return action.partition // workers
+    return f"{span.phase}{span.action.partition // workers or ''}"

@@ -1,8 +1,4 @@
-"""SVG files that can be read on a light and on a dark page.
-
-The background is the page's own, so text beside the boxes is of a grey that has contrast to both, and text inside a box
-is white on a colour of ours.
-"""
+"""What all diagrams share: colours that are legible on a light and on a dark page, and the frame of an SVG file."""
 
 from __future__ import annotations
 
@@ -10,6 +6,7 @@ from collections.abc import Iterable
 
 from gpipe_cli.report.page.html import Html, join, tag
 
+# The page's background shows through. Text beside the boxes is a grey with enough contrast to both white and black.
 STYLE = """
 text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; fill: #7b838d; }
 .inside { fill: #fff; text-anchor: middle; dominant-baseline: central; font-size: 11px; }
@@ -26,43 +23,56 @@ text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", s
 .skip { fill: none; stroke: #a283ee; stroke-width: 2; }
 .head { fill: #7b838d; } .skiphead { fill: #a283ee; }
 """
+LEGEND = {
+    "forward": "forward",
+    "backward": "backward",
+    "recompute": "recompute",
+    "weights": "weight gradients",
+}
 
 
-def frame(width: float, height: float, alternative: str, elements: Iterable[Html]) -> str:
-    """The whole file; alternative: the text for readers who cannot see it."""
+def svg_file(width: float, height: float, description: str, elements: Iterable[Html]) -> str:
+    """The text of the file; screen readers read the description."""
     attributes: dict[str, str | float] = {
         "xmlns": "http://www.w3.org/2000/svg",
         "viewBox": f"0 0 {width:g} {height:g}",
         "width": width,
         "height": height,
         "role": "img",
-        "aria-label": alternative,
+        "aria-label": description,
     }
-    # One element per line, so that a change is a readable diff.
+    # One element per line keeps diffs readable.
     lines = join([Html(f"{element.source}\n") for element in elements])
-    return (
-        tag(
-            "svg", attributes, tag("title", None, alternative), Html(f"<style>{STYLE}</style>\n"), lines
-        ).source
-        + "\n"
-    )
+    style = Html(f"<style>{STYLE}</style>\n")
+    return tag("svg", attributes, tag("title", None, description), style, lines).source + "\n"
 
 
 def box(
-    kind: str, x: float, y: float, width: float, height: float, inside: str = "", *, round: float = 0
+    css_class: str, x: float, y: float, width: float, height: float, text: str = "", *, radius: float = 0
 ) -> Html:
-    attributes: dict[str, str | float] = {
-        "class": kind,
-        "x": x,
+    geometry: dict[str, str | float] = {
+        "class": css_class,
+        "x": round(x, 2),
         "y": y,
-        "width": width,
+        "width": round(width, 2),
         "height": height,
-        "rx": round,
+        "rx": radius,
     }
-    if not inside:
-        return tag("rect", attributes)
-    return join([tag("rect", attributes), label(inside, x + width / 2, y + height / 2, "inside")])
+    if not text:
+        return tag("rect", geometry)
+    return join([tag("rect", geometry), label(text, round(x + width / 2, 2), y + height / 2, "inside")])
 
 
-def label(text: str, x: float, y: float, kind: str = "") -> Html:
-    return tag("text", {"class": kind, "x": x, "y": y} if kind else {"x": x, "y": y}, text)
+def label(text: str, x: float, y: float, css_class: str = "") -> Html:
+    return tag("text", {"class": css_class, "x": x, "y": y} if css_class else {"x": x, "y": y}, text)
+
+
+def legend(phases: Iterable[str], right: float) -> Iterable[Html]:
+    """The colours of these phases, right-aligned."""
+    meanings = {phase: meaning for phase, meaning in LEGEND.items() if phase in set(phases)}
+    widths = {phase: 6 * len(meaning) + 36 for phase, meaning in meanings.items()}
+    x = right - sum(widths.values())
+    for phase, meaning in meanings.items():
+        yield box(phase, x, 5, 11, 11, radius=2)
+        yield label(meaning, x + 16, 15)
+        x += widths[phase]

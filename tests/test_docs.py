@@ -21,8 +21,8 @@ from gpipe_cli.cli import main
 from gpipe_cli.config.options import list_options
 from gpipe_cli.config.schema import GROUPS, config_keys
 from gpipe_cli.help import COMMANDS
-from make_docs.pages import DOCS
-from make_docs.pages import PAGES as MADE
+from make_docs.__main__ import DOCS
+from make_docs.__main__ import PAGES as GENERATED
 
 TOP = Path(__file__).parent.parent
 PAGES = [TOP / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -115,9 +115,9 @@ def test_the_navigation_names_every_page_once_and_nothing_else() -> None:
     assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in PAGES[1:])
 
 
-@pytest.mark.parametrize("name", MADE)
-def test_what_is_made_is_what_the_code_makes_now(name: str) -> None:
-    assert text_of(DOCS / name) == MADE[name](), "run `python -m make_docs`"
+@pytest.mark.parametrize("name", GENERATED)
+def test_a_generated_file_is_what_the_code_generates_now(name: str) -> None:
+    assert text_of(DOCS / name) == GENERATED[name](), "run `python -m make_docs`"
 
 
 def test_every_test_that_the_promises_rest_on_exists() -> None:

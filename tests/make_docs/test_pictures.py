@@ -1,4 +1,4 @@
-"""The pictures of the docs: well-formed, one bar per piece of work, nothing that a page would have to fetch."""
+"""The diagrams of the docs: well-formed, one bar per action, nothing that a page would have to fetch."""
 
 from __future__ import annotations
 
@@ -8,32 +8,43 @@ from xml.etree import ElementTree
 import pytest
 
 from gpipe_cli.schedule import order
-from make_docs.pages import DOCS, PAGES
-from make_docs.schedules import PICTURES, ScheduleExample, picture
+from make_docs.__main__ import DOCS, PAGES
+from make_docs.run_pictures import visible_lines
+from make_docs.schedules import EXAMPLES, Example, draw
 
 SVG = "{http://www.w3.org/2000/svg}"
+DIAGRAMS = {name: make for name, make in PAGES.items() if name.endswith(".svg")} | {
+    "timeline.svg": (DOCS / "timeline.svg").read_text
+}
 
 
-@pytest.mark.parametrize("name", [name for name in PAGES if name.endswith(".svg")])
-def test_a_picture_is_well_formed_tells_what_it_shows_and_fetches_nothing(name: str) -> None:
-    drawn = PAGES[name]()
-    root = ElementTree.fromstring(drawn)
+@pytest.mark.parametrize("name", DIAGRAMS)
+def test_a_diagram_is_well_formed_describes_itself_and_fetches_nothing(name: str) -> None:
+    text = DIAGRAMS[name]()
+    root = ElementTree.fromstring(text)
     assert root.tag == f"{SVG}svg" and root.attrib["aria-label"]
-    assert "http" not in drawn.replace("http://www.w3.org/2000/svg", "")
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
 
 
-@pytest.mark.parametrize("example", PICTURES.values(), ids=PICTURES)
-def test_every_piece_of_work_has_its_bar(example: ScheduleExample) -> None:
-    rows = ElementTree.fromstring(picture(example)).iter(f"{SVG}rect")
-    bars = Counter(bar.attrib["y"] for bar in rows if bar.attrib["height"] == "24")
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
+def test_every_action_has_its_bar(example: Example) -> None:
+    rects = ElementTree.fromstring(draw(example)).iter(f"{SVG}rect")
+    bars = Counter(rect.attrib["y"] for rect in rects if rect.attrib["height"] == "24")
     actions = order(example.schedule, example.partitions, example.chunks, example.workers)
-    recomputed = example.chunks * example.partitions_each if example.recomputes else 0
-    # And one behind them all, for the time in which nothing is done.
+    recomputed = example.chunks * example.partitions_per_worker if example.recomputes else 0
+    # Each row has one more bar in the background, which shows the idle time.
     assert sorted(bars.values()) == sorted(len(own) + recomputed + 1 for own in actions)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
-def test_the_page_of_schedules_tells_the_idle_time_of_its_pictures(name: str) -> None:
-    example = PICTURES[name]
+def test_the_page_of_schedules_states_the_idle_time_of_its_diagrams(name: str) -> None:
+    example = EXAMPLES[name]
     page = (DOCS / "concepts" / "schedules.md").read_text(encoding="utf-8")
     assert f"| {example.schedule} | {100 * example.simulation().bubble:.0f} % |" in page
+
+
+def test_of_a_panel_that_redraws_itself_the_last_frame_is_visible() -> None:
+    frames = (
+        "epoch 1\r\n\x1b[32mloss 2\x1b[0m\r\x1b[2K\x1b[1A\x1b[2Kepoch 2\r\n\x1b[32mloss 1\x1b[0m\r\ndone\r\n"
+    )
+    assert visible_lines(frames) == ["epoch 2", "\x1b[32mloss 1\x1b[0m", "done", ""]
