@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.aliasing import find_aliases
 from gpipe_cli.pipeline.batchnorm import deferred_batch_norms
-from gpipe_cli.pipeline.caller_state import CallerState
-from gpipe_cli.pipeline.context import MicroBatch, Running
+from gpipe_cli.pipeline.context import CallerState, MicroBatch, Running
 from gpipe_cli.pipeline.layer import layers_of
 from gpipe_cli.pipeline.layer_loop import PartitionSkips
 from gpipe_cli.pipeline.microbatch import Value
@@ -33,7 +32,7 @@ from gpipe_cli.sequential.meta_clone import clone_with
 from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.skip.tracker import use_skip_tracker
 from gpipe_cli.torch_internals.fake_tensors import NEEDS_VALUES, fake_tensors, fake_twin
-from gpipe_cli.torch_internals.tensor_version import version_of
+from gpipe_cli.torch_internals.tensor_memory import version_of
 
 __all__ = ["Border", "Sketch", "TensorKind"]
 

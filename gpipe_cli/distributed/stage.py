@@ -28,7 +28,7 @@ from gpipe_cli.pipeline.forward_task import SavedForBackward
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.schedule.action import Action, Kind
 from gpipe_cli.skip.namespace import SkipName
-from gpipe_cli.torch_internals.function import apply
+from gpipe_cli.torch_internals.autograd_engine import apply
 
 __all__ = ["Stage"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpipe_cli.offload.tiers import Tier
 from gpipe_cli.pipeline.aliasing import is_dense
-from gpipe_cli.torch_internals.storage import storage_of
+from gpipe_cli.torch_internals.tensor_memory import storage_of
 
 ALIGNMENT = 64
 

@@ -12,7 +12,7 @@ from typing import final
 
 from torch import Tensor
 
-from gpipe_cli.torch_internals.storage import storage_of
+from gpipe_cli.torch_internals.tensor_memory import storage_of
 
 
 @final

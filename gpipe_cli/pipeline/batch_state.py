@@ -22,7 +22,7 @@ from gpipe_cli.pipeline.module_state import modified_in_place
 from gpipe_cli.pipeline.partition_backward import GradientCollector
 from gpipe_cli.pipeline.pytree import Template, unflatten
 from gpipe_cli.pipeline.tied import TiedParameters, Untied, sum_present
-from gpipe_cli.torch_internals.tensor_version import version_of
+from gpipe_cli.torch_internals.tensor_memory import version_of
 
 
 @final

@@ -3,24 +3,29 @@
 A partition sends detached tensors and whether each takes part in backward; the receiver's gradients return to where
 the tensors were detached. `enter` gives the layers tensors that share the received memory and are no leaves, so a layer
 may write its input in place.
+
+A layer may still reach a tensor of another partition without receiving it through a boundary, for example with a
+dictionary of skips keyed by `current_microbatch()`. `GraphLeakDetector` finds out: the backward of one partition would
+otherwise run nodes of another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_cli.pipeline.aliasing import Alias, find_aliases
+from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pipeline.pytree import Template, unflatten
-from gpipe_cli.torch_internals.function import apply
-from gpipe_cli.torch_internals.tensor_version import version_of
+from gpipe_cli.torch_internals.autograd_engine import apply
+from gpipe_cli.torch_internals.tensor_memory import version_of
 
 Gradients = tuple[Tensor | None, ...]
 """One gradient per tensor of a partition input; None where there is none."""
@@ -216,3 +221,48 @@ def _edge(tensor: Tensor) -> GradientEdge:
     # torch's own function checks what is known here; only a leaf needs it, to be given its accumulator.
     node = tensor.grad_fn
     return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+
+
+@final
+class GraphLeak(RuntimeError):
+    """Raised in the first forward of a partition. The executor then keeps the whole graph, if it can."""
+
+
+@final
+class GraphLeakDetector:
+    """Walks the graph that a partition's layers build, visiting each node once."""
+
+    def __init__(self, sink: GradSink, own: Sequence[nn.Module], others: Sequence[nn.Module]) -> None:
+        self._sink = sink
+        owned = {id(parameter) for module in own for parameter in module.parameters()}
+        self._foreign = {id(leaf) for module in others for leaf in module.parameters()} - owned
+        self._visited: set[Any] = set()
+
+    def check(self, layer: Layer, value: Any) -> None:
+        """Raise if the graph of `value`, which `layer` returned, leads out of the partition."""
+        nodes: list[Any] = [tensor.grad_fn for tensor in _tensors_in(value)]
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in self._visited:
+                continue
+            self._visited.add(node)
+            if self._is_foreign(node):
+                raise GraphLeak(
+                    f"layer {layer!r} used a tensor of another partition that was not handed to it, so its "
+                    "gradient would be lost. Hand it over with @skippable (see gpipe_cli.skip), or use "
+                    "checkpoint='never'"
+                )
+            nodes.extend(following for following, _ in node.next_functions)
+
+    def _is_foreign(self, node: Any) -> bool:
+        sink = getattr(node, "sink", self._sink)
+        return sink is not self._sink or id(getattr(node, "variable", None)) in self._foreign
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors of a value that may hold anything, because it need not leave the partition."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list | dict):
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(member)

@@ -18,9 +18,8 @@ from gpipe_cli.accelerator.copies import uses_cuda
 from gpipe_cli.pipeline.action_loop import ActionLoop, PartitionStore, Recorder
 from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, commit_or_discard
-from gpipe_cli.pipeline.boundary import Gradients
+from gpipe_cli.pipeline.boundary import Gradients, GraphLeak
 from gpipe_cli.pipeline.forward_task import MicroBatchLoss
-from gpipe_cli.pipeline.graph_leaks import GraphLeak
 from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value
 from gpipe_cli.pipeline.partition import Partition
@@ -91,17 +90,14 @@ class Executor:
     def forward(self, batch: MiniBatch, checkpoint_stops: Sequence[int]) -> Value:
         """The joined output, attached to the input and the parameters for `loss.backward()`."""
         whole_graph = self._whole_graph or (self._layers_are_connected and not any(checkpoint_stops))
-        try:
-            return self._forward(batch, checkpoint_stops, whole_graph)
-        except GraphLeak:
-            if not self._can_keep_whole_graph(checkpoint_stops):
-                raise
-        return self._forward(batch, checkpoint_stops, True)
-
-    def _forward(self, batch: MiniBatch, checkpoint_stops: Sequence[int], whole_graph: bool) -> Value:
-        state = self._begin(batch, checkpoint_stops, None, whole_graph)
-        with commit_or_discard(self._batch_norms):
-            self._run(state, self._orders(state).forward)
+        while True:
+            state = self._begin(batch, checkpoint_stops, None, whole_graph)
+            try:
+                with commit_or_discard(self._batch_norms):
+                    self._run(state, self._orders(state).forward)
+                break
+            except GraphLeak:
+                whole_graph = self._keep_whole_graph(checkpoint_stops)
         if whole_graph:
             return state.joined_output()
         state.count_writes()
@@ -110,23 +106,18 @@ class Executor:
     def step(self, batch: MiniBatch, loss: StepLoss, checkpoint_stops: Sequence[int]) -> None:
         """Forward and backward: fill `.grad` of parameters and inputs, and the losses of `loss`."""
         whole_graph = self._layers_are_connected and not any(checkpoint_stops)
-        try:
-            self._step(batch, loss, checkpoint_stops, whole_graph)
-        except GraphLeak:
-            if not self._can_keep_whole_graph(checkpoint_stops):
-                raise
-            loss.restart()
-            self._step(batch, loss, checkpoint_stops, True)
-
-    def _step(
-        self, batch: MiniBatch, loss: StepLoss, checkpoint_stops: Sequence[int], whole_graph: bool
-    ) -> None:
-        state = self._begin(batch, checkpoint_stops, loss.weighted, whole_graph)
-        orders = self._orders(state)
-        with commit_or_discard(self._batch_norms):
-            self._run(state, orders.forward if whole_graph else orders.whole)
-            if whole_graph:
-                _backward_whole_graph(state)
+        while True:
+            state = self._begin(batch, checkpoint_stops, loss.weighted, whole_graph)
+            orders = self._orders(state)
+            try:
+                with commit_or_discard(self._batch_norms):
+                    self._run(state, orders.forward if whole_graph else orders.whole)
+                    if whole_graph:
+                        _backward_whole_graph(state)
+                break
+            except GraphLeak:
+                whole_graph = self._keep_whole_graph(checkpoint_stops)
+                loss.restart()
         for untied in state.untied_by_layer():
             state.tied.add_up(untied)
         if not whole_graph:
@@ -152,16 +143,18 @@ class Executor:
     def close(self) -> None:
         self._pool.close()
 
-    def _can_keep_whole_graph(self, checkpoint_stops: Sequence[int]) -> bool:
-        """Called where layers pass tensors around the boundaries, which the first mini-batch shows.
+    def _keep_whole_graph(self, checkpoint_stops: Sequence[int]) -> bool:
+        """Called in the handler of a GraphLeak, which the first mini-batch raises where layers bypass the boundaries.
 
-        The caller then runs the mini-batch again with one graph, unless it is checkpointed: recompute would lose such
-        gradients all the same.
+        The caller then runs the mini-batch again with one graph. With checkpointing the error stays: recompute would
+        lose such gradients all the same.
         """
         for partition in self.partitions:
             partition.undo()
-        self._layers_are_connected = not any(checkpoint_stops)
-        return self._layers_are_connected
+        if any(checkpoint_stops):
+            raise
+        self._layers_are_connected = True
+        return True
 
     def _begin(
         self,

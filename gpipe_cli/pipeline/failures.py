@@ -18,7 +18,7 @@ from torch.autograd import graph
 
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.schedule.action import Action
-from gpipe_cli.torch_internals.graph_progress import Node, complaint, has_run, nodes_behind, number_of
+from gpipe_cli.torch_internals.autograd_graph import Node, complaint, has_run, nodes_behind, number_of
 
 logger = logging.getLogger("gpipe_cli.pipeline")
 

@@ -14,11 +14,10 @@ from typing import NamedTuple, final
 
 from torch import Tensor
 
-from gpipe_cli.pipeline.boundary import PartitionInput
+from gpipe_cli.pipeline.boundary import GraphLeakDetector, PartitionInput
 from gpipe_cli.pipeline.context import Running
 from gpipe_cli.pipeline.failures import layer_that_failed
 from gpipe_cli.pipeline.forward_task import ForwardTask, SavedForBackward
-from gpipe_cli.pipeline.graph_leaks import GraphLeakDetector
 from gpipe_cli.pipeline.layer import Layer, layer_seed, node_seed, warn_of_unkeyed
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pipeline.pytree import Template, flatten
@@ -27,10 +26,9 @@ from gpipe_cli.skip.layout import SkipRoute
 from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.skip.skippable import named_skippables
 from gpipe_cli.skip.tracker import use_skip_tracker
-from gpipe_cli.torch_internals.graph_progress import next_number
+from gpipe_cli.torch_internals.autograd_graph import next_number
 from gpipe_cli.torch_internals.keyed_random import BACKWARD, KeyedRandom
-from gpipe_cli.torch_internals.storage import storage_of
-from gpipe_cli.torch_internals.tensor_version import version_of
+from gpipe_cli.torch_internals.tensor_memory import storage_of, version_of
 
 _NO_SKIPS = contextlib.nullcontext()
 INPUT, LOSS = "its input", "the loss function"

@@ -13,8 +13,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
-from gpipe_cli.pipeline.caller_state import CallerState
-from gpipe_cli.pipeline.context import MicroBatch
+from gpipe_cli.pipeline.context import CallerState, MicroBatch
 from gpipe_cli.pipeline.layer import draw_key
 from gpipe_cli.pipeline.pytree import SINGLE, Template, element, flatten, flatten_with, map_tensors
 from gpipe_cli.schedule.checkpoint import Checkpoint, checkpoint_stops

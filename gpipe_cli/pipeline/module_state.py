@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
-from gpipe_cli.torch_internals.tensor_version import version_of
+from gpipe_cli.torch_internals.tensor_memory import version_of
 
 _UNCHANGED = contextlib.nullcontext()
 

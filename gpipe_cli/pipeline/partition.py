@@ -16,9 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from gpipe_cli.pipeline.boundary import NO_VALUE, Gradients, GradSink, PartitionInput, enter, pack, roots_of
+from gpipe_cli.pipeline.boundary import (
+    NO_VALUE,
+    Gradients,
+    GradSink,
+    GraphLeakDetector,
+    PartitionInput,
+    enter,
+    pack,
+    roots_of,
+)
 from gpipe_cli.pipeline.forward_task import ForwardTask, LayerTraits, SavedForBackward
-from gpipe_cli.pipeline.graph_leaks import GraphLeakDetector
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.layer_loop import LayerLoop, LayerOutputs
 from gpipe_cli.pipeline.module_state import (
@@ -34,9 +42,9 @@ from gpipe_cli.pipeline.module_state import (
 )
 from gpipe_cli.pipeline.partition_backward import GradientCollector, SplitBackward
 from gpipe_cli.skip.layout import SkipRoute
-from gpipe_cli.torch_internals.engine import run_backward
-from gpipe_cli.torch_internals.graph_progress import saved_behind
-from gpipe_cli.torch_internals.storage import storage_of
+from gpipe_cli.torch_internals.autograd_engine import run_backward
+from gpipe_cli.torch_internals.autograd_graph import saved_behind
+from gpipe_cli.torch_internals.tensor_memory import storage_of
 
 _NO_COPIES = contextlib.nullcontext()
 

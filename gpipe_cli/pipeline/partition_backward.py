@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gpipe_cli.pipeline.boundary import ANCHOR, GradSink
-from gpipe_cli.torch_internals.engine import capture_gradients, run_backward
-from gpipe_cli.torch_internals.graph_progress import Node, nodes_behind
-from gpipe_cli.torch_internals.graph_task import without_hooks
+from gpipe_cli.torch_internals.autograd_engine import capture_gradients, run_backward
+from gpipe_cli.torch_internals.autograd_graph import Node, nodes_behind, without_hooks
 
 
 @final

@@ -20,7 +20,13 @@ from gpipe_cli.pipeline.microbatch import Value, gather
 from gpipe_cli.pipeline.partition_backward import GradientCollector
 from gpipe_cli.pipeline.pytree import unflatten
 from gpipe_cli.pipeline.tied import Untied, sum_present
-from gpipe_cli.torch_internals.graph_task import fills_leaf, has_hooks, is_asked_for, is_captured, keeps_graph
+from gpipe_cli.torch_internals.autograd_graph import (
+    fills_leaf,
+    has_hooks,
+    is_asked_for,
+    is_captured,
+    keeps_graph,
+)
 
 RunBackward = Callable[..., None]
 """`Executor.backward`."""

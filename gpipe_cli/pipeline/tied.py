@@ -16,8 +16,8 @@ from typing import final
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from gpipe_cli.torch_internals.engine import run_backward
-from gpipe_cli.torch_internals.graph_task import has_hooks
+from gpipe_cli.torch_internals.autograd_engine import run_backward
+from gpipe_cli.torch_internals.autograd_graph import has_hooks
 
 
 @final

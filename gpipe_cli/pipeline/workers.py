@@ -57,24 +57,29 @@ class WorkerPool:
                 # One call into C: an interruption arrives before it or after it, never when only some workers have
                 # their job. In the second iteration there is nothing left to hand out.
                 collections.deque(map(SimpleQueue.put, self._queues, items), maxlen=0)
-                completion.wait(deadline)
-            except _DeadlinePassed:
-                _print_stacks()
-                self._abandon_threads()
-                # If a worker failed before, the caller gets that failure.
-                stop(
-                    StepTimeout(
-                        f"{completion.missing} of {self._size} workers did not end within step_timeout={timeout} "
-                        "seconds"
-                    )
-                )
-                return
+                # A signal that arrives just before `get` does not interrupt it, so Ctrl-C would go unnoticed: poll.
+                seconds = max(0.0, min(deadline - time.monotonic(), _POLL_SECONDS))
+                with contextlib.suppress(queue.Empty):
+                    completion.wake_ups.get(timeout=seconds)
+                if time.monotonic() >= deadline and completion.missing:
+                    self._give_up(completion, stop, timeout)
+                    return
             except BaseException as interruption:
                 if interrupted:
                     self._abandon_threads()
                     raise
                 interrupted = True
                 stop(interruption)
+
+    def _give_up(self, completion: _Completion, stop: Stop, timeout: float | None) -> None:
+        _print_stacks()
+        self._abandon_threads()
+        # If a worker failed before, the caller gets that failure.
+        stop(
+            StepTimeout(
+                f"{completion.missing} of {self._size} workers did not end within step_timeout={timeout} seconds"
+            )
+        )
 
     def close(self) -> None:
         """End the threads and wait for them. You may close twice; a closed pool starts new threads when used."""
@@ -106,11 +111,6 @@ class WorkerPool:
 
 
 @final
-class _DeadlinePassed(Exception):
-    pass
-
-
-@final
 class _Completion:
     """Counts the jobs that have ended.
 
@@ -121,20 +121,11 @@ class _Completion:
     def __init__(self, expected: int) -> None:
         self._expected = expected
         self._ended: list[None] = []
-        self._wake_ups: SimpleQueue[None] = SimpleQueue()
+        self.wake_ups: SimpleQueue[None] = SimpleQueue()
 
     def add(self) -> None:
         self._ended.append(None)
-        self._wake_ups.put(None)
-
-    def wait(self, deadline: float) -> None:
-        """Return when the count may have changed."""
-        # A signal that arrives just before `get` does not interrupt it, so Ctrl-C would go unnoticed: poll.
-        remaining = deadline - time.monotonic()
-        with contextlib.suppress(queue.Empty):
-            self._wake_ups.get(timeout=max(0.0, min(remaining, _POLL_SECONDS)))
-        if time.monotonic() >= deadline and self.missing:
-            raise _DeadlinePassed
+        self.wake_ups.put(None)
 
     @property
     def missing(self) -> int:

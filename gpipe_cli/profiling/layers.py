@@ -27,7 +27,7 @@ from gpipe_cli.profiling.action_recorder import recording
 from gpipe_cli.profiling.saved_tensors import LayerFacts, SavedTensors
 from gpipe_cli.schedule import interleaved
 from gpipe_cli.sequential import layer_names
-from gpipe_cli.torch_internals.storage import storage_of
+from gpipe_cli.torch_internals.tensor_memory import storage_of
 
 WARM_UP = 2
 MOST_REPEATS = 50

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import tensors_of
-from gpipe_cli.torch_internals.storage import storage_of
+from gpipe_cli.torch_internals.tensor_memory import storage_of
 
 Shape = tuple[int, ...]
 

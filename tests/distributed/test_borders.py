@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gpipe_cli.distributed.borders import Border, Sketch, TensorKind
 from gpipe_cli.distributed.shard import keep_only
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.pipeline.caller_state import CallerState
+from gpipe_cli.pipeline.context import CallerState
 from gpipe_cli.pipeline.pytree import SINGLE, flatten
 from tests.distributed.tasks import make
 

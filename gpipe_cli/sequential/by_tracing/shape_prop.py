@@ -16,8 +16,7 @@ from torch import Tensor, fx, nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.sequential.meta_clone import meta_like
-from gpipe_cli.torch_internals.storage import storage_of
-from gpipe_cli.torch_internals.tensor_version import version_of
+from gpipe_cli.torch_internals.tensor_memory import storage_of, version_of
 
 # On the meta device torch decomposes these into many Python calls, which would take half of all the time.
 _SHAPE_PRESERVING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.LayerNorm, nn.GELU)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gpipe_cli.safe_files import open_regular
 from gpipe_cli.sequential.meta_clone import placeholder
-from gpipe_cli.torch_internals.storage import storage_of
+from gpipe_cli.torch_internals.tensor_memory import storage_of
 from gpipe_cli.training.snapshot.header import MAX_HEADER_BYTES, BadTensors, TensorEntry, read_header
 
 DTYPES = {

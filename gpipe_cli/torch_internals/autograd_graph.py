@@ -1,7 +1,8 @@
-"""How far a backward came before it failed: which nodes were made when, and which have already run.
+"""The autograd graph: its nodes, how far a backward has come, and what the running backward was asked for.
 
-torch numbers the nodes of a graph as they are made, in each thread, and its engine frees what a node saved as soon
-as the node has run. Both can be seen through private names only.
+torch numbers the nodes of a graph as they are created, in each thread, and its engine frees what a node saved as soon
+as the node has run. torch tells its own checkpointing what a backward was asked for through private functions; the
+autograd function over a pipe needs to know as well.
 """
 
 from __future__ import annotations
@@ -76,3 +77,50 @@ def saved_behind(nodes: Sequence[Node]) -> Iterator[Tensor]:
                 saved = getattr(node, name)
             members = saved if isinstance(saved, tuple | list) else [saved]
             yield from (member for member in members if isinstance(member, Tensor))
+
+
+def keeps_graph() -> bool:
+    """Whether the backward running in this thread was given retain_graph=True."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def fills_leaf(leaf: Tensor) -> bool:
+    """Whether the backward running in this thread reaches `leaf`: autograd.grad and inputs= leave leaves
+    out.
+    """
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def is_asked_for(leaf: Tensor) -> bool:
+    """Whether the running backward was given `leaf` in inputs=, or is an autograd.grad of it."""
+    return is_captured(leaf) or fills_leaf(leaf)
+
+
+def is_captured(leaf: Tensor) -> bool:
+    """Whether the running backward is an autograd.grad of `leaf`."""
+    try:
+        fills_leaf(leaf)
+    except RuntimeError:
+        # What torch answers for a leaf that autograd.grad captures, and for no other.
+        return True
+    return False
+
+
+def has_hooks(leaf: Tensor) -> bool:
+    """Whether anything runs when a gradient reaches `leaf`."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+@contextlib.contextmanager
+def without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Inside, a gradient that reaches one of `leaves` runs no hook."""
+    removed = [(leaf._backward_hooks, dict(leaf._backward_hooks)) for leaf in leaves if leaf._backward_hooks]
+    # torch looks into these dictionaries, so they are emptied and not replaced.
+    for hooks, _ in removed:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in removed:
+            hooks.update(before)

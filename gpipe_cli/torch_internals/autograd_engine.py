@@ -1,15 +1,16 @@
-"""Backward without the checks that `torch.autograd.backward` makes in Python on every call.
+"""torch's autograd engine and functions without the checks that their public entry points make in Python.
 
-A pipe runs one backward per action from edges it took itself, with gradients that fit them: the checks
-could find nothing and cost as much as the engine needs to start. Uses torch's private entry to its engine.
+A pipe runs one backward per action from edges it took itself, with gradients that fit them. The checks could find
+nothing and would cost as much as the engine needs to start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
-from torch.autograd import Variable
+from torch.autograd import Function, Variable
 from torch.autograd.graph import GradientEdge
 
 
@@ -50,3 +51,7 @@ def capture_gradients(
         accumulate_grad=False,
     )
     return captured
+
+
+def apply(function: type[Function], *arguments: Any) -> Any:
+    return super(Function, function).apply(*arguments)  # type: ignore[misc]

@@ -1,7 +1,4 @@
-"""Which memory a tensor lies in: the address of its storage object, which torch keeps private.
-
-`data_ptr()` would not do: on the meta device it is 0 for all.
-"""
+"""The storage and the version counters of tensors."""
 
 from __future__ import annotations
 
@@ -11,3 +8,7 @@ from torch import Tensor
 def storage_of(tensor: Tensor) -> int:
     """Equal for a tensor and its views; another tensor may get it once they are all gone."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
