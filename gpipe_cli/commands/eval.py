@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpipe_cli.config.compose import settings_of
 from gpipe_cli.config.schema import EvalConfig
-from gpipe_cli.distributed.team import Team
+from gpipe_cli.distributed.world import World
 from gpipe_cli.launch.rank_setup import is_main_process
 from gpipe_cli.report.model_tables import print_partitions
 from gpipe_cli.report.tables import print_facts
@@ -37,15 +37,15 @@ def run(settings: EvalConfig, job: Job) -> Summary:
     settings = _with_saved_settings(settings, job)
     snapshot = _select_snapshot(settings)
     settings = settings_for_rank(settings, job)
-    with connect(settings, job) as team:
-        summary = _evaluate(settings, job, snapshot, team)
+    with connect(settings, job) as world:
+        summary = _evaluate(settings, job, snapshot, world)
     if job.shows_result and is_main_process() and not job.dry_run:
         print_facts("", summary)
     return summary
 
 
-def _evaluate(settings: EvalConfig, job: Job, snapshot: VerifiedSnapshot | None, team: Team) -> Summary:
-    parts = build_parts_in_ranks(settings, job, team)
+def _evaluate(settings: EvalConfig, job: Job, snapshot: VerifiedSnapshot | None, world: World) -> Summary:
+    parts = build_parts_in_ranks(settings, job, world)
     weights = str(settings.weights if snapshot is None else snapshot.path / MODEL)
     in_memory = not keeps_on_disk(settings)
     if in_memory:
@@ -56,11 +56,11 @@ def _evaluate(settings: EvalConfig, job: Job, snapshot: VerifiedSnapshot | None,
         return {"partitions": parts.partitions, "weights": weights, "command": job.line}
     if starts_ranks(settings):
         return run_in_ranks(settings, job, parts, time.monotonic())
-    engine = with_heartbeat(make_engine(settings, parts), job, team)
+    engine = with_heartbeat(make_engine(settings, parts), job, world)
     try:
         if not in_memory:
             load_slice_by_slice(engine, parts.model, settings.weights, snapshot)
-        with stop_requests(agree=team.largest, patient=team.size > 1) as stops:
+        with stop_requests(agree=world.max, patient=world.size > 1) as stops:
             tally, seconds = evaluate(engine, stops.until_stopped(parts.loader.in_order(settings.split)))
     except StopRequested as request:
         raise request.error(f"stopped by {request.reason}") from request

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import TrainConfig
-from gpipe_cli.distributed.team import Team
+from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import RunError
 from gpipe_cli.launch.rank_setup import is_main_process
@@ -62,9 +62,9 @@ def run(settings: TrainConfig, job: Job) -> Summary:
         if settings.plan.auto:
             settings, job = with_best_plan(settings, job)
         settings = settings_for_rank(settings, job)
-        team = cleanup.enter_context(connect(settings, job))
-        check_same_snapshot(resumed, team)
-        parts = build_parts_in_ranks(settings, job, team)
+        world = cleanup.enter_context(connect(settings, job))
+        check_same_snapshot(resumed, world)
+        parts = build_parts_in_ranks(settings, job, world)
         spec = _train_spec(settings, parts.loader)
         if resumed is not None and resumed.snapshot is not None:
             check_resumable(spec, resumed.snapshot.record)
@@ -87,24 +87,24 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             # Before the engine takes the model: one of several ranks keeps only its own partitions.
             launch = launch_of(settings, job, parts, resumed=None if resumed is None else resumed.directory)
             engine = with_heartbeat(
-                make_engine(settings, parts, measure_utilisation=on_terminal()), job, team
+                make_engine(settings, parts, measure_utilisation=on_terminal()), job, world
             )
             cleanup.callback(engine.close)
             warning = warning if traits_of_engine(settings).needs_processes else disk_check()
             _restore(engine, resumed)
             # From here on a signal waits for the next step boundary: the run has a directory and a state to save.
             cleanup.enter_context(defer_signals())
-            setup = set_up_run(settings, job, resumed, cleanup, team)
-            if team.leads:
+            setup = set_up_run(settings, job, resumed, cleanup, world)
+            if world.is_rank_zero:
                 write_launch(setup.directory, launch)
                 cleanup.callback(write_report, setup.directory)  # however the run ends
                 cleanup.enter_context(logger.opened(setup.directory, setup.position, job))
             resumed = None  # frees the snapshot's tensors, which the engine has copied
-            with _recorder(settings, spec, setup, team, logger, launch["partitions"]) as recorder:
+            with _recorder(settings, spec, setup, world, logger, launch["partitions"]) as recorder:
                 _record_start(recorder, settings, setup, warning, parts.partitioning, launch["partitions"])
-                last = _train(settings, parts.loader, spec, engine, setup, started, recorder, team)
+                last = _train(settings, parts.loader, spec, engine, setup, started, recorder, world)
             summary = summarise(last, spec, parts.loader, setup.directory, job)
-            if team.leads:
+            if world.is_rank_zero:
                 write_summary(setup.directory, summary)
     if job.shows_result and is_main_process():
         print_summary(summary, settings)
@@ -119,16 +119,16 @@ def _train(
     setup: RunSetup,
     started: float,
     recorder: Recorder,
-    team: Team,
+    world: World,
 ) -> EvalResult:
     """Run the loop with snapshots and stop requests; `started` is when the command did, for its time limit."""
     limit = parse_duration(settings.time_limit) if settings.time_limit else None
     deadline = None if limit is None else started + limit
     retention = _retention(settings)
     with (
-        stop_with_resume_command(setup.directory, settings, deadline, team) as stops,
+        stop_with_resume_command(setup.directory, settings, deadline, world) as stops,
         SnapshotManager(
-            setup.directory, engine, spec, retention, setup.record, recorder.sync, writes=team.leads
+            setup.directory, engine, spec, retention, setup.record, recorder.sync, writes=world.is_rank_zero
         ) as keeper,
     ):
         facts = train(
@@ -165,15 +165,15 @@ def _recorder(
     settings: TrainConfig,
     spec: TrainSpec,
     setup: RunSetup,
-    team: Team,
+    world: World,
     logger: GuardedLogger,
     partitions: Rows,
 ) -> AbstractContextManager[Recorder]:
-    if team.leads:
+    if world.is_rank_zero:
         return RunRecorder.open(
             setup.directory, spec, settings.log, setup.position, logger=logger, partitions=partitions
         )
-    return RankRecorder.open(setup.directory, team.rank, settings.log, setup.position)
+    return RankRecorder.open(setup.directory, world.rank, settings.log, setup.position)
 
 
 def _record_start(

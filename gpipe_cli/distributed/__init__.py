@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING
 from gpipe_cli.lazy_imports import lazy_attributes
 
 if TYPE_CHECKING:
-    from gpipe_cli.distributed.clip import clip_grad_norm_
-    from gpipe_cli.distributed.gradients import average_gradients
+    from gpipe_cli.distributed.gradients import average_gradients, clip_grad_norm_
     from gpipe_cli.distributed.groups import (
         get_group,
         get_ranks_in_group,
         is_first_in_pipeline_group,
         is_last_in_pipeline_group,
+        partition_uniform,
         setup_process_groups,
     )
-    from gpipe_cli.distributed.own_part import partition_uniform
-    from gpipe_cli.distributed.user_step import forward_backward, forward_eval
+    from gpipe_cli.distributed.pipeline_step import forward_backward, forward_eval
 
 __all__ = [
     "average_gradients",
@@ -39,14 +38,14 @@ __getattr__ = lazy_attributes(
     __name__,
     {
         "average_gradients": "gradients",
-        "clip_grad_norm_": "clip",
-        "forward_backward": "user_step",
-        "forward_eval": "user_step",
+        "clip_grad_norm_": "gradients",
+        "forward_backward": "pipeline_step",
+        "forward_eval": "pipeline_step",
         "get_group": "groups",
         "get_ranks_in_group": "groups",
         "is_first_in_pipeline_group": "groups",
         "is_last_in_pipeline_group": "groups",
-        "partition_uniform": "own_part",
+        "partition_uniform": "groups",
         "setup_process_groups": "groups",
     },
 )

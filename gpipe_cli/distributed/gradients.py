@@ -1,24 +1,24 @@
-"""Gradients of the replicas of a partition: averaged by `average_gradients`, and by nobody else in between.
+"""Gradients of a model whose partitions and replicas are in several processes: averaged, and clipped by their norm.
 
 In a pipe a process runs several forwards before the first backward. Wrappers that count on a backward after each
-forward then leave gradients unreduced, so a partition that is wrapped in one is refused.
+forward then leave gradients unreduced, so a partition inside such a wrapper is refused.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from gpipe_cli.distributed.exchange import sum_of_numbers
-from gpipe_cli.distributed.groups import DATA, get_group
+from gpipe_cli.distributed.groups import DATA, PIPE, get_group
+from gpipe_cli.distributed.messages import sum_of_numbers
 from gpipe_cli.distributed.replicas import summed_gradients
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, NumericError
 from gpipe_cli.torch_internals.gradient_reducers import noticing_reducers
-
-__all__ = ["average_gradients", "refusing_reducers"]
 
 
 @torch.no_grad()
@@ -30,7 +30,7 @@ def average_gradients(parameters: Tensor | Iterable[Tensor], rows: int | None = 
     replicas do not have counts as zero there; one that none has stays None.
     """
     own = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if not own:  # nor has any other process of the group: they hold the same layers
+    if not own:  # nor does any other process of the group, because they hold the same layers
         return
     if any(hasattr(parameter, "full_tensor") for parameter in own):
         raise ConfigError(
@@ -64,3 +64,35 @@ def _refuse(wrapper: nn.Module) -> None:
         "micro-batches are under way at once; leave it out and call "
         "gpipe_cli.distributed.average_gradients(model.parameters()) after forward_backward"
     )
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Do what `torch.nn.utils.clip_grad_norm_` does on the whole model; call it in every process of the pipe.
+
+    Returns the norm before clipping. A parameter that several processes share is counted by each of them.
+    """
+    own = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    gradients = [parameter.grad for parameter in own if parameter.grad is not None]
+    norm = get_total_norm(gradients, norm_type) if gradients else torch.zeros(())
+    # For parameters that fully_shard has divided it is a DTensor; importing that class to ask for it would be slow.
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    norm = _pipe_norm(norm, norm_type)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise NumericError(f"the gradient norm over all processes of the pipe is {float(norm)}")
+    if gradients:
+        clip_grads_with_norm_(own, max_norm, norm.to(gradients[0].device))
+    return norm
+
+
+def _pipe_norm(norm: Tensor, norm_type: float) -> Tensor:
+    """Combine the norms of all processes: powers add up, norms do not; infinity norms take the maximum."""
+    largest = math.isinf(norm_type)
+    powers = norm.to(torch.float64) if largest else norm.to(torch.float64) ** norm_type
+    operation = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
+    distributed.all_reduce(powers, op=operation, group=get_group(PIPE))
+    return (powers if largest else powers ** (1 / norm_type)).to(norm.dtype)

@@ -1,44 +1,35 @@
-"""The processes as a mesh of named axes, and the group of this process along each of them.
+"""The processes as a mesh of named axes, with a process group along each of them.
 
     setup_process_groups([("data", 2), ("pipe", 4)])   # 8 processes: 2 replicas of 4 partitions
 
-The last axis runs fastest: above, ranks 0 to 3 are the first replica. Decides who is in a group with whom; knows
-nothing of what is sent in it.
+The last axis varies fastest: above, ranks 0 to 3 are the first replica. `torch.distributed.init_device_mesh` would make
+the same groups, but gives them torch's default timeout unless you pass options that only private classes of torch have.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import product
-from typing import final
+from typing import TypeVar, final
 
-from torch import distributed
+import torch
+from torch import distributed, nn
 from torch.distributed import ProcessGroup
 
 from gpipe_cli.errors import ConfigError
-
-__all__ = [
-    "Axis",
-    "get_group",
-    "get_ranks_in_group",
-    "is_first_in_pipeline_group",
-    "is_last_in_pipeline_group",
-    "lines",
-    "setup_process_groups",
-]
+from gpipe_cli.sequential import by_list
 
 Axis = tuple[str, int]
-"""Its name and how many processes lie along it."""
+"""Its name, and the number of processes along it."""
 PIPE, DATA = "pipe", "data"
 
 
 @final
 @dataclass(frozen=True)
-class Member:
-    """This process in its group along one axis."""
+class AxisGroup:
+    """The group of this process along one axis."""
 
     group: ProcessGroup
     ranks: list[int]
@@ -46,66 +37,64 @@ class Member:
 
 @final
 @dataclass(frozen=True)
-class Mesh:
+class ProcessMesh:
     world: ProcessGroup
-    """The default group it was made in: once that is destroyed, so is the mesh."""
-    members: dict[str, Member]
+    """The default group at the time: once that is destroyed, the mesh is invalid."""
+    members: dict[str, AxisGroup]
 
 
-_meshes: list[Mesh] = []
-"""The one that counts, if any: torch's own groups are one set per process too."""
+_meshes: list[ProcessMesh] = []
+"""The current mesh, if any: like torch's own groups, there is one per process."""
 
 
 def setup_process_groups(axes: Sequence[Axis], *, timeout: timedelta | None = None) -> None:
-    """Make the groups of every axis. Every process calls it, with the same axes."""
-    world = _world("setup_process_groups")
+    """Create the groups of every axis; call it in every process, with the same axes."""
+    world = _default_group("setup_process_groups")
     _check(axes, distributed.get_world_size())
     rank = distributed.get_rank()
     members = {}
     for name, _ in axes:
-        for ranks in lines(axes, name):
-            # Every process takes part in making every group, also those it is not in: torch asks for that.
+        for ranks in ranks_along(axes, name):
+            # torch requires every process to take part in the creation of every group.
             group = distributed.new_group(ranks, timeout=timeout)
             if rank in ranks:
-                members[name] = Member(group, ranks)
-    _meshes[:] = [Mesh(world, members)]
+                members[name] = AxisGroup(group, ranks)
+    _meshes[:] = [ProcessMesh(world, members)]
 
 
 def get_group(name: str) -> ProcessGroup:
     """The group of this process along an axis."""
-    return _member(name).group
+    return _axis_group(name).group
 
 
 def get_ranks_in_group(name: str) -> list[int]:
-    """The global ranks of that group, in its order."""
-    return list(_member(name).ranks)
+    """The global ranks of the group of this process along an axis, in order."""
+    return list(_axis_group(name).ranks)
 
 
 def is_first_in_pipeline_group() -> bool:
-    return _member(PIPE).ranks[0] == distributed.get_rank()
+    return _axis_group(PIPE).ranks[0] == distributed.get_rank()
 
 
 def is_last_in_pipeline_group() -> bool:
-    return _member(PIPE).ranks[-1] == distributed.get_rank()
+    return _axis_group(PIPE).ranks[-1] == distributed.get_rank()
 
 
-def lines(axes: Sequence[Axis], name: str) -> Iterator[list[int]]:
-    """The ranks along an axis, one list for each place on the other axes."""
-    sizes = [size for _, size in axes]
-    position = [axis for axis, _ in axes].index(name)
-    strides = [math.prod(sizes[index + 1 :]) for index in range(len(sizes))]
-    others = [range(size) if index != position else range(1) for index, size in enumerate(sizes)]
-    for place in product(*others):
-        first = sum(step * stride for step, stride in zip(place, strides, strict=True))
-        yield [first + step * strides[position] for step in range(sizes[position])]
+def ranks_along(axes: Sequence[Axis], name: str) -> list[list[int]]:
+    """The groups of ranks along an axis: one list for each position on the other axes."""
+    names, sizes = [axis for axis, _ in axes], [size for _, size in axes]
+    mesh = torch.arange(math.prod(sizes)).view(sizes)
+    along = mesh.movedim(names.index(name), -1).reshape(-1, mesh.shape[names.index(name)])
+    groups: list[list[int]] = along.tolist()
+    return groups
 
 
 def _check(axes: Sequence[Axis], world_size: int) -> None:
     names = [name for name, _ in axes]
     if not names or len(set(names)) < len(names):
-        raise ConfigError(f"process groups {axes}: give each axis once, such as [('data', 2), ('pipe', 4)]")
+        raise ConfigError(f"process groups {axes}: name each axis once, such as [('data', 2), ('pipe', 4)]")
     if any(size < 1 for _, size in axes):
-        raise ConfigError(f"process groups {axes}: every axis has at least one process")
+        raise ConfigError(f"process groups {axes}: every axis needs at least one process")
     if math.prod(size for _, size in axes) != world_size:
         asked = " x ".join(f"{name} {size}" for name, size in axes)
         wanted = math.prod(size for _, size in axes)
@@ -115,8 +104,8 @@ def _check(axes: Sequence[Axis], world_size: int) -> None:
         )
 
 
-def _member(name: str) -> Member:
-    world = _world(f"the group '{name}'")
+def _axis_group(name: str) -> AxisGroup:
+    world = _default_group(f"the group '{name}'")
     if not _meshes or _meshes[0].world is not world:
         raise ConfigError(f"no group '{name}': call setup_process_groups first, in every process")
     members = _meshes[0].members
@@ -125,9 +114,20 @@ def _member(name: str) -> Member:
     return members[name]
 
 
-def _world(who: str) -> ProcessGroup:
+def _default_group(caller: str) -> ProcessGroup:
     if not (distributed.is_available() and distributed.is_initialized()):
-        raise ConfigError(f"{who} needs torch.distributed; call torch.distributed.init_process_group first")
+        raise ConfigError(
+            f"{caller} needs torch.distributed; call torch.distributed.init_process_group first"
+        )
     world = distributed.group.WORLD
-    assert world is not None, "it is initialised"
+    assert world is not None, "torch.distributed is initialised"
     return world
+
+
+Layers = TypeVar("Layers", list[nn.Module], nn.Sequential)
+
+
+def partition_uniform(layers: Layers) -> Layers:
+    """The layers of this process, divided evenly over the group `pipe`: 11 layers over 4 processes are 3, 3, 3, 2."""
+    group = get_group(PIPE)
+    return by_list.partition_uniform(layers, distributed.get_world_size(group), distributed.get_rank(group))

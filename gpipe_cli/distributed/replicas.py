@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 
-from gpipe_cli.distributed.exchange import gather_numbers, sum_of_numbers
-from gpipe_cli.distributed.place import Place
+from gpipe_cli.distributed.messages import gather_numbers, sum_of_numbers
+from gpipe_cli.distributed.rank_coords import RankCoords
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, Moments
 from gpipe_cli.pipeline.module_state import SavedBuffer
 
@@ -30,9 +30,9 @@ __all__ = ["Replicas", "summed_gradients"]
 
 @final
 class Replicas:
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self.several = place.replicas > 1
+    def __init__(self, coords: RankCoords) -> None:
+        self._coords = coords
+        self.several = coords.replicas > 1
 
     def total(self, rows: int) -> int:
         """The rows of all replicas together."""
@@ -43,7 +43,7 @@ class Replicas:
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replace each gradient by the sum over all replicas; those that no replica has stay None."""
         if self.several:
-            for parameter, gradient in summed_gradients(parameters, self._place.data, self._place.device):
+            for parameter, gradient in summed_gradients(parameters, self._coords.data, self._coords.device):
                 parameter.grad = gradient
 
     @torch.no_grad()
@@ -57,9 +57,9 @@ class Replicas:
         for group in _by_dtype(buffers):
             flat = torch.cat([one.flatten() for one in group])
             if flat.is_floating_point():
-                distributed.all_reduce(flat.mul_(share), group=self._place.data)
+                distributed.all_reduce(flat.mul_(share), group=self._coords.data)
             else:
-                distributed.all_reduce(flat, distributed.ReduceOp.MAX, group=self._place.data)
+                distributed.all_reduce(flat, distributed.ReduceOp.MAX, group=self._coords.data)
             for buffer, one in zip(group, _cut(flat, group), strict=True):
                 buffer.copy_(one)
 
@@ -68,7 +68,7 @@ class Replicas:
         if not self.several or not batch_norms:
             return
         own = torch.cat([_numbers(one) for one in batch_norms])
-        rows = gather_numbers(own, self._place.data, self._place.device)
+        rows = gather_numbers(own, self._coords.data, self._coords.device)
         sizes = [1 + 2 * one.num_features for one in batch_norms]
         for batch_norm, *of_replicas in zip(
             batch_norms, *(torch.split(row, sizes) for row in rows), strict=True
@@ -76,7 +76,7 @@ class Replicas:
             batch_norm.pending = _merged(batch_norm, of_replicas)
 
     def _sum(self, numbers: Tensor) -> Tensor:
-        return sum_of_numbers(numbers, self._place.data, self._place.device)
+        return sum_of_numbers(numbers, self._coords.data, self._coords.device)
 
 
 def summed_gradients(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from gpipe_cli.distributed.borders import Border, TensorKind
+from gpipe_cli.distributed.boundary_shapes import BoundarySpec, TensorSpec
 from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.boundary import ANCHOR, Gradients, PartitionInput
 from gpipe_cli.pipeline.failures import add_note, failure_note
@@ -36,7 +36,7 @@ __all__ = ["Stage"]
 @final
 class Stage(nn.Module):
     def __init__(
-        self, partition: Partition, entering: Border, leaving: Border | None, *, split: bool
+        self, partition: Partition, entering: BoundarySpec, leaving: BoundarySpec | None, *, split: bool
     ) -> None:
         super().__init__()
         self._partition = partition
@@ -113,21 +113,21 @@ class Stage(nn.Module):
         """What the layers get, and the skips that only pass through."""
         if self._partition.index == 0:
             return self._state.inputs[micro_batch], {}
-        border = self._entering
-        count = len(border.value)
+        boundary = self._entering
+        count = len(boundary.value)
         tensors = [tensor.detach() for tensor in received]
-        kinds = dict(border.skips)
-        skips = dict(zip(border.skip_names, tensors[count:], strict=True))
+        kinds = dict(boundary.skips)
+        skips = dict(zip(boundary.skip_names, tensors[count:], strict=True))
         names = [route.name for route in self._partition.receives]
         popped = [skips.pop(name, None) for name in names]
-        needs = [kind.needs_grad for kind in border.value] + [
+        needs = [kind.needs_grad for kind in boundary.value] + [
             name in kinds and kinds[name].needs_grad for name in names
         ]
         grad = self._state.batch.state.grad
         return PartitionInput(
             (*tensors[:count], *popped),
             tuple(need and grad for need in needs),
-            border.template,
+            boundary.template,
             count,
             len(popped),
         ), skips
@@ -135,8 +135,8 @@ class Stage(nn.Module):
     def _pack(
         self, micro_batch: int, outputs: tuple[PartitionInput, ...], passing: dict[SkipName, Tensor]
     ) -> PartitionInput:
-        border = self._leaving
-        if border is None:
+        boundary = self._leaving
+        if boundary is None:
             (self._state.outputs[micro_batch],) = outputs
             return outputs[0]
         count = outputs[0].values
@@ -146,14 +146,14 @@ class Stage(nn.Module):
         skips.update(zip(names, sent[count:], strict=True))
         tensors = (*sent[:count], *(skips[name] for name in sorted(skips)))
         present = tuple(tensor.contiguous() for tensor in tensors if tensor is not None)
-        self._check(border, present)
+        self._check(boundary, present)
         grad = self._state.batch.state.grad
-        return PartitionInput(present, tuple(kind.needs_grad and grad for kind in border.kinds))
+        return PartitionInput(present, tuple(kind.needs_grad and grad for kind in boundary.kinds))
 
-    def _check(self, border: Border, tensors: tuple[Tensor, ...]) -> None:
-        kinds = border.kinds
-        if len(kinds) != len(tensors) or not all(map(TensorKind.fits, kinds, tensors)):
-            given = ", ".join(str(TensorKind.of(tensor)) for tensor in tensors)
+    def _check(self, boundary: BoundarySpec, tensors: tuple[Tensor, ...]) -> None:
+        kinds = boundary.kinds
+        if len(kinds) != len(tensors) or not all(map(TensorSpec.fits, kinds, tensors)):
+            given = ", ".join(str(TensorSpec.of(tensor)) for tensor in tensors)
             expected = ", ".join(map(str, kinds))
             raise RuntimeError(
                 f"partition {self._partition.index} gave {given} where it was to give {expected}: what crosses "
@@ -161,22 +161,22 @@ class Stage(nn.Module):
             )
 
     def _gradients_of_output(self, gradients: Gradients) -> tuple[Gradients, dict[SkipName, Tensor | None]]:
-        border = self._leaving
-        if border is None:
+        boundary = self._leaving
+        if boundary is None:
             return gradients, {}
-        count = len(border.value)
-        skips = dict(zip(border.skip_names, gradients[count:], strict=True))
+        count = len(boundary.value)
+        skips = dict(zip(boundary.skip_names, gradients[count:], strict=True))
         sent = [skips.pop(route.name, None) for route in self._partition.sends]
         return (*gradients[:count], *sent), skips
 
     def _gradients_of_input(self, gradients: Gradients, passing: dict[SkipName, Tensor | None]) -> Gradients:
         if self._partition.index == 0:
             return ()
-        border = self._entering
-        count = len(border.value)
+        boundary = self._entering
+        count = len(boundary.value)
         names = (route.name for route in self._partition.receives)
         skips = {**passing, **dict(zip(names, gradients[count:], strict=True))}
-        return (*gradients[:count], *(skips[name] for name in border.skip_names))
+        return (*gradients[:count], *(skips[name] for name in boundary.skip_names))
 
     @contextmanager
     def _noting(self, kind: Kind, phase: str, micro_batch: int) -> Iterator[None]:

@@ -13,7 +13,7 @@ from typing import final
 import torch
 from torch import Tensor, distributed, nn
 
-from gpipe_cli.distributed.place import Place
+from gpipe_cli.distributed.rank_coords import RankCoords
 from gpipe_cli.pipeline.tied import TiedParameters, Untied, accumulate
 
 __all__ = ["TiedGradients"]
@@ -21,9 +21,9 @@ __all__ = ["TiedGradients"]
 
 @final
 class TiedGradients:
-    def __init__(self, tied: TiedParameters, ranks: Sequence[int], place: Place) -> None:
+    def __init__(self, tied: TiedParameters, ranks: Sequence[int], coords: RankCoords) -> None:
         """`ranks`: for each layer the rank of its partition."""
-        self._place = place
+        self._coords = coords
         self._ranks = ranks
         self._shared = [(parameter, users) for parameter, users in tied.users if parameter.requires_grad]
         self._between_ranks = any(len({ranks[user] for user in users}) > 1 for _, users in self._shared)
@@ -57,10 +57,10 @@ class TiedGradients:
                 continue
             owner = self._ranks[users[0]]
             for rank in sorted({self._ranks[user] for user in users} - {owner}):
-                if self._place.rank == owner:
+                if self._coords.rank == owner:
                     assert parameter.grad is not None, "it has just said so"
-                    distributed.send(parameter.grad, group=self._place.pipe, group_dst=rank)
-                elif self._place.rank == rank:
+                    distributed.send(parameter.grad, group=self._coords.pipe, group_dst=rank)
+                elif self._coords.rank == rank:
                     parameter.grad = self._received(parameter, owner)
 
     def _added_at_owner(
@@ -73,18 +73,18 @@ class TiedGradients:
     ) -> Tensor | None:
         """At the owner, `total` with the gradient of one use, wherever that is; elsewhere None."""
         rank, owner = self._ranks[user], self._ranks[users[0]]
-        if self._place.rank == owner:
+        if self._coords.rank == owner:
             found = self._received(parameter, rank) if rank != owner else gradient
             assert found is not None, "it is said to be there"
             return found if total is None else total + found
-        if self._place.rank == rank:
+        if self._coords.rank == rank:
             assert gradient is not None, "it is said to be there"
-            distributed.send(gradient.contiguous(), group=self._place.pipe, group_dst=owner)
+            distributed.send(gradient.contiguous(), group=self._coords.pipe, group_dst=owner)
         return None
 
     def _received(self, parameter: nn.Parameter, source: int) -> Tensor:
         buffer = torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
-        distributed.recv(buffer, group=self._place.pipe, group_src=source)
+        distributed.recv(buffer, group=self._coords.pipe, group_src=source)
         return buffer
 
     def _present(self, gradients: Sequence[Sequence[Tensor | None]]) -> list[list[bool]]:
@@ -93,13 +93,13 @@ class TiedGradients:
         if not self._between_ranks:
             return flags
         flat = torch.tensor([flag for of_uses in flags for flag in of_uses], dtype=torch.int32)
-        flat = flat.to(self._place.device)
-        distributed.all_reduce(flat, group=self._place.pipe)
+        flat = flat.to(self._coords.device)
+        distributed.all_reduce(flat, group=self._coords.pipe)
         found = iter(flat.tolist())
         return [[bool(next(found)) for _ in of_uses] for of_uses in flags]
 
     def _uses(self, users: Sequence[int]) -> bool:
-        return any(self._ranks[user] == self._place.rank for user in users)
+        return any(self._ranks[user] == self._coords.rank for user in users)
 
     def _owns(self, users: Sequence[int]) -> bool:
-        return self._ranks[users[0]] == self._place.rank
+        return self._ranks[users[0]] == self._coords.rank

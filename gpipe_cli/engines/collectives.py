@@ -11,7 +11,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor, distributed, nn
 
-from gpipe_cli.distributed.exchange import (
+from gpipe_cli.distributed.messages import (
     gather_numbers,
     receive_tensors,
     send_tensors,
@@ -19,7 +19,7 @@ from gpipe_cli.distributed.exchange import (
     share_numbers,
     sum_of_numbers,
 )
-from gpipe_cli.distributed.place import Place
+from gpipe_cli.distributed.rank_coords import RankCoords
 from gpipe_cli.engines.protocol import StepFacts
 from gpipe_cli.engines.state import EngineState, merged_numbers
 from gpipe_cli.torch_internals.loss_scale import agree_on_overflow
@@ -85,79 +85,79 @@ class RankCollectives:
     Norms keep the order of the model's names, with a tied parameter counted once, by the rank that owns it.
     """
 
-    def __init__(self, place: Place, module: nn.Sequential, rank_of_layer: Sequence[int]) -> None:
-        self._place = place
+    def __init__(self, coords: RankCoords, module: nn.Sequential, rank_of_layer: Sequence[int]) -> None:
+        self._coords = coords
         self._module = module
         self._names = [name for name, _ in module.named_parameters()]
         holders = _holders(module, rank_of_layer)
         # Ranks hold different numbers of parameters, and all_gather wants rows of one length.
-        self._row_length = max(sum(rank in ranks for ranks in holders) for rank in range(place.ranks))
+        self._row_length = max(sum(rank in ranks for ranks in holders) for rank in range(coords.ranks))
         self._norm_positions = self._positions(holders)
         self._sum_names: list[str] | None = None
 
     def share_of(self, samples: int) -> float:
-        if self._place.replicas == 1:
+        if self._coords.replicas == 1:
             return 1.0
-        (total,) = sum_of_numbers(torch.tensor([samples]), self._place.data, self._place.device)
+        (total,) = sum_of_numbers(torch.tensor([samples]), self._coords.data, self._coords.device)
         return samples / float(total)
 
     def facts(self, own: StepFacts | None) -> StepFacts:
-        place = self._place
+        coords = self._coords
         if self._sum_names is None:
             # In the last rank of the first replica if in any: a short batch leaves later replicas without samples.
             names = sorted(own.sums) if own is not None else []
-            if place.has_output and place.replicas > 1:
-                names = share_json(names, 0, place.data, place.device)
-            self._sum_names = list(share_json(names, place.last_rank, place.pipe, place.device))
+            if coords.has_output and coords.replicas > 1:
+                names = share_json(names, 0, coords.data, coords.device)
+            self._sum_names = list(share_json(names, coords.last_rank, coords.pipe, coords.device))
         values = [0.0] * (2 + len(self._sum_names))
         if own is not None:
             values = [own.loss, own.samples, *(own.sums[name] for name in self._sum_names)]
         numbers = torch.tensor(values, dtype=torch.float64)
-        if place.has_output and place.replicas > 1:
-            numbers = sum_of_numbers(numbers, place.data, place.device)
-        loss, samples, *sums = share_numbers(numbers, place.last_rank, place.pipe, place.device).tolist()
+        if coords.has_output and coords.replicas > 1:
+            numbers = sum_of_numbers(numbers, coords.data, coords.device)
+        loss, samples, *sums = share_numbers(numbers, coords.last_rank, coords.pipe, coords.device).tolist()
         return StepFacts(loss, int(samples), dict(zip(self._sum_names, sums, strict=True)))
 
     def norms(self, own: Tensor) -> Tensor:
         padded = torch.cat([own, own.new_zeros(self._row_length - len(own))])
-        rows = gather_numbers(padded, self._place.pipe, self._place.device)
+        rows = gather_numbers(padded, self._coords.pipe, self._coords.device)
         return rows.flatten()[self._norm_positions]
 
     def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         # Replicas have equal gradients by now, so it is enough to ask the ranks of this pipe.
         def largest(own: Tensor) -> Tensor:
-            distributed.all_reduce(own, distributed.ReduceOp.MAX, group=self._place.pipe)
+            distributed.all_reduce(own, distributed.ReduceOp.MAX, group=self._coords.pipe)
             return own
 
-        agree_on_overflow(scaler, optimizer, self._place.device, largest)
+        agree_on_overflow(scaler, optimizer, self._coords.device, largest)
 
     def first_nonfinite_output(self, own: NonfiniteOutput | None) -> NonfiniteOutput | None:
         numbers = torch.tensor(own or (_NO_LAYER, _NO_LAYER), dtype=torch.float64)
-        for group in (self._place.pipe, self._place.data):
-            rows = gather_numbers(numbers, group, self._place.device)
+        for group in (self._coords.pipe, self._coords.data):
+            rows = gather_numbers(numbers, group, self._coords.device)
             numbers = torch.tensor(min(rows.tolist()), dtype=torch.float64)
         layer, micro_batch = numbers.tolist()
         return None if layer == _NO_LAYER else (int(layer), int(micro_batch))
 
     def last_name(self, names: Sequence[str]) -> str | None:
         own = self._names.index(names[-1]) if names else -1
-        rows = gather_numbers(torch.tensor([own]), self._place.pipe, self._place.device)
+        rows = gather_numbers(torch.tensor([own]), self._coords.pipe, self._coords.device)
         last = int(rows.max())
         return None if last < 0 else self._names[last]
 
     def gather_state(self, own: EngineState) -> EngineState:
-        place = self._place
-        if place.replica:
+        coords = self._coords
+        if coords.replica:
             return EngineState({})
-        if place.rank:
+        if coords.rank:
             for tensors in (own.model, own.buffers, own.optimizer):
-                send_tensors(tensors, own.numbers, 0, place.pipe, place.device)
+                send_tensors(tensors, own.numbers, 0, coords.pipe, coords.device)
             return EngineState({})
         model, buffers, optimizer = dict(own.model), dict(own.buffers), dict(own.optimizer)
         numbers = dict(own.numbers)
-        for rank in range(1, place.ranks):
+        for rank in range(1, coords.ranks):
             for gathered in (model, buffers, optimizer):
-                received, their_numbers = receive_tensors(rank, place.pipe, place.device)
+                received, their_numbers = receive_tensors(rank, coords.pipe, coords.device)
                 # A tensor that several ranks hold is equal in all of them.
                 gathered.update({name: tensor for name, tensor in received.items() if name not in gathered})
             if numbers:
@@ -169,7 +169,7 @@ class RankCollectives:
     def _positions(self, holders: Sequence[Sequence[int]]) -> Tensor:
         """For each trained parameter the position of its norm among the gathered rows."""
         positions = []
-        counts = [0] * self._place.ranks
+        counts = [0] * self._coords.ranks
         for ranks in holders:
             owner = ranks[0]
             positions.append(owner * self._row_length + counts[owner])

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpipe_cli.distributed.pipe import RankPipe
-from gpipe_cli.distributed.place import Place, check_placement
+from gpipe_cli.distributed.rank_coords import RankCoords
+from gpipe_cli.distributed.rank_pipe import RankPipe
+from gpipe_cli.distributed.torch_schedule import check_placement
 from gpipe_cli.engines.collectives import RankCollectives
 from gpipe_cli.engines.pipe_engine import PipeEngine
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
@@ -21,13 +22,15 @@ TRAITS = EngineTraits(needs_processes=True)
 def build(spec: EngineSpec, max_restarts: int = 0) -> Engine:
     """Call it in every process with the same spec; `max_restarts` and `spec.step_timeout` are for the launcher."""
     check_placement(spec.schedule, len(spec.balance), len(spec.devices))
-    place = Place.of_groups(len(spec.balance), spec.devices)
-    if place.replicas != spec.data_parallel:
-        raise ConfigError(f"data_parallel={spec.data_parallel}: the processes form {place.replicas} replicas")
+    coords = RankCoords.of_groups(len(spec.balance), spec.devices)
+    if coords.replicas != spec.data_parallel:
+        raise ConfigError(
+            f"data_parallel={spec.data_parallel}: the processes form {coords.replicas} replicas"
+        )
     pipe = RankPipe(
         spec.module,
         spec.balance,
-        place,
+        coords,
         chunks=spec.chunks,
         checkpoint=spec.checkpoint,
         schedule=spec.schedule,
@@ -38,7 +41,7 @@ def build(spec: EngineSpec, max_restarts: int = 0) -> Engine:
     return PipeEngine(
         pipe,
         replace(spec, module=pipe.module),
-        input_device=place.device,
-        output_device=place.device,
-        collectives=RankCollectives(place, pipe.module, pipe.rank_of_layer),
+        input_device=coords.device,
+        output_device=coords.device,
+        collectives=RankCollectives(coords, pipe.module, pipe.rank_of_layer),
     )

@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 
 from gpipe_cli.distributed.groups import setup_process_groups
-from gpipe_cli.distributed.team import Team
+from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, PeerError, Stopped
 from gpipe_cli.launch.rank_files import RankFiles
 from gpipe_cli.report.failure import describe
@@ -40,13 +40,13 @@ def is_main_process() -> bool:
 @contextmanager
 def connect_ranks(
     files: RankFiles | None, *, data_parallel: int, step_timeout: float | None, on_cuda: bool
-) -> Iterator[Team]:
+) -> Iterator[World]:
     """Connect the ranks of a job, in the process groups `data` and `pipe`; a process that is no rank has none.
 
     files: those of the launcher; None under torchrun, which tells the ranks how to meet by environment variables.
     """
     if not is_rank():
-        yield Team()
+        yield World()
         return
     size = int(os.environ["WORLD_SIZE"])
     if size % data_parallel:
@@ -67,13 +67,13 @@ def connect_ranks(
         try:
             groups = [("data", data_parallel), ("pipe", size // data_parallel)]
             setup_process_groups(groups, timeout=timeout)
-            world = Team.present()
+            world = World.current()
             try:
                 yield world
             except Stopped:
-                world.largest(0)
+                world.max(0)
                 raise
-            world.largest(0)  # a barrier: torch ends all other ranks as soon as one is missing
+            world.max(0)  # a barrier: torch ends all other ranks as soon as one is missing
         finally:
             distributed.destroy_process_group()
 

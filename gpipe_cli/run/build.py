@@ -15,7 +15,7 @@ from gpipe_cli.balance.result import BalanceResult
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate
 from gpipe_cli.config.schema import CostConfig, EngineConfig, ModelConfig, RunConfig, TrainConfig
 from gpipe_cli.config.targets import add_current_folder
-from gpipe_cli.distributed.team import Team
+from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_threads
 from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.engines.protocol import Engine, EngineSpec, Objective
@@ -116,7 +116,7 @@ def partition_model(settings: ModelConfig, model: nn.Sequential, loader: BatchLo
         )
     all_devices = resolve_devices(settings.devices, partitions * replicas)
     width = len(all_devices) // replicas
-    replica = Team.present().rank // max(1, width)
+    replica = World.current().rank // max(1, width)
     devices = all_devices[replica * width : (replica + 1) * width]
     too_few = len(devices) < partitions and not traits(settings.schedule.name).several_per_device
     if too_few or len(devices) > partitions:

@@ -11,7 +11,7 @@ from gpipe_cli.config.schema import ModelConfig, RunConfig, TrainConfig
 from gpipe_cli.data.datasets import Data, Samples
 from gpipe_cli.data.loading import batch_count, batches, check_batch, check_labels
 from gpipe_cli.data.transforms import Transform, Transforms
-from gpipe_cli.distributed.team import Team
+from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError, DataError
@@ -94,6 +94,6 @@ def make_loader(settings: ModelConfig) -> BatchLoader:
     classes = settings.model.get("num_classes") or data.classes
     seed = settings.seed if isinstance(settings, TrainConfig) else 0
     replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
-    team = Team.present()
-    replica = team.rank // max(1, team.size // replicas)  # ranks of one replica are consecutive
+    world = World.current()
+    replica = world.rank // max(1, world.size // replicas)  # ranks of one replica are consecutive
     return BatchLoader(data, transforms, classes, settings.batch_size, seed, replica, replicas)

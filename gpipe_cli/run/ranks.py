@@ -13,8 +13,8 @@ import torch
 from omegaconf import OmegaConf
 
 from gpipe_cli.config.schema import EvalConfig, RunConfig, TrainConfig
-from gpipe_cli.distributed.place import check_placement
-from gpipe_cli.distributed.team import Team
+from gpipe_cli.distributed.torch_schedule import check_placement
+from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.devices import available
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError
@@ -87,7 +87,7 @@ def _with_balance(settings: Settings, layers: list[int]) -> Settings:
     return replace(settings, balance=manual_balance(layers), partitions=None)
 
 
-def connect(settings: RunConfig, job: Job) -> AbstractContextManager[Team]:
+def connect(settings: RunConfig, job: Job) -> AbstractContextManager[World]:
     """Connect this rank to the others while the block runs."""
     return connect_ranks(
         None if job.rank is None else job.rank.files,
@@ -97,15 +97,15 @@ def connect(settings: RunConfig, job: Job) -> AbstractContextManager[Team]:
     )
 
 
-def build_parts_in_ranks(settings: RunConfig, job: Job, world: Team) -> RunParts:
+def build_parts_in_ranks(settings: RunConfig, job: Job, world: World) -> RunParts:
     """Build data, model and partitions in every rank; only rank 0 measures a balance, and shares it."""
-    if not world.leads and measures_layers(settings):
-        settings = _with_balance(settings, json.loads(world.of_leader("")))
+    if not world.is_rank_zero and measures_layers(settings):
+        settings = _with_balance(settings, json.loads(world.from_rank_zero("")))
     without_running = job.dry_run or starts_ranks(settings)
     needs_storage = isinstance(settings, EvalConfig) or measures_layers(settings)
     parts = build_parts(settings, job.overrides, storage=needs_storage or not without_running)
-    if world.leads and measures_layers(settings):
-        world.of_leader(json.dumps(parts.partitioning.balance))
+    if world.is_rank_zero and measures_layers(settings):
+        world.from_rank_zero(json.dumps(parts.partitioning.balance))
     partitioning = parts.partitioning
     if traits_of_engine(settings).needs_processes:
         check_placement(settings.schedule.name, len(partitioning.balance), len(partitioning.devices))
@@ -114,7 +114,7 @@ def build_parts_in_ranks(settings: RunConfig, job: Job, world: Team) -> RunParts
     return parts
 
 
-def with_heartbeat(engine: Engine, job: Job, world: Team) -> Engine:
+def with_heartbeat(engine: Engine, job: Job, world: World) -> Engine:
     """The engine, which sends heartbeats if a launcher supervises this rank."""
     if job.rank is None:
         return engine

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.config.compose import settings_of
 from gpipe_cli.config.schema import TrainConfig
-from gpipe_cli.distributed.team import Team
+from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, DataError, RunError
 from gpipe_cli.run.components import keeps_on_disk
 from gpipe_cli.run.job import Job
@@ -71,11 +71,11 @@ def load_resumed_run(
     return ResumedRun(directory, snapshot, new_settings, tree, changes)
 
 
-def check_same_snapshot(resumed: ResumedRun | None, team: Team) -> None:
+def check_same_snapshot(resumed: ResumedRun | None, world: World) -> None:
     """Every rank reads the snapshot itself: check that all read the same one before any of them changes a file."""
     snapshot = None if resumed is None else resumed.snapshot
     step = -1 if snapshot is None else snapshot.record.position.step
-    least, most = team.smallest(step), team.largest(step)
+    least, most = world.min(step), world.max(step)
     if least != most:
         other = "no snapshot" if least < 0 else f"that of step {least}"
         raise RunError(

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from gpipe_cli.config.schema import TrainConfig
-from gpipe_cli.distributed.team import Team
+from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.state import module_state
 from gpipe_cli.profiling.optimizer_state import state_bytes
 from gpipe_cli.report.environment import environment
@@ -57,19 +57,19 @@ def check_disk_space(
 
 
 def set_up_run(
-    settings: TrainConfig, job: Job, resumed: ResumedRun | None, cleanup: ExitStack, team: Team
+    settings: TrainConfig, job: Job, resumed: ResumedRun | None, cleanup: ExitStack, world: World
 ) -> RunSetup:
     """Set up the run directory on rank 0, which stays its only writer until `cleanup` is closed; tell all ranks."""
     record = None if resumed is None or resumed.snapshot is None else resumed.snapshot.record
     setup = None
-    if team.leads and resumed is not None:
+    if world.is_rank_zero and resumed is not None:
         setup = _rewind(resumed, record)
-    elif team.leads:
+    elif world.is_rank_zero:
         directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
         cleanup.enter_context(lock_run_directory(directory))
         write_config(directory, job)
         setup = RunSetup(directory)
-    directory = Path(team.of_leader("" if setup is None else str(setup.directory)))
+    directory = Path(world.from_rank_zero("" if setup is None else str(setup.directory)))
     if setup is None:
         return RunSetup(directory, record)
     if job.rank is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.config.schema import TrainConfig
-from gpipe_cli.distributed.team import Team
+from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import DataError, ResourceError, RunError, Stopped
 from gpipe_cli.report.failure import describe
 from gpipe_cli.report.output import print_status
@@ -97,13 +97,13 @@ def print_summary(summary: Summary, settings: TrainConfig) -> None:
 
 @contextmanager
 def stop_with_resume_command(
-    directory: Path, settings: TrainConfig, deadline: float | None, team: Team
+    directory: Path, settings: TrainConfig, deadline: float | None, world: World
 ) -> Iterator[StopRequests]:
     """Turn signals and the time limit into requests that the loop heeds between steps.
 
     A stopped run leaves this context as Stopped or Interrupted (exit code 75 or 130) with the command to resume it.
     """
-    with stop_requests(deadline=deadline, agree=team.largest, patient=team.size > 1) as stops:
+    with stop_requests(deadline=deadline, agree=world.max, patient=world.size > 1) as stops:
         try:
             yield stops
         except StopRequested as request:

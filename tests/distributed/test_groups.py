@@ -15,7 +15,7 @@ from gpipe_cli.distributed import (
     is_last_in_pipeline_group,
     setup_process_groups,
 )
-from gpipe_cli.distributed.groups import lines
+from gpipe_cli.distributed.groups import ranks_along
 from gpipe_cli.errors import ConfigError
 
 
@@ -29,8 +29,8 @@ def world(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def test_the_last_axis_runs_fastest() -> None:
     axes = [("data", 2), ("pipe", 3)]
-    assert list(lines(axes, "pipe")) == [[0, 1, 2], [3, 4, 5]]
-    assert list(lines(axes, "data")) == [[0, 3], [1, 4], [2, 5]]
+    assert list(ranks_along(axes, "pipe")) == [[0, 1, 2], [3, 4, 5]]
+    assert list(ranks_along(axes, "data")) == [[0, 3], [1, 4], [2, 5]]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
@@ -39,7 +39,7 @@ def test_along_every_axis_each_process_is_in_one_group(sizes: list[int]) -> None
     everybody = list(range(torch.Size(sizes).numel()))
     mesh = torch.arange(len(everybody)).reshape(sizes)
     for index, (name, size) in enumerate(axes):
-        found = list(lines(axes, name))
+        found = list(ranks_along(axes, name))
         assert sorted(rank for line in found for rank in line) == everybody
         assert {tuple(line) for line in found} == set(
             map(tuple, mesh.movedim(index, -1).reshape(-1, size).tolist())
@@ -63,9 +63,9 @@ def test_the_ends_of_a_pipeline_know_it(world: None, ends: tuple[bool, bool]) ->
     ("axes", "says"),
     [
         ([("data", 2), ("pipe", 3)], "data 2 x pipe 3 are 6 processes, there are 8; start as many"),
-        ([("pipe", 8), ("pipe", 1)], "give each axis once"),
-        ([], "give each axis once"),
-        ([("data", 0), ("pipe", 8)], "every axis has at least one process"),
+        ([("pipe", 8), ("pipe", 1)], "name each axis once"),
+        ([], "name each axis once"),
+        ([("data", 0), ("pipe", 8)], "every axis needs at least one process"),
     ],
 )
 def test_axes_that_make_no_mesh_are_refused(world: None, axes: list[tuple[str, int]], says: str) -> None:

@@ -19,7 +19,7 @@ from gpipe_cli.engines.update import Update
 from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.pipeline.layer import replica_key
 from tests.distributed.cases import Case, Course, run
-from tests.distributed.crew import found, note, run_crew
+from tests.distributed.rank_pool import found, note, run_crew
 from tests.distributed.tasks import make
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")

@@ -16,10 +16,10 @@ def model() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
 
 
-def demand(rooms: int = 2, kept: int = 0) -> DeviceDemand:
+def demand(buffers: int = 2, saved_micro_batches: int = 0) -> DeviceDemand:
     facts = model_facts(model(), Sample(torch.zeros(4, 64)), count_flops=False)
     adam = optimizer_bytes(model(), partial(torch.optim.AdamW, lr=0.1))
-    return DeviceDemand(layer_bytes(model()), adam, facts, rooms, kept)
+    return DeviceDemand(layer_bytes(model()), adam, facts, buffers, saved_micro_batches)
 
 
 LAYER = 64 * 64 * 4
@@ -29,7 +29,7 @@ def test_a_slice_is_there_twice_with_its_state_and_once_with_its_gradients() -> 
     saved = 4 * 64 * 4  # the input of each layer
     assert demand().of([4, 4]) == pytest.approx(4 * (2 * 3 + 1) * LAYER + 4 * saved, rel=0.02)
     assert demand(buffers=1).of([8]) == pytest.approx(8 * (3 + 1) * LAYER + 8 * saved, rel=0.02)
-    assert demand(kept=2).of([4, 4]) - demand().of([4, 4]) == 2 * 8 * saved
+    assert demand(saved_micro_batches=2).of([4, 4]) - demand().of([4, 4]) == 2 * 8 * saved
 
 
 def test_the_fewest_slices_that_fit_are_chosen() -> None:

@@ -1,8 +1,7 @@
 """One step of a pipeline whose partitions are functions of yours, one in each process of the group `pipe`.
 
-Forward and backward alternate as early as they can (1f1b), with gradients added up in the order of the micro-batches.
-Every row of the batch counts once, however it divides: a micro-batch's loss weighs as much as its rows, so gradients
-are those of the mean loss of the whole batch. Knows nothing of models, optimizers or losses beyond that.
+Forward and backward alternate as early as possible (1f1b), and gradients add up in the order of the micro-batches. A
+micro-batch's loss weighs as much as its rows, so gradients are those of the mean loss of the whole batch.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
 
 from gpipe_cli.distributed.gradients import refusing_reducers
-from gpipe_cli.distributed.line import Line
+from gpipe_cli.distributed.groups import PIPE, get_group
+from gpipe_cli.distributed.messages import Sending, begin_sending, receive_on_device, share_numbers
 from gpipe_cli.errors import ConfigError, PeerError
-from gpipe_cli.pipeline.boundary import GradSink, PartitionInput, enter
+from gpipe_cli.pipeline.boundary import Gradients, GradSink, PartitionInput, enter
 from gpipe_cli.pipeline.context import MicroBatch
 from gpipe_cli.pipeline.microbatch import Batch, Value, gather, micro_batches
 from gpipe_cli.pipeline.pytree import flatten, unflatten
 
-__all__ = ["forward_backward", "forward_eval"]
-
 Inputs = Tensor | Sequence[Tensor]
 Forward = Callable[[Any], Any]
-"""Takes what it is given as it is, if that is one tensor, else a list: what the process before sent, then inputs."""
+"""Takes a single tensor as it is, several as a list: what the previous process sent, then the inputs."""
 Backward = Callable[[Any, Any], object]
 """Takes an output and its gradient; None for the gradient of a loss."""
 NO_INPUTS = -1
@@ -44,12 +43,12 @@ def forward_backward(
     dtype: torch.dtype | None = None,
     scatter_gather_tensors: bool = False,
 ) -> Any:
-    """Run every micro-batch through all processes, which all call this; the last one gets what comes out.
+    """Run every micro-batch through all processes; call it in each of them.
 
-    inputs: of the first process the batch, of the others what their function needs besides, such as targets.
-    fwd_fn: the last process's gives the mean loss of its micro-batch; with `forward_only`, anything.
-    dtype: what floating-point tensors cross from process to process in; None: as they are.
-    Returned in the last process: the mean loss, or with `forward_only` all rows; in the others None.
+    inputs: in the first process the batch; in the others what their function needs in addition, such as targets.
+    fwd_fn: in the last process it returns the mean loss of its micro-batch; with `forward_only`, anything.
+    dtype: the dtype in which floating-point tensors are sent; None leaves them as they are.
+    Returns the mean loss in the last process, or all rows with `forward_only`; None in the others.
     Gradients are those of this replica's batch: `average_gradients` averages them, DistributedDataParallel is refused.
     """
     if scatter_gather_tensors:
@@ -59,8 +58,8 @@ def forward_backward(
         )
     if num_microbatches < 1:
         raise ConfigError(f"num_microbatches={num_microbatches}: must be at least 1")
-    with Line.present() as line:
-        step = _begun(line, fwd_fn, inputs, num_microbatches, dtype)
+    with P2PLink.current() as link:
+        step = _prepare(link, fwd_fn, inputs, num_microbatches, dtype)
         if forward_only:
             return step.forward_all()
         if optimizer is not None:
@@ -69,24 +68,24 @@ def forward_backward(
 
 
 def forward_eval(fwd_fn: Forward, inputs: Inputs, dtype: torch.dtype | None = None) -> Any:
-    """The whole batch at once, without gradients; the last process gets what comes out."""
+    """Run the whole batch at once without gradients; the last process returns the output."""
     return forward_backward(None, fwd_fn, None, inputs, forward_only=True, dtype=dtype)
 
 
-def _begun(line: Line, forward: Forward, inputs: Inputs, count: int, dtype: torch.dtype | None) -> _Step:
-    """The first process says how many rows there are: the others may have nothing to count."""
+def _prepare(link: P2PLink, forward: Forward, inputs: Inputs, count: int, dtype: torch.dtype | None) -> _Step:
+    """Split the batch; the first process sends the number of rows, because the others may have no inputs to count."""
     own = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     batch = Batch(own, "inputs") if own else None
-    rows = line.of_first(NO_INPUTS if batch is None else batch.rows)
+    rows = link.from_first(NO_INPUTS if batch is None else batch.rows)
     if rows == NO_INPUTS:
-        if line.is_first:
+        if link.is_first:
             raise ConfigError("inputs: the first process of a pipe needs the batch; it was given nothing")
         raise PeerError("the first process of the pipe was given no inputs")
     if batch is not None and batch.rows != rows:
         raise ConfigError(f"inputs: have {batch.rows} rows, those of the first process {rows}")
     parts = micro_batches(rows, count)
     slices = [()] * len(parts) if batch is None else batch.scatter(len(parts))
-    return _Step(line, forward, parts, slices, rows, dtype)
+    return _Step(link, forward, parts, slices, rows, dtype)
 
 
 @final
@@ -102,7 +101,7 @@ class _ForwardResult:
 @final
 @dataclass(frozen=True)
 class _Step:
-    line: Line
+    link: P2PLink
     forward: Forward
     parts: Sequence[MicroBatch]
     inputs: Sequence[tuple[Tensor, ...]]
@@ -112,7 +111,7 @@ class _Step:
     def forward_all(self) -> Any:
         with torch.no_grad():
             outputs = [self._run(part).output for part in self.parts]
-        if not self.line.is_last:
+        if not self.link.is_last:
             return None
         if isinstance(outputs[0], Tensor) and outputs[0].dim() == 0:
             return self._mean([one for one in outputs if isinstance(one, Tensor)])
@@ -122,42 +121,42 @@ class _Step:
     def train(self, backward: Backward) -> Tensor | None:
         waiting: deque[_ForwardResult] = deque()
         losses = []
-        ahead = self.line.ranks - self.line.rank - 1
+        ahead = self.link.ranks - self.link.rank - 1
         for part in self.parts:
             result = self._run(part)
             waiting.append(result)
-            if self.line.is_last:
+            if self.link.is_last:
                 losses.append(_loss(result.output).detach())
             if len(waiting) > ahead:
-                self._run_back(waiting.popleft(), backward)
+                self._run_backward(waiting.popleft(), backward)
         while waiting:
-            self._run_back(waiting.popleft(), backward)
+            self._run_backward(waiting.popleft(), backward)
         return self._mean(losses) if losses else None
 
     def _run(self, part: MicroBatch) -> _ForwardResult:
-        received = PartitionInput((), ()) if self.line.is_first else self.line.receive()
+        received = PartitionInput((), ()) if self.link.is_first else self.link.receive_forward()
         sink = GradSink(received.needs_grad)
         given = [*enter((received,), sink)[0], *self.inputs[part.index]]
-        # One micro-batch shows how the layers are wrapped; without gradients any wrapper is right.
-        watched = part.index == 0 and torch.is_grad_enabled()
-        with refusing_reducers() if watched else nullcontext():
+        # The first micro-batch shows whether a wrapper reduces gradients; without gradients any wrapper is fine.
+        checks_wrappers = part.index == 0 and torch.is_grad_enabled()
+        with refusing_reducers() if checks_wrappers else nullcontext():
             output = self.forward(given[0] if len(given) == 1 else given)
         value = _checked(tuple(output) if isinstance(output, list) else output)
-        if not self.line.is_last:
+        if not self.link.is_last:
             value = self._as_sent(value)
-            self.line.send_on(_members(value))
+            self.link.send_forward(_members(value))
         return _ForwardResult(part, sink, value)
 
-    def _run_back(self, result: _ForwardResult, backward: Backward) -> None:
+    def _run_backward(self, result: _ForwardResult, backward: Backward) -> None:
         with result.sink:
-            if self.line.is_last:
+            if self.link.is_last:
                 backward(_loss(result.output) * (result.part.size / self.rows), None)
             else:
-                gradients = self.line.receive_back()
+                gradients = self.link.receive_backward()
                 single = isinstance(result.output, Tensor)
                 backward(result.output, gradients[0] if single else gradients)
-        if not self.line.is_first:
-            self.line.send_back(result.sink.take())
+        if not self.link.is_first:
+            self.link.send_backward(result.sink.take())
 
     def _as_sent(self, value: Value) -> Value:
         def cast(tensor: Tensor) -> Tensor:
@@ -175,7 +174,7 @@ def _members(value: Tensor | tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _checked(output: Any) -> Tensor | tuple[Tensor, ...]:
-    """What a process may send on: a tensor or a tuple of nothing but tensors."""
+    """Require a tensor, or a tuple of nothing but tensors."""
     for member in _members(output):
         if not isinstance(member, Tensor):
             raise TypeError(f"fwd_fn: expected Tensor, but got {type(member).__name__}")
@@ -190,11 +189,74 @@ def _loss(output: Value) -> Tensor:
 
 
 def _backward(output: Any, gradient: Any) -> None:
-    """What `bwd_fn` is without one of the caller's."""
+    """The default `bwd_fn`."""
     outputs = _members(output)
     gradients = (None,) * len(outputs) if gradient is None else _members(gradient)
     pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
-    # A float that nobody further on has used has no gradient, and adds nothing.
+    # A tensor that no later process used has no gradient, and adds nothing.
     used = [pair for pair in pairs if pair[1] is not None or gradient is None]
     if used:
         torch.autograd.backward([one for one, _ in used], [other for _, other in used])
+
+
+@final
+class P2PLink:
+    """The connection to the previous and the next process of the pipe: values one way, gradients the other.
+
+    Every message says what it holds, so shapes, dtypes and the number of tensors may differ from one to the next.
+    Use it in a `with` statement, which waits until everything sent has arrived.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._sent: list[Sending] = []
+        self.rank, self.ranks = distributed.get_rank(group), distributed.get_world_size(group)
+        on_cuda = "nccl" in distributed.get_backend(group)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+
+    @classmethod
+    def current(cls) -> P2PLink:
+        return cls(get_group(PIPE))
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.ranks - 1
+
+    def __enter__(self) -> P2PLink:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:  # after a failure the neighbour may never receive it
+            for sending in self._sent:
+                sending.work.wait()
+
+    def from_first(self, number: int) -> int:
+        """The number of the first process; that of the others is ignored."""
+        return int(share_numbers(torch.tensor([number]), 0, self._group, self.device))
+
+    def send_forward(self, tensors: Sequence[Tensor]) -> None:
+        needs_grad = [tensor.requires_grad for tensor in tensors]
+        self._send(tuple(tensor.detach() for tensor in tensors), needs_grad, self.rank + 1)
+
+    def receive_forward(self) -> PartitionInput:
+        tensors, needs_grad = self._received(self.rank - 1)
+        return PartitionInput(tensors, tuple(needs_grad))
+
+    def send_backward(self, gradients: Gradients) -> None:
+        self._send(gradients, None, self.rank - 1)
+
+    def receive_backward(self) -> Gradients:
+        return self._received(self.rank + 1)[0]
+
+    def _send(self, tensors: Gradients, notes: Any, to: int) -> None:
+        self._sent = [sending for sending in self._sent if not sending.work.is_completed()]
+        present = {str(index): tensor for index, tensor in enumerate(tensors) if tensor is not None}
+        self._sent += begin_sending(present, [len(tensors), notes], to, self._group, self.device)
+
+    def _received(self, source: int) -> tuple[tuple[Tensor | None, ...], Any]:
+        present, (count, notes) = receive_on_device(source, self._group, self.device)
+        return tuple(present.get(str(index)) for index in range(count)), notes

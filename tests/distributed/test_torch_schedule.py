@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from gpipe_cli.distributed.flushes import Flush, TorchScheduleClass, flushes, torch_schedule_class
+from gpipe_cli.distributed.torch_schedule import (
+    Flush,
+    TorchScheduleClass,
+    check_placement,
+    flushes,
+    torch_schedule_class,
+)
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import micro_batches
 from gpipe_cli.schedule import names
@@ -59,3 +68,33 @@ def test_a_schedule_that_torch_does_not_have_is_refused() -> None:
         ConfigError, match=r"schedule=by_slice: torch\.distributed\.pipelining has no such schedule"
     ):
         torch_schedule_class("by_slice")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "partitions", "ranks", "said"),
+    [
+        ("1f1b", 4, 2, "schedule=1f1b: 4 partitions for 2 processes; each runs one"),
+        ("interleaved", 5, 2, "give a multiple of 2"),
+        ("interleaved", 2, 1, "torch needs at least two processes"),
+    ],
+)
+def test_partitions_that_torch_cannot_place_are_refused(
+    schedule: str, partitions: int, ranks: int, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_placement(schedule, partitions, ranks)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "partitions", "ranks"),
+    [("gpipe", 1, 1), ("zero_bubble", 3, 3), ("interleaved", 6, 3), ("interleaved", 2, 2)],
+)
+def test_partitions_that_torch_can_place_are_accepted(schedule: str, partitions: int, ranks: int) -> None:
+    check_placement(schedule, partitions, ranks)
+
+
+def test_the_command_line_refuses_a_placement_before_a_process_is_started(gpipe: Callable[..., Any]) -> None:
+    words = ("engine=processes", "devices=[cpu,cpu]", "partitions=3", "schedule=interleaved")
+    answer = gpipe("train", *words, "model=mlp", "data=digits", "--dry-run")
+    assert answer.code == 2
+    assert "3 partitions for 2 processes; every process needs the same number" in answer.err

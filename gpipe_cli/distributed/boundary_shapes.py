@@ -1,11 +1,11 @@
-"""What crosses from partition to partition, found without running anything: shapes, types, need of a gradient.
+"""The shapes and dtypes of the tensors that cross from partition to partition, inferred without running the model.
 
-torch receives into tensors made beforehand. Left to itself it finds their shapes by a real forward in train mode on
-whatever lies in fresh memory, which ruins the statistics of batch norm; so it is always told. A copy of the model
-without storage is kept for that, and each new shape of micro-batch goes through it once.
+torch receives into tensors that are allocated in advance. Left alone, it infers their shapes by a real forward in train
+mode on uninitialised memory, which ruins the statistics of batch norm. So we tell it: a copy of the model without
+storage runs once for each new shape of micro-batch.
 
-Decides what a border carries: the value, then every skip on its way to a later partition. torch connects neighbours
-only, so a skip passes through all partitions in between. One stashed as None does not travel.
+A boundary carries the value, then every skip on its way to a later partition. torch connects neighbours only, so a skip
+passes through all partitions in between. A skip that was stashed as None is not sent.
 """
 
 from __future__ import annotations
@@ -34,22 +34,20 @@ from gpipe_cli.skip.tracker import use_skip_tracker
 from gpipe_cli.torch_internals.fake_tensors import NEEDS_VALUES, fake_tensors, fake_twin
 from gpipe_cli.torch_internals.tensor_memory import version_of
 
-__all__ = ["Border", "Sketch", "TensorKind"]
-
 
 @final
 @dataclass(frozen=True, slots=True)
-class TensorKind:
+class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorKind:
+    def of(cls, tensor: Tensor) -> TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def example(self) -> Tensor:
-        """As torch wants to be told of it; contiguous, as everything that is sent is."""
+        """A tensor that shows torch what to receive; contiguous, like everything that is sent."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.needs_grad)
 
     def fits(self, tensor: Tensor) -> bool:
@@ -61,17 +59,17 @@ class TensorKind:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Border:
-    """What enters a partition."""
+class BoundarySpec:
+    """The tensors that enter a partition."""
 
-    value: tuple[TensorKind, ...]
+    value: tuple[TensorSpec, ...]
     template: Template
     """Makes the value from its tensors."""
-    skips: tuple[tuple[SkipName, TensorKind], ...]
-    """Those stashed before it and popped in it or after it, by name."""
+    skips: tuple[tuple[SkipName, TensorSpec], ...]
+    """Skips that were stashed before the partition and are popped in it or after it, by name."""
 
     @property
-    def kinds(self) -> tuple[TensorKind, ...]:
+    def kinds(self) -> tuple[TensorSpec, ...]:
         return (*self.value, *(kind for _, kind in self.skips))
 
     @property
@@ -80,57 +78,57 @@ class Border:
 
 
 @final
-class Sketch:
-    """The whole model without storage."""
+class ShapeInference:
+    """Infers boundaries with a copy of the whole model that has no storage."""
 
     def __init__(self, module: nn.Sequential, balance: Sequence[int], device: torch.device) -> None:
         self._device = device
         self._mode = fake_tensors()
         with self._mode:
             clone = clone_with(module, functools.partial(fake_twin, device=device))
-        assert isinstance(clone, nn.Sequential), "a copy is what it was copied from"
+        assert isinstance(clone, nn.Sequential), "a copy has the type of the original"
         self._module = clone
         layers = layers_of(clone)
         views = partition_modules(clone, layers, balance)
         self._partitions = make_partitions(views, layers, balance, [device], keep_aliases=False)
-        self._known: dict[tuple[Any, ...], tuple[Border, ...]] = {}
+        self._cache: dict[tuple[Any, ...], tuple[BoundarySpec, ...]] = {}
 
-    def borders(
+    def boundaries(
         self, tensors: Sequence[Tensor], template: Template, state: CallerState, *, training: bool
-    ) -> tuple[Border, ...]:
-        """What enters each partition if a micro-batch of these tensors enters the first."""
-        kinds = tuple(TensorKind.of(tensor) for tensor in tensors)
+    ) -> tuple[BoundarySpec, ...]:
+        """The boundary in front of each partition, for a micro-batch of these tensors."""
+        kinds = tuple(TensorSpec.of(tensor) for tensor in tensors)
         mode = (kinds, template, state, training)
-        if mode not in self._known:
-            self._known[mode] = self._find(tensors, template, state, training)
-        return self._known[mode]
+        if mode not in self._cache:
+            self._cache[mode] = self._find(tensors, template, state, training)
+        return self._cache[mode]
 
     def _find(
         self, tensors: Sequence[Tensor], template: Template, state: CallerState, training: bool
-    ) -> tuple[Border, ...]:
+    ) -> tuple[BoundarySpec, ...]:
         self._module.train(training)
         with self._mode, state.entered(), Running(MicroBatch(0, len(tensors[0]))):
             twins = [fake_twin(tensor, self._device) for tensor in tensors]
-            found = _walk(self._partitions, unflatten(template, twins))
+            boundaries = _infer(self._partitions, unflatten(template, twins))
         for batch_norm in deferred_batch_norms(self._module):
             batch_norm.discard()
-        return found
+        return boundaries
 
 
-def _walk(partitions: Sequence[Partition], value: Value) -> tuple[Border, ...]:
-    borders = []
+def _infer(partitions: Sequence[Partition], value: Value) -> tuple[BoundarySpec, ...]:
+    boundaries = []
     skips: dict[SkipName, Tensor | None] = {}
     for partition in partitions:
-        carried = sorted((name, one) for name, one in skips.items() if one is not None)
+        carried = sorted((name, skip) for name, skip in skips.items() if skip is not None)
         tensors, template = flatten(value, "output")
-        borders.append(
-            Border(
-                tuple(TensorKind.of(tensor) for tensor in tensors),
+        boundaries.append(
+            BoundarySpec(
+                tuple(TensorSpec.of(tensor) for tensor in tensors),
                 template,
-                tuple((name, TensorKind.of(one)) for name, one in carried),
+                tuple((name, TensorSpec.of(skip)) for name, skip in carried),
             )
         )
-        shared = [tensors[place] for place in find_aliases(tensors)[1]] if partition.index else []
+        shared = [tensors[index] for index in find_aliases(tensors)[1]] if partition.index else []
         versions = [version_of(tensor) for tensor in shared]
         received = [skips.pop(route.name) for route in partition.receives]
         tracker = PartitionSkips(partition.receives, received, partition.sends)
@@ -145,8 +143,8 @@ def _walk(partitions: Sequence[Partition], value: Value) -> tuple[Border, ...]:
                     ) from error
         if versions != [version_of(tensor) for tensor in shared]:
             raise ConfigError(
-                f"partition {partition.index} writes in place a tensor that shares its memory with another one it is "
-                "given: between processes they share none. Clone one of them, or use engine=threads"
+                f"partition {partition.index} writes in place a tensor that shares its memory with another one it "
+                "receives: between processes they share none. Clone one of them, or use engine=threads"
             )
         skips.update(zip((route.name for route in partition.sends), tracker.sent(), strict=True))
-    return tuple(borders)
+    return tuple(boundaries)

@@ -1,29 +1,31 @@
-"""One process's part of a pipeline: its partitions, run by torch's schedules together with those of its peers.
+"""The part of a pipeline that one process runs: its partitions, driven by torch's schedules together with its peers.
 
-Every process calls it with the same mini-batch of its replica. A step leaves in the parameters of this process the
-gradients of the whole mini-batch, of all replicas. The output is where the last partition is.
-
-Decides what a step consists of. How micro-batches become flushes, what crosses borders, what a stage does and what
-replicas tell each other stands in the files beside it.
+Every process calls it with the mini-batch of its replica. After a step the parameters of this process have the
+gradients of the mini-batches of all replicas. The process with the last partition returns the output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
 
-from gpipe_cli.distributed.borders import Border, Sketch
-from gpipe_cli.distributed.flushes import Flush, TorchScheduleClass, flushes, torch_schedule_class
-from gpipe_cli.distributed.place import Place
+from gpipe_cli.distributed.boundary_shapes import BoundarySpec, ShapeInference
+from gpipe_cli.distributed.rank_coords import RankCoords
 from gpipe_cli.distributed.replicas import Replicas
-from gpipe_cli.distributed.schedules import TorchSchedule
-from gpipe_cli.distributed.shard import keep_only
 from gpipe_cli.distributed.tied_gradients import TiedGradients
+from gpipe_cli.distributed.torch_schedule import (
+    Flush,
+    TorchSchedule,
+    TorchScheduleClass,
+    flushes,
+    torch_schedule_class,
+)
 from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, commit_or_discard, deferred_batch_norms
 from gpipe_cli.pipeline.boundary import PartitionInput
@@ -37,11 +39,10 @@ from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
 from gpipe_cli.pipeline.tied import TiedParameters, Untied
 from gpipe_cli.schedule import traits
 from gpipe_cli.schedule.checkpoint import Checkpoint
+from gpipe_cli.sequential.meta_clone import meta_like
 
-__all__ = ["RankPipe"]
-
-_MOST_SCHEDULES = 8
-"""Each keeps receive buffers for all its micro-batches. Training and evaluation with short last batches need six."""
+_MAX_CACHED_SCHEDULES = 8
+"""Each holds receive buffers for all its micro-batches. Training and evaluation with short last batches need six."""
 
 
 @final
@@ -50,7 +51,7 @@ class RankPipe(PipeBase):
         self,
         module: nn.Sequential,
         balance: Sequence[int],
-        place: Place,
+        coords: RankCoords,
         *,
         chunks: int,
         checkpoint: Checkpoint,
@@ -58,35 +59,35 @@ class RankPipe(PipeBase):
         deferred_batch_norm: bool,
     ) -> None:
         super().__init__(module, chunks, deferred_batch_norm)
-        self.place = place
+        self.coords = coords
         self._checkpoint = checkpoint
         self._traits, self._torch_schedule = traits(schedule), torch_schedule_class(schedule)
-        self._sketch = Sketch(self.module, balance, place.device)
+        self._shape_inference = ShapeInference(self.module, balance, coords.device)
         # Not registered children: the layers already are children of `module`, under their own names.
         self.__dict__["partitions"] = partition_modules(self.module, self._layers, balance)
         partitions = make_partitions(
-            self.partitions, self._layers, balance, [place.device], keep_aliases=False
+            self.partitions, self._layers, balance, [coords.device], keep_aliases=False
         )
-        self._lengths = list(balance)
-        self._own = [partitions[index] for index in place.own]
+        self._balance = list(balance)
+        self._own = [partitions[index] for index in coords.own_partitions]
         self._own_layers = [layer for partition in self._own for layer in partition.layers]
-        keep_only(self.module, [layer.module for layer in self._own_layers], place.device)
+        keep_only(self.module, [layer.module for layer in self._own_layers], coords.device)
         self._own_batch_norms = [
-            one for layer in self._own_layers for one in deferred_batch_norms(layer.module)
+            batch_norm for layer in self._own_layers for batch_norm in deferred_batch_norms(layer.module)
         ]
         self._tied = TiedParameters([layer.module for layer in self._layers])
-        self._tied_gradients = TiedGradients(self._tied, self.rank_of_layer, place)
-        self._replicas = Replicas(place)
+        self._tied_gradients = TiedGradients(self._tied, self.rank_of_layer, coords)
+        self._replicas = Replicas(coords)
         borrowed = {id(parameter) for parameter in self._tied_gradients.borrowed}
         self._summed = [
-            one
-            for one in self.module.parameters()
-            if one.requires_grad and not one.is_meta and id(one) not in borrowed
+            parameter
+            for parameter in self.module.parameters()
+            if parameter.requires_grad and not parameter.is_meta and id(parameter) not in borrowed
         ]
         self._schedules: dict[tuple[object, ...], TorchSchedule] = {}
 
     partitions: nn.ModuleList
-    """Of the whole model; only those of this process have storage."""
+    """All partitions of the model; only those of this process have storage."""
 
     def _forward(self, input: Value) -> Value:
         batch = self._mini_batch(MiniBatch.of(input, self.chunks, key=None))
@@ -96,7 +97,7 @@ class RankPipe(PipeBase):
         schedule = self._torch_schedule if self._traits.several_per_device else ScheduleGPipe
         with commit_or_discard(self._own_batch_norms):
             state = self._run(batch, schedule, None)
-        if not self.place.has_output:
+        if not self.coords.has_output:
             return ()
         return state.joined_output()
 
@@ -110,19 +111,16 @@ class RankPipe(PipeBase):
             if batch.rows:
                 self._run(batch, self._torch_schedule, loss.weighted, untied)
             self._replicas.merge_moments(self._own_batch_norms)
-        self._settle(untied)
-        self._replicas.merge_buffers(before, batch.rows / total)
-
-    def _settle(self, untied: Sequence[Untied]) -> None:
-        """Tied parameters first, so that a replica gives the sum one alone would have; copies last."""
+        # Tied gradients are summed within a replica first, as a single process would, and sent to the copies last.
         self._tied_gradients.collect(untied)
         self._replicas.sum_gradients(self._summed)
         self._tied_gradients.spread()
+        self._replicas.merge_buffers(before, batch.rows / total)
 
     def _plain_buffers(self) -> list[Buffer]:
-        """All but those of deferred batch norm, which replicas merge in a way of its own."""
+        """All but those of deferred batch norm, which `Replicas.merge_moments` merges."""
         buffers = all_buffers([layer.module for layer in self._own_layers])
-        return [one for one in buffers if not isinstance(one.module, DeferredBatchNorm)]
+        return [buffer for buffer in buffers if not isinstance(buffer.module, DeferredBatchNorm)]
 
     def _run(
         self,
@@ -137,59 +135,83 @@ class RankPipe(PipeBase):
             batch,
             [PartitionInput.of_pipe(tensors, batch.template) for tensors in batch.inputs],
             self._tied,
-            [[tuple(islice(layers, length)) for length in self._lengths]],
-            batch.checkpoint_stops(self._checkpoint, len(self._lengths), recomputes),
+            [[tuple(islice(layers, length)) for length in self._balance]],
+            batch.checkpoint_stops(self._checkpoint, len(self._balance), recomputes),
             loss,
         )
         for partition in self._own:
             partition.begin()
         sizes = [piece.size for piece in batch.micro_batches]
-        legs = [
+        runs = [
             (
                 flush,
-                self._sketch.borders(
+                self._shape_inference.boundaries(
                     batch.inputs[flush.first], batch.template, batch.state, training=self.training
                 ),
             )
-            for flush in flushes(sizes, schedule, self.place.ranks)
+            for flush in flushes(sizes, schedule, self.coords.ranks)
         ]
-        for flush, borders in legs:
-            self._schedule_for(flush, borders, training=loss is not None).run(state, flush.first)
+        for flush, boundaries in runs:
+            self._schedule_for(flush, boundaries, training=loss is not None).run(state, flush.first)
         return state
 
-    def _schedule_for(self, flush: Flush, borders: tuple[Border, ...], *, training: bool) -> TorchSchedule:
-        """One made before, if it is among those used last.
+    def _schedule_for(
+        self, flush: Flush, boundaries: tuple[BoundarySpec, ...], *, training: bool
+    ) -> TorchSchedule:
+        """A cached schedule, or a new one.
 
-        All processes of a replica see the same micro-batches, so all make and forget the same ones.
+        All processes of a replica see the same micro-batches, so their caches hold the same schedules.
         """
-        key = (flush.schedule, flush.count, borders, training)
-        found = self._schedules.pop(key, None)
-        if found is None:
-            found = TorchSchedule(
+        key = (flush.schedule, flush.count, boundaries, training)
+        cached = self._schedules.pop(key, None)
+        if cached is None:
+            cached = TorchSchedule(
                 flush,
                 self._own,
-                borders,
-                self.place,
+                boundaries,
+                self.coords,
                 training=training,
                 splits_backward=self._traits.splits_backward,
             )
-        self._schedules[key] = found
-        while len(self._schedules) > _MOST_SCHEDULES:
+        self._schedules[key] = cached
+        while len(self._schedules) > _MAX_CACHED_SCHEDULES:
             del self._schedules[next(iter(self._schedules))]
-        return found
+        return cached
 
     def _mini_batch(self, batch: MiniBatch) -> MiniBatch:
-        return replace(batch, key=replica_key(batch.key, self.place.replica))
+        return replace(batch, key=replica_key(batch.key, self.coords.replica))
 
     @property
     def rank_of_layer(self) -> list[int]:
-        """The process of each layer."""
+        """The rank of each layer, in the pipe."""
         return [
-            self.place.rank_of(partition)
-            for partition, length in enumerate(self._lengths)
+            self.coords.rank_of(partition)
+            for partition, length in enumerate(self._balance)
             for _ in range(length)
         ]
 
     def close(self) -> None:
-        """Nothing to end: groups are their maker's."""
+        """Drop the cached schedules; the process groups belong to their creator."""
         self._schedules.clear()
+
+
+def keep_only(module: nn.Sequential, own: Sequence[nn.Module], device: torch.device) -> None:
+    """Move the layers in `own` to `device`, and replace every tensor that none of them uses by one without storage.
+
+    Every process builds the whole model, so that all agree on names and values. Names, shapes and ties remain.
+    """
+    for layer in own:
+        layer.to(device)
+    used = {id(tensor) for layer in own for tensor in chain(layer.parameters(), layer.buffers())}
+    substitutes: dict[int, Tensor] = {}
+    # Kept alive until all are replaced, because `id` has to recognise a tensor that several modules share.
+    replaced: list[Tensor] = []
+    for part in module.modules():
+        held = chain(
+            part.named_parameters(recurse=False, remove_duplicate=False),
+            part.named_buffers(recurse=False, remove_duplicate=False),
+        )
+        for name, tensor in list(held):
+            if id(tensor) not in used and not tensor.is_meta:
+                replaced.append(tensor)
+                setattr(part, name, substitutes.setdefault(id(tensor), meta_like(tensor)))

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.distributed.borders import Border, Sketch, TensorKind
-from gpipe_cli.distributed.shard import keep_only
+from gpipe_cli.distributed.boundary_shapes import BoundarySpec, ShapeInference, TensorSpec
+from gpipe_cli.distributed.rank_pipe import keep_only
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.context import CallerState
 from gpipe_cli.pipeline.pytree import SINGLE, flatten
@@ -16,41 +16,41 @@ from tests.distributed.tasks import make
 CPU = torch.device("cpu")
 
 
-def borders(sketch: Sketch, value: Any, *, training: bool) -> tuple[Border, ...]:
-    return sketch.borders(*flatten(value, "input"), CallerState.capture(), training=training)
+def boundaries(sketch: ShapeInference, value: Any, *, training: bool) -> tuple[BoundarySpec, ...]:
+    return sketch.boundaries(*flatten(value, "input"), CallerState.capture(), training=training)
 
 
-def test_a_border_carries_the_value_and_the_skips_that_pass_it_but_none_that_is_none() -> None:
+def test_a_boundary_carries_the_value_and_the_skips_that_pass_it_but_no_skip_that_is_none() -> None:
     task = make("odd_borders", 3)
-    sketch = Sketch(task.model, [1, 2, 2, 3], CPU)
-    first, second, third, fourth = borders(sketch, task.input, training=True)
+    sketch = ShapeInference(task.model, [1, 2, 2, 3], CPU)
+    first, second, third, fourth = boundaries(sketch, task.input, training=True)
     assert first.template == SINGLE and [kind.shape for kind in first.kinds] == [(3, 6)]
-    for border, needs_grad in ((second, False), (third, True)):
-        assert border.template != SINGLE and [name.name for name in border.skip_names] == ["early"]
-        assert border.kinds == (
-            TensorKind((3, 5, 6), torch.float32, needs_grad),
-            TensorKind((3,), torch.int64, False),
-            TensorKind((3, 6), torch.bool, False),
-            TensorKind((3, 6), torch.float32, True),
+    for boundary, needs_grad in ((second, False), (third, True)):
+        assert boundary.template != SINGLE and [name.name for name in boundary.skip_names] == ["early"]
+        assert boundary.kinds == (
+            TensorSpec((3, 5, 6), torch.float32, needs_grad),
+            TensorSpec((3,), torch.int64, False),
+            TensorSpec((3, 6), torch.bool, False),
+            TensorSpec((3, 6), torch.float32, True),
         )
     assert fourth.template == SINGLE and fourth.skips == ()
 
 
-def test_looking_for_borders_leaves_the_model_as_it_was() -> None:
+def test_inferring_boundaries_leaves_the_model_as_it_was() -> None:
     task = make("normed", 4)
     before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
     generator = torch.get_rng_state()
-    borders(Sketch(task.model, [3, 4], CPU), task.input, training=True)
+    boundaries(ShapeInference(task.model, [3, 4], CPU), task.input, training=True)
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(before[name], tensor) for name, tensor in task.model.state_dict().items())
 
 
 def test_in_evaluation_nothing_needs_a_gradient_and_autocast_counts() -> None:
     task = make("normed", 4)
-    sketch = Sketch(task.model, [4, 3], CPU)
+    sketch = ShapeInference(task.model, [4, 3], CPU)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        _, border = borders(sketch, task.input, training=False)
-    assert border.value == (TensorKind((4, 2, 6), torch.bfloat16, False),)
+        _, boundary = boundaries(sketch, task.input, training=False)
+    assert boundary.value == (TensorSpec((4, 2, 6), torch.bfloat16, False),)
 
 
 class Looking(nn.Module):
@@ -59,12 +59,12 @@ class Looking(nn.Module):
 
 
 def test_a_layer_that_looks_at_values_is_named() -> None:
-    sketch = Sketch(nn.Sequential(nn.Linear(2, 2), Looking()), [1, 1], CPU)
+    sketch = ShapeInference(nn.Sequential(nn.Linear(2, 2), Looking()), [1, 1], CPU)
     with pytest.raises(ConfigError, match=r"layer '1' \(Looking\) looks at the values .* use engine=threads"):
-        borders(sketch, torch.ones(1, 2), training=True)
+        boundaries(sketch, torch.ones(1, 2), training=True)
 
 
-def test_what_other_processes_hold_has_no_storage_and_stays_shared() -> None:
+def test_layers_of_other_processes_have_no_storage_and_stay_tied() -> None:
     model = make("tied", 1).model
     names = list(model.state_dict())
     keep_only(model, [model[0], model[1]], CPU)

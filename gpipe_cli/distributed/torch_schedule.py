@@ -1,0 +1,188 @@
+"""Run our schedules by torch's classes: which class, how many micro-batches at a time, on which stages.
+
+A schedule's traits name its class. All of them sum gradients in the order of the micro-batches; torch's LoopedBFS does
+not, so no schedule names it. A torch schedule takes micro-batches of one size only, and not every number of them:
+
+- those of one stage per process alternate forward and backward only with at least as many micro-batches as processes;
+  with fewer, ScheduleGPipe does the same.
+- those of several stages run m micro-batches in max(1, m // ranks) rounds of one size.
+
+So a mini-batch becomes flushes: runs of equal sizes, and the rest of a run that does not divide evenly. Each flush
+drains the pipeline, but gradients still add up in the order of the micro-batches.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from gpipe_cli.distributed.boundary_shapes import BoundarySpec
+from gpipe_cli.distributed.rank_coords import RankCoords
+from gpipe_cli.distributed.stage import Stage
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.pipeline.batch_state import BatchState
+from gpipe_cli.pipeline.partition import Partition
+from gpipe_cli.schedule import names, traits
+
+TorchScheduleClass: TypeAlias = type[PipelineScheduleSingle] | type[PipelineScheduleMulti]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Consecutive micro-batches that one call of a torch schedule runs."""
+
+    schedule: TorchScheduleClass
+    first: int
+    """Its first micro-batch."""
+    count: int
+
+
+def torch_schedule_class(schedule: str) -> TorchScheduleClass:
+    """The class that runs our schedule across processes, as the schedule's traits name it."""
+    name = traits(schedule).torch_schedule
+    if name is None:
+        raise ConfigError(
+            f"schedule={schedule}: torch.distributed.pipelining has no such schedule; use engine=threads"
+        )
+    torch_class = getattr(pipelining, name, None)
+    if not isinstance(torch_class, type) or not issubclass(
+        torch_class, PipelineScheduleSingle | PipelineScheduleMulti
+    ):
+        raise ConfigError(
+            f"schedule={schedule}: its torch_schedule={name} is not a schedule of torch.distributed.pipelining"
+        )
+    return torch_class
+
+
+def flushes(sizes: Sequence[int], schedule: TorchScheduleClass, ranks: int) -> Iterator[Flush]:
+    """The flushes of a mini-batch whose micro-batches have these sizes."""
+    first = 0
+    for _, run in groupby(sizes):
+        remaining = len(list(run))
+        while remaining:
+            if issubclass(schedule, PipelineScheduleMulti):
+                count = remaining - remaining % max(1, remaining // ranks)
+                yield Flush(schedule, first, count)
+            else:
+                count = remaining
+                yield Flush(schedule if count >= ranks else ScheduleGPipe, first, count)
+            first, remaining = first + count, remaining - count
+
+
+def check_placement(schedule: str, partitions: int, ranks: int) -> None:
+    """Raise ConfigError if torch cannot run the schedule with this many partitions in this many processes."""
+    given = f"schedule={schedule}: {partitions} partitions for {ranks} processes"
+    torch_schedule_class(schedule)
+    if not traits(schedule).several_per_device and partitions != ranks:
+        several = "|".join(names(several_per_device=True))
+        raise ConfigError(f"{given}; each runs one (only schedule={several} gives it several)")
+    if partitions % ranks:
+        raise ConfigError(f"{given}; every process needs the same number, so give a multiple of {ranks}")
+    if ranks == 1 and partitions > 1:
+        raise ConfigError(f"{given}; torch needs at least two processes for several partitions")
+
+
+_LOSS = torch.empty((), device="meta", requires_grad=True)
+"""The loss, which the last stage returns to torch; torch sends it nowhere, so its shape does not matter in eval."""
+_torch_log = logging.getLogger("torch.distributed.pipelining.schedules")
+
+
+@final
+class TorchSchedule:
+    """A torch schedule with its stages, for flushes of one length and one shape.
+
+    A torch stage owns the receive buffers of one shape and one mode. torch would infer shapes again each time training
+    and evaluation alternate, so each has stages of its own.
+    """
+
+    def __init__(
+        self,
+        flush: Flush,
+        partitions: Sequence[Partition],
+        boundaries: Sequence[BoundarySpec],
+        coords: RankCoords,
+        *,
+        training: bool,
+        splits_backward: bool,
+    ) -> None:
+        self._count = flush.count
+        self._training = training
+        self._has_output = coords.has_output
+        following = [*boundaries[1:], None]
+        # Only torch's schedules of several stages ask a stage for the second half of its backward.
+        several_stages = issubclass(flush.schedule, PipelineScheduleMulti)
+        split = splits_backward and several_stages
+        self._stages = [
+            Stage(partition, boundaries[partition.index], following[partition.index], split=split)
+            for partition in partitions
+        ]
+        torch_stages = [
+            _torch_stage(
+                stage, partition.index, boundaries[partition.index], following[partition.index], coords
+            )
+            for stage, partition in zip(self._stages, partitions, strict=True)
+        ]
+        stages: Any = torch_stages if several_stages else torch_stages[0]
+        self._schedule: Any = flush.schedule(
+            stages, flush.count, loss_fn=_identity_loss if training else None, scale_grads=False
+        )
+
+    def run(self, state: BatchState, first: int) -> None:
+        """Run the flush that begins with micro-batch `first`."""
+        for stage in self._stages:
+            stage.begin(state, first)
+        # torch requires a target to split if there is a loss; our loss already has the real one.
+        needs_target = self._training and self._has_output
+        target = {"target": torch.zeros(self._count)} if needs_target else {}
+        try:
+            with _torch_log_disabled():
+                self._schedule.step(**target, return_outputs=False)
+        except Exception as error:
+            failure, state.failure = state.failure, None
+            if failure is None or failure is error:
+                raise
+            raise failure from None
+        finally:
+            for stage in self._stages:
+                stage.end()
+
+
+def _torch_stage(
+    stage: Stage, index: int, entering: BoundarySpec, leaving: BoundarySpec | None, coords: RankCoords
+) -> PipelineStage:
+    return PipelineStage(
+        stage,
+        index,
+        coords.partitions,
+        coords.device,
+        input_args=tuple(kind.example() for kind in entering.kinds) if index else (),
+        output_args=_LOSS if leaving is None else tuple(kind.example() for kind in leaving.kinds),
+        group=coords.pipe,
+        dw_builder=stage.weights_half if stage.split else None,
+    )
+
+
+def _identity_loss(output: Tensor, target: Tensor) -> Tensor:
+    """The last stage already returns the loss."""
+    return output
+
+
+@contextmanager
+def _torch_log_disabled() -> Iterator[None]:
+    """torch logs its whole schedule when a stage raises; our own note on the error says more."""
+    before, _torch_log.disabled = _torch_log.disabled, True
+    try:
+        yield
+    finally:
+        _torch_log.disabled = before

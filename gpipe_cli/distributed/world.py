@@ -1,0 +1,56 @@
+"""All processes that run one command, and what they must agree on.
+
+A single process is a world of one, whose collectives return their argument. Ranks exchange numbers and text only, as
+tensors: nothing that a peer sends is executed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, distributed
+
+
+@final
+@dataclass(frozen=True)
+class World:
+    rank: int = 0
+    size: int = 1
+
+    @staticmethod
+    def current() -> World:
+        """The processes of torch's default group, or this process alone."""
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return World()
+        return World(distributed.get_rank(), distributed.get_world_size())
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this process prints and writes."""
+        return self.rank == 0
+
+    def max(self, number: int) -> int:
+        """The largest of the numbers that the ranks give."""
+        if self.size == 1:
+            return number
+        largest = torch.tensor([number], dtype=torch.int64)
+        distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
+        return int(largest)
+
+    def min(self, number: int) -> int:
+        return -self.max(-number)
+
+    def from_rank_zero(self, text: str) -> str:
+        """The text of rank 0; the text of the other ranks is ignored."""
+        if self.size == 1:
+            return text
+        encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        length = self._broadcast(torch.tensor([len(encoded)], dtype=torch.int64))
+        content = encoded if self.is_rank_zero else torch.empty(int(length), dtype=torch.uint8)
+        return bytes(self._broadcast(content).tolist()).decode()
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        distributed.broadcast(tensor, 0)
+        return tensor
