@@ -54,10 +54,10 @@ def without_blocks(page: Path) -> str:
 
 
 def commands(page: Path) -> list[str]:
-    """Every line of a console block from `gpipe` on; the install step before it is left out, a run has a name."""
+    """The gpipe commands of all console blocks, with a name for the placeholder of a run."""
     blocks = re.findall(r"```console\n(.*?)```", text_of(page), flags=re.DOTALL)
     lines = [line.split(" #")[0] for block in blocks for line in block.splitlines()]
-    return [line[line.index("gpipe ") :].strip().replace(RUN, "first") for line in lines]
+    return [line.strip().replace(RUN, "first") for line in lines if line.startswith("gpipe ")]
 
 
 def anchors(page: Path) -> set[str]:
