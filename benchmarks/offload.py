@@ -142,7 +142,7 @@ def _disk(case: dict[str, Any]) -> dict[str, Any]:
     from torch import nn
 
     from gpipe_cli.engines import offload
-    from gpipe_cli.engines.protocol import EngineSpec, Objective
+    from gpipe_cli.engines.protocol import EngineSpec, TrainingObjective
     from gpipe_cli.offload.building import build_on_tier
     from gpipe_cli.offload.tiers import DiskTier
     from gpipe_cli.profiling.layers import Sample
@@ -151,7 +151,9 @@ def _disk(case: dict[str, Any]) -> dict[str, Any]:
     built = build_on_tier(DiskTier(folder), lambda: _model(case))
     spec = EngineSpec(
         built.model,
-        Objective(nn.functional.mse_loss, lambda output, target: {}, partial(torch.optim.AdamW, lr=1e-4)),
+        TrainingObjective(
+            nn.functional.mse_loss, lambda output, target: {}, partial(torch.optim.AdamW, lr=1e-4)
+        ),
         [len(built.model)],
         [torch.device("cpu")],
         chunks=1,

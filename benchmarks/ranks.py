@@ -30,7 +30,7 @@ from benchmarks.harness import Ratio
 from benchmarks.systems import CHUNKS, Seat, Step, meet, torch_step
 from benchmarks.turns import prepare
 from gpipe_cli.engines import processes, threads
-from gpipe_cli.engines.protocol import Engine, EngineSpec, Objective
+from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 
 CPU = torch.device("cpu")
 RATE = 1e-3
@@ -141,8 +141,8 @@ def verdict(ours: float, same: float) -> str:
     return "holds" if ours <= BOUND else "is missed"
 
 
-def _objective(case: Case) -> Objective:
-    return Objective(case.loss, lambda output, target: {}, partial(torch.optim.SGD, lr=RATE))
+def _objective(case: Case) -> TrainingObjective:
+    return TrainingObjective(case.loss, lambda output, target: {}, partial(torch.optim.SGD, lr=RATE))
 
 
 def _spec(case: Case, schedule: str) -> EngineSpec:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.engines.pipe_engine import Pipe, PipeEngine, load_scaler
-from gpipe_cli.engines.protocol import Batch, EngineSpec, Objective, StepFacts
+from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts, TrainingObjective
 from gpipe_cli.engines.state import (
     EngineState,
     OptimizerState,
@@ -143,7 +143,7 @@ class OffloadEngine:
         yield from self._slices()
         yield self._shared
 
-    def _make_update(self, objective: Objective, device: torch.device) -> SliceUpdate | None:
+    def _make_update(self, objective: TrainingObjective, device: torch.device) -> SliceUpdate | None:
         make = objective.optimizer
         if make is None:
             return None
@@ -165,7 +165,7 @@ class OffloadEngine:
             prefetcher.completion = update
         return update
 
-    def _make_optimizer_states(self, objective: Objective) -> dict[int, OptimizerState]:
+    def _make_optimizer_states(self, objective: TrainingObjective) -> dict[int, OptimizerState]:
         if objective.optimizer is None:
             return {}
         shapes = OptimizerStateShapes(objective.optimizer)

@@ -58,7 +58,7 @@ class StepFacts:
 
 @final
 @dataclass(frozen=True)
-class Objective:
+class TrainingObjective:
     """The task of an engine: what to minimise, how to update, what to measure."""
 
     loss: Callable[[Any, Tensor], Tensor]
@@ -75,7 +75,7 @@ class EngineSpec:
     """What every engine is built from; the rest of its arguments are the keys of its own YAML file."""
 
     module: nn.Sequential
-    objective: Objective
+    objective: TrainingObjective
     balance: list[int]
     """Layers per partition."""
     devices: list[torch.device]

@@ -41,28 +41,28 @@ class LostSkip(KeyError):
         return str(self.args[0])  # KeyError would print the text as a quoted key
 
 
-class _Here(threading.local):
+class _RunningState(threading.local):
     micro_batch: MicroBatch | None = None
     checkpointing: bool = False
     recomputing: bool = False
 
 
-_here = _Here()
+_current = _RunningState()
 
 
 def current_microbatch() -> MicroBatch | None:
     """The micro-batch that a layer is working on, the same object in forward and recompute; None outside a pipe."""
-    return _here.micro_batch
+    return _current.micro_batch
 
 
 def is_checkpointing() -> bool:
     """True in the first forward of a checkpointed micro-batch, whose activations are dropped."""
-    return _here.checkpointing
+    return _current.checkpointing
 
 
 def is_recomputing() -> bool:
     """True in the second forward of a checkpointed micro-batch. Count and print only while it is False."""
-    return _here.recomputing
+    return _current.recomputing
 
 
 @final
@@ -84,13 +84,13 @@ class Running:
 
     def __enter__(self) -> None:
         # A pipe may be a layer of another pipe in the same thread: restore what was there.
-        self._before = (_here.micro_batch, _here.checkpointing, _here.recomputing)
-        _here.micro_batch, _here.checkpointing, _here.recomputing = self._now
+        self._before = (_current.micro_batch, _current.checkpointing, _current.recomputing)
+        _current.micro_batch, _current.checkpointing, _current.recomputing = self._now
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _here.micro_batch, _here.checkpointing, _here.recomputing = self._before
+        _current.micro_batch, _current.checkpointing, _current.recomputing = self._before
         # Only the exact type that a dictionary raises: a layer's own exception is not replaced.
         if kind is KeyError and isinstance(error, KeyError) and self._where is not None:
             self._name_lost_skip(error, self._where)

@@ -18,7 +18,7 @@ from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_threads
 from gpipe_cli.engines.memory import memory_watched
-from gpipe_cli.engines.protocol import Engine, EngineSpec, Objective
+from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.measures import measure_of
 from gpipe_cli.offload.building import BuiltModel, build_on_tier
@@ -195,11 +195,11 @@ def make_engine(settings: RunConfig, parts: RunParts, *, measure_utilisation: bo
     return engine
 
 
-def _objective(settings: RunConfig) -> Objective:
+def _objective(settings: RunConfig) -> TrainingObjective:
     loss = instantiate(settings.loss, "loss", settings.allow)
     if not isinstance(settings, TrainConfig):
-        return Objective(loss, measure_of(loss), precision=settings.precision)
-    return Objective(
+        return TrainingObjective(loss, measure_of(loss), precision=settings.precision)
+    return TrainingObjective(
         loss,
         measure_of(loss),
         optimizer=optimizer_factory(settings),

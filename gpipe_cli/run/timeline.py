@@ -15,7 +15,7 @@ from gpipe_cli.balance.result import BalanceResult
 from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.engines.offload import Slicing
 from gpipe_cli.engines.offload_engine import OffloadedParameters
-from gpipe_cli.engines.protocol import EngineSpec, Objective
+from gpipe_cli.engines.protocol import EngineSpec, TrainingObjective
 from gpipe_cli.engines.threads import make_pipe
 from gpipe_cli.offload.sizing import layer_bytes
 from gpipe_cli.pipeline.gpipe import ThreadedPipe
@@ -136,7 +136,7 @@ def _engine_spec(settings: ProfileConfig, parts: RunParts, sample: Sample) -> En
     assert sample.loss is not None, "a configured command has a loss"
     return EngineSpec(
         parts.model,
-        Objective(sample.loss, lambda output, target: {}, optimizer_factory(settings)),
+        TrainingObjective(sample.loss, lambda output, target: {}, optimizer_factory(settings)),
         parts.partitioning.balance,
         parts.partitioning.devices,
         settings.chunks,

@@ -1,4 +1,4 @@
-"""Floating-point operations of attention on the CPU, whose kernels are private; torch counts those of CUDA only."""
+"""Counts the floating-point operations of attention on the CPU, whose kernels are private; torch counts only CUDA."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Shape = tuple[int, ...]
 
 
 def _forward(query: Shape, key: Shape, value: Shape, *rest: object, **options: object) -> int:
-    """Scores, then their product with the values: two multiplications of matrices."""
+    """The scores, then their product with the values: two matrix multiplications."""
     return _pair(query, key) * (query[-1] + value[-1])
 
 
 def _backward(
     gradient: Shape, query: Shape, key: Shape, value: Shape, *rest: object, **options: object
 ) -> int:
-    """Scores once more, then the gradients of scores, values, queries and keys."""
+    """The scores again, then the gradients of scores, values, queries and keys."""
     return _pair(query, key) * (3 * query[-1] + 2 * value[-1])
 
 
 def _pair(query: Shape, key: Shape) -> int:
-    """To multiply and add for each query, key and number in a row."""
+    """A multiplication and an addition for each pair of query and key, per element of a row."""
     batch, heads, queries, _ = query
     return 2 * batch * heads * queries * key[-2]
 

@@ -40,7 +40,7 @@ def capture_gradients(
     keep_graph: bool,
     inputs: Sequence[Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of `inputs`, which are added to no leaf."""
+    """The gradients of `inputs`. No `.grad` changes."""
     captured: tuple[Tensor | None, ...] = Variable._execution_engine.run_backward(
         tuple(roots),
         tuple(gradients),

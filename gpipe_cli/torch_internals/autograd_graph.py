@@ -21,7 +21,7 @@ Node: TypeAlias = Any
 _PythonFunction = torch.autograd.function.BackwardCFunction
 
 next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The number that the next node made in this thread will have."""
+"""The number of the next node that this thread creates."""
 
 
 def number_of(node: Node) -> int:
@@ -29,17 +29,17 @@ def number_of(node: Node) -> int:
 
 
 def has_run(node: Node) -> bool | None:
-    """Whether what the node saved is gone; None for a node that saves no tensor."""
-    words = complaint(node)
-    if words:
-        return "a second time" in words
+    """Whether what the node saved has been freed; None for a node that saves no tensor."""
+    message = complaint(node)
+    if message:
+        return "a second time" in message
     if isinstance(node, _PythonFunction):
         return False if node.saved_tensors else None
     return False if _saved(node) else None
 
 
 def complaint(node: Node) -> str:
-    """What the node would say if it were run now: that what it saved was freed, or written in place since."""
+    """The error that the node would raise if it ran now: a saved tensor was freed, or written in place."""
     for name in _saved(node):
         try:
             getattr(node, name)
@@ -49,7 +49,7 @@ def complaint(node: Node) -> str:
 
 
 def _saved(node: Node) -> list[str]:
-    """The attributes that give what the node saved; a Python function has one for all its tensors."""
+    """The names of the attributes with saved tensors; a Python function has one for all of them."""
     if isinstance(node, _PythonFunction):
         return ["saved_tensors"]
     return [name.removeprefix("_raw") for name in dir(node) if name.startswith("_raw_saved_")]
@@ -68,10 +68,10 @@ def nodes_behind(nodes: Sequence[Node]) -> Iterator[Node]:
 
 
 def saved_behind(nodes: Sequence[Node]) -> Iterator[Tensor]:
-    """What the nodes of the graph that begins with `nodes` saved, as far as no hook has put it elsewhere."""
+    """The tensors that the graph beginning with `nodes` saved, unless a hook replaced them."""
     for node in nodes_behind(nodes):
         for name in _saved(node):
-            # A tensor that was written in place cannot be had; its node will say so in backward.
+            # Reading a tensor that was written in place raises; backward will report it.
             saved = None
             with contextlib.suppress(RuntimeError):
                 saved = getattr(node, name)
@@ -80,20 +80,18 @@ def saved_behind(nodes: Sequence[Node]) -> Iterator[Tensor]:
 
 
 def keeps_graph() -> bool:
-    """Whether the backward running in this thread was given retain_graph=True."""
+    """Whether the backward running in this thread has retain_graph=True."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def fills_leaf(leaf: Tensor) -> bool:
-    """Whether the backward running in this thread reaches `leaf`: autograd.grad and inputs= leave leaves
-    out.
-    """
+    """Whether the backward running in this thread reaches `leaf`: autograd.grad and inputs= skip some leaves."""
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     return bool(torch._C._will_engine_execute_node(node))
 
 
 def is_asked_for(leaf: Tensor) -> bool:
-    """Whether the running backward was given `leaf` in inputs=, or is an autograd.grad of it."""
+    """Whether the running backward has `leaf` in inputs=, or is an autograd.grad of it."""
     return is_captured(leaf) or fills_leaf(leaf)
 
 

@@ -1,7 +1,7 @@
-"""Tensors that have everything but values, and take no memory: torch's fake tensors.
+"""torch's fake tensors: tensors without values and memory.
 
-Unlike those on the meta device they say they are on the CPU, so torch chooses for them the kernels it would
-choose for real ones: what attention saves for backward depends on that. torch keeps them private.
+Unlike meta tensors they claim to be on the CPU, so torch chooses the kernels it would choose for real ones. What
+attention saves for backward depends on that. torch keeps them private.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 from gpipe_cli.torch_internals.without_compiler import without_compiler
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-"""Raised where an operation cannot do without values, or was never told how to."""
+"""Raised by an operation that needs values, or has no implementation without them."""
 
 
 def fake_tensors() -> AbstractContextManager[None]:
@@ -35,7 +35,7 @@ def fake_tensors() -> AbstractContextManager[None]:
 @final
 class _FakeTensors(AbstractContextManager[None]):
     def __init__(self) -> None:
-        # One for all times: torch does not let tensors of two modes meet.
+        # One mode for all uses: torch does not let tensors of two modes meet.
         with without_compiler():
             self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._entered = ExitStack()

@@ -1,8 +1,8 @@
-"""Notices calls of torch's wrappers that reduce gradients by themselves and expect a backward after each forward.
+"""Detects calls of torch's wrappers that reduce gradients themselves and expect one backward after each forward.
 
-DistributedDataParallel, and the older `replicate` that is made of it, reduce nothing in a backward that has another
-forward before it, and say nothing. FullyShardedDataParallel fails on freed storage. `fully_shard` is not among them:
-it reduces in every backward.
+DistributedDataParallel, and `replicate` which is built on it, silently reduce nothing in a backward that follows
+another forward. FullyShardedDataParallel fails on freed storage. `fully_shard` reduces in every backward, so it is
+allowed.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ _ENTRIES = (
     ("torch.nn.parallel.distributed", "DistributedDataParallel", "_pre_forward"),
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "forward"),
 )
-"""Of each wrapper the method with which its forward begins."""
+"""For each wrapper, the method with which its forward begins."""
 
 
 @final
-class _Here(threading.local):
+class _ThreadNotice(threading.local):
     notice: Notice | None = None
 
 
-_here = _Here()
+_current = _ThreadNotice()
 
 
 @contextmanager
 def noticing_reducers(notice: Notice) -> Iterator[None]:
     """Call `notice` with each such wrapper that this thread calls inside the block."""
-    # A global forward hook would do without a change to torch's classes, but torch.compile gives up under one.
+    # A global forward hook would not patch torch's classes, but torch.compile gives up under one.
     for module, kind, method in _ENTRIES:
-        if module in sys.modules:  # what nobody has imported has no instances, and importing it takes long
+        if module in sys.modules:  # a module that is not imported has no instances, and importing it is slow
             _notice_calls(getattr(sys.modules[module], kind), method)
-    before, _here.notice = _here.notice, notice
+    before, _current.notice = _current.notice, notice
     try:
         yield
     finally:
-        _here.notice = before
+        _current.notice = before
 
 
 @functools.cache
 def _notice_calls(kind: type[nn.Module], method: str) -> None:
-    """Once and for all: to undo it would be a race with other threads that do the same."""
+    """Patch `method` for good: undoing it would race with other threads."""
     original = getattr(kind, method)
 
     @functools.wraps(original)
     def noticed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _here.notice is not None:
-            _here.notice(self)
+        if _current.notice is not None:
+            _current.notice(self)
         return original(self, *args, **kwargs)
 
     setattr(kind, method, noticed)

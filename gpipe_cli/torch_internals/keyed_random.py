@@ -1,11 +1,9 @@
-"""Random operators that draw from keyed generators, in the threads that ask for it.
+"""Makes random operators draw from keyed generators, in the threads that ask for it.
 
-torch's dispatcher has a key that sits above autograd and autocast, that no tensor carries and that each thread
-includes for itself: TESTING_ONLY_GenericMode. Every random operator gets a kernel for that key which passes the
-running thread's generator on; every other operator falls through the key at no cost. A TorchDispatchMode would not
-do: below it, autocast no longer reaches composite kernels, and every operator would pay for it.
-
-Uses the dispatcher's private entry points. Knows nothing of layers or of where seeds come from.
+torch's dispatcher has a key above autograd and autocast that no tensor carries and that each thread includes for
+itself: TESTING_ONLY_GenericMode. Every random operator gets a kernel for that key which passes the thread's generator
+on; every other operator falls through the key at no cost. A TorchDispatchMode would not do: below it, autocast no
+longer reaches composite kernels, and every operator would pay for it.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ Kernel = Callable[..., Any]
 
 @final
 class UnkeyedRandomError(GpipeError):
-    """A random draw that no key can repeat."""
+    """A random draw that no key can reproduce."""
 
 
 class _Thread(threading.local):

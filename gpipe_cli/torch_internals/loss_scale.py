@@ -1,7 +1,7 @@
-"""Whether scaled gradients overflowed, agreed on among processes.
+"""Lets all processes agree whether scaled gradients overflowed.
 
-torch's GradScaler looks at the gradients of this process only and keeps what it found in its private state; where
-another process holds other parameters of the same model, all must leave the step out, or none.
+torch's GradScaler looks at the gradients of this process only and keeps the result in private state. Where other
+processes hold other parameters of the same model, either all of them skip the step or none.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ def agree_on_overflow(
     device: torch.device,
     largest: Callable[[Tensor], Tensor],
 ) -> None:
-    """After `unscale_`: let the scaler believe that it found what `largest` makes of all processes' findings."""
+    """After `unscale_`: replace the scaler's result by the largest of all processes."""
     if not scaler.is_enabled():
         return
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    found_inf = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     own = (
-        torch.stack([one.to(device) for one in found.values()]).max()
-        if found
+        torch.stack([value.to(device) for value in found_inf.values()]).max()
+        if found_inf
         else torch.zeros((), device=device)
     )
-    found.clear()
-    found[device] = largest(own)
+    found_inf.clear()
+    found_inf[device] = largest(own)

@@ -1,9 +1,8 @@
-"""Large tensors whose memory is put away until an operation needs them: a dispatch mode.
+"""A dispatch mode that moves large tensors out of memory until an operation needs them.
 
-The code inside runs as it would anyhow, in its own order, on its own values and random numbers; only of what it makes
-no more than so many bytes are in memory at once. A storage that is put away has a size of zero until the mode fills it
-again, so nothing else may look at it. Uses `torch.utils._python_dispatch`, which torch keeps private. Knows nothing
-of where the bytes go.
+The code inside runs unchanged, with the same values and random numbers, but only a limited number of bytes of its
+large tensors is in memory at once. A spilled storage has a size of zero until the mode fills it again, so nothing
+else may read it. Uses `torch.utils._python_dispatch`, which torch keeps private.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _SMALL = 2**16
-"""Bytes: smaller ones stay, as constructors compute with them, and moving them would gain nothing."""
+"""Bytes. Smaller tensors stay in memory: constructors compute with them, and moving them would gain nothing."""
 
 
 class Room(Protocol):
@@ -29,7 +28,7 @@ class Room(Protocol):
 
 @contextmanager
 def spilling(make_room: Callable[[int], Room], in_memory: int) -> Iterator[Spilling]:
-    """Inside, at most `in_memory` bytes of large tensors stay, besides those of one operation."""
+    """Inside, at most `in_memory` bytes of large tensors are in memory, besides those of one operation."""
     mode = Spilling(make_room, in_memory)
     with mode:
         yield mode
@@ -42,7 +41,7 @@ class Spilling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._make_room = make_room
         self._in_memory = in_memory
         self._known: dict[int, _Spilled] = {}
-        """By the id of the storage, those used last at the end."""
+        """By the id of the storage, the most recently used last."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -52,8 +51,8 @@ class Spilling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         used = [self._known[key] for key in _storages(args, kwargs) if key in self._known]
-        for one in used:
-            self._touch(one)
+        for storage_state in used:
+            self._touch(storage_state)
         result = func(*args, **(kwargs or {}))
         for key, storage in _storages(result).items():
             if key not in self._known and storage.nbytes() > _SMALL:
@@ -62,7 +61,7 @@ class Spilling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def give_back(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, filled if it was put away, and never put away again."""
+        """The tensor itself, in memory, and never spilled again."""
         known = self._known.pop(id(tensor.untyped_storage()), None)
         if known is not None:
             known.fill()
@@ -88,7 +87,7 @@ class Spilling(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @final
 class _Spilled:
-    """One storage, in memory or away."""
+    """One storage, in memory or spilled."""
 
     def __init__(self, key: int, storage: weakref.ref[torch.UntypedStorage]) -> None:
         self.key = key

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Equal for a tensor and its views; another tensor may get it once they are all gone."""
+    """A number shared by a tensor and its views. Another tensor may get it once they are all freed."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -1,7 +1,7 @@
-"""What torch keeps for the calling thread only and has no public name for: modes, and hooks on saved tensors.
+"""Thread-local state of torch without a public name: modes, and hooks on saved tensors.
 
-A caller's TorchDispatchMode or TorchFunctionMode, such as FlopCounterMode, sees the operators of its own thread. Pushed
-onto the stacks of the threads that work for the caller, it sees theirs too.
+A TorchDispatchMode or TorchFunctionMode of the caller, such as FlopCounterMode, sees the operators of its own thread.
+Pushed onto the stacks of the threads that work for the caller, it sees theirs too.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class CallerModes:
 
     @classmethod
     def capture(cls) -> CallerModes | None:
-        """Those of this thread; None if there are none, as nearly always."""
+        """The modes of this thread; None if there are none, which is the usual case."""
         dispatch = range(torch._C._len_torch_dispatch_stack())
         function = range(torch._C._len_torch_function_stack())
         if not dispatch and not function:
             return None
         modes = cls(
             tuple(torch._C._get_dispatch_stack_at(place) for place in dispatch),
-            # The default device is no mode of the user's, and goes its own way.
+            # The default device is a mode as well, but part of the caller's state.
             tuple(
                 mode
                 for mode in map(torch._C._get_function_stack_at, function)
@@ -53,7 +53,7 @@ class CallerModes:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Modes are made for one thread, and most of them count: threads that share them take turns."""
+        """Context manager. Modes are made for one thread, and most of them count, so threads take turns."""
         with self._turn, contextlib.ExitStack() as stack:
             for mode in self.dispatch:
                 _push_mode(mode)

@@ -1,8 +1,8 @@
-"""A process as one of those torchrun started: whether it is the one that speaks, and where it says why it failed.
+"""A process that torchrun started: whether it prints, and where it writes why it failed.
 
-torchrun shows, after the end of all, what the first that failed had written to a file of its own: so one line of
-whichever rank is seen, however many fail alike. The variables and the form of the file are torchrun's. torch itself is
-not imported: a mistyped word is answered without it.
+After the end of all processes, torchrun shows what the first one that failed wrote to its error file, so users see
+one line however many ranks fail alike. The variables and the file format are torchrun's. torch itself is not
+imported, so that a mistyped key is reported without it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 
 _STARTED, _RANK, _REASON = "TORCHELASTIC_RUN_ID", "RANK", "TORCHELASTIC_ERROR_FILE"
 _LATER = 60
-"""Seconds. torchrun blames who failed first, by clocks that count whole seconds."""
+"""Seconds. torchrun reports the process that failed first, by timestamps in whole seconds."""
 
 
 def follows() -> bool:
-    """Whether another process is the one that speaks."""
+    """Whether another process prints for this one."""
     return _STARTED in os.environ and os.environ.get(_RANK, "0") != "0"
 
 
 def leave_reason(line: str, *, of_another: bool) -> None:
-    """For torchrun, where it asks for it; of_another: only because another process has failed."""
+    """Write the reason to torchrun's error file; of_another: this process failed only because another did."""
     path = os.environ.get(_REASON)
     if _STARTED not in os.environ or not path:
         return

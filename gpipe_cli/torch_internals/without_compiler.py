@@ -1,8 +1,8 @@
-"""torch's compiler left unloaded where it has nothing to do: importing it takes as long as importing torch.
+"""Keeps torch's compiler unloaded where it has nothing to do: importing it takes as long as importing torch.
 
-Fake tensors and optimizers import torch._dynamo only to say that they are not to be compiled, and to read its settings.
-Inside `without_compiler` they find a package in its place that has those two things. Afterwards all is as it was, so
-torch.compile works before and after. Nothing is done where the compiler is loaded already. For one thread at a time.
+Fake tensors and optimizers import torch._dynamo only to exclude functions from compilation and to read its settings.
+Inside `without_compiler` they find a module in its place that offers these two things. torch.compile works before and
+after. If the compiler is already loaded, nothing happens. For one thread at a time.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 
 _COMPILER = "torch._dynamo"
 _WRAPPED = "__dynamo_disable"
-"""Where a function that is not to be compiled keeps what the compiler made of it."""
+"""The attribute in which a function keeps what the compiler made of it."""
 
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    found = None if _COMPILER in sys.modules else find_spec(_COMPILER)
-    if found is None:
+    spec = None if _COMPILER in sys.modules else find_spec(_COMPILER)
+    if spec is None:
         yield
         return
-    stand_in = _StandIn(found)
+    stand_in = _StandIn(spec)
     sys.modules[_COMPILER] = stand_in
     try:
         stand_in.config = import_module(f"{_COMPILER}.config")
@@ -42,7 +42,7 @@ def without_compiler() -> Iterator[None]:
 
 @final
 class _StandIn(ModuleType):
-    """The package as it looks to those who do not compile; its settings are the real ones."""
+    """Replaces the package for code that does not compile; its settings are the real ones."""
 
     def __init__(self, spec: ModuleSpec) -> None:
         super().__init__(_COMPILER)
@@ -51,13 +51,13 @@ class _StandIn(ModuleType):
         self._functions: list[Callable[..., Any]] = []
 
     def disable(self, function: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:
-        """Nobody compiles, so there is nothing to keep the function from."""
+        """Nothing is compiled, so there is nothing to exclude the function from."""
         self._functions.append(function)
         return function
 
     def graph_break(self, *_: object) -> None: ...
 
     def forget(self) -> None:
-        """Let the compiler do its own when it is there."""
+        """Remove the traces, so that the compiler can be imported later."""
         for function in self._functions:
             vars(function).pop(_WRAPPED, None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.engines import processes, single
-from gpipe_cli.engines.protocol import Engine, EngineSpec, Objective, StepFacts
+from gpipe_cli.engines.protocol import Engine, EngineSpec, StepFacts, TrainingObjective
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.schedule.checkpoint import Checkpoint
 from gpipe_cli.sequential import partition_uniform
@@ -51,9 +51,9 @@ class Case:
             pieces[0] = pieces[0] * float("inf")
         return pieces[0], pieces[1]
 
-    def objective(self, loss: Any) -> Objective:
+    def objective(self, loss: Any) -> TrainingObjective:
         make_optimizer = partial(getattr(torch.optim, self.optimizer), lr=0.0)
-        return Objective(loss, loss.measure, make_optimizer, self.clip, self.precision)
+        return TrainingObjective(loss, loss.measure, make_optimizer, self.clip, self.precision)
 
     def alone(self) -> Engine:
         """One process; instead of replicas it has as many times the micro-batches."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.engines import offload, single, threads
-from gpipe_cli.engines.protocol import Engine, EngineSpec, Objective
+from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, NumericError, RunError
 from gpipe_cli.losses.measures import accuracy
@@ -55,11 +55,13 @@ def rows(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6, generator=generator), torch.randint(3, (8,), generator=generator)
 
 
-def objective(**changes: Any) -> Objective:
-    return Objective(**{"loss": nn.CrossEntropyLoss(), "measure": accuracy, "optimizer": SGD, **changes})
+def objective(**changes: Any) -> TrainingObjective:
+    return TrainingObjective(
+        **{"loss": nn.CrossEntropyLoss(), "measure": accuracy, "optimizer": SGD, **changes}
+    )
 
 
-def plain(module: nn.Sequential, task: Objective, *, deferred: bool = True) -> Engine:
+def plain(module: nn.Sequential, task: TrainingObjective, *, deferred: bool = True) -> Engine:
     spec = EngineSpec(
         module, task, [len(module)], [CPU], chunks=3, eval_chunks=2, deferred_batch_norm=deferred
     )
@@ -74,7 +76,7 @@ def sample_of(batches: Batches, loss: Any) -> Callable[[], Sample]:
 
 def offloaded(
     module: nn.Sequential,
-    task: Objective,
+    task: TrainingObjective,
     folder: Path,
     *,
     deferred: bool = True,

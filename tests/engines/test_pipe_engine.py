@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpipe_cli import current_microbatch
 from gpipe_cli.engines import single, threads
-from gpipe_cli.engines.protocol import Engine, EngineSpec, Objective
+from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.errors import NumericError, ResourceError
 from gpipe_cli.losses.measures import accuracy
 
@@ -23,8 +23,8 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
 
 
-def objective(precision: str = "fp32", loss: Callable[..., Tensor] | None = None) -> Objective:
-    return Objective(
+def objective(precision: str = "fp32", loss: Callable[..., Tensor] | None = None) -> TrainingObjective:
+    return TrainingObjective(
         loss or nn.CrossEntropyLoss(),
         accuracy,
         optimizer=partial(torch.optim.SGD, lr=0.0, momentum=0.9),
@@ -32,11 +32,11 @@ def objective(precision: str = "fp32", loss: Callable[..., Tensor] | None = None
     )
 
 
-def on_one_thread(module: nn.Sequential, task: Objective) -> Engine:
+def on_one_thread(module: nn.Sequential, task: TrainingObjective) -> Engine:
     return single.build(EngineSpec(module, task, [len(module)], [CPU], chunks=3, eval_chunks=2))
 
 
-def on_two_workers(module: nn.Sequential, task: Objective) -> Engine:
+def on_two_workers(module: nn.Sequential, task: TrainingObjective) -> Engine:
     return threads.build(EngineSpec(module, task, [len(module) - 1, 1], [CPU, CPU], chunks=3, eval_chunks=2))
 
 
@@ -44,7 +44,7 @@ def on_two_workers(module: nn.Sequential, task: Objective) -> Engine:
 def build(request: pytest.FixtureRequest) -> Iterator[Callable[..., Engine]]:
     made: list[Engine] = []
 
-    def make(module: nn.Sequential, task: Objective) -> Engine:
+    def make(module: nn.Sequential, task: TrainingObjective) -> Engine:
         made.append(request.param(module, task))
         return made[-1]
 

@@ -7,6 +7,10 @@ import io
 import itertools
 import logging
 import pickle
+import sys
+import threading
+import traceback
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -360,3 +364,26 @@ def test_parameters_shared_by_partitions_get_the_sum_of_their_gradients() -> Non
             first.weight.grad = None
         assert model[0].weight is model[2].weight
     assert all(torch.equal(results[0], result) for result in results)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_layer_is_at_most_twelve_frames_away_from_step(checkpoint: str) -> None:
+    """Counting the frames in which the caller waits and those of the worker; version one had 19."""
+    package = str(Path(gpipe_cli.__file__).parent)
+    caller = threading.get_ident()
+    counts = []
+
+    def frames_of_gpipe(frame: Any) -> int:
+        return sum(each.f_code.co_filename.startswith(package) for each, _ in traceback.walk_stack(frame))
+
+    class CountFrames(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            waiting = sys._current_frames()[caller]
+            counts.append(frames_of_gpipe(sys._getframe()) + frames_of_gpipe(waiting))
+            return input
+
+    model = nn.Sequential(nn.Linear(2, 2), CountFrames())
+    with GPipe(model, [1, 1], chunks=2, checkpoint=checkpoint) as pipe:
+        for _ in range(2):
+            pipe.step(torch.ones(4, 2), torch.ones(4, 2), functional.mse_loss)
+    assert max(counts) <= 12

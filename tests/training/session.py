@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.data.loading import batch_count, batches
 from gpipe_cli.engines import offload, single, threads
-from gpipe_cli.engines.protocol import Batch, Engine, EngineSpec, Objective
+from gpipe_cli.engines.protocol import Batch, Engine, EngineSpec, TrainingObjective
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.losses.measures import accuracy
 from gpipe_cli.profiling.layers import Sample
@@ -118,7 +118,7 @@ def make_engine(case: Case) -> Engine:
         nn.Linear(8, 3),
     )
     loss = nn.functional.cross_entropy
-    objective = Objective(loss, accuracy, OPTIMIZERS[case.optimizer], case.clip, case.precision)
+    objective = TrainingObjective(loss, accuracy, OPTIMIZERS[case.optimizer], case.clip, case.precision)
     device = torch.device("cpu")
     balance = list(case.balance) or [len(module)]
     spec = EngineSpec(
