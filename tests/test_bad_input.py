@@ -55,6 +55,9 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("train engine=offload engine.slice=9", 2, "unknown key 'engine.slice'; did you mean 'engine.slices'?"),
     ("train engine=offload engine.to=tape", 2, "engine.to=tape: must be one of: cpu, disk"),
     ("train engine=offload engine.memory=1KiB", 2, "engine.memory=1KiB: is too little, "),
+    ("train engine=offload checkpoint=[always]", 2, "engine=offload has no partitions; give one mode"),
+    ("profile engine=offload", 2, "engine=offload: is for the steps that timeline=true runs"),
+    ("profile timeline=true engine=single", 2, "engine=single: its steps cannot be recorded; leave it out"),
     ("train engine=offload schedule=1f1b", 2, "schedule: has no effect with engine=offload; leave it out"),
     ("train engine.offload=tape", 2, "engine.offload=tape: must be one of: cpu, disk, or null"),
     (
@@ -232,8 +235,6 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
 
 # (command line, what the error says): values that are judged once the configuration is composed
 SETTINGS: list[tuple[str, str]] = [
-    ("profile engine=offload", "engine=offload: is for the steps that timeline=true runs"),
-    ("profile timeline=true engine=single", "engine=single: has no timeline; one of: threads, offload"),
     ("train batch_size=-5", "batch_size=-5: must be at least 1"),
     ("train batch_size=0 chunks=0", "chunks=0: must be at least 1; batch_size=0: must be at least 1"),
     ("train balance=manual balance.layers=[10,0]", "every entry must be a positive whole number"),

@@ -16,7 +16,6 @@ from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
     SCHEMAS,
     CostConfig,
-    EngineConfig,
     EvalConfig,
     ModelConfig,
     PlanConfig,
@@ -37,8 +36,6 @@ CHOICES = {
     "split": ("test", "train"),
     "sort": ("order", "time", "memory"),
 }
-RECORDED = ("threads", "offload")
-"""Engines whose steps have a timeline."""
 AT_LEAST = {
     "chunks": 1,
     "eval_chunks": 1,
@@ -60,7 +57,6 @@ AT_MOST = dict.fromkeys(("threads", "devices", "partitions", "data_parallel"), 1
 """Limits on threads, workers and processes, above the cores of the largest machines and the GPUs of a large job."""
 POSITIVE = ("clip_grad_norm", "step_timeout", "plan.budget", "plan.verify_budget")
 LARGEST_SEED = 2**63 - 1
-OFFLOAD = "gpipe_cli.engines.offload.build"
 
 
 def check(settings: ModelConfig) -> None:
@@ -103,8 +99,6 @@ def _problems(settings: ModelConfig) -> Iterator[str]:
         yield "optimizer.lr: must be given; lr_schedule multiplies it"
     if isinstance(settings, ProfileConfig) and settings.timeline and not settings.measure:
         yield "timeline=true: runs the model, but measure=false runs nothing; leave one of them out"
-    if isinstance(settings, ProfileConfig):
-        yield from _timeline(settings)
     if isinstance(settings, TrainConfig):
         yield from _resuming(settings)
     if isinstance(settings, PlanConfig) and settings.device is not None:
@@ -226,9 +220,6 @@ def _checkpoint(settings: ModelConfig) -> Iterator[str]:
         if mode not in MODES:
             yield f"checkpoint={given}: {or_list(str(mode), MODES)}"
             return
-    slices = isinstance(settings, EngineConfig) and settings.engine.get("_target_") == OFFLOAD
-    if isinstance(given, list) and slices:
-        yield f"checkpoint={given}: engine=offload has slices, not partitions; give one mode for all of them"
 
 
 def _other_device(settings: PlanConfig, device: str) -> Iterator[str]:
@@ -238,14 +229,6 @@ def _other_device(settings: PlanConfig, device: str) -> Iterator[str]:
         yield f"devices={settings.devices}: give the number of devices for device={device}, such as devices=8"
     if settings.verify:
         yield f"verify=true: this machine has no device={device} to run plans on; leave one of them out"
-
-
-def _timeline(settings: ProfileConfig) -> Iterator[str]:
-    name = settings.engine.get("_target_", "").removeprefix("gpipe_cli.engines.").removesuffix(".build")
-    if not settings.timeline and (name != "threads" or settings.engine.get("offload") is not None):
-        yield f"engine={name}: is for the steps that timeline=true runs; add it, or leave this out"
-    elif name not in RECORDED:
-        yield f"engine={name}: has no timeline; one of: {', '.join(RECORDED)}"
 
 
 def _resuming(settings: TrainConfig) -> Iterator[str]:

@@ -10,7 +10,15 @@ from typing import Any
 from gpipe_cli.config.instantiate import accepted_arguments, bind
 from gpipe_cli.config.options import default_options
 from gpipe_cli.config.overrides import sets_key
-from gpipe_cli.config.schema import COMPONENT_GROUPS, EngineConfig, ModelConfig, RunConfig, TrainConfig
+from gpipe_cli.config.schema import (
+    COMPONENT_GROUPS,
+    CostConfig,
+    EngineConfig,
+    ModelConfig,
+    ProfileConfig,
+    RunConfig,
+    TrainConfig,
+)
 from gpipe_cli.engines.protocol import EngineTraits, engine_traits
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.run.model import check_layers, model_arguments, sequence_keys
@@ -39,9 +47,28 @@ def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
             )
     check_layers(sequence_keys(settings))
     if isinstance(settings, EngineConfig):
-        for key in sorted(traits_of_engine(settings).ignored_keys):
-            if _is_given(settings, key, overrides):
-                raise ConfigError(f"{key}: has no effect with {engine_name(settings)}; leave it out")
+        _check_engine(settings, overrides)
+
+
+def _check_engine(settings: EngineConfig, overrides: Sequence[str]) -> None:
+    """Refuse settings that do not go with what the engine's module declares."""
+    engine, traits = engine_name(settings), traits_of_engine(settings)
+    for key in sorted(traits.ignored_keys):
+        if _is_given(settings, key, overrides):
+            raise ConfigError(f"{key}: has no effect with {engine}; leave it out")
+    checkpoint = settings.checkpoint if isinstance(settings, CostConfig) else None
+    if traits.one_checkpoint_mode and isinstance(checkpoint, list):
+        raise ConfigError(
+            f"checkpoint={checkpoint}: {engine} has no partitions; give one mode for the whole model"
+        )
+    if not isinstance(settings, ProfileConfig):
+        return
+    default = f"engine={default_options('profile')['engine'].name}"
+    has_keys = any(value is not None for key, value in settings.engine.items() if key != "_target_")
+    if not settings.timeline and (engine != default or has_keys):
+        raise ConfigError(f"{engine}: is for the steps that timeline=true runs; add it, or leave this out")
+    if not traits.has_timeline:
+        raise ConfigError(f"{engine}: its steps cannot be recorded; leave it out, which means {default}")
 
 
 def _is_given(settings: EngineConfig, key: str, overrides: Sequence[str]) -> bool:

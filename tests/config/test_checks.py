@@ -40,10 +40,6 @@ def test_the_defaults_pass() -> None:
         ({"checkpoint": "alway"}, "checkpoint=alway: did you mean 'always'"),
         ({"checkpoint": ["always", "nevr"]}, r"checkpoint=\['always', 'nevr'\]: did you mean 'never'"),
         ({"checkpoint": 3}, "checkpoint=3: one of: always, except_last, never"),
-        (
-            {"checkpoint": ["always"], "engine": {"_target_": "gpipe_cli.engines.offload.build"}},
-            "engine=offload has slices, not partitions; give one mode for all of them",
-        ),
         ({"schedule": ScheduleConfig(name="gpip")}, "schedule.name=gpip: did you mean 'gpipe'"),
         ({"devices": "cpu"}, "devices=cpu: must be auto, a number of devices or a list"),
         ({"devices": True}, "devices=True: must be auto"),
