@@ -124,6 +124,7 @@ class ActionLoop:
         position = _Position()
         actions = self._order[worker]
         try:
+            # Each partition belongs to one worker, which may look at its modules without a lock.
             for index in {action.partition for action in actions if action.kind is Kind.FORWARD}:
                 self._partitions[index].begin()
             with self._state.batch.state.entered():
@@ -142,6 +143,7 @@ class ActionLoop:
 
     def fail(self, error: BaseException) -> None:
         """Keep the first failure and wake up every worker that waits."""
+        # Later failures are mostly consequences of the first one.
         with self._failure_lock:
             if self._failure is None:
                 self._failure = error
@@ -195,6 +197,7 @@ class ActionLoop:
         self._check_no_failure()
         partition = self._partitions[action.partition]
         position.phase = "forward"
+        # Blocks until the partitions that send to this one have run the micro-batch, or a worker has failed.
         inputs = self._channels.receive(partition, action.micro_batch)
         task = self._state.forward_task(action.partition, action.micro_batch)
         if self._logs:
@@ -210,6 +213,7 @@ class ActionLoop:
         with _NO_MODES if self._modes is None else self._modes.entered():
             outputs, saved = partition.forward(inputs, task)
         begin = self._record(action, position.phase, partition, begin)
+        # Saved before it is sent: the gradient can return as soon as the following partition has the output.
         if saved is not None:
             self._state.saved[action.partition, action.micro_batch] = saved
         self._channels.send(partition, action.micro_batch, outputs)
@@ -241,6 +245,7 @@ class ActionLoop:
                     saved, gradients, keep_graph=self._keep_graph, collector=collector
                 )
         begin = self._record(action, position.phase, partition, begin)
+        # Free the graph before the gradient leaves, so that the activations of two micro-batches do not add up.
         if action.kind is Kind.BACKWARD:
             self._release(action)
         self._channels.send_gradients(partition, gradients, saved)

@@ -78,7 +78,7 @@ class BatchState:
         return cls(batch, inputs, tied, untied, checkpoint_stops, loss, whole_graph)
 
     def forward_task(self, partition: int, micro_batch: int) -> ForwardTask:
-        untied = self.untied[micro_batch % len(self.untied)]
+        untied = self.untied[micro_batch % len(self.untied)]  # one set for all micro-batches, or one for each
         return ForwardTask(
             self.batch,
             self.batch.micro_batches[micro_batch],
@@ -122,6 +122,7 @@ class BatchState:
 
     def count_writes(self) -> None:
         """Let the version counters of the caller's tensors see what layers wrote: micro-batches have their own."""
+        # A graph of the caller's that saved the input must notice that layers wrote it.
         tensors = self.batch.tensors
         torch.autograd.graph.increment_version([tensors[place] for place in self.written_inputs])
         self.input_versions = [version_of(tensor) for tensor in tensors]

@@ -160,6 +160,7 @@ class GradSink:
                 "a layer used a tensor of another partition that was not handed to it, so its gradient "
                 "would be lost. Hand it over with @skippable (see gpipe_cli.skip)"
             )
+        # Autograd calls this once per backward, when the gradients of all uses have been summed.
         for place, gradient in zip(self._places, gradients, strict=True):
             self.gradients[place] = gradient
 
@@ -179,6 +180,7 @@ class _Entry(Function):
     @staticmethod
     def forward(ctx: Any, sink: GradSink, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.sink = sink
+        # A tensor that the loss does not depend on gets None, not zeros that would travel through all partitions.
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 

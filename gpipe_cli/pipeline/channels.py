@@ -54,6 +54,7 @@ class Channels:
             for destination in partition.destinations
             if destination <= self._last
         ]
+        # Fresh channels for every pass: after a failure, items of the failed pass must not reach the next one.
         self._forward = {pair: _Channel() for pair in pairs}
         self._backward = {pair: _Channel() for pair in pairs}
 
@@ -72,6 +73,7 @@ class Channels:
         input: PartitionInput
         copy: DeviceCopy
         input, copy, versions = self._forward[source, partition.index].get()
+        # A skip passes by the partitions between its stash and its pop, which may write the same memory meanwhile.
         if source < partition.index - 1:
             names = [route.name for route in partition.receives if route.partition == source]
             written = self._state.written_copies[micro_batch]
@@ -105,6 +107,7 @@ class Channels:
         if partition.index == 0:
             self._state.input_gradients[saved.task.micro_batch.index] = gradients
             return
+        # The sink holds the gradients of all inputs in one list, in the order of the sources.
         remaining = iter(gradients)
         for source, size in zip(partition.sources, saved.sizes, strict=True):
             copy = start_copy(tuple(islice(remaining, size)), self._partitions[source].device)

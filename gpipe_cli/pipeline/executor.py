@@ -44,9 +44,12 @@ class _Orders:
 
 @functools.lru_cache(maxsize=128)
 def _orders(make_order: MakeOrder, partitions: int, chunks: int, workers: int) -> _Orders:
+    # `loss.backward()` comes after the whole forward, so a call of the pipe uses the forward part of the schedule and
+    # its backward the rest. Both keep the order of each worker.
     whole = make_order(partitions, chunks, workers)
     forward = tuple(tuple(each for each in actions if each.kind is Kind.FORWARD) for actions in whole)
     backward = tuple(tuple(each for each in actions if each.kind is not Kind.FORWARD) for actions in whole)
+    # One thread must not wait for itself: each micro-batch passes all partitions before the next one begins.
     one_thread = tuple(
         Action(Kind.BACKWARD, partition, micro_batch)
         for micro_batch in range(chunks)
@@ -121,6 +124,7 @@ class Executor:
         for untied in state.untied_by_layer():
             state.tied.add_up(untied)
         if not whole_graph:
+            # The workers only filled the gradients of detached inputs: autograd carries them on from here.
             state.count_writes()
             _backward_of_inputs(state)
 
@@ -163,6 +167,7 @@ class Executor:
         loss: MicroBatchLoss | None,
         whole_graph: bool,
     ) -> BatchState:
+        # Users may tie or replace parameters between two calls, so this is not done once in the constructor.
         tied = TiedParameters(self._layers)
         return BatchState.of(batch, self._lengths, tied, checkpoint_stops, loss, whole_graph=whole_graph)
 
@@ -187,6 +192,7 @@ class Executor:
             functools.partial(contextvars.copy_context().run, loop.run, worker)
             for worker in range(self._workers)
         ]
+        # Workers end their job even after a failure, so the failure is raised when nobody uses the tensors any more.
         with self._pool.turn:
             if self._workers:
                 self._pool.run(jobs, loop.fail, self.timeout)

@@ -77,6 +77,7 @@ class LayerLoop:
         value, skips = self._unpack(inputs, entered)
         random = self._random
         self._key, self._micro_batch = task.batch.key, task.micro_batch.index
+        # The numbers of autograd's nodes tell later which layer created which node.
         numbers = [next_number()]
         with (
             Running(task.micro_batch, checkpointing, recomputing, self._running_layer),
@@ -105,6 +106,7 @@ class LayerLoop:
             values, template = flatten(value, "output")
             if not values:
                 raise TypeError(f"expected Tensor, but got {type(value).__name__} as output")
+            # Not the last layer any more: an error from here on is none of its own.
             random.source = INPUT
         return LayerOutputs(values, template, () if skips is None else skips.sent(), tuple(numbers))
 

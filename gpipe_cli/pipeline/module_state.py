@@ -110,6 +110,8 @@ class BufferCopies:
             if buffer.get() is not copy:
                 continue  # the layer replaced the buffer
             setattr(buffer.module, buffer.name, original)
+            # Without the comparison every micro-batch would count as a write, and graphs that saved the original would
+            # refuse to run.
             if not torch.equal(original, copy):
                 with torch.no_grad():
                     original.copy_(copy)

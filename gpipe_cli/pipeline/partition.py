@@ -96,6 +96,7 @@ class Partition:
     ) -> tuple[tuple[PartitionInput, ...], SavedForBackward | None]:
         """The inputs of the partitions it sends to, and what backward needs, unless one graph spans all partitions."""
         needs_grad = inputs[0].needs_grad if len(inputs) == 1 else tuple([each.needs_grad for each in inputs])
+        # Whatever can change what the layers do must be in the key: `begin` adds training modes and requires_grad.
         mode = (needs_grad, task.batch.state.grad, task.whole_graph, task.loss is None)
         traits = self._traits.get(mode)
         if traits is None:
@@ -119,6 +120,7 @@ class Partition:
         before = save_buffers(buffers)
         self._buffers_before = self._buffers_before or before
         saved = _saved_for_backward(inputs, task)
+        # Whether the layers write their input is not known yet, so a checkpointed task keeps a copy in any case.
         given, kept = self._given_and_kept(inputs, copies=task.checkpointed)
         versions = _versions(given)
         detector = None if task.whole_graph else GraphLeakDetector(saved.sink, modules, self.others)
@@ -144,6 +146,7 @@ class Partition:
         if task.whole_graph:
             return packed, None
         if task.checkpointed and traits.tracks_grad:
+            # Dropping the roots frees the graph: from here on this is a checkpointed forward like any other.
             saved.roots, saved.node_numbers = (), ()
             saved.buffers = tuple(item for item in before if item.buffer in traits.changed_buffers)
             self._keep_inputs(saved, kept if traits.writes_input else inputs, traits)
@@ -177,6 +180,7 @@ class Partition:
             )
         saved.roots, saved.node_numbers = (), ()
         self._keep_inputs(saved, kept, traits)
+        # Without grad, autograd tracked none of the outputs; the receiver must treat them as recompute will.
         return tuple(
             output.as_if_tracked(needed, aliases)
             for output, needed, aliases in zip(packed, traits.needs_grad, traits.aliases, strict=True)
@@ -243,6 +247,7 @@ class Partition:
         saved.holds_caller_memory = traits.input_is_callers
         saved.writes_input = traits.writes_input
         saved.input_is_private = traits.writes_input and self.index == 0
+        # Modules whose buffers every forward changes are left out: each micro-batch changes their versions.
         changing = {buffer.module for buffer in traits.changed_buffers}
         saved.versions = ([input.versions() for input in inputs], self._tensors.versions(changing))
 
@@ -279,6 +284,7 @@ class Partition:
     ) -> Gradients:
         """The gradients of the inputs. Those of leaves are added to `.grad`, unless the collector wants them."""
         pairs = _roots_with_gradients(saved, gradients)
+        # No pair means that nothing behind this partition took part in the loss: there is nothing to run.
         if pairs:
             roots, root_gradients = zip(*pairs, strict=True)
             with saved.sink, self._loop.keyed_backward(saved), saved.task.batch.state.without_autocast():

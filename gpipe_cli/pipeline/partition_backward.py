@@ -35,6 +35,7 @@ class _Branch:
 class SplitBackward:
     def __init__(self, roots: Sequence[tuple[GradientEdge, Tensor]], sink: GradSink) -> None:
         self._sink = sink
+        # One depth-first pass over the graph of the micro-batch, without recursion: models are deep.
         leads = _leads_to_input([root.node for root, _ in roots], sink)
         self._ahead = [(root, gradient) for root, gradient in roots if leads[root.node]]
         self._aside = [(root, gradient) for root, gradient in roots if not leads[root.node]]
@@ -62,6 +63,7 @@ class SplitBackward:
         ]
         try:
             with self._sink:
+                # Asking for the anchor makes the engine run only nodes that lead to the input.
                 _run(self._ahead, keep_graph=True, inputs=(ANCHOR,))
         finally:
             for handle in handles:

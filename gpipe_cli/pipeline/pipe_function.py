@@ -71,6 +71,7 @@ class _PipeBackward:
         state = self.state
         state.check_input()
         tied = {parameter for parameter, _ in state.tied.users}
+        # The anchor is reached by a plain backward(), but not by inputs= or autograd.grad, which name their leaves.
         everything = fills_leaf(ANCHOR)
         wanted = [parameter for parameter in self.parameters if everything or is_asked_for(parameter)]
         by_autograd = [

@@ -43,6 +43,7 @@ class PipeModule(nn.Module):
             raise ValueError(f"number of chunks must be positive integer (chunks: {chunks})")
         if len(set(module.children())) < len(module):
             raise ValueError("module with duplicate children is not supported")
+        # Before anything is changed: a module that is refused must be as it was.
         verify_skippables(module)
         if deferred_batch_norm:
             converted = convert_deferred_batch_norm(module)

@@ -44,6 +44,7 @@ class Untied:
     def __enter__(self) -> None:
         # Not `use.parameter`: the user may have replaced it before a recompute.
         self._before = [use.module._parameters[use.name] for use in self._uses]
+        # Only the worker that runs this layer touches its modules, so the swap needs no lock.
         for use in self._uses:
             setattr(use.module, use.name, self._parameters[use.parameter])
 
