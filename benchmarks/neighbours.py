@@ -20,9 +20,9 @@ from rich.table import Table
 from benchmarks.cases import CASES as ALL_CASES
 from benchmarks.cases import Case, build
 from benchmarks.turns import Way, milliseconds, prepare
+from gpipe_cli.accelerator.devices import available_cores
 from gpipe_cli.balance.solver import neighbours
 from gpipe_cli.balance.time import balance
-from gpipe_cli.engines.devices import available_cores
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 

@@ -25,8 +25,8 @@ from rich.table import Table
 from benchmarks.cases import CASES as ALL_CASES
 from benchmarks.cases import Case, build
 from benchmarks.turns import Way, milliseconds, prepare, undisturbed
+from gpipe_cli.accelerator.devices import available_cores
 from gpipe_cli.balance.solver import solve
-from gpipe_cli.engines.devices import available_cores
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.measured import SECONDS_OF_PHASES, MeasuredCosts
 from gpipe_cli.plan.search_space import PlanShape

@@ -29,7 +29,7 @@ from gpipe_cli.plan.search import best_balance, lowest_bound
 from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.without_storage import without_storage
+from gpipe_cli.sequential.without_storage import without_storage
 
 ROWS = 2
 """Of the micro-batch that is counted."""

@@ -21,9 +21,8 @@ from pathlib import Path
 from rich.ansi import AnsiDecoder
 from rich.console import Console
 
-from gpipe_cli.report.page.facts import TimelineFacts
 from gpipe_cli.report.page.html import Html
-from gpipe_cli.report.page.reader import read_run
+from gpipe_cli.report.page.run_facts import TimelineFacts, read_run
 from make_docs.__main__ import DOCS
 from make_docs.svg import box, label, legend, svg_file
 

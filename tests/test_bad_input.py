@@ -101,18 +101,18 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ),
     ("train engine=single device_memory=1GiB", 2, "device_memory: has no effect with engine=single"),
     ("train engine=single devices=2", 2, "devices=2: engine=single runs on one device"),
-    ("train devices=[cuda:7]", 2, "'cuda:7' is not here"),
-    ("train devices=[gpu]", 2, "'gpu' is no device"),
+    ("train devices=[cuda:7]", 2, "'cuda:7' does not exist"),
+    ("train devices=[gpu]", 2, "'gpu' is not a device"),
     ("train run_dir=a(b", 2, "put it in quotes that the shell leaves alone: \"run_dir='a(b'\""),
     (
         "train model=mlp model.width=10000000000000",
         6,
-        "out of memory while building the model: 122,880,000,000,000,000 bytes could not be had; choose a smaller",
+        "out of memory while building the model: cannot allocate 122,880,000,000,000,000 bytes; choose a smaller",
     ),
     (
         "train model=mlp data=synthetic data.shape=[100000000,1000000]",
         6,
-        "out of memory while loading the data: 4,000,000,000,000,000 bytes could not be had; choose a smaller data",
+        "out of memory while loading the data: cannot allocate 4,000,000,000,000,000 bytes; choose a smaller data",
     ),
     (
         "train engine=single balance=manual balance.layers=[10]",

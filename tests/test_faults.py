@@ -243,7 +243,7 @@ TABLE = [
         "14",
         "memory that cannot be had",
         6,
-        "bytes could not be had; try more chunks, checkpoint=always",
+        "bytes; try more chunks, checkpoint=always",
         in_layer(lambda: torch.empty(2**46)),
         resumes=True,
     ),

@@ -65,7 +65,6 @@ WITHOUT_TORCH = {
     "training.snapshot.durable",
     "training.snapshot.header",
     "training.snapshot.manifest",
-    "training.snapshot.discovery",
     "schedule",
     "balance.solver",
     "config.schema",

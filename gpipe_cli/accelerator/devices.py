@@ -1,13 +1,14 @@
-"""The devices of this machine, and those that hold the partitions of a pipe.
-
-By default a pipe uses all accelerators, or one CPU worker per partition.
-"""
+"""The devices of this machine: what `devices` and `threads` of a configuration or of a pipe stand for."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+
+from gpipe_cli.errors import ConfigError
 
 Device = int | str | torch.device
 
@@ -42,7 +43,7 @@ def device_here(device: Device) -> torch.device:
             return known
     cure = f"write 0 to {len(accelerators) - 1}" if accelerators else "write 'cpu' for a worker on the CPU"
     raise IndexError(
-        f"device {device!r} is not here: this machine has {len(accelerators)} accelerators; {cure}"
+        f"device {device!r} does not exist: this machine has {len(accelerators)} accelerators; {cure}"
     )
 
 
@@ -59,3 +60,60 @@ def denies_move(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
         return True
     moving = (str, int, torch.device, torch.Tensor)
     return any(isinstance(argument, moving) and not isinstance(argument, bool) for argument in args)
+
+
+def resolve_devices(devices: Any, partitions: int) -> list[torch.device]:
+    """The devices of the partitions: `auto` takes as many as there are partitions, and shares a CPU."""
+    available = available_devices(devices)
+    if devices != "auto":
+        return available
+    return available * partitions if available[0].type == "cpu" else available[:partitions]
+
+
+def available_devices(devices: Any) -> list[torch.device]:
+    """The devices that a setting stands for; for `auto` a CPU counts once."""
+    if isinstance(devices, list):
+        return [_parse_device(device) for device in devices]
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if devices == "auto":
+        return gpus or [torch.device("cpu")]
+    if not gpus:
+        return [torch.device("cpu")] * int(devices)
+    if devices > len(gpus):
+        raise ConfigError(
+            f"devices={devices}: this machine has {len(gpus)} CUDA devices; give at most that many"
+        )
+    return gpus[:devices]
+
+
+def default_partitions(devices: Any, replicas: int = 1) -> int:
+    """One per device of a replica; 2 on the CPU if `devices` is auto."""
+    available = available_devices(devices)
+    return 2 if devices == "auto" and available[0].type == "cpu" else max(1, len(available) // replicas)
+
+
+def available_cores() -> int:
+    """The cores that this process may use; a container or `taskset` may limit them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_threads(threads: Any, devices: list[torch.device]) -> int:
+    """Set the intra-op threads of the process; several workers on one CPU get one each."""
+    sharing = sum(device.type == "cpu" for device in devices) > 1
+    count = (1 if sharing else available_cores()) if threads == "auto" else int(threads)
+    torch.set_num_threads(count)
+    return count
+
+
+def _parse_device(name: Any) -> torch.device:
+    try:
+        device = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"devices: '{name}' is not a device; write cpu, cuda:0 or a number") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"devices: '{name}' does not exist: this machine has {torch.cuda.device_count()} CUDA devices"
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"devices: '{name}' is not supported; use cpu or cuda")
+    return device

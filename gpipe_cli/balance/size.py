@@ -11,9 +11,8 @@ from typing import overload
 from torch import nn
 
 from gpipe_cli.accelerator.devices import Device, device_here
-from gpipe_cli.balance.argument_order import either_order
 from gpipe_cli.balance.memory_objective import LayerBytes, MemoryObjective, SkipBytes
-from gpipe_cli.balance.result import BalanceResult, solve_within
+from gpipe_cli.balance.result import BalanceResult, either_order, solve_within
 from gpipe_cli.balance.solver import require_layers
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
 from gpipe_cli.pipeline.pytree import map_tensors

@@ -13,9 +13,8 @@ from typing import Protocol, overload
 from torch import nn
 
 from gpipe_cli.accelerator.devices import Device, device_here
-from gpipe_cli.balance.argument_order import either_order
 from gpipe_cli.balance.memory_objective import MemoryObjective
-from gpipe_cli.balance.result import BalanceResult, solve_within
+from gpipe_cli.balance.result import BalanceResult, either_order, solve_within
 from gpipe_cli.balance.solver import (
     Additive,
     AdditiveByPartition,

@@ -26,8 +26,14 @@ from gpipe_cli.run.saved_run import saved_config, select_snapshot, with_override
 from gpipe_cli.run.weights import load_into_model, load_slice_by_slice
 from gpipe_cli.training.loop import evaluate
 from gpipe_cli.training.signals import StopRequested, stop_requests
-from gpipe_cli.training.snapshot.discovery import is_snapshot, run_directory_of, snapshot_paths
-from gpipe_cli.training.snapshot.manifest import BUFFERS, MODEL, VerifiedSnapshot
+from gpipe_cli.training.snapshot.manifest import (
+    BUFFERS,
+    MODEL,
+    VerifiedSnapshot,
+    is_snapshot,
+    run_directory_of,
+    snapshot_paths,
+)
 
 OWN_KEYS = ("run", "snapshot", "weights", "split")
 """Keys of an evaluation; the saved settings of the run have no say in them."""

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn, final
 
+from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.compose import Composition, JobConfig, settings_of
 from gpipe_cli.config.hydra_loader import CUSTOM
 from gpipe_cli.config.overrides import group_to_recipe
 from gpipe_cli.config.schema import TrainConfig
-from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.errors import Stopped
 from gpipe_cli.launch.rank_files import RankFiles, RankTask
 from gpipe_cli.launch.rank_process import run_rank
@@ -60,13 +60,13 @@ class Jobs:
             config = self._composition.job(overrides)
             job = self._job(config, number)
             # Commands import torch. Composing, printing and rejecting a configuration must not wait for that.
-            with memory_watched():
+            with report_out_of_memory():
                 command = importlib.import_module(f"gpipe_cli.commands.{self._command}")
             if not gc.isenabled():  # __main__ disabled it for the imports
                 # Imported modules live until the end, so exclude them from every later collection.
                 gc.freeze()
                 gc.enable()
-            with stop_immediately(), memory_watched():
+            with stop_immediately(), report_out_of_memory():
                 self._outcomes.append(Outcome(overrides, summary=command.run(config.settings, job)))
         except KeyboardInterrupt:
             raise
@@ -165,6 +165,6 @@ def _run_task(files: RankFiles, task: RankTask) -> Summary:
     if task.run_directory is not None:  # after a failure all ranks resume from the last snapshot
         assert isinstance(settings, TrainConfig), "only a training run has a directory"
         settings = replace(settings, resume="auto", run_dir=task.run_directory)
-    with memory_watched():
+    with report_out_of_memory():
         summary: Summary = importlib.import_module(f"gpipe_cli.commands.{job.command}").run(settings, job)
     return summary

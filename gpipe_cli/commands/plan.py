@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gpipe_cli.accelerator.devices import available_cores
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import PlanConfig
 from gpipe_cli.config.targets import add_current_folder
-from gpipe_cli.engines.devices import available_cores
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.prediction import Prediction, advice
 from gpipe_cli.plan.step_time import MOST_ACTIONS

@@ -21,8 +21,7 @@ from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.timeline import trace_json
 from gpipe_cli.run.build import RunParts, build_parts
 from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.launch_record import launch_of, write_launch
-from gpipe_cli.run.setup import write_config
+from gpipe_cli.run.setup import launch_facts, write_config, write_launch
 from gpipe_cli.run.summary import write_report
 from gpipe_cli.run.timeline import partition_for_timeline, print_timeline, record_timeline
 from gpipe_cli.run.training_step import make_sample
@@ -71,7 +70,7 @@ def run(settings: ProfileConfig, job: Job) -> Summary:
 
     directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
     write_config(directory, job)
-    write_launch(directory, launch_of(settings, job, parts, activations))
+    write_launch(directory, launch_facts(settings, job, parts, activations))
     write_json(directory / "profile.json", summary)
     write_text(directory / "profile.csv", layers_csv(rows))
     if timeline is not None:

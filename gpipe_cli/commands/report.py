@@ -16,7 +16,7 @@ from gpipe_cli.config.suggest import or_list
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.document import GENERATOR, PAGE, render_page
-from gpipe_cli.report.page.reader import read_run
+from gpipe_cli.report.page.run_facts import read_run
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.safe_files import UnsafeFile, open_regular
 from gpipe_cli.training.run_directory import write_text

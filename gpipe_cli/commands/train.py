@@ -22,7 +22,6 @@ from gpipe_cli.run.components import traits_of_engine
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.dry_run import dry_run
 from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.launch_record import launch_of, write_launch
 from gpipe_cli.run.ranks import (
     build_parts_in_ranks,
     connect,
@@ -33,7 +32,7 @@ from gpipe_cli.run.ranks import (
 )
 from gpipe_cli.run.recorder import GuardedLogger, RankRecorder, Recorder, RunRecorder
 from gpipe_cli.run.resume import ResumedRun, check_resumable, check_same_snapshot, load_resumed_run
-from gpipe_cli.run.setup import RunSetup, check_disk_space, set_up_run
+from gpipe_cli.run.setup import RunSetup, check_disk_space, launch_facts, set_up_run, write_launch
 from gpipe_cli.run.summary import (
     print_summary,
     stop_with_resume_command,
@@ -45,8 +44,7 @@ from gpipe_cli.run.summary import (
 from gpipe_cli.training.loop import EvalResult, TrainSpec, train
 from gpipe_cli.training.run_directory import check_run_dir, planned_run_directory
 from gpipe_cli.training.signals import defer_signals
-from gpipe_cli.training.snapshot.manager import SnapshotManager, save_and_stop
-from gpipe_cli.training.snapshot.retention import Retention
+from gpipe_cli.training.snapshot.manager import Retention, SnapshotManager, save_and_stop
 from gpipe_cli.values import parse_duration
 
 Rows = Sequence[Mapping[str, Any]]
@@ -85,7 +83,9 @@ def run(settings: TrainConfig, job: Job) -> Summary:
         elif summary is None:
             logger = GuardedLogger(settings)
             # Before the engine takes the model: one of several ranks keeps only its own partitions.
-            launch = launch_of(settings, job, parts, resumed=None if resumed is None else resumed.directory)
+            launch = launch_facts(
+                settings, job, parts, resumed=None if resumed is None else resumed.directory
+            )
             engine = with_heartbeat(
                 make_engine(settings, parts, measure_utilisation=on_terminal()), job, world
             )

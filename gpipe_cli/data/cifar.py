@@ -12,8 +12,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from gpipe_cli.data.datasets import Data, ImageSamples, check_common_keys
-from gpipe_cli.data.sources import find_file, read_bytes
+from gpipe_cli.data.datasets import Data, ImageSamples, check_common_keys, find_file, read_bytes
 from gpipe_cli.errors import ConfigError, DataError
 
 _SHAPE = (3, 32, 32)

@@ -5,16 +5,21 @@ A dataset builder returns one `Data`: training samples, held-out samples, and wh
 
 from __future__ import annotations
 
+import gzip
 import math
+import os
+import zlib
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, DataError
+from gpipe_cli.safe_files import open_regular
 from gpipe_cli.values import check_whole_number
 
 
@@ -120,3 +125,21 @@ def resize(images: Tensor, height: int, width: int) -> Tensor:
     if images.shape[-2:] == (height, width):
         return images
     return interpolate(images, size=(height, width), mode="bilinear", antialias=True)
+
+
+def find_file(root: str | Path, folder: str, name: str, cure: str) -> Path:
+    """Return the path of the file or of its .gz version; `cure` ends the error message if both are missing."""
+    path = Path(root) / folder / name
+    for candidate in (path, path.with_name(name + ".gz")):
+        if os.path.exists(candidate):  # noqa: PTH110 - unlike Path.exists, False without permission
+            return candidate
+    raise DataError(f"data.root={root}: {path} is missing; {cure}")
+
+
+def read_bytes(path: Path, limit: int) -> bytearray:
+    """Read at most `limit` bytes, so that a small compressed file cannot fill the memory."""
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            return bytearray((gzip.open(file) if path.suffix == ".gz" else file).read(limit))
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: damaged or unreadable ({error})") from error

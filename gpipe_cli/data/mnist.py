@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpipe_cli.data.datasets import Data, ImageSamples, check_common_keys
-from gpipe_cli.data.sources import find_file, read_bytes
+from gpipe_cli.data.datasets import Data, ImageSamples, check_common_keys, find_file, read_bytes
 from gpipe_cli.errors import DataError
 from gpipe_cli.values import check_whole_number
 

@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol, final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.engines.collectives import Collectives, NonfiniteOutput, SingleProcess
-from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts, Utilisation, Value
 from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state
 from gpipe_cli.engines.state_check import check_scaler
@@ -131,7 +131,7 @@ class PipeEngine:
         loss = float(scaled) / self._update.scaler.get_scale()
         facts = self._collectives.facts(self._facts(loss, output, target))
         try:
-            with memory_watched():
+            with report_out_of_memory():
                 update = self._update.apply(facts.loss, lr)
         except NumericError as error:
             for note in self._nonfinite_notes(input, target, key):
@@ -146,7 +146,7 @@ class PipeEngine:
         return StepFacts(loss, len(target), self._objective.measure(output, target))
 
     def _step(self, input: Value, target: Tensor, key: int) -> tuple[Tensor, Any]:
-        with self._autocast(), memory_watched():
+        with self._autocast(), report_out_of_memory():
             return self._pipe.step(input, target, self._scaled_loss, key=key, return_output=True)
 
     def _nonfinite_notes(self, input: Value, target: Tensor, key: int) -> Iterator[str]:
@@ -171,7 +171,7 @@ class PipeEngine:
 
     def eval_step(self, batch: Batch) -> StepFacts:
         input, target = self._to_devices(batch)
-        with self._evaluating(), self._autocast(), memory_watched():
+        with self._evaluating(), self._autocast(), report_out_of_memory():
             output = self._pipe(input)
             share = self._collectives.share_of(len(target))
             has_output = not (isinstance(output, tuple) and not output)

@@ -29,7 +29,7 @@ from gpipe_cli.pipeline.pytree import flatten, map_tensors
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.saved_tensors import LayerFacts, SavedTensors, Shape
 from gpipe_cli.sequential import layer_names, original_output
-from gpipe_cli.sequential.meta_clone import clone_with
+from gpipe_cli.sequential.without_storage import clone_with
 from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.skip.tracker import use_skip_tracker
 from gpipe_cli.torch_internals.attention_flops import ATTENTION_ON_CPU

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpipe_cli.accelerator.devices import default_partitions, resolve_devices, set_threads
+from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.result import BalanceResult
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate
 from gpipe_cli.config.schema import CostConfig, EngineConfig, ModelConfig, RunConfig, TrainConfig
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.distributed.world import World
-from gpipe_cli.engines.devices import default_partitions, resolve_devices, set_threads
-from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.measures import measure_of
@@ -95,7 +95,7 @@ def build_parts(settings: ModelConfig, overrides: Sequence[str], *, storage: boo
     return RunParts(loader, model, partition_model(settings, model, loader))
 
 
-@memory_watched("balancing the model")
+@report_out_of_memory("balancing the model")
 def partition_model(settings: ModelConfig, model: nn.Sequential, loader: BatchLoader) -> Partitioning:
     """Choose the devices of the partitions, and balance the layers between them."""
     if isinstance(settings, EngineConfig) and not traits_of_engine(settings).has_partitions:
@@ -167,7 +167,7 @@ def _balance(
     return Partitioning(balanced, devices, spec, memory, profiles.origin)
 
 
-@memory_watched("building engine and optimizer", FEWER_PARAMETERS)
+@report_out_of_memory("building engine and optimizer", FEWER_PARAMETERS)
 def make_engine(settings: RunConfig, parts: RunParts, *, measure_utilisation: bool = False) -> Engine:
     """Build the engine from what the settings say and from the parts of the run."""
     partitioning = parts.partitioning

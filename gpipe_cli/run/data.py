@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import final
 
+from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import ModelConfig, RunConfig, TrainConfig
 from gpipe_cli.data.datasets import Data, Samples
 from gpipe_cli.data.loading import batch_count, batches, check_batch, check_labels
 from gpipe_cli.data.transforms import Transform, Transforms
 from gpipe_cli.distributed.world import World
-from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError, DataError
 
@@ -79,7 +79,9 @@ class BatchLoader:
             yield input, target
 
 
-@memory_watched("loading the data", "choose a smaller data set, or one that reads its samples from files")
+@report_out_of_memory(
+    "loading the data", "choose a smaller data set, or one that reads its samples from files"
+)
 def make_loader(settings: ModelConfig) -> BatchLoader:
     data = instantiate(settings.data, "data", settings.allow)
     if not isinstance(data, Data):

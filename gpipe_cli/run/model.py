@@ -15,17 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate
 from gpipe_cli.config.schema import ModelConfig, TrainConfig
 from gpipe_cli.config.suggest import or_list
-from gpipe_cli.engines.memory import memory_watched
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.layer_check import check_fit, check_outputs
-from gpipe_cli.profiling.without_storage import without_storage
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.sequential import Sequence, flatten_model, to_sequential
-from gpipe_cli.sequential.meta_clone import meta_clone
+from gpipe_cli.sequential.without_storage import meta_clone, without_storage
 
 FEWER_PARAMETERS = "choose a smaller model, or keep it on disk with engine=offload engine.to=disk"
 SEQUENCE_KEYS = ("layers", "leaves")
@@ -39,7 +38,7 @@ FUNCTION_NAMES = """
 FUNCTIONS = {f"torch.{name}": getattr(torch, name) for name in FUNCTION_NAMES.split()}
 
 
-@memory_watched("building the model", FEWER_PARAMETERS)
+@report_out_of_memory("building the model", FEWER_PARAMETERS)
 def make_model(settings: ModelConfig, loader: BatchLoader) -> nn.Sequential:
     """Build the model and initialise it from the seed; `num_classes` defaults to the classes of the data."""
     torch.manual_seed(settings.seed if isinstance(settings, TrainConfig) else 0)

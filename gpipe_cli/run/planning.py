@@ -15,11 +15,16 @@ from typing import final
 import torch
 from torch import nn
 
+from gpipe_cli.accelerator.devices import (
+    available_cores,
+    available_devices,
+    default_partitions,
+    resolve_devices,
+)
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.size import memory_objective_from_facts
 from gpipe_cli.config.overrides import override_key, sets_key
 from gpipe_cli.config.schema import PlanConfig, TrainConfig
-from gpipe_cli.engines.devices import available, available_cores, default_partitions, resolve_devices
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.bound import MemoryFit
@@ -143,7 +148,7 @@ class Planner:
         return (
             resolve_devices(settings.devices, count)
             if settings.devices == "auto"
-            else available(settings.devices)
+            else available_devices(settings.devices)
         )
 
     def _space(self) -> SearchSpace:

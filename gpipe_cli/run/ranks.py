@@ -12,10 +12,10 @@ from typing import TypeVar
 import torch
 from omegaconf import OmegaConf
 
+from gpipe_cli.accelerator.devices import available_devices
 from gpipe_cli.config.schema import EvalConfig, RunConfig, TrainConfig
 from gpipe_cli.distributed.torch_schedule import check_placement
 from gpipe_cli.distributed.world import World
-from gpipe_cli.engines.devices import available
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.launch.heartbeat import HeartbeatEngine, Heartbeats
@@ -93,7 +93,7 @@ def connect(settings: RunConfig, job: Job) -> AbstractContextManager[World]:
         None if job.rank is None else job.rank.files,
         data_parallel=settings.data_parallel,
         step_timeout=settings.step_timeout,
-        on_cuda=is_rank() and any(device.type == "cuda" for device in available(settings.devices)),
+        on_cuda=is_rank() and any(device.type == "cuda" for device in available_devices(settings.devices)),
     )
 
 

@@ -25,8 +25,13 @@ from gpipe_cli.run.saved_run import saved_config, select_snapshot, warn_of_damag
 from gpipe_cli.training.loop import TrainSpec
 from gpipe_cli.training.run_directory import explicit_run_directory, lock_run_directory
 from gpipe_cli.training.snapshot.contents import Snapshot, open_large_snapshot, open_snapshot
-from gpipe_cli.training.snapshot.discovery import is_snapshot, newest_valid_snapshot, run_directory_of
-from gpipe_cli.training.snapshot.manifest import FILES, OPTIMIZER
+from gpipe_cli.training.snapshot.manifest import (
+    FILES,
+    OPTIMIZER,
+    is_snapshot,
+    newest_valid_snapshot,
+    run_directory_of,
+)
 from gpipe_cli.training.snapshot.record import TrainingRecord, versions
 from gpipe_cli.values import flatten
 

@@ -17,8 +17,12 @@ from gpipe_cli.config.overrides import override_key
 from gpipe_cli.config.yaml_files import load_yaml
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.report.formatting import one_line
-from gpipe_cli.training.snapshot.discovery import is_snapshot, newest_valid_snapshot
-from gpipe_cli.training.snapshot.manifest import VerifiedSnapshot, read_snapshot
+from gpipe_cli.training.snapshot.manifest import (
+    VerifiedSnapshot,
+    is_snapshot,
+    newest_valid_snapshot,
+    read_snapshot,
+)
 
 
 def saved_config(run: Path) -> DictConfig:

@@ -15,7 +15,7 @@ from gpipe_cli.errors import DataError, ResourceError, RunError, Stopped
 from gpipe_cli.report.failure import describe
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.document import PAGE, render_page
-from gpipe_cli.report.page.reader import read_run
+from gpipe_cli.report.page.run_facts import read_run
 from gpipe_cli.report.page.run_files import RunFiles, as_int, as_number
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.data import BatchLoader
@@ -25,7 +25,7 @@ from gpipe_cli.safe_files import parse_json, read_regular
 from gpipe_cli.training.loop import EvalResult, TrainSpec
 from gpipe_cli.training.run_directory import write_json, write_text
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
-from gpipe_cli.training.snapshot.discovery import snapshot_paths
+from gpipe_cli.training.snapshot.manifest import snapshot_paths
 
 SUMMARY = "summary.json"
 LARGEST_EPOCH = 10**9

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpipe_cli.accelerator.devices import available_cores
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.size import TrainedBytes, memory_objective
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import CostConfig, ModelConfig, RunConfig
-from gpipe_cli.engines.devices import available_cores
 from gpipe_cli.engines.pipe_engine import DTYPES
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import tensors_of

@@ -12,7 +12,7 @@ from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import EngineState, load_module, module_state
 from gpipe_cli.errors import RunError
 from gpipe_cli.models.weights import check_weights, load_weights, read_weights
-from gpipe_cli.sequential.meta_clone import placeholder
+from gpipe_cli.sequential.without_storage import placeholder
 from gpipe_cli.training.snapshot.contents import decode_tensors, open_large_snapshot
 from gpipe_cli.training.snapshot.header import BadTensors
 from gpipe_cli.training.snapshot.manifest import BUFFERS, MODEL, VerifiedSnapshot

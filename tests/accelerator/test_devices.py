@@ -1,11 +1,24 @@
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from gpipe_cli import GPipe
-from gpipe_cli.accelerator.devices import choose_devices, device_here
+from gpipe_cli.accelerator.devices import (
+    available_devices,
+    choose_devices,
+    default_partitions,
+    device_here,
+    resolve_devices,
+    set_threads,
+)
+from gpipe_cli.errors import ConfigError
+
+CPU = torch.device("cpu")
 
 
 def accelerators(monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int) -> None:
@@ -16,11 +29,11 @@ def accelerators(monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int) 
 
 @pytest.mark.parametrize(("kind", "count"), [(None, 0), ("cuda", 0)])
 @pytest.mark.parametrize("device", [0, 4, -1, "cuda:4", "cuda", torch.device("cuda", 1), "xpu:0"])
-def test_a_device_that_is_not_here_was_silently_a_cpu_worker(
+def test_a_missing_device_was_silently_a_cpu_worker(
     monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int, device: int | str | torch.device
 ) -> None:
     accelerators(monkeypatch, kind, count)
-    with pytest.raises(IndexError, match=r"is not here: this machine has 0 accelerators; write 'cpu'"):
+    with pytest.raises(IndexError, match=r"does not exist: this machine has 0 accelerators; write 'cpu'"):
         GPipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), [1, 1], devices=[device, "cpu"])
 
 
@@ -29,7 +42,7 @@ def test_the_devices_that_are_here_are_counted(
     monkeypatch: pytest.MonkeyPatch, device: int | str | torch.device
 ) -> None:
     accelerators(monkeypatch, "cuda", 2)
-    with pytest.raises(IndexError, match=r"is not here: this machine has 2 accelerators; write 0 to 1"):
+    with pytest.raises(IndexError, match=r"does not exist: this machine has 2 accelerators; write 0 to 1"):
         device_here(device)
 
 
@@ -45,3 +58,86 @@ def test_numbers_count_the_accelerators_whatever_they_are(monkeypatch: pytest.Mo
 def test_what_is_no_device_is_refused_by_its_name(device: object) -> None:
     with pytest.raises(ValueError, match=r"^device .* does not exist; write 'cpu', 'cuda:0' or a number$"):
         device_here(device)
+
+
+def gpus(count: int) -> list[torch.device]:
+    return [torch.device("cuda", index) for index in range(count)]
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("devices", "partitions", "resolved"),
+    [
+        ("auto", 2, [CPU] * 3),
+        (1, 1, [CPU]),
+        (2, 2, [CPU] * 2),
+        (3, 3, [CPU] * 3),
+        (["cpu"], 1, [CPU]),
+        (["cpu", "cpu"], 2, [CPU] * 2),
+    ],
+)
+def test_without_a_gpu_the_cpu_is_used(devices: Any, partitions: int, resolved: list[torch.device]) -> None:
+    assert default_partitions(devices) == partitions
+    assert resolve_devices(devices, 3) == resolved
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("devices", "partitions", "resolved"),
+    [
+        ("auto", 4, gpus(3)),
+        (2, 2, gpus(2)),
+        ([1, "cuda:3"], 2, [torch.device("cuda", 1), torch.device("cuda", 3)]),
+        (["cpu", 0], 2, [CPU, torch.device("cuda", 0)]),
+        ([0, 0], 2, [torch.device("cuda", 0)] * 2),
+    ],
+)
+def test_with_gpus_they_are_used(devices: Any, partitions: int, resolved: list[torch.device]) -> None:
+    assert default_partitions(devices) == partitions
+    assert resolve_devices(devices, 3) == resolved
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("devices", "says"),
+    [
+        (5, "devices=5: this machine has 4 CUDA devices; give at most that many"),
+        (["cuda:4"], "'cuda:4' does not exist: this machine has 4 CUDA devices"),
+        ([4], "'4' does not exist"),
+        (["meta"], "'meta' is not supported; use cpu or cuda"),
+        (["nonsense"], "'nonsense' is not a device; write cpu, cuda:0 or a number"),
+        (["cpu", "cpu:x"], "'cpu:x' is not a device"),
+    ],
+)
+def test_what_is_not_there_is_named(devices: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        available_devices(devices)
+
+
+@pytest.mark.parametrize(
+    ("threads", "devices", "expected"),
+    [
+        ("auto", [CPU, CPU], 1),
+        ("auto", [CPU], os.cpu_count()),
+        ("auto", gpus(2), os.cpu_count()),
+        ("auto", [CPU, *gpus(1)], os.cpu_count()),
+        (3, [CPU, CPU], 3),
+    ],
+)
+def test_workers_that_share_the_cpu_get_one_thread_each(
+    monkeypatch: pytest.MonkeyPatch, threads: Any, devices: list[torch.device], expected: int
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    assert set_threads(threads, devices) == expected
+    assert told == [expected]

@@ -31,9 +31,8 @@ from gpipe_cli.training.signals import StopRequested as StopRequested
 from gpipe_cli.training.signals import stop_requests
 from gpipe_cli.training.snapshot import durable
 from gpipe_cli.training.snapshot.contents import Snapshot, open_large_snapshot, open_snapshot
-from gpipe_cli.training.snapshot.discovery import newest_valid_snapshot, rewind_snapshots
-from gpipe_cli.training.snapshot.manager import SnapshotManager, save_and_stop
-from gpipe_cli.training.snapshot.retention import Retention
+from gpipe_cli.training.snapshot.manager import Retention, SnapshotManager, save_and_stop
+from gpipe_cli.training.snapshot.manifest import newest_valid_snapshot, rewind_snapshots
 
 BATCH = 6
 SAMPLES = 22  # the last of four mini-batches is a short one

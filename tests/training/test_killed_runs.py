@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from gpipe_cli.training.snapshot.discovery import newest_valid_snapshot, snapshot_paths
+from gpipe_cli.training.snapshot.manifest import newest_valid_snapshot, snapshot_paths
 from tests.training import session
 from tests.training.session import (
     Case,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import final
 
 from gpipe_cli.report.formatting import format_value
-from gpipe_cli.report.page.facts import MetricCurve, RunFacts
 from gpipe_cli.report.page.html import Html, join, tag
+from gpipe_cli.report.page.run_facts import MetricCurve, RunFacts
 
 FIRST_METRICS = ("loss", "top1", "accuracy", "mean_iou", "lr", "samples_per_second")
 """The order of charts; other metrics follow by name."""

@@ -14,9 +14,9 @@ from importlib.resources import files
 
 from gpipe_cli.report.page.charts import metric_charts
 from gpipe_cli.report.page.cost_tables import layer_table, partition_table
-from gpipe_cli.report.page.facts import RunFacts
 from gpipe_cli.report.page.html import Child, Html, join, tag
 from gpipe_cli.report.page.overview import comparison_table, config_differences, reproduction, summary_cards
+from gpipe_cli.report.page.run_facts import RunFacts
 from gpipe_cli.report.page.timelines import step_timelines
 
 PAGE = "report.html"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from gpipe_cli.report.formatting import format_value
-from gpipe_cli.report.page.facts import MetricCurve, RunFacts
 from gpipe_cli.report.page.html import Child, Html, color_dot, join, table, tag
+from gpipe_cli.report.page.run_facts import MetricCurve, RunFacts
 from gpipe_cli.report.page.run_files import as_number
 
 TITLES = {

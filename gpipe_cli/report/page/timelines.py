@@ -9,8 +9,8 @@ from collections import Counter
 
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.page.charts import Scale
-from gpipe_cli.report.page.facts import RunFacts, TimelineBar, TimelineFacts
 from gpipe_cli.report.page.html import Html, join, tag
+from gpipe_cli.report.page.run_facts import RunFacts, TimelineBar, TimelineFacts
 
 PHASES = ("forward", "recompute", "backward", "copy")
 ROW_HEIGHT = 26

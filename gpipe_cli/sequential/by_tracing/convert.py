@@ -20,8 +20,8 @@ from gpipe_cli.sequential.by_tracing.layer import Segment, output_names
 from gpipe_cli.sequential.by_tracing.modes import merge_modes
 from gpipe_cli.sequential.by_tracing.shape_prop import propagate_shapes
 from gpipe_cli.sequential.by_tracing.tracer import Leaves, trace
-from gpipe_cli.sequential.meta_clone import meta_clone
 from gpipe_cli.sequential.sequence import Sequence
+from gpipe_cli.sequential.without_storage import meta_clone
 
 
 def to_sequential(

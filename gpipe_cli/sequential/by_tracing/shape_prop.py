@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.sequential.meta_clone import meta_like
+from gpipe_cli.sequential.without_storage import meta_like
 from gpipe_cli.torch_internals.tensor_memory import storage_of, version_of
 
 # On the meta device torch decomposes these into many Python calls, which would take half of all the time.

@@ -13,7 +13,6 @@ from torch import Tensor
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, ResourceError, RunError
 from gpipe_cli.training.snapshot import tensors
-from gpipe_cli.training.snapshot.discovery import snapshot_step
 from gpipe_cli.training.snapshot.durable import FileDigest, write_directory, write_file
 from gpipe_cli.training.snapshot.header import BadTensors
 from gpipe_cli.training.snapshot.manifest import (
@@ -25,6 +24,7 @@ from gpipe_cli.training.snapshot.manifest import (
     VerifiedSnapshot,
     encode,
     read_manifest,
+    snapshot_step,
 )
 from gpipe_cli.training.snapshot.record import TrainingRecord
 

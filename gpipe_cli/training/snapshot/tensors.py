@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.safe_files import open_regular
-from gpipe_cli.sequential.meta_clone import placeholder
+from gpipe_cli.sequential.without_storage import placeholder
 from gpipe_cli.torch_internals.tensor_memory import storage_of
 from gpipe_cli.training.snapshot.header import MAX_HEADER_BYTES, BadTensors, TensorEntry, read_header
 

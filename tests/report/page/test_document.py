@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from gpipe_cli.report.page.document import GENERATOR, render_page
-from gpipe_cli.report.page.reader import read_run
+from gpipe_cli.report.page.run_facts import read_run
 from tests.report.page.runs import HOSTILE, write_profile, write_training
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpipe_cli.report.page.document import render_page
-from gpipe_cli.report.page.reader import read_run
+from gpipe_cli.report.page.run_facts import read_run
 from tests.report.page.browser import CHROMIUM, Browser, browser
 from tests.report.page.runs import HOSTILE, write_profile, write_training
 

@@ -24,14 +24,14 @@ from gpipe_cli.training.snapshot.contents import (
     replace_record,
     write_snapshot,
 )
-from gpipe_cli.training.snapshot.discovery import (
+from gpipe_cli.training.snapshot.manifest import (
     newest_valid_snapshot,
+    read_snapshot,
     rewind_snapshots,
     snapshot_path,
     snapshot_paths,
     unfinished_paths,
 )
-from gpipe_cli.training.snapshot.manifest import read_snapshot
 from gpipe_cli.training.snapshot.record import BestEvaluation, TrainingRecord, versions
 
 EVALUATION = EvalResult(

@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from gpipe_cli.engines.memory import memory_watched
+from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.errors import ResourceError
 
 CPU = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: "
@@ -20,13 +20,13 @@ class OutOfMemoryError(RuntimeError):
         (MemoryError(), "out of memory while reading; read less"),
         (
             RuntimeError(f"{CPU}can't allocate memory: you tried to allocate 12 bytes."),
-            ": 12 bytes could not be had;",
+            ": cannot allocate 12 bytes;",
         ),
         (
             RuntimeError(f"{CPU}not enough memory: you tried to allocate 12 bytes."),
-            ": 12 bytes could not be had;",
+            ": cannot allocate 12 bytes;",
         ),
-        (OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), ": 2.00 GiB could not be had;"),
+        (OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), ": cannot allocate 2.00 GiB;"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory while reading; read less"),
         (
             ImportError("libtorch_cpu.so: failed to map segment from shared object"),
@@ -40,17 +40,17 @@ class OutOfMemoryError(RuntimeError):
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_memory_that_runs_out_is_told_as_such(error: Exception, says: str) -> None:
+def test_memory_that_runs_out_becomes_a_resource_error(error: Exception, says: str) -> None:
     error.add_note("layer 3")
-    with pytest.raises(ResourceError) as told, memory_watched("reading", "read less"):
+    with pytest.raises(ResourceError) as caught, report_out_of_memory("reading", "read less"):
         raise error
-    assert says in str(told.value) and told.value.__notes__ == ["layer 3"]
+    assert says in str(caught.value) and caught.value.__notes__ == ["layer 3"]
 
 
 @pytest.mark.parametrize(
     "error", [RuntimeError("shapes differ"), OSError(errno.ENOENT, "no"), ImportError("x")]
 )
 def test_other_errors_pass(error: Exception) -> None:
-    with pytest.raises(type(error)) as raised, memory_watched():
+    with pytest.raises(type(error)) as raised, report_out_of_memory():
         raise error
     assert raised.value is error

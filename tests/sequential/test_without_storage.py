@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from gpipe_cli.profiling.without_storage import without_storage
+from gpipe_cli.sequential.without_storage import without_storage
 
 
 def test_what_is_large_has_no_storage_and_what_is_small_has_values() -> None:

@@ -1,14 +1,10 @@
-"""Builds models without storage, so that you can examine one that is larger than memory.
-
-    with without_storage():
-        model = build()
-
-Small tensors do get memory: constructors compute with them (widths, dropout ratios), which needs values.
-"""
+"""Models without storage: built that way because they are larger than memory, or copied to be traced and tried out."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -56,8 +52,43 @@ _FILLERS = frozenset(
 """Functions that give a tensor new values: skipped for a tensor without any, since torch would import its compiler."""
 
 
+def meta_clone(model: nn.Module) -> nn.Module:
+    """Copy a model with its parameters and buffers on the meta device."""
+    return clone_with(model, meta_like)
+
+
+def clone_with(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Copy a model with `replace(tensor)` for each parameter and buffer; tensors that are shared stay shared.
+
+    Tensors in plain attributes are not copied, because a forward may compute constants from their values. The
+    exception are meta tensors, which have no values.
+    """
+    plain = [
+        value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)
+    ]
+    # deepcopy takes what the memo holds for an object's id instead of copying that object.
+    memo: dict[int, object] = {id(value): value for value in plain}
+    for tensor in chain(model.parameters(), model.buffers(), (value for value in plain if value.is_meta)):
+        memo[id(tensor)] = replace(tensor)
+    return copy.deepcopy(model, memo)
+
+
+def meta_like(tensor: Tensor) -> Tensor:
+    """A tensor, or parameter, of the same shape and dtype on the meta device."""
+    meta = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, value: float = 0) -> Tensor:
+    """A tensor of this shape that takes the memory of a single number: every element is `value`."""
+    return torch.full((), value, dtype=dtype).expand(tuple(shape))
+
+
 def without_storage() -> TorchFunctionMode:
-    """Inside, large tensors are on the meta device, whatever device they are made for."""
+    """Inside, large tensors are on the meta device, whatever device they are made for.
+
+    Small tensors do get memory: constructors compute with them (widths, dropout ratios), which needs values.
+    """
     return _WithoutStorage()
 
 
