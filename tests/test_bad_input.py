@@ -167,7 +167,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("export run=.", 4, "contains no snapshot"),
     ("report", 2, "give a run directory: gpipe report runs/train/..."),
     ("report nowhere", 4, "nowhere: no such directory"),
-    ("report .", 4, ".: is no run directory, it has none of launch.json"),
+    ("report .", 4, ".: not a run directory: it has none of launch.json"),
     ("report . otu=x", 2, "unknown key 'otu'; did you mean 'out'?"),
     ("report . out=", 2, "out: give out=<file>"),
     ("report --dry-run", 2, "unknown flag --dry-run"),
