@@ -25,6 +25,7 @@ def die_with_parent(parent: int) -> None:
 
     A killed parent cannot end its children, and a child that is stuck or waits for another never notices.
     """
+    # The kernel watches the thread that forked us, not the whole parent: start children from a thread that lives on.
     with suppress(OSError, AttributeError):  # only Linux has prctl
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have died before prctl took effect, in which case no signal ever comes.
@@ -39,6 +40,7 @@ def temporary_folder(kind: str) -> Iterator[Path]:
     try:
         yield folder
     finally:
+        # Before the lock is released, or another start could begin to remove the folder at the same time.
         shutil.rmtree(folder, ignore_errors=True)  # the next start tries again
         os.close(lock)
 
@@ -86,6 +88,8 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 
 def _try_lock(descriptor: int) -> bool:
+    # flock belongs to the open file, not to the process: a record lock would let a process take its own folders for
+    # abandoned, since its second lock on the same file would succeed.
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

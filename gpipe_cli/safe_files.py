@@ -65,6 +65,8 @@ def open_directory(path: Path, base: Path) -> Iterator[int]:
     steps = path.relative_to(base).parts
     descriptor = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        # One component at a time, each relative to its parent's descriptor: O_NOFOLLOW only covers the last component
+        # of a path.
         for step in steps:
             parent = descriptor
             try:
@@ -90,6 +92,7 @@ def read_regular(path: Path, most: int, *, base: Path | None = None) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise UnsafeFile(f"has {size:,} bytes; gpipe reads at most {most:,}")
+        # Not to the end: a file that grows meanwhile stays within the limit.
         return file.read(size)
 
 
@@ -103,6 +106,7 @@ def parse_json(content: str | bytes) -> Any:
         value = json.loads(text, parse_int=_whole, parse_float=_finite)
     except RecursionError as error:
         raise ValueError(f"it is nested more than {DEEPEST} levels deep") from error
+    # Level by level instead of recursively, so that the check itself cannot exhaust the stack.
     level = [value]
     for _ in range(DEEPEST):
         level = [child for node in level for child in _children(node)]
@@ -118,7 +122,8 @@ def _open_regular(path: Path, flags: int, parent: int | None) -> int:
     except FileNotFoundError:
         if not flags & os.O_CREAT:
             raise
-    # Truncate only after the second check: the file may have been exchanged since the first.
+    # Truncate only after the second check: the file may have been exchanged since the first. If it now is a FIFO,
+    # O_NONBLOCK keeps the open from waiting for its other end; regular files ignore the flag.
     safe_flags = flags & ~os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follows else os.O_NOFOLLOW)
     descriptor = os.open(path, safe_flags, 0o666, dir_fd=parent)
     try:

@@ -34,6 +34,7 @@ def check_run_dir(run_dir: str | None, number: int | None) -> None:
             raise ConfigError(
                 f"run_dir={path}: the directory exists and is not empty; choose another one, or remove it"
             )
+        # The directory need not exist yet: its nearest existing ancestor decides whether it can be created.
         existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     except OSError as error:  # a name that is too long, a folder without read permission
         raise ConfigError(f"run_dir={path}: the directory cannot be used: {error}") from error
@@ -117,6 +118,7 @@ def lock_run_directory(run: Path) -> Iterator[None]:
                 "host": socket.gethostname(),
                 "started": time.strftime("%Y-%m-%d %H:%M:%S"),
             }
+            # Written in place: a rename would put the name on a new file, which nobody has locked.
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{json.dumps(owner)}\n".encode(), 0)
         yield
@@ -137,6 +139,7 @@ def _acquire_lock(path: Path) -> int:
             # that outlives a killed run does not keep the directory locked.
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
+            # POSIX lets a system report a lock held elsewhere as EAGAIN or as EACCES.
             owner = _lock_owner(os.pread(descriptor, 1000, 0))
             os.close(descriptor)
             raise ConfigError(
@@ -148,9 +151,8 @@ def _acquire_lock(path: Path) -> int:
         with suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(descriptor)):
                 return descriptor
-        os.close(
-            descriptor
-        )  # the last owner removed the file between our open and our lock: lock the new one
+        # The last owner removed the file between our open and our lock: lock the new one.
+        os.close(descriptor)
 
 
 def _lock_owner(content: bytes) -> str:

@@ -71,12 +71,14 @@ class SignalInbox:
 
     def handle(self, number: int, frame: object) -> None:
         """The handler of every stop signal."""
+        # Ctrl-C is counted apart from other signals: SIGTERM followed by one Ctrl-C is still a single request.
         again, self._interrupted = self._interrupted, self._interrupted or number == signal.SIGINT
         if self.first is None:
             self.first = number
             if self._raises:
                 raise self._stop_now()
         elif again and number == signal.SIGINT and not self.patient and not self._ended:
+            # Once only: a third Ctrl-C must not interrupt the cleanup that the second one started.
             self._ended = True
             raise KeyboardInterrupt
 
@@ -89,7 +91,7 @@ class SignalInbox:
                 raise self._stop_now()
             yield
         except (StopNow, Stopped):
-            raise
+            raise  # already the stop, or the error that a command made of it
         except BaseException as error:
             if not self._raised:
                 raise
@@ -200,6 +202,7 @@ class StopRequests:
 
     def agreed(self) -> StopRequested | None:
         """The request that all ranks act on now. A collective: all ranks must call it at the same batch."""
+        # All ranks hold the same agreed number, so from the first request on all of them skip the collective.
         if self._agreed == NO_REQUEST:
             self._agreed = self._agree(self._own_request())
         return _as_request(self._agreed)
@@ -213,9 +216,8 @@ class StopRequests:
                 yield item
         finally:
             close = getattr(items, "close", None)
-            if (
-                close is not None
-            ):  # a generator: ends the data workers behind it now, not at garbage collection
+            # Of a generator: ends the data workers behind it now instead of at garbage collection.
+            if close is not None:
                 close()
 
     def _own_request(self) -> int:

@@ -41,6 +41,7 @@ def open_snapshot(verified: VerifiedSnapshot) -> Snapshot:
     """The state and record in verified bytes. Tensors share memory with those bytes."""
     try:
         record = TrainingRecord.from_json(verified.manifest.record)
+        # A directory that was renamed must not resume a run at another step than its name says.
         if snapshot_step(verified.path) not in (None, record.position.step):
             raise RunError(f"damaged: it belongs to step {record.position.step}, unlike its directory")
     except RunError as error:
@@ -70,6 +71,7 @@ def open_large_snapshot(verified: VerifiedSnapshot) -> Snapshot:
             raise RunError(f"{verified.path}: damaged since it was verified: {error}") from error
         return outline
 
+    # Without contents this only parses and checks the record; the tensors stay on disk.
     snapshot = open_snapshot(replace(verified, contents={}))
     outlines = {name: file.outlines for name, file in files.items()}
     state = replace(
@@ -103,7 +105,9 @@ def write_snapshot(
         return MANIFEST, encode(Manifest(digests, record.to_json()))
 
     try:
+        # Generators: a state with `fetch` reads each tensor when its turn to be written comes.
         contents = {name: tensors.encode(content, state.fetch) for name, content in files.items()}
+        # parents[1] is the run directory: below it nothing may be a link, `snapshots` included.
         write_directory(path, contents, manifest, on_chunk, base=path.parents[1])
     except OSError as error:
         needed = sum(tensor.nbytes for content in files.values() for tensor in content.values())
@@ -116,6 +120,7 @@ def replace_record(path: Path, record: TrainingRecord) -> None:
     """Replace the record of a snapshot whose tensors stay the same."""
     manifest = replace(read_manifest(path), record=record.to_json())
     try:
+        # An atomic replacement, so the snapshot is valid before and after, and at every moment in between.
         write_file(path / MANIFEST, [encode(manifest)], base=path.parents[1])
     except OSError as error:
         raise ResourceError(
@@ -136,6 +141,7 @@ def copy_state(state: EngineState, reuse: EngineState | None = None) -> EngineSt
 
 
 def _copy_tensors(source: dict[str, Tensor], target: dict[str, Tensor]) -> dict[str, Tensor]:
+    # Both kinds of copy block, so the next step may change the source as soon as this returns.
     copies = {}
     for name, tensor in source.items():
         before = target.get(name)

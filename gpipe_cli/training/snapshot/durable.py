@@ -48,21 +48,23 @@ def write_directory(
     """
     temporary = target.name + UNFINISHED
     with open_directory(target.parent, base) as parent:
+        # A killed process may have left it. The name is fixed, so leftovers do not pile up.
         _remove(temporary, parent)
         try:
             os.mkdir(temporary, dir_fd=parent)
             with open_directory(target.parent / temporary, base) as folder:
                 digests = {name: _write(name, content, folder, on_chunk) for name, content in files.items()}
-                for (
-                    name
-                ) in files:  # only now: the disk writes the first files back while we fill the later ones
+                # Only now: the disk writes the first files back while we fill the later ones.
+                for name in files:
                     _sync(name, folder)
                 name, content = last(digests)
                 _write(name, [content], folder, on_chunk)
                 _sync(name, folder)
                 os.fsync(folder)  # of a directory, fsync makes the names in it durable
             # The data is on the disk before the rename, or a power cut could leave the final name on empty files.
+            # Onto a snapshot that exists the rename fails, because that directory is not empty.
             os.rename(temporary, target.name, src_dir_fd=parent, dst_dir_fd=parent)
+            # The caller may now remove older snapshots: a power cut must not undo the rename alone.
             os.fsync(parent)
         except BaseException:
             _remove(temporary, parent)
@@ -86,6 +88,7 @@ def write_file(target: Path, content: Content, *, replace: bool = True, base: Pa
                 os.link(temporary, target.name, src_dir_fd=parent, dst_dir_fd=parent)
             os.fsync(parent)
         finally:
+            # A rename leaves nothing to remove; a link, or a failure, leaves the temporary name.
             _remove(temporary, parent)
 
 
@@ -101,6 +104,7 @@ def remove_atomically(path: Path, base: Path) -> None:
     with open_directory(path.parent, base) as parent:
         _remove(doomed, parent)
         os.rename(path.name, doomed, src_dir_fd=parent, dst_dir_fd=parent)
+        # Durable before the removal begins: after a power cut, what is half-removed has a name that no reader opens.
         os.fsync(parent)
         _remove(doomed, parent)
 
@@ -121,7 +125,8 @@ def _write(name: str, content: Content, parent: int, on_chunk: Callable[[], None
     new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # O_EXCL also refuses a link under that name
     descriptor = os.open(name, new, 0o666, dir_fd=parent)
     try:
-        # Hashing is about as slow as a good disk, and both release the GIL: do them side by side.
+        # Hashing is about as slow as a good disk, and both release the GIL: do them side by side. A single thread
+        # hashes the chunks in the order of writing, and leaving the block waits for the last of them.
         with ThreadPoolExecutor(1, thread_name_prefix="gpipe-hash") as hashing:
             for part in content:
                 view = memoryview(part)

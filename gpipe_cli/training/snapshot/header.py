@@ -64,6 +64,7 @@ def read_header(content: bytes | bytearray | memoryview, size: int) -> TensorHea
     if len(content) < 8:
         raise BadTensors("it is too short")
     (length,) = struct.unpack_from("<Q", content)
+    # The file itself claims this length: bound it before anything of that size is read.
     if length > min(MAX_HEADER_BYTES, size - 8):
         raise BadTensors(f"its header claims {length} bytes")
     try:
@@ -92,6 +93,7 @@ def _parse_entry(name: str, entry: Any) -> TensorEntry:
 
 
 def _is_shape(sizes: list[Any]) -> bool:
+    # Not isinstance: a bool is an int in Python, so JSON's `true` would pass for a size.
     valid = len(sizes) <= MAX_DIMENSIONS and all(type(size) is int and size >= 0 for size in sizes)
     return valid and math.prod(max(1, size) for size in sizes) < MAX_ELEMENTS
 

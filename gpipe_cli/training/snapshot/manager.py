@@ -68,6 +68,7 @@ def check_snapshot_space(run: Path, spec: TrainSpec, retention: Retention, size:
         free = shutil.disk_usage(existing).free
     except OSError:  # a file system that does not report its free space: the first write will show
         return None
+    # The space of the snapshots that a resumed run already has is no longer among what is free.
     planned = retention.max_snapshots(spec) - len(snapshot_paths(run))
     if planned > 0 and free < size:
         raise ResourceError(
@@ -98,7 +99,10 @@ def save_and_stop(
             yield fact
             snapshots.after(fact)
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
+            # The next look at the deadline is a step away, and a clean stop then still has to save.
             stops.reserve = TIME_MARGIN * (snapshots.save_seconds + longest)
+            # A run that has just finished ends normally. `finished` is the same in all ranks, so they skip the
+            # collective together.
             if not snapshots.finished and (request := stops.agreed()):
                 raise request
         snapshots.save_now()
@@ -137,6 +141,7 @@ class SnapshotManager:
         self._writer = _BackgroundWriter()
         self._saved: Position | None = None
         self._copy: EngineState | None = None
+        # A collective, like every later call: the ranks that do not write take part too.
         state = engine.state()
         check_savable(state)
         size = sum(tensor.nbytes for tensor in (*state.model.values(), *state.optimizer.values()))
@@ -149,6 +154,7 @@ class SnapshotManager:
 
     def after(self, fact: TrainFact) -> None:
         """Save if it is time to, after a step or an evaluation."""
+        # A write that failed in the background ends the run now, not at the next save.
         self._writer.check()
         metrics = {"loss", *fact.means}
         if self._retention.monitor not in {None, *metrics}:
@@ -201,8 +207,10 @@ class SnapshotManager:
         return True
 
     def _save(self) -> None:
+        # The copy below goes into the memory that a write under way still reads.
         self._writer.wait()
         began = time.monotonic()
+        # Puts metrics.jsonl on the disk: no snapshot may count rows that a power cut can still lose.
         self._before_saving()
         # Every rank calls state(): an engine of several processes gathers it with collectives.
         path, state = snapshot_path(self._run, self.position.step), self._engine.state()
@@ -261,6 +269,7 @@ class _BackgroundWriter:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        # Set by the background thread before `_ended`, so `wait` always sees it; `check` may see it a moment later.
         self._failure: BaseException | None = None
         self._abandoned = threading.Event()
         self._ended = threading.Event()

@@ -81,6 +81,8 @@ def decode(raw: bytes, path: Path) -> Manifest:
             f"{path}: has the format {reprlib.repr(content.get('format'))}, this gpipe reads {FORMAT}; "
             "use the gpipe that wrote it, or it is damaged"
         )
+    # The bytes are compared too: the digest is one of the parsed content, which hides repeated keys and other
+    # spellings.
     if digest != _sha256(content) or raw != _json_bytes({**content, "digest": digest}):
         raise RunError(f"{path}: damaged: its digest does not match its content")
     files, record = content.get("files"), content.get("record")
@@ -154,9 +156,8 @@ def _read_and_hash(file: FileIO, content: memoryview, size: int) -> str:
     """Read the file into `content` and hash it; where `content` is shorter than the file, reuse it for each chunk."""
     digest, done = hashlib.sha256(), 0
     reused = len(content) < size
-    with ThreadPoolExecutor(
-        1, "gpipe-hash"
-    ) as hashing:  # hashing and reading take about equally long: overlap them
+    # Hashing and reading take about equally long: overlap them.
+    with ThreadPoolExecutor(1, "gpipe-hash") as hashing:
         while done < size:
             chunk = content[: size - done] if reused else content[done : done + CHUNK]
             count = file.readinto(chunk)
@@ -217,6 +218,7 @@ def snapshot_paths(run: Path) -> list[Path]:
     """Newest first, damaged ones included."""
     paths = [run / SNAPSHOTS / name for name, is_directory in _entries(run).items() if is_directory]
     steps = {path: step for path in paths if (step := snapshot_step(path)) is not None}
+    # By number: names with more than eight digits do not sort as text.
     return sorted(steps, key=lambda path: steps[path], reverse=True)
 
 
@@ -247,6 +249,7 @@ def rewind_snapshots(run: Path, step: int, used: Path | None) -> list[str]:
     for path in unfinished_paths(run):
         remove(path, run)
     newer = [path for path in snapshot_paths(run) if (snapshot_step(path) or 0) >= step]
+    # samefile: the user may have named the snapshot by another path.
     return [_set_aside(path, run) for path in newer if used is None or not path.samefile(used)]
 
 
@@ -254,6 +257,8 @@ def _set_aside(path: Path, run: Path) -> str:
     with open_directory(path.parent, run) as parent:
         for attempt in itertools.count(1):
             name = f"{path.name}{ASIDE}{'' if attempt == 1 else f'-{attempt}'}"
+            # rename would silently replace an empty directory, so look for a free name. The run's lock keeps other
+            # writers from taking it in between.
             if not os.path.lexists(path.with_name(name)):
                 os.rename(path.name, name, src_dir_fd=parent, dst_dir_fd=parent)
                 return name
@@ -263,6 +268,7 @@ def _set_aside(path: Path, run: Path) -> str:
 def _entries(run: Path) -> dict[str, bool]:
     """The names in the folder of snapshots, each with whether it is a directory; none where there is no folder."""
     try:
+        # Listed by descriptor: if the path is a link, or becomes one, this raises instead of following it.
         with open_directory(run / SNAPSHOTS, run) as folder, os.scandir(folder) as entries:
             return {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
     except FileNotFoundError:

@@ -70,10 +70,12 @@ def encode(
             "data_offsets": [begin, end],
         }
     header = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    # With the header padded, the data begins at a multiple of 8, the widest element size.
     header += b" " * (-len(header) % 8)
     yield struct.pack("<Q", len(header)) + header
     for name in order:
         tensor = tensors[name] if fetch is None else fetch(tensors[name])
+        # As bytes before numpy, which has no bfloat16 and no float8.
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
