@@ -67,6 +67,7 @@ class HeartbeatEngine:
             return self._engine.eval_step(batch)
 
     def state(self) -> EngineState:
+        # Without a heartbeat: gathering the state of a large model may well take longer than step_timeout.
         return self._engine.state()
 
     def load_state(self, state: EngineState) -> None:

@@ -21,8 +21,8 @@ from gpipe_cli.report.output import print_status
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 
 # A rank imports the same files as its launcher, because it takes over the launcher's sys.path: neither the current
-# folder nor an installed package of the same name comes first. `listen` remembers a signal that arrives while the
-# rank is still importing torch.
+# folder nor an installed package of the same name comes first. `install_handlers` comes before torch is
+# imported, so that a signal in those seconds is recorded, not fatal.
 START = (
     "import sys; sys.path[:] = sys.argv[2:]; "
     "from gpipe_cli.training.signals import install_handlers; install_handlers(); "
@@ -44,6 +44,7 @@ def launch_ranks(
     """
     if not hasattr(os, "pidfd_open"):
         raise ConfigError("engine=processes: starts its ranks on Linux only; start them with torchrun here")
+    # The launcher only records a signal; the supervisor forwards it, and the ranks save and stop.
     with stop_requests() as stops:
         ranks = RankGroup(descriptions, step_timeout, lambda: stops.signal)
         while True:
@@ -52,6 +53,7 @@ def launch_ranks(
             except RanksFailed as failed:
                 if failed.run_directory is not None:
                     task = replace(task, run_directory=str(failed.run_directory))
+                # Before any restart: a rank that a stop signal killed is not a transient failure.
                 _raise_if_stopped(stops, failed, task, resume_command)
                 if not max_restarts or not failed.is_transient:
                     raise failed.cause from failed
@@ -60,6 +62,7 @@ def launch_ranks(
 
 
 def _interpreter_arguments(task: RankTask, files: RankFiles) -> list[str]:
+    # Each attempt has a new folder, so the exit reports and the store of the last one cannot be mistaken for its own.
     files.write_task(task)
     return ["-c", START, str(files.folder), *sys.path]
 

@@ -71,6 +71,7 @@ class RankGroup:
 
             def process_ids() -> Mapping[int, int]:
                 ids = {worker.local_rank: worker.id for worker in agent.get_worker_group().workers}
+                # All or none: the agent fills them in one after another, and the supervisor asks until it gets some.
                 return ids if all(process_id is not None for process_id in ids.values()) else {}
 
             ranks = len(self.descriptions)
@@ -112,6 +113,7 @@ class RankGroup:
         return LocalElasticAgent(spec, logs, shutdown_timeout=SHUTDOWN_SECONDS)
 
     def _cause(self, files: RankFiles, supervisor: Supervisor, result: RunResult) -> GpipeError | None:
+        # First: the supervisor killed every rank for it, so how they exited says nothing about the cause.
         if supervisor.stalled:
             names = " and ".join(f"rank {rank} ({self.descriptions[rank]})" for rank in supervisor.stalled)
             state = (
@@ -125,6 +127,7 @@ class RankGroup:
                 RankExit(
                     rank,
                     description,
+                    # A rank that the supervisor killed is a victim, not a suspect.
                     signal=None if rank in supervisor.killed else _signal(result, rank),
                     died_at=supervisor.deaths.get(rank, float("inf")),
                     report=files.read_exit_report(rank),

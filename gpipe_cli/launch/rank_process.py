@@ -37,11 +37,13 @@ def run_rank(folder: str, run_task: Callable[[RankFiles, RankTask], Mapping[str,
         message = redacted(describe(error)) if isinstance(error, Stopped) else ""
         report = ExitReport(exit_code(error), message, time=time.monotonic())
     except BaseException as error:  # noqa: BLE001 - a layer may raise anything; the launcher reports it
+        # Before the traceback is formatted: the launcher names the rank whose error came first.
         failed_at = time.monotonic()
         if rank:  # its stderr is a log
             sys.stderr.write(redacted("".join(traceback.format_exception(error))))
         message, caused_by_peer = redacted(describe(error)), isinstance(error, PeerError)
         report = ExitReport(exit_code(error), message, caused_by_peer, failed_at)
+    # Before the process ends: the launcher reads it as soon as the kernel reports the death.
     files.write_exit_report(rank, report)
     sys.stdout.flush()
     sys.stderr.flush()

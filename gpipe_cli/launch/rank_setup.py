@@ -71,6 +71,8 @@ def connect_ranks(
             try:
                 yield world
             except Stopped:
+                # A request to stop goes to all ranks, so all of them reach this barrier. After any other error a rank
+                # must not wait, because its peers may never come.
                 world.max(0)
                 raise
             world.max(0)  # a barrier: torch ends all other ranks as soon as one is missing

@@ -55,6 +55,7 @@ class RankExit:
 
     @property
     def failed_at(self) -> float:
+        # When the error was raised, if known: ranks take unequally long from there to their death.
         return self.died_at if self.report is None else self.report.time
 
     @property
@@ -67,6 +68,8 @@ def root_cause(exits: Sequence[RankExit]) -> GpipeError | None:
     failed = [exit for exit in exits if exit.failed]
     if not failed:
         return None
+    # Time alone would blame a victim: a peer may report a closed connection before the rank that closed it is
+    # recorded.
     first = min(failed, key=lambda exit: (not exit.failed_on_its_own, exit.failed_at))
     if first.report is not None:
         kind = ERRORS_BY_EXIT_CODE.get(first.report.exit_code, PeerRaised)

@@ -84,6 +84,7 @@ class Supervisor:
             self._check_heartbeats()
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._kill_all()
+        # Once more: the agent may have returned before this thread saw the last deaths.
         if self._pidfds:
             self._record_deaths()
 
@@ -105,6 +106,7 @@ class Supervisor:
             self.deaths[rank] = time.monotonic()
             report = self._files.read_exit_report(rank)
             if report is None or not report.is_clean:
+                # Only the first failure sets the time: those that follow are its consequences.
                 self._kill_at = self._kill_at or time.monotonic() + GRACE_SECONDS
 
     def _forward_stop_signal(self) -> None:
@@ -137,6 +139,8 @@ class Supervisor:
         """Whether the rank has been suspended, or in the same step, for longer than `step_timeout`."""
         assert self._step_timeout is not None, "the caller has checked"
         state = SUSPENDED if suspended and heartbeat == NOT_IN_STEP else heartbeat
+        # Measured by our own clock from the last change, so that time in which this machine was suspended does not
+        # count.
         before, since = self._unchanged.get(rank, (NOT_IN_STEP, 0.0))
         if state != before:
             since = self._clock
