@@ -45,12 +45,14 @@ def load_in_workers(
         timeout=seconds,
         generator=torch.Generator(),  # the loader draws a seed, by default from torch's default generator
     )
+    # torch keeps its worker processes private; those that appear while the loader starts are its own.
     children_before = set(active_children())
     incoming = iter(loader)
     processes = set(active_children()) - children_before
     gate = _sigchld_gate()
     try:
         for _ in requests:
+            # Closed again at the `yield`, outside of this block, where the caller trains on the batch.
             with gate:
                 _check_alive(processes)
                 batch = next(incoming)

@@ -68,6 +68,7 @@ class RunRecorder:
                 disk.files = [log_file, metrics.file]
                 yield RunRecorder(metrics, logger, log, progress, settings.every, start, disk)
         finally:
+            # After the files are closed: closing them is the last attempt to write the lines that wait.
             disk.warn_of_lost_lines()
 
     def print_status(self, line: str) -> None:
@@ -147,6 +148,7 @@ class RankRecorder:
         path = directory / RANK_LOGS / f"rank-{rank}.log"
         with writing(path):
             path.parent.mkdir(exist_ok=True)
+            # Native libraries write to descriptor 2 directly, and belong into this log too.
             redirect_streams(path, directory)
         with (
             closing(LineFile(path, directory)) as file,

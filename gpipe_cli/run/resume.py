@@ -65,6 +65,7 @@ def load_resumed_run(
     directory = _run_directory(settings, job)
     if directory is None:
         return None
+    # Before anything is read: a run that is still training would save, rename and remove snapshots meanwhile.
     if lock and not job.dry_run:
         cleanup.enter_context(lock_run_directory(directory))
     saved = saved_config(directory)
@@ -140,6 +141,8 @@ def _load_snapshot(settings: TrainConfig, run: Path, *, larger_than_memory: bool
     """Open the snapshot to resume from; one that may be larger than memory stays on disk and is read in slices."""
     wanted = () if larger_than_memory else FILES
     open_verified = open_large_snapshot if larger_than_memory else open_snapshot
+    # A snapshot that the user names must be valid; `auto` takes the newest that is, and warns of newer ones that are
+    # not.
     if settings.resume != "auto":
         ignored = (OPTIMIZER,) if settings.reset_optimizer else ()
         snapshot = open_verified(select_snapshot("resume", str(settings.resume), wanted, ignored))
