@@ -103,6 +103,7 @@ class RankCollectives:
 
     def facts(self, own: StepFacts | None) -> StepFacts:
         coords = self._coords
+        # Once per run, because the names never change and sharing them takes two broadcasts.
         if self._sum_names is None:
             # In the last rank of the first replica if in any: a short batch leaves later replicas without samples.
             names = sorted(own.sums) if own is not None else []
@@ -112,6 +113,7 @@ class RankCollectives:
         values = [0.0] * (2 + len(self._sum_names))
         if own is not None:
             values = [own.loss, own.samples, *(own.sums[name] for name in self._sum_names)]
+        # First summed over the replicas, among their last ranks, then handed to the other ranks of each pipe.
         numbers = torch.tensor(values, dtype=torch.float64)
         if coords.has_output and coords.replicas > 1:
             numbers = sum_of_numbers(numbers, coords.data, coords.device)
@@ -120,6 +122,8 @@ class RankCollectives:
 
     def norms(self, own: Tensor) -> Tensor:
         padded = torch.cat([own, own.new_zeros(self._row_length - len(own))])
+        # Gathered, not reduced: a sum over ranks would add in an order that depends on the partitioning.
+        # `_norm_positions` leaves the padding out.
         rows = gather_numbers(padded, self._coords.pipe, self._coords.device)
         return rows.flatten()[self._norm_positions]
 
@@ -147,6 +151,7 @@ class RankCollectives:
 
     def gather_state(self, own: EngineState) -> EngineState:
         coords = self._coords
+        # Replicas are equal to the bit, so the first one alone is saved.
         if coords.replica:
             return EngineState({})
         if coords.rank:
@@ -155,6 +160,7 @@ class RankCollectives:
             return EngineState({})
         model, buffers, optimizer = dict(own.model), dict(own.buffers), dict(own.optimizer)
         numbers = dict(own.numbers)
+        # One rank after another, in the order in which it sends: messages between two ranks arrive in order.
         for rank in range(1, coords.ranks):
             for gathered in (model, buffers, optimizer):
                 received, their_numbers = receive_tensors(rank, coords.pipe, coords.device)

@@ -88,6 +88,7 @@ class OffloadEngine:
         self._optimizer_states = self._make_optimizer_states(spec.objective)
         self._engine = PipeEngine(
             pipe,
+            # Each slice has its own optimizer; one of the whole model would want all of its state in memory at once.
             replace(spec, objective=replace(spec.objective, optimizer=None)),
             input_device=input_device,
             output_device=output_device,
@@ -97,6 +98,7 @@ class OffloadEngine:
     def train_step(self, batch: Batch, key: int, lr: float) -> StepFacts:
         assert self._update is not None, "an engine without an optimizer cannot train"
         before = self._transfers()
+        # Before the step: a slice is updated as soon as its backward is done, in the middle of it.
         self._update.lr = lr
         facts = self._engine.train_step(batch, key, lr)
         return replace(facts, transfers=self._transfers().since(before))
@@ -105,6 +107,7 @@ class OffloadEngine:
         return self._engine.eval_step(batch)
 
     def state(self) -> EngineState:
+        # Stores run in the background: only now does the tier hold the values of the last step.
         self._wait_until_stored()
         state = self._engine.state()
         if self._update is not None:
@@ -118,6 +121,7 @@ class OffloadEngine:
     def load_state(self, state: EngineState) -> None:
         """Load slice by slice, so that no more of the model is in memory than while it trains."""
         self._wait_until_stored()
+        # Everything is checked before the first tensor is written.
         self._check_fit(state)
         keys = self._keys()
         offloaded = {parameter for slice in self._slices() for parameter in slice.parameters}
@@ -126,6 +130,7 @@ class OffloadEngine:
         for name, buffer in module_state(self.module).buffers.items():
             buffer.copy_(state.value(state.buffers[name]))
         for prefetcher in self._prefetchers:
+            # The optimizer state is stored but not loaded, because all of it is replaced.
             for slice in prefetcher.tour([Part.WEIGHTS], [Part.WEIGHTS, Part.STATE]):
                 self._load(state, [key for parameter in slice.parameters for key in keys[parameter]])
                 self._load_optimizer(state, slice)
@@ -133,6 +138,7 @@ class OffloadEngine:
             load_scaler(self._update.scaler, state)
 
     def close(self) -> None:
+        # The pipe's workers first: they submit copies to the prefetchers' threads.
         self._engine.close()
         self._offloaded.close()
 

@@ -128,12 +128,16 @@ class PipeEngine:
         self._update.begin()
         with nullcontext() if self._meter is None else self._meter.measure():
             scaled, output = self._step(input, target, key)
+        # float() waits for the device. Scales are powers of two, so the division is exact.
         loss = float(scaled) / self._update.scaler.get_scale()
+        # Only the last rank has a loss, but all have to judge it: either every rank updates or every rank raises.
         facts = self._collectives.facts(self._facts(loss, output, target))
         try:
             with report_out_of_memory():
                 update = self._update.apply(facts.loss, lr)
         except NumericError as error:
+            # All ranks are here, since loss and norms are equal in all of them: the collectives below find their
+            # partners.
             for note in self._nonfinite_notes(input, target, key):
                 error.add_note(note)
             raise
@@ -155,6 +159,7 @@ class PipeEngine:
         Randomness is keyed, so running the step again repeats it. Training ends here, so it does no harm that the
         second run changes buffers and gradients.
         """
+        # Before the step runs again, which adds to the gradients.
         gradient = self._collectives.last_name(nonfinite_gradients(self.module))
         own = first_nonfinite_output(self.module, lambda: self._step(input, target, key))
         output = self._collectives.first_nonfinite_output(own)
@@ -173,6 +178,7 @@ class PipeEngine:
         input, target = self._to_devices(batch)
         with self._evaluating(), self._autocast(), report_out_of_memory():
             output = self._pipe(input)
+            # A collective, so it is called by ranks without an output too.
             share = self._collectives.share_of(len(target))
             has_output = not (isinstance(output, tuple) and not output)
             loss = float(self._loss(output, target)) * share if has_output else 0.0

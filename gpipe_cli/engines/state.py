@@ -142,9 +142,12 @@ class OptimizerState:
             for index, parameter in enumerate(order)
             if (name := self._name(parameter)) in states
         }
+        # Up to here nothing has changed: `groups` are copies that state_dict made, and a state that does not fit
+        # raises.
         self._check(states, numbers)
         for group, changed in zip(groups, numbers["groups"], strict=True):
             group.update(changed)
+        # By index, which is how torch addresses parameters; the index is only known to this process.
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         self._undo_rounding(order, state)
 

@@ -44,6 +44,7 @@ class LossScale:
         """Adapt the scale after an update that was made or skipped; raise if too many in a row were skipped."""
         before = self.scaler.get_scale()
         self.scaler.update()
+        # The scaler tells of a skipped update only by lowering its scale.
         skipped = self.scaler.get_scale() < before
         self._consecutive_skips = self._consecutive_skips + 1 if skipped else 0
         if self._consecutive_skips == MAX_CONSECUTIVE_SKIPS:
@@ -83,15 +84,21 @@ class Update:
 
     def apply(self, loss: float, lr: float) -> UpdateFacts:
         """Update every parameter, or skip the update if scaled gradients overflowed."""
+        # Before the gradients, which are not finite either then: the loss is the more telling message.
         require_finite_loss(loss)
         set_lr(self.optimizer, lr)
+        # Before norms are taken: clipping compares the true norm with its limit.
         self.scaler.unscale_(self.optimizer)
+        # scaler.step decides by what unscale_ recorded. If one rank skipped the update and another did not, their
+        # parameters would never match again.
         self._collectives.agree_on_overflow(self.scaler, self.optimizer)
         gradients = [parameter.grad for parameter in self._parameters]
+        # Also without clipping: the norm is the check for finite gradients, and all ranks must join in gathering it.
         norm = global_norm(self._collectives.norms(norms_of(gradients)))
         finite = is_finite(norm, self.scaler)
         if finite and self._clip is not None:
             _scale(self._parameters, clip_factor(norm, self._clip))
+        # For fp16 this skips the update after an overflow; otherwise it is optimizer.step.
         self.scaler.step(self.optimizer)
         return self._loss_scale.finish_step(norm if finite else None)
 
@@ -187,6 +194,7 @@ class SliceUpdate:
     def _record_norms(self, group: Slice | ResidentParameters) -> None:
         """Undo the loss scale and record the norms."""
         if group.optimizer is not None:
+            # unscale_ also records overflows for each optimizer; scaler.update adapts the scale to all of them.
             self.scaler.unscale_(group.optimizer)
         for parameter in group.trained:
             if parameter.grad is not None:
@@ -229,6 +237,8 @@ def is_finite(norm: float, scaler: torch.amp.GradScaler) -> bool:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
+    # The formula of torch.nn.utils.clip_grad_norm_. Multiplying by 1.0 is exact, so a limit that is not reached
+    # changes no bit.
     return min(1.0, max_norm / (norm + 1e-6))
 
 
@@ -260,6 +270,7 @@ def stack_norms(norms: Sequence[Tensor | None]) -> Tensor:
 
 def global_norm(norms: Tensor) -> float:
     """The 2-norm of all gradients together: the norm of their norms, in the order given."""
+    # Floating-point sums depend on their order, so the order of names, not of partitions or ranks, decides the bits.
     return float(torch.linalg.vector_norm(norms[norms != NO_GRADIENT]))
 
 
@@ -274,6 +285,7 @@ def _step(group: Slice | ResidentParameters, lr: float) -> Collection[Part]:
     if group.optimizer is None:
         return ()
     set_lr(group.optimizer, lr)
+    # Not scaler.step, which would judge this slice alone: the caller has checked the gradients of all slices it knows.
     group.optimizer.step()
     _drop_gradients(group)
     return (Part.WEIGHTS, Part.STATE)

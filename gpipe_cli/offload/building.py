@@ -43,6 +43,7 @@ class BuiltModel(Generic[Model]):
 def build_on_tier(tier: Tier, build: Callable[[], Model]) -> BuiltModel[Model]:
     with spilling(tier.region, MAX_BYTES_IN_MEMORY) as spilled:
         model = build()
+    # Buffers stay in memory: layers may read and write them at any time.
     for buffer in model.buffers():
         spilled.give_back(buffer)
     all_stored = []

@@ -145,6 +145,8 @@ class _WithGradients:
     @contextmanager
     def on_device(self, visit: PartitionVisit, following: PartitionVisit | None) -> Iterator[None]:
         trained = self._prefetcher.slices[visit.partition].trained
+        # A gradient has to be on its parameter's device, so it comes off while the parameter moves, and moves on its
+        # own.
         before = [parameter.grad for parameter in trained]
         homes = [parameter.device for parameter in trained]
         _set_gradients(trained, [None] * len(trained))

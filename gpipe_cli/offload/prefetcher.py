@@ -58,6 +58,7 @@ class SlicePrefetcher:
         largest = max((stored.layout.nbytes for stored in weights if stored is not None), default=0)
         count = min(buffers, len(slices))
         self._buffers = [DeviceBuffer(device, largest) for _ in range(count)]
+        # Neighbours get different buffers, whichever way the worker walks, so one can load while the other computes.
         self._buffer_of = {index: self._buffers[turn % count] for turn, index in enumerate(slices)}
 
     @contextmanager
@@ -104,21 +105,27 @@ class SlicePrefetcher:
         slice, buffer = self.slices[index], self._buffer_of[index]
         changed: set[Part] = set()
         try:
+            # Mostly prefetched, so that this submits nothing. Stores of the slice that had this buffer before were
+            # submitted earlier to the same thread: no load overwrites bytes that are still to be stored.
             self._load(index, parts)
             self._wait(buffer)
             for part in parts:  # weights first: torch requires a gradient to match its parameter
                 if part in buffer.parts:
                     slice.attach(part, buffer.memory(part))
+            # Into the buffer in use it would overwrite weights under the running kernels.
             if prefetch is not None and self._buffer_of[prefetch[0]] is not buffer:
                 self._load(*prefetch)
             yield changed
             for part in changed:
                 slice.gather(part, buffer.memory)
         except BaseException:
+            # A buffer may be half loaded or half updated: no later visit may rely on what it holds.
             self.invalidate()
             raise
         finally:
             slice.detach()
+        # In the background, while the next slice computes. The buffer keeps the bytes, so a visit that returns to this
+        # slice at once loads nothing.
         for part in changed:
             stored = slice.stored(part)
             assert stored is not None, "a part that has changed has been gathered"
@@ -159,6 +166,8 @@ class DeviceBuffer:
     def memory(self, part: Part, nbytes: int | None = None) -> Tensor:
         """At least `nbytes` bytes for a part, or what it has now; its content stays if it is large enough."""
         memory = self._memory.get(part)
+        # Only weights are bound to one address. State and gradients are attached again in every visit, so they may
+        # move.
         if memory is None or (nbytes is not None and len(memory) < nbytes):
             memory = torch.empty(nbytes or 0, dtype=torch.uint8, device=self._device)
             assert memory.data_ptr() % ALIGNMENT == 0, "torch aligns memory at least as well"
@@ -184,6 +193,7 @@ class InputStore:
         size = min((size for size in self._free if size >= layout.nbytes and self._free[size]), default=None)
         free = self._free.setdefault(layout.nbytes if size is None else size, [])
         region = self._tier.region(layout.nbytes) if size is None else free.pop()
+        # Each copy holds on to its tensor until it has run, so the caller may drop the input at once.
         copies = [
             self._worker.store(region, as_bytes(tensor), slot.begin)
             for slot, tensor in zip(layout.slots, tensors, strict=True)

@@ -58,6 +58,7 @@ class DeviceDemand:
     def slices(self, costs: Sequence[float], limit: int) -> list[int]:
         """The balance with the fewest slices that stay within the limit."""
         balances = [solve(costs, count).balance for count in range(1, len(costs) + 1)]
+        # Not a bisection: balances even out costs, not bytes, so more slices do not always need less memory.
         for balance in balances:
             if self.of(balance) <= limit:
                 return balance

@@ -73,6 +73,8 @@ class Slice:
     def _assign(self, part: Part, tensors: Sequence[Tensor]) -> None:
         if part is Part.WEIGHTS:
             for parameter, tensor in zip(self.parameters, tensors, strict=True):
+                # Through .data the Parameter stays the same object for optimizers, hooks and autograd; only its memory
+                # changes.
                 parameter.data = tensor
         elif part is Part.STATE:
             for (parameter, key), tensor in zip(self._state_keys, tensors, strict=True):
@@ -95,6 +97,8 @@ class Slice:
             self._state_keys, tensors = list(current), list(current.values())
         elif part is Part.GRADIENTS:
             self._with_gradient = {parameter for parameter in self.trained if parameter.grad is not None}
+            # A parameter without a gradient puts its weights in the place, so that the layout stays the same in every
+            # step; `_assign` ignores them.
             tensors = [
                 parameter.data if parameter.grad is None else parameter.grad for parameter in self.trained
             ]
@@ -104,6 +108,8 @@ class Slice:
         if stored is None or not _fits(stored, tensors):
             stored = self._stored[part] = StoredTensors(self._tier, tensors)
         for view, tensor in zip(stored.views(memory(part, stored.layout.nbytes)), tensors, strict=True):
+            # What was updated in place is in the buffer already; only tensors that were created during the visit are
+            # copied.
             if view.data_ptr() != tensor.data_ptr():
                 view.copy_(tensor)
         if part is Part.GRADIENTS:

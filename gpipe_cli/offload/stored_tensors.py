@@ -50,6 +50,7 @@ class Layout:
         self.slots: list[TensorSlot] = []
         end = 0
         for tensor in tensors:
+            # Strides decide which kernels run, so dense tensors keep theirs; one with holes is stored without them.
             dense = tensor.is_contiguous() or is_dense(tensor)
             stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
             slot = TensorSlot(end, tensor.dtype, tuple(tensor.shape), tuple(stride), tensor.nbytes)

@@ -127,6 +127,7 @@ class _DiskRegion:
         self._file, self._begin, self._folder = file, begin, folder
 
     def read(self, begin: int, into: Tensor) -> None:
+        # Pinned, so that the copy to the device is a DMA transfer.
         host = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu", pin_memory=True)
         self._transfer_all(os.preadv, host, begin)
         if host is not into:
@@ -139,6 +140,8 @@ class _DiskRegion:
         self, move: Callable[[int, list[memoryview], int], int], host: Tensor, begin: int
     ) -> None:
         """preadv and pwritev may transfer fewer bytes than asked for."""
+        # preadv and pwritev take the offset as an argument, so threads that share the descriptor need no lock on a
+        # file position.
         view, offset = _memory(host), self._begin + begin
         while view:
             count = _disk_errors_as_resource_error(

@@ -72,6 +72,7 @@ class TransferWorker:
             self._thread.shutdown(cancel_futures=True)
 
     def _submit(self, move: Callable[[], None], nbytes: int) -> Future[None]:
+        # Counted where it is submitted: the copying thread never touches the counters, so they need no lock.
         self._moved_bytes += nbytes
         # Kernels that the computing thread has already launched may still read or write this memory: the copy stream
         # waits for them on the device, and the host thread goes on at once.
