@@ -98,6 +98,8 @@ class ShapeInference:
     ) -> tuple[BoundarySpec, ...]:
         """The boundary in front of each partition, for a micro-batch of these tensors."""
         kinds = tuple(TensorSpec.of(tensor) for tensor in tensors)
+        # Autocast changes dtypes and grad mode changes what needs a gradient, so the caller's state is part of the
+        # key.
         mode = (kinds, template, state, training)
         if mode not in self._cache:
             self._cache[mode] = self._find(tensors, template, state, training)
@@ -110,6 +112,7 @@ class ShapeInference:
         with self._mode, state.entered(), Running(MicroBatch(0, len(tensors[0]))):
             twins = [fake_twin(tensor, self._device) for tensor in tensors]
             boundaries = _infer(self._partitions, unflatten(template, twins))
+        # Deferred batch norm has collected the statistics of a run that was none.
         for batch_norm in deferred_batch_norms(self._module):
             batch_norm.discard()
         return boundaries

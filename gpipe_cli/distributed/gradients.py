@@ -42,6 +42,7 @@ def average_gradients(parameters: Tensor | Iterable[Tensor], rows: int | None = 
     if rows is not None:
         share = rows / float(sum_of_numbers(torch.tensor([rows]), group, device))
     for parameter in own:
+        # Scaled before the sum, because replicas with unequal rows have unequal shares.
         if parameter.grad is not None:
             parameter.grad.mul_(share)
     for parameter, gradient in summed_gradients(own, group, device):
@@ -92,6 +93,7 @@ def clip_grad_norm_(
 def _pipe_norm(norm: Tensor, norm_type: float) -> Tensor:
     """Combine the norms of all processes: powers add up, norms do not; infinity norms take the maximum."""
     largest = math.isinf(norm_type)
+    # In double precision: the square of a large float32 norm overflows.
     powers = norm.to(torch.float64) if largest else norm.to(torch.float64) ** norm_type
     operation = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
     distributed.all_reduce(powers, op=operation, group=get_group(PIPE))

@@ -82,6 +82,8 @@ def begin_sending(
     table = [[name, _dtype_name(one), list(one.shape)] for name, one in tensors.items()]
     text = _bytes([table, notes]).to(device)
     length = torch.tensor([len(text)], device=device)
+    # The receiver allocates by the length, reads the table, then takes the tensors in its order: messages between two
+    # ranks arrive in the order of sending. Both sides leave out empty tensors.
     messages = [length, text, *(_raw(one.to(device)) for one in tensors.values() if one.numel())]
     return [Sending(_begun(distributed.isend(one, group=group, group_dst=to)), one) for one in messages]
 

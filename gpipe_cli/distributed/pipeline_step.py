@@ -121,6 +121,8 @@ class _Step:
     def train(self, backward: Backward) -> Tensor | None:
         waiting: deque[_ForwardResult] = deque()
         losses = []
+        # The warm-up of 1f1b: a micro-batch has that many processes still to pass before its gradient starts back. A
+        # longer one would only keep more activations alive.
         ahead = self.link.ranks - self.link.rank - 1
         for part in self.parts:
             result = self._run(part)
@@ -128,6 +130,7 @@ class _Step:
             if self.link.is_last:
                 losses.append(_loss(result.output).detach())
             if len(waiting) > ahead:
+                # Oldest first in every process: receives match sends without tags, and gradients add up in one order.
                 self._run_backward(waiting.popleft(), backward)
         while waiting:
             self._run_backward(waiting.popleft(), backward)
@@ -253,6 +256,8 @@ class P2PLink:
         return self._received(self.rank + 1)[0]
 
     def _send(self, tensors: Gradients, notes: Any, to: int) -> None:
+        # Never waits: the neighbour may be sending to us at this moment, and two blocking sends would never end. What
+        # has arrived is dropped, and its memory with it.
         self._sent = [sending for sending in self._sent if not sending.work.is_completed()]
         present = {str(index): tensor for index, tensor in enumerate(tensors) if tensor is not None}
         self._sent += begin_sending(present, [len(tensors), notes], to, self._group, self.device)

@@ -79,6 +79,7 @@ class RankPipe(PipeBase):
         self._tied_gradients = TiedGradients(self._tied, self.rank_of_layer, coords)
         self._replicas = Replicas(coords)
         borrowed = {id(parameter) for parameter in self._tied_gradients.borrowed}
+        # A borrowed copy is left out: its owner sums the gradient over replicas, and `spread` sends the sum.
         self._summed = [
             parameter
             for parameter in self.module.parameters()
@@ -110,6 +111,7 @@ class RankPipe(PipeBase):
         with commit_or_discard(self._own_batch_norms):
             if batch.rows:
                 self._run(batch, self._torch_schedule, loss.weighted, untied)
+            # Collectives, from here on: a replica without samples takes part in them.
             self._replicas.merge_moments(self._own_batch_norms)
         # Tied gradients are summed within a replica first, as a single process would, and sent to the copies last.
         self._tied_gradients.collect(untied)
@@ -142,6 +144,8 @@ class RankPipe(PipeBase):
         for partition in self._own:
             partition.begin()
         sizes = [piece.size for piece in batch.micro_batches]
+        # All shapes come before the first flush: every rank infers the whole model, so a layer that cannot be inferred
+        # raises in all ranks, and none waits for a message.
         runs = [
             (
                 flush,
@@ -173,6 +177,7 @@ class RankPipe(PipeBase):
                 training=training,
                 splits_backward=self._traits.splits_backward,
             )
+        # Reinserted at the end: the first key of the dict is the least recently used schedule.
         self._schedules[key] = cached
         while len(self._schedules) > _MAX_CACHED_SCHEDULES:
             del self._schedules[next(iter(self._schedules))]

@@ -52,6 +52,8 @@ class Replicas:
         if not before:
             return
         changed = torch.tensor([not torch.equal(one.buffer.get(), one.value) for one in before])
+        # What any replica changed is merged by all: one without samples changed nothing, but must join the same
+        # collectives.
         flags = self._sum(changed).tolist()
         buffers = [one.buffer.get() for one, flag in zip(before, flags, strict=True) if flag]
         for group in _by_dtype(buffers):
@@ -86,6 +88,7 @@ def summed_gradients(
     present = sum_of_numbers(
         torch.tensor([parameter.grad is not None for parameter in parameters]), group, device
     )
+    # Replicas may have gradients of different parameters, but must reduce tensors of one length: zeros fill the gaps.
     wanted = [parameter for parameter, there in zip(parameters, present.tolist(), strict=True) if there]
     for alike in _by_dtype(wanted):
         flat = torch.cat([_gradient(parameter).flatten() for parameter in alike])
@@ -94,6 +97,7 @@ def summed_gradients(
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    # The sort is stable, so every rank lays the tensors end to end in the same order.
     for _, group in groupby(sorted(tensors, key=lambda one: str(one.dtype)), key=lambda one: one.dtype):
         yield list(group)
 
@@ -119,6 +123,7 @@ def _numbers(batch_norm: DeferredBatchNorm) -> Tensor:
 
 def _merged(batch_norm: DeferredBatchNorm, of_replicas: Sequence[Tensor]) -> Moments | None:
     precise = torch.promote_types(batch_norm.running_mean.dtype, torch.float32)
+    # Every replica merges all of them in the same order instead of reducing, so the results are equal to the bit.
     merged: Moments | None = None
     for numbers in of_replicas:
         count = int(numbers[0])

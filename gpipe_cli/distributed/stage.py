@@ -58,6 +58,8 @@ class Stage(nn.Module):
         micro_batch = self._micro_batch
         self._micro_batch += 1
         if torch.is_grad_enabled():
+            # ANCHOR requires a gradient: the first stage receives no tensors, and would have no autograd node without
+            # it.
             sent: tuple[Tensor, ...] = apply(_StageFunction, self, micro_batch, ANCHOR, *received)
         else:
             sent = self.run(micro_batch, received).present
@@ -85,6 +87,7 @@ class Stage(nn.Module):
         with self._noting(Kind.BACKWARD, "backward", micro_batch):
             if self.split:
                 entering = partition.backward_input(saved, leaving, keep_graph=False)
+                # torch asks for the second half right after the first, so one slot is enough.
                 self._half_done = saved
             else:
                 entering = partition.backward(saved, leaving, keep_graph=False)
@@ -202,6 +205,8 @@ class _StageFunction(Function):
         ctx: Any, stage: Stage, micro_batch: int, anchor: Tensor, *received: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.stage, ctx.micro_batch = stage, micro_batch
+        # None has to stay None: with zeros, layers that no loss depends on would get gradients of zero instead of
+        # none.
         ctx.set_materialize_grads(False)
         sent = stage.run(micro_batch, received)
         tensors = sent.present

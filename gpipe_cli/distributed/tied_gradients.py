@@ -38,6 +38,8 @@ class TiedGradients:
             [of_layer.take_gradient(parameter) for of_layer in (untied[user] for user in users)]
             for parameter, users in self._shared
         ]
+        # All ranks agree first on which gradients exist: a receive of one that does not would never end. Then all walk
+        # the same list in the same order, so that each blocking send meets its receive.
         present = self._present(gradients)
         for (parameter, users), of_uses, is_there in zip(self._shared, gradients, present, strict=True):
             total: Tensor | None = None
@@ -76,6 +78,7 @@ class TiedGradients:
         if self._coords.rank == owner:
             found = self._received(parameter, rank) if rank != owner else gradient
             assert found is not None, "it is said to be there"
+            # In the order of the layers, whichever process they are in: that order decides the bits.
             return found if total is None else total + found
         if self._coords.rank == rank:
             assert gradient is not None, "it is said to be there"
@@ -83,6 +86,7 @@ class TiedGradients:
         return None
 
     def _received(self, parameter: nn.Parameter, source: int) -> Tensor:
+        # Sent as contiguous memory, so it must be received as such, whatever strides the parameter has.
         buffer = torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
         distributed.recv(buffer, group=self._coords.pipe, group_src=source)
         return buffer

@@ -72,6 +72,7 @@ def flushes(sizes: Sequence[int], schedule: TorchScheduleClass, ranks: int) -> I
         remaining = len(list(run))
         while remaining:
             if issubclass(schedule, PipelineScheduleMulti):
+                # The most that divides into rounds of one size; what is left becomes a flush of its own.
                 count = remaining - remaining % max(1, remaining // ranks)
                 yield Flush(schedule, first, count)
             else:
@@ -134,6 +135,7 @@ class TorchSchedule:
             for stage, partition in zip(self._stages, partitions, strict=True)
         ]
         stages: Any = torch_stages if several_stages else torch_stages[0]
+        # scale_grads=False: each loss is weighted by its rows already; torch would divide by the count on top of that.
         self._schedule: Any = flush.schedule(
             stages, flush.count, loss_fn=_identity_loss if training else None, scale_grads=False
         )
@@ -149,6 +151,8 @@ class TorchSchedule:
             with _torch_log_disabled():
                 self._schedule.step(**target, return_outputs=False)
         except Exception as error:
+            # torch wraps what a stage raised; the caller gets the layer's own error, with the note that names its
+            # place.
             failure, state.failure = state.failure, None
             if failure is None or failure is error:
                 raise

@@ -46,6 +46,7 @@ class World:
         """The text of rank 0; the text of the other ranks is ignored."""
         if self.size == 1:
             return text
+        # frombuffer refuses an empty buffer.
         encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         length = self._broadcast(torch.tensor([len(encoded)], dtype=torch.int64))
         content = encoded if self.is_rank_zero else torch.empty(int(length), dtype=torch.uint8)
