@@ -147,7 +147,7 @@ class OptimizerState:
         self._check(states, numbers)
         for group, changed in zip(groups, numbers["groups"], strict=True):
             group.update(changed)
-        # By index, which is how torch addresses parameters; the index is only known to this process.
+        # By index, as torch wants it; snapshots hold names, because indices depend on the partitioning.
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         self._undo_rounding(order, state)
 

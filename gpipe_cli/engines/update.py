@@ -285,7 +285,7 @@ def _step(group: Slice | ResidentParameters, lr: float) -> Collection[Part]:
     if group.optimizer is None:
         return ()
     set_lr(group.optimizer, lr)
-    # Not scaler.step, which would judge this slice alone: the caller has checked the gradients of all slices it knows.
+    # Not scaler.step, which would judge this slice alone: fp16 decides over all slices whether to update.
     group.optimizer.step()
     _drop_gradients(group)
     return (Part.WEIGHTS, Part.STATE)

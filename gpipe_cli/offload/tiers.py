@@ -127,7 +127,7 @@ class _DiskRegion:
         self._file, self._begin, self._folder = file, begin, folder
 
     def read(self, begin: int, into: Tensor) -> None:
-        # Pinned, so that the copy to the device is a DMA transfer.
+        # Pinned memory, from which devices copy fastest.
         host = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu", pin_memory=True)
         self._transfer_all(os.preadv, host, begin)
         if host is not into:
