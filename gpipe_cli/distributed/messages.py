@@ -1,7 +1,7 @@
-"""Numbers, text and tensors between the processes of a group.
+"""Sends numbers, text and tensors between the processes of a group.
 
-Decides their form on the way: tensors on the device the group's backend wants, everything else as bytes or doubles in
-them. No object is ever pickled. Knows nothing of what they mean.
+Tensors travel on the device that the group's backend needs, everything else as bytes or doubles in tensors. Nothing
+is ever pickled.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = [
 @final
 @dataclass(frozen=True, eq=False)
 class Sending:
-    """A message on its way; its memory must stay until it has arrived."""
+    """A message that is being sent. Its memory must stay allocated until it has arrived."""
 
     work: Work
     message: Tensor
 
 
 def share_numbers(numbers: Tensor, source: int, group: ProcessGroup, device: torch.device) -> Tensor:
-    """What rank `source` of the group has, as a double each; the others give as many of no importance."""
+    """The numbers of rank `source` of the group, as doubles; the other ranks pass as many, which are ignored."""
     moved = numbers.to(device, torch.float64)
     distributed.broadcast(moved, group=group, group_src=source)
     return moved.cpu()
@@ -51,7 +51,7 @@ def sum_of_numbers(numbers: Tensor, group: ProcessGroup, device: torch.device) -
 
 
 def gather_numbers(numbers: Tensor, group: ProcessGroup, device: torch.device) -> Tensor:
-    """One row per rank; all give equally many."""
+    """One row per rank; all ranks pass equally many numbers."""
     moved = numbers.to(device, torch.float64)
     rows = moved.new_empty(distributed.get_world_size(group), len(numbers))
     distributed.all_gather(list(rows), moved, group=group)
@@ -59,7 +59,7 @@ def gather_numbers(numbers: Tensor, group: ProcessGroup, device: torch.device) -
 
 
 def share_json(value: Any, source: int, group: ProcessGroup, device: torch.device) -> Any:
-    """What rank `source` of the group has; the others give anything."""
+    """The value of rank `source` of the group; the values that other ranks pass are ignored."""
     text = _bytes(value)
     length = int(share_numbers(torch.tensor([len(text)]), source, group, device))
     text = text.to(device) if distributed.get_rank(group) == source else _empty(length, device)
@@ -70,7 +70,7 @@ def share_json(value: Any, source: int, group: ProcessGroup, device: torch.devic
 def send_tensors(
     tensors: Mapping[str, Tensor], notes: Any, to: int, group: ProcessGroup, device: torch.device
 ) -> None:
-    """Hand tensors by name, and something that JSON can say, to rank `to` of the group."""
+    """Send tensors by name, and a JSON value, to rank `to` of the group."""
     for sending in begin_sending(tensors, notes, to, group, device):
         sending.work.wait()
 
@@ -78,7 +78,7 @@ def send_tensors(
 def begin_sending(
     tensors: Mapping[str, Tensor], notes: Any, to: int, group: ProcessGroup, device: torch.device
 ) -> list[Sending]:
-    """The same without waiting, which two neighbours that send to each other must not do."""
+    """The same without waiting: two neighbours that send to each other and wait would deadlock."""
     table = [[name, _dtype_name(one), list(one.shape)] for name, one in tensors.items()]
     text = _bytes([table, notes]).to(device)
     length = torch.tensor([len(text)], device=device)
@@ -89,7 +89,7 @@ def begin_sending(
 
 
 def receive_tensors(source: int, group: ProcessGroup, device: torch.device) -> tuple[dict[str, Tensor], Any]:
-    """What rank `source` hands over by `send_tensors`; the tensors are on the CPU."""
+    """What rank `source` sends with `send_tensors`; the tensors are on the CPU."""
     received, notes = receive_on_device(source, group, device)
     return {name: one.cpu() for name, one in received.items()}, notes
 
@@ -97,7 +97,7 @@ def receive_tensors(source: int, group: ProcessGroup, device: torch.device) -> t
 def receive_on_device(
     source: int, group: ProcessGroup, device: torch.device
 ) -> tuple[dict[str, Tensor], Any]:
-    """The same, the tensors on the device."""
+    """The same, with the tensors on the device."""
     length = torch.zeros(1, dtype=torch.int64, device=device)
     distributed.recv(length, group=group, group_src=source)
     text = _empty(int(length), device)
@@ -118,7 +118,7 @@ def _begun(work: Work | None) -> Work:
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """Its bytes: backends do not know every dtype."""
+    """The bytes of a tensor: backends do not support every dtype."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 

@@ -1,13 +1,13 @@
-"""What replicas of a model tell each other, so that they stay equal: gradients, and what batch norm has seen.
+"""Keeps replicas of a model equal: sums their gradients and merges their batch-norm statistics.
 
-After the last backward of a step all gradients of a process go, end to end in one tensor, through one sum over the
-replicas. (torch's DistributedDataParallel reduces nothing under a split backward, and waits for ever where replicas
-have unequally many micro-batches.) Each replica's loss counts by its share of all samples, so the sum is the gradient
-of the mean. A replica without samples, in a short last batch, adds nothing.
+After the last backward of a step, a process concatenates all its gradients into one tensor, which is summed over the
+replicas. (torch's DistributedDataParallel reduces nothing under a split backward, and hangs where replicas have
+unequal numbers of micro-batches.) The loss of a replica is weighted by its share of all samples, so the sum is the
+gradient of the mean. A replica without samples, in a short last batch, adds nothing.
 
-Buffers that a step changed, such as the statistics of batch norm, become their mean over the replicas, weighted by
-samples; whole numbers, such as a count of batches, the largest. Deferred batch norm merges what all replicas have seen
-instead, as if one had seen it all. Knows nothing of partitions.
+Floating-point buffers that a step changed, such as the statistics of batch norm, become their mean over the replicas,
+weighted by samples; integer buffers, such as a count of batches, become the largest. Deferred batch norm merges the
+statistics of all replicas instead, as if one replica had processed all samples.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Replicas:
 
     @torch.no_grad()
     def merge_buffers(self, before: Sequence[SavedBuffer], share: float) -> None:
-        """Make equal what a step has changed; `share`: this replica's part of all samples."""
+        """Merge the buffers that a step changed; share: this replica's fraction of all samples."""
         if not before:
             return
         changed = torch.tensor([not torch.equal(one.buffer.get(), one.value) for one in before])
@@ -66,7 +66,7 @@ class Replicas:
                 buffer.copy_(one)
 
     def merge_moments(self, batch_norms: Sequence[DeferredBatchNorm]) -> None:
-        """Let each deferred batch norm have seen what those of all replicas have, in the order of replicas."""
+        """Merge the moments of each deferred batch norm over all replicas, in the order of replicas."""
         if not self.several or not batch_norms:
             return
         own = torch.cat([_numbers(one) for one in batch_norms])
@@ -103,7 +103,7 @@ def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """What was laid end to end, as it was before."""
+    """Split a concatenated tensor into the original shapes."""
     pieces = torch.split(flat, [one.numel() for one in like])
     return [piece.view_as(one) for piece, one in zip(pieces, like, strict=True)]
 
@@ -113,7 +113,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _numbers(batch_norm: DeferredBatchNorm) -> Tensor:
-    """A count, means and squared deviations; a count of 0 where nothing was seen."""
+    """A count, means and squared deviations; the count is 0 for a replica without samples."""
     seen = batch_norm.pending
     if seen is None:
         return torch.zeros(1 + 2 * batch_norm.num_features, dtype=torch.float64)

@@ -1,13 +1,13 @@
 """A partition as torch's pipelining sees it: a module with one autograd node.
 
-torch runs its backward and hands the gradient on; inside the node the partition does what it does under every
-engine: boundaries, keys, recomputation, aliases, and its own split of the backward. torch's split would run a
-checkpointed forward three times and needs a graph of torch's choosing; a `dw_builder` replaces it by ours.
+torch runs the backward of the node and passes the gradient on. Inside the node, the partition does what it does under
+every engine: boundaries, keys, recompute, aliases, and its own split of the backward. torch's split would run a
+checkpointed forward three times and needs a graph of its own kind; a `dw_builder` replaces it by ours.
 
-torch counts micro-batches from 0 in each flush and runs them in ascending order, so the stage counts with it. The
-first stage takes its input from the batch state and the last one leaves its output there: torch would split both, and
-evenly only. Tensors leave contiguous, because gloo takes no others, and in the shape that was announced: of a wrong
-one torch notices nothing.
+torch counts micro-batches from 0 in each flush and runs them in ascending order, so the stage counts along. The first
+stage takes its input from the batch state and the last one stores its output there, because torch would split both,
+and only evenly. Tensors are sent contiguous, as gloo requires, and in the announced shape: torch would not notice a
+wrong one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Stage(nn.Module):
         self._half_done: SavedForBackward | None = None
 
     def begin(self, state: BatchState, first: int) -> None:
-        """The next flush is of this mini-batch, from micro-batch `first` on."""
+        """The next flush runs this mini-batch from micro-batch `first` on."""
         self._current, self._micro_batch = state, first
 
     def end(self) -> None:
@@ -63,11 +63,11 @@ class Stage(nn.Module):
             sent: tuple[Tensor, ...] = apply(_StageFunction, self, micro_batch, ANCHOR, *received)
         else:
             sent = self.run(micro_batch, received).present
-        # torch takes what the last stage gives for the loss, which is one tensor.
+        # torch treats the output of the last stage as the loss, which is one tensor.
         return sent if self._leaving is not None else sent[0]
 
     def run(self, micro_batch: int, received: tuple[Tensor, ...]) -> PartitionInput:
-        """The forward of one micro-batch; what is sent on, and what of it needs a gradient."""
+        """Run the forward of one micro-batch; return what is sent on, and which tensors need a gradient."""
         state, index = self._state, self._partition.index
         with self._noting(Kind.FORWARD, "forward", micro_batch), state.batch.state.entered():
             given, passing = self._unpack(micro_batch, received)
@@ -77,7 +77,7 @@ class Stage(nn.Module):
             return self._pack(micro_batch, output, passing)
 
     def run_backward(self, micro_batch: int, gradients: Gradients) -> Gradients:
-        """The gradients of what was received, from those of what was sent."""
+        """Run the backward: from the gradients of the sent tensors to those of the received ones."""
         state, partition = self._state, self._partition
         saved = state.saved[partition.index, micro_batch]
         if saved.inputs is not None:
@@ -95,7 +95,7 @@ class Stage(nn.Module):
         return self._gradients_of_input(entering, passing)
 
     def weights_half(self) -> Callable[[], None]:
-        """The rest of the backward that has just been run, for later: torch's `dw_builder`."""
+        """The weight half of the backward that has just run, for later: torch's `dw_builder`."""
         saved, self._half_done = self._half_done, None
 
         def run() -> None:
@@ -113,7 +113,7 @@ class Stage(nn.Module):
     def _unpack(
         self, micro_batch: int, received: tuple[Tensor, ...]
     ) -> tuple[PartitionInput, dict[SkipName, Tensor]]:
-        """What the layers get, and the skips that only pass through."""
+        """The input of the layers, and the skips that only pass through this stage."""
         if self._partition.index == 0:
             return self._state.inputs[micro_batch], {}
         boundary = self._entering
@@ -183,7 +183,7 @@ class Stage(nn.Module):
 
     @contextmanager
     def _noting(self, kind: Kind, phase: str, micro_batch: int) -> Iterator[None]:
-        """torch wraps whatever a stage raises in an error of its own: what was raised first is saved."""
+        """Keep the first error: torch wraps whatever a stage raises in an error of its own."""
         try:
             yield
         except BaseException as error:

@@ -1,8 +1,8 @@
-"""Gradients of parameters that layers in several processes share.
+"""Sums the gradients of parameters that layers in several processes share.
 
-Each process that uses one has a copy of it, and the copies must stay equal to the bit. So the process of the first
-use adds the gradients of all uses up, in the order of the layers, as one process alone would do, and hands the sum to
-the others. Decides who sends what to whom; knows nothing of optimizers.
+Each process that uses such a parameter has a copy of it, and the copies must stay equal to the bit. So the process of
+the first use sums the gradients of all uses in the order of the layers, as a single process would, and sends the sum
+to the others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["TiedGradients"]
 @final
 class TiedGradients:
     def __init__(self, tied: TiedParameters, ranks: Sequence[int], coords: RankCoords) -> None:
-        """`ranks`: for each layer the rank of its partition."""
+        """ranks: for each layer, the rank of its partition."""
         self._coords = coords
         self._ranks = ranks
         self._shared = [(parameter, users) for parameter, users in tied.users if parameter.requires_grad]
@@ -30,10 +30,10 @@ class TiedGradients:
         self.borrowed = [
             parameter for parameter, users in self._shared if self._uses(users) and not self._owns(users)
         ]
-        """Copies here whose owner is another process."""
+        """Copies in this process whose owner is another process."""
 
     def collect(self, untied: Sequence[Untied]) -> None:
-        """Give each shared parameter, at its owner, the sum of its uses' gradients."""
+        """At its owner, give each shared parameter the sum of the gradients of all its uses."""
         gradients = [
             [of_layer.take_gradient(parameter) for of_layer in (untied[user] for user in users)]
             for parameter, users in self._shared
@@ -50,7 +50,7 @@ class TiedGradients:
                 accumulate(parameter, total)
 
     def spread(self) -> None:
-        """Hand each sum to the other processes that use the parameter."""
+        """Send each sum to the other processes that use the parameter."""
         if not self._between_ranks:
             return
         has_gradient = self._present([[parameter.grad] for parameter, _ in self._shared])
@@ -73,7 +73,7 @@ class TiedGradients:
         user: int,
         gradient: Tensor | None,
     ) -> Tensor | None:
-        """At the owner, `total` with the gradient of one use, wherever that is; elsewhere None."""
+        """At the owner, `total` plus the gradient of one use in whichever process; elsewhere None."""
         rank, owner = self._ranks[user], self._ranks[users[0]]
         if self._coords.rank == owner:
             found = self._received(parameter, rank) if rank != owner else gradient
@@ -92,7 +92,7 @@ class TiedGradients:
         return buffer
 
     def _present(self, gradients: Sequence[Sequence[Tensor | None]]) -> list[list[bool]]:
-        """Which of them there are, in whichever process: a use may have had no part in the loss."""
+        """Which uses have a gradient, in whichever process: the loss may not depend on a use."""
         flags = [[gradient is not None for gradient in of_uses] for of_uses in gradients]
         if not self._between_ranks:
             return flags
