@@ -127,6 +127,8 @@ def minimise(objective: Objective, partitions: int) -> Solution | None:
     low, best = 0.0, _probe(objective, partitions, inf)
     if best.ends is None:
         return None
+    # Both bounds are costs of real partitions after each probe, so this ends at the exact optimum, not within a
+    # tolerance.
     while low < best.value:
         middle = (low + best.value) / 2
         # Between adjacent floats the middle is rounded to one of them; only the lower one gives new information.
@@ -156,6 +158,9 @@ def _probe(objective: Objective, partitions: int, limit: float) -> _Probe:
                 smallest_overflow = min(smallest_overflow, overflow if overflow > limit else inf)
             # Begins ascend, so the ends that an earlier one reached are known already.
             new = range(max(begin, beyond) + 1, end + 1)
+            # If a partition does best to begin late, only the furthest end matters, and the probe is greedy: one
+            # bisection for each partition. Otherwise every reachable end counts, with up to one bisection for each
+            # layer and partition.
             reached.update(dict.fromkeys(new[-1:] if objective.grows_backwards else new, begin))
             beyond = max(beyond, end)
         if not reached:

@@ -109,6 +109,7 @@ class StepBound:
         reach = 1  # doubled, since adding up memory far beyond the limit takes long
         while begin + reach < self.layers and self.cost(partition, begin, begin + reach) <= limit:
             reach *= 2
+        # A partition with one layer more at its end never costs less, which is what bisecting relies on.
         ends = range(begin + 1, min(begin + reach, self.layers) + 1)
         return begin + bisect_right(ends, limit, key=lambda end: self.cost(partition, begin, end))
 

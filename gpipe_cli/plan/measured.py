@@ -112,6 +112,7 @@ class CostMeasurer:
 
     def _measure_workers(self, chunks: int, sample: Sample, workers: int) -> MeasuredCosts:
         layers = self._profiles.times(self._module, sample, seconds=0.0)
+        # An even balance keeps all workers busy, so that they disturb each other as they will in training.
         balance = solve([layer.forward_ms + layer.backward_ms for layer in layers], workers).balance
         devices = self._devices[:workers]
         cores = self._cores if devices[0].type == "cpu" else None

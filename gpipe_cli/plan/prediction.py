@@ -153,6 +153,8 @@ def limit_of(
     equal = [_mean(without_transfer, spec)] * len(parts)
     without_transfers = simulated_step(spec, without_transfer)
     even = min(without_transfers, simulated_step(replace(spec, checkpoint="always"), equal))
+    # Each removes one more cause than the entry before it, so the first three shares add up to the step without its
+    # work.
     shares = {
         "transfers": step_ms - without_transfers,
         "slowest partition": without_transfers - even,

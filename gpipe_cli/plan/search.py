@@ -103,7 +103,10 @@ def search(
     heapify(queue)
     plans: list[RankedPlan] = []
     too_large, number = 0, len(queue)
+    # Best first: the smallest bound in the queue bounds everything that is left, so the search ends when that cannot
+    # beat the last plan to keep.
     while queue and not (len(plans) >= keep and queue[0][0] >= plans[keep - 1].best.step_ms):
+        # There is always at least one plan, however late.
         if plans and time.monotonic() > deadline:
             left_out += len(queue)
             break
@@ -116,6 +119,7 @@ def search(
                 too_large += 1
             else:
                 number += 1
+                # Queued again with its tighter bound: most shapes are pruned by one of the two and never simulated.
                 heappush(queue, (max(bound, start[0]), number, replace(queued, fit=fit, start=start)))
             continue
         best = best_balance(queued.costs, spec, queued.fit, queued.start, MOST_ACTIONS_PER_SHAPE)
@@ -171,6 +175,7 @@ def best_balance(
         if price(other) < price(best):
             best = other
             candidates.limit = price(best) * ROUNDING
+    # Every balance was ruled out or simulated, so the step itself is the bound.
     return result(best, inf)
 
 
@@ -184,6 +189,8 @@ class _Candidates:
         self._bound = StepBound(costs, spec, fit)
         # For each partition where it may begin so that it and the later ones can hold the rest.
         self._reachable = [set[int]() for _ in range(self._partitions)] + [{self._layers}]
+        # From the last partition to the first, in at most partitions x layers^2 bounds: then no enumeration ends in a
+        # dead end unless `limit` has been lowered since.
         for partition in reversed(range(self._partitions)):
             begins = range(partition, self._layers) if partition else (0,)
             self._reachable[partition] = {

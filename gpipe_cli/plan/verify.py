@@ -78,6 +78,7 @@ def _step(
     input, target = moved(batch[0], devices[0]), batch[1].to(devices[used - 1])
     begin = time.perf_counter()
     pipe.step(input, target, loss, key=0)
+    # Kernels run asynchronously: without this only their launches would be timed.
     for device in {device for device in devices if device.type == "cuda"}:
         torch.cuda.synchronize(device)
     return time.perf_counter() - begin

@@ -79,6 +79,7 @@ class ProfileCache:
                 "balance=time: nothing is run here, and no measurement of this model with these settings is stored; "
                 "`gpipe balance --by time` makes one and prints the line to paste, balance=params needs none"
             )
+        # The load from before, because measuring raises it.
         load, began = load_per_core(), time.perf_counter()
         layers = [
             LayerTimes(profile.forward_ms, profile.backward_ms)

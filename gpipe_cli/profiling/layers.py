@@ -67,8 +67,10 @@ def profile_layers(
     if any(parameter.is_meta for parameter in module.parameters()):
         raise ConfigError("a model without storage cannot be run, so its layers cannot be measured")
     with _layer_by_layer(module, sample) as pipe:
+        # In a step of its own: the hooks would add to the times.
         saved = _saved_tensors(pipe, sample)
         times = _measure(pipe, sample, seconds, repeats)
+    # Medians, because a burst of other work on the machine disturbs some runs, not half of them.
     return [
         LayerProfile(
             saved[index].facts(index, name, layer),
@@ -122,6 +124,8 @@ def _layer_by_layer(module: nn.Sequential, sample: Sample) -> Iterator[GPipe]:
     """A pipe in which each layer is a partition, and one worker runs them all."""
     device = tensors_of(sample.input)[0].device
     with preserved(module, device=True):
+        # The schedule that lets one device run several partitions. Without checkpointing, forward includes building
+        # the graph.
         schedule = interleaved.TRAITS.name
         pipe = GPipe(module, [1] * len(module), devices=[device], checkpoint="never", schedule=schedule)
         with pipe:
@@ -147,6 +151,7 @@ def _step(pipe: GPipe, sample: Sample) -> None:
 
 def _measure(pipe: GPipe, sample: Sample, seconds: float, repeats: int) -> dict[tuple[int, str], list[float]]:
     """Seconds of every run, by layer and phase."""
+    # The first steps also pay for new threads and their memory.
     for _ in range(WARM_UP):
         _step(pipe, sample)
     with recording(pipe) as record:

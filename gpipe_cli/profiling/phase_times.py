@@ -77,6 +77,7 @@ def measure_phase_times(
         checkpointed = steps.run(one_f_one_b.TRAITS.name, "always")
         halves = steps.run(zero_bubble.TRAITS.name, "never") if split and len(balance) > 1 else None
     whole = plain.sum("backward", first=1) if halves else 0.0
+    # One factor for all phases of a kind of step: the time between actions cannot be attributed to any of them.
     excess, checkpointed_excess = plain.excess(), checkpointed.excess()
     return PhaseTimes(
         forward=plain.sum("forward") * excess,
@@ -175,6 +176,8 @@ class _Steps:
                 pipe.step(input, target, loss, key=0)
             with recording(pipe) as record:
                 while len(steps) < LEAST_STEPS or (sum(steps) < self.seconds and len(steps) < MOST_STEPS):
+                    # A training step begins without gradients; adding to old ones would cost another pass over all
+                    # parameters.
                     pipe.zero_grad(set_to_none=True)
                     began = time.perf_counter()
                     pipe.step(input, target, loss, key=0)

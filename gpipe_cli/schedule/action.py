@@ -68,6 +68,7 @@ def partitions_of(worker: int, partitions: int, devices: int) -> range:
 
 def staggered(partition: int, chunks: int, delays: Mapping[Kind, int]) -> tuple[Action, ...]:
     """A partition's actions in rounds: in round `r`, each kind runs micro-batch `r - delay`, if that exists."""
+    # Kinds within a round run in the order of `delays`: with a delay of 0 a backward follows its own forward.
     return tuple(
         Action(kind, partition, now - delay)
         for now in range(chunks + max(delays.values()))

@@ -82,6 +82,8 @@ def _circular(order: Order, partitions: int) -> str:
         return "" if gradients[partition + 1] > micro_batch else f"{following}{partition + 1}.{micro_batch}"
 
     split = {action.partition for actions in order for action in actions if action.kind is Kind.INPUT_GRAD}
+    # Runs the order without times. What an action waits for never becomes undone, so it does not matter which worker
+    # is tried first; when none can advance, those that are left wait in a circle.
     position, advanced = [0] * len(order), True
     while advanced:
         advanced = False

@@ -61,6 +61,7 @@ def _peaks(actions: Iterable[Action], checkpoint_stop: int) -> PartitionPeaks:
             graphs -= 1
             inputs -= is_checkpointed
     front: list[Live] = []
+    # Most graphs first, so a moment belongs to the Pareto front only if it has more inputs than all before it.
     for moment in sorted(moments, reverse=True):
         if not front or moment[1] > front[-1].inputs:
             front.append(Live(*moment))

@@ -9,7 +9,8 @@ from gpipe_cli.schedule.action import Kind, Order, ScheduleTraits, staggered
 
 
 def order(partitions: int, chunks: int, devices: int) -> Order:
-    # The first gradient comes from the last partition, that many partitions further on.
+    # The first gradient comes from the last partition, that many partitions further on. With fewer forwards before it
+    # a worker would sit idle until then; more would only keep more activations alive.
     return tuple(
         staggered(partition, chunks, {Kind.FORWARD: 0, Kind.BACKWARD: partitions - 1 - partition})
         for partition in range(partitions)

@@ -133,6 +133,7 @@ class _Link:
         self.transfer = transfer
         self.arrivals: list[float] = []
         self.taken = 0
+        # A boundary has one worker at its receiving end, so there is at most one to wait.
         self.waiting: tuple[int, float] | None = None
         """The worker that waits for the next tensor, and since when it has been free."""
 
@@ -205,6 +206,8 @@ def _run(work: Sequence[Sequence[_Work]], cores: int) -> list[list[float]]:
 
     for worker in range(len(work)):
         line_up(worker, 0.0)
+    # Each piece enters and leaves the heap once: O(pieces x log workers). Ready workers come out by the time since
+    # which they have been ready, so cores go to the first that asked.
     while ready:
         since, worker = heappop(ready)
         piece = work[worker][len(begins[worker])]

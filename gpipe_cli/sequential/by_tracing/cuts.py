@@ -41,6 +41,7 @@ class Dataflow:
         """For each position the values that are made before it and used after it, tensors first."""
         for node in (*self.inputs, *self.steps):
             last_use = max((index[user] for user in node.users), default=-1)
+            # Quadratic only where many values are used until the end; most are used by the next few steps.
             for position in range(index[node] + 1, last_use + 1):
                 self.crossing[position].append(node)
         for nodes in self.crossing:
@@ -132,6 +133,7 @@ def _common_positions(flows: Sequence[Dataflow]) -> list[tuple[int, ...]]:
     if len(flows) == 1:
         return [(position,) for position in range(1, len(flows[0].steps))]
     training, evaluation = ([_signature(step) for step in flow.steps] for flow in flows)
+    # autojunk would ignore steps that occur often, such as the same activation function after every layer.
     blocks = SequenceMatcher(None, training, evaluation, autojunk=False).get_matching_blocks()
     positions = {
         (block.a + offset, block.b + offset)
@@ -196,6 +198,7 @@ def choose_cuts(points: Sequence[CutPoint], total_uses: int) -> list[CutPoint]:
 def _bisect(start: int, stop: int, legal: Sequence[CutPoint], longest: int) -> list[CutPoint]:
     """Cut the segment from `start` to `stop` uses until none of its parts is long."""
     length = stop - start
+    # Only the middle half: a cut near an end would leave the rest about as long as before.
     central = [point for point in legal if length <= 4 * (point.uses - start) <= 3 * length]
     if length <= longest or not central:
         return []

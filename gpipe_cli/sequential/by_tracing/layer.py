@@ -119,6 +119,7 @@ def _leaving(graph: fx.Graph, copy: fx.Node, flow: Dataflow, node: fx.Node) -> f
 
 
 def size_to_tensor(size: tuple[int, ...]) -> Tensor:
+    # The shape carries the numbers; the added dimension of 0 makes sure that no element takes memory.
     return torch.empty((*size, 0))
 
 

@@ -86,6 +86,7 @@ def _interpret(
             raise ConfigError(_input_error(run.location, sample, error)) from error
     else:
         return run
+    # A copy: running for real may change buffers, such as the statistics of batch norm.
     real = copy.deepcopy(model).train(training)
     for name, constant in vars(clone).items():
         if not hasattr(real, name):  # a constant that tracing stored on the clone

@@ -60,9 +60,8 @@ def trace(clone: nn.Module, leaves: Leaves, inputs: int, training: bool) -> fx.G
     rng_state = torch.get_rng_state()
     try:
         graph = tracer.trace(clone.train(training))
-    except (
-        Exception
-    ) as error:  # the model's own code, run with proxies instead of tensors, may raise anything
+    except Exception as error:
+        # The model's own code, run with proxies instead of tensors, may raise anything.
         raise ConfigError(_trace_error(error, clone, tracer.current_path)) from error
     # Random numbers whose shape is known are drawn while tracing and become a constant of the graph.
     if not torch.equal(rng_state, torch.get_rng_state()):
