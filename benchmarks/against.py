@@ -1,9 +1,9 @@
-"""The step of this checkout beside that of another one, so that a change can be shown to cost nothing.
+"""Compare the step time of this checkout with that of another, to show what a change costs.
 
     python -m benchmarks.against /path/to/other/checkout [--case mlp] [--system 1f1b] [--rounds 11]
 
-Both checkouts take turns in one run, step by step, each in processes of its own; cases and systems are those of this
-one. A figure is the median over the rounds of the time here over the time there in the same round, with its quartiles.
+Both checkouts take turns in one run, each in processes of its own; cases and systems come from this checkout. A figure
+is the median, with quartiles, over all rounds of the time here divided by the time there in the same round.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmarks.cases import CASES
 from benchmarks.claims import ACTIONS
-from benchmarks.harness import Contestant, Measured, Ratio, measure
+from benchmarks.harness import Candidate, Ratio, SystemResult, measure
 from benchmarks.report import environment
 from benchmarks.run import QUIET, STANDARD_CASES
 from benchmarks.systems import SYSTEMS
@@ -26,7 +26,7 @@ from benchmarks.systems import SYSTEMS
 HERE = Path(__file__).resolve().parent.parent
 DEFAULT_SYSTEMS = ("gpipe", "1f1b")
 BOUND = 1.03
-"""What counts as slower."""
+"""A larger ratio counts as slower."""
 PLAIN, EMPTY = "plain", "empty"
 
 
@@ -34,11 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     console, status = Console(), Console(stderr=True)
     if (load := environment()["load"][0]) > QUIET:
-        status.print(f"The machine is busy (load {load:.1f}): these figures are not to be quoted.")
+        status.print(f"The machine is busy (load {load:.1f}): do not quote these figures.")
     comparison = _Comparison(f"{HERE} over {options.checkout}: time of a step, {options.rounds} rounds")
     for case in options.case or STANDARD_CASES:
         with status.status(case) as line:
-            results = measure(case, _contestants(case, options), options.rounds, line.update)
+            results = measure(case, _candidates(case, options), options.rounds, line.update)
         comparison.add(case, results)
     comparison.show(console)
 
@@ -52,18 +52,18 @@ class _Comparison:
         self._notes: list[str] = []
         self._slower = 0
 
-    def add(self, case: str, results: Sequence[Measured]) -> None:
-        """`results` as `_contestants` are: plain, where layers are empty, then pairs of here and there."""
+    def add(self, case: str, results: Sequence[SystemResult]) -> None:
+        """Add the results of a case, in the order of `_candidates`."""
         plain, others = (results[0], results[1:]) if case == EMPTY else (None, results)
-        for here, there in zip(others[::2], others[1::2], strict=True):
-            if failure := here.failure or there.failure:
-                self._notes.append(f"{case}, {here.system}: not measured: {failure.strip().splitlines()[-1]}")
+        for ours, theirs in zip(others[::2], others[1::2], strict=True):
+            if failure := ours.failure or theirs.failure:
+                self._notes.append(f"{case}, {ours.system}: not measured: {failure.strip().splitlines()[-1]}")
                 continue
-            ratio = Ratio.of(here.seconds, there.seconds)
+            ratio = Ratio.of(ours.seconds, theirs.seconds)
             self._slower += ratio.median > BOUND
-            self._table.add_row(case, here.system, *_cells(here, there, ratio))
+            self._table.add_row(case, ours.system, *_cells(ours, theirs, ratio))
             if plain is not None and plain.seconds:
-                self._notes.append(f"{case}, {here.system}: {_overhead(here, there, plain)}")
+                self._notes.append(f"{case}, {ours.system}: {_overhead(ours, theirs, plain)}")
 
     def show(self, console: Console) -> None:
         console.print(self._table)
@@ -72,41 +72,39 @@ class _Comparison:
         console.print(f"slower: {self._slower}")
 
 
-def _contestants(case: str, options: argparse.Namespace) -> list[Contestant]:
-    """Here and there, system by system; where layers are empty also what the step costs without a pipeline."""
-    plain = [Contestant(PLAIN)] if case == EMPTY else []
+def _candidates(case: str, options: argparse.Namespace) -> list[Candidate]:
+    """Each system in both checkouts; if layers are empty, first the plain step without a pipeline."""
+    plain = [Candidate(PLAIN)] if case == EMPTY else []
     return plain + [
-        Contestant(name, SYSTEMS[name].threads, SYSTEMS[name].processes, checkout)
+        Candidate(name, SYSTEMS[name].threads, SYSTEMS[name].processes, checkout)
         for name in options.system or DEFAULT_SYSTEMS
         for checkout in (HERE, options.checkout)
     ]
 
 
-def _cells(here: Measured, there: Measured, ratio: Ratio) -> list[str]:
-    norm = (here.squared_norm / there.squared_norm) ** 0.5 if there.squared_norm else 1.0
+def _cells(ours: SystemResult, theirs: SystemResult, ratio: Ratio) -> list[str]:
+    norm = (ours.squared_norm / theirs.squared_norm) ** 0.5 if theirs.squared_norm else 1.0
     return [
         f"{ratio.median:.3f}",
         f"{ratio.low:.3f} to {ratio.high:.3f}",
-        f"{here.best / there.best:.3f}",
+        f"{ours.best / theirs.best:.3f}",
         f"{norm:.5f}",
         "yes" if ratio.median <= BOUND else "[red]no",
     ]
 
 
-def _overhead(here: Measured, there: Measured, plain: Measured) -> str:
-    """What is left when the work of the loss and of autograd is taken off."""
-    now, before = ((one.median - plain.median) / ACTIONS * 1e6 for one in (here, there))
+def _overhead(ours: SystemResult, theirs: SystemResult, plain: SystemResult) -> str:
+    """The pipeline's own cost per action, without the work of the loss and of autograd."""
+    now, before = ((result.median - plain.median) / ACTIONS * 1e6 for result in (ours, theirs))
     return f"{now:.1f} microseconds per action beyond plain here, {before:.1f} there"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.against", description=__doc__)
     parser.add_argument("checkout", type=_checkout, help="the folder of the other checkout")
+    parser.add_argument("--case", action="append", choices=CASES, help="repeatable; default: all of run")
     parser.add_argument(
-        "--case", action="append", choices=CASES, help="may be given again; default: all of run"
-    )
-    parser.add_argument(
-        "--system", action="append", choices=SYSTEMS, help="may be given again; default: gpipe and 1f1b"
+        "--system", action="append", choices=SYSTEMS, help="repeatable; default: gpipe and 1f1b"
     )
     parser.add_argument("--rounds", type=_rounds, default=11, help="how often each system runs; default: 11")
     return parser

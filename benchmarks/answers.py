@@ -1,8 +1,8 @@
-"""How long `gpipe balance` takes to answer, start-up included.
+"""How long `gpipe balance` takes, including start-up.
 
     python -m benchmarks.answers
 
-Seconds on this machine, the one figure here that is no ratio: the promise is one about waiting.
+Seconds on this machine, not a ratio: the promise is about how long you wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.startup import seconds
 from benchmarks.turns import prepare
 
 ROUNDS = 3
-# What is run, and how many seconds it may take on two cores.
+# Each command, and how many seconds it may take on two cores.
 COMMANDS: dict[str, float] = {
     "balance --by time model=resnet101": 20.0,
     "balance --by size model=resnet101": 20.0,
@@ -31,9 +31,9 @@ def main() -> int:
     table = Table("command", "seconds", "at most", box=None)
     missed = 0
     for words, bound in COMMANDS.items():
-        found = min(seconds([sys.executable, "-m", "gpipe_cli", *words.split()]) for _ in range(ROUNDS))
-        missed += found > bound
-        table.add_row(f"gpipe {words}", f"{found:.1f}", f"{bound:.0f}")
+        fastest = min(seconds([sys.executable, "-m", "gpipe_cli", *words.split()]) for _ in range(ROUNDS))
+        missed += fastest > bound
+        table.add_row(f"gpipe {words}", f"{fastest:.1f}", f"{bound:.0f}")
     console.print(table)
     return missed
 

@@ -1,6 +1,6 @@
-"""What is trained in a benchmark: a model as a sequence, one mini-batch, a loss, and where the model is cut.
+"""The cases that benchmarks train: a model as a sequence, one mini-batch, a loss and two balances.
 
-Every system gets the same case, built from the same seed. Knows nothing of systems and of time.
+Every system gets the same case, built from the same seed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Case:
     balance: list[int]
     """For two partitions."""
     interleaved_balance: list[int]
-    """For four, dealt to two devices."""
+    """For four partitions on two devices."""
 
 
 def build(name: str) -> Case:
@@ -36,7 +36,7 @@ def build(name: str) -> Case:
 
 
 def _resnet50() -> Case:
-    # Late, because it imports torchvision, which the other cases do without.
+    # Imported late: this imports torchvision, which the other cases do not need.
     from gpipe_cli.models import resnet
 
     return Case(
@@ -44,7 +44,7 @@ def _resnet50() -> Case:
         torch.randn(32, 3, 64, 64),
         torch.randint(1000, (32,)),
         functional.cross_entropy,
-        # At micro-batches of 4 the last stage's wide convolutions take half the time.
+        # With micro-batches of 4, the wide convolutions of the last stage take half the time.
         [14, 4],
         [5, 9, 2, 2],
     )
@@ -52,7 +52,7 @@ def _resnet50() -> Case:
 
 def _transformer() -> Case:
     layers = [
-        # Dropout off: peers draw other masks, so that results could not be compared.
+        # No dropout: peers draw other masks, which would make results incomparable.
         nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
         for _ in range(12)
     ]
@@ -84,7 +84,7 @@ def _unet() -> Case:
 
 
 def _empty() -> Case:
-    """Layers that do nothing: what is left is the system's own cost."""
+    """Layers that do nothing, so that only the system's own cost remains."""
     batch = torch.randn(2, 8, 1, requires_grad=True)
     layers = [nn.Identity() for _ in range(4)]
     input, target = batch.detach()[0].requires_grad_(), batch.detach()[1]

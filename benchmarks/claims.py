@@ -1,6 +1,6 @@
-"""What gpipe claims about its speed and memory, each as a bound on something measured in one run.
+"""The claims that gpipe makes about its speed and memory, each a bound on a figure measured in one run.
 
-Only says which figure is compared with which bound; the figures come from `harness`.
+This module only says which figure is compared with which bound; `harness` measures the figures.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import final
 
-from benchmarks.harness import Measured, ratio
+from benchmarks.harness import SystemResult, ratio
 
-Results = Mapping[str, Measured]
+Results = Mapping[str, SystemResult]
 TIMED = ("resnet50", "transformer", "mlp")
 ACTIONS = 2 * 2 * 8
-"""Of one step: forward and backward, two partitions, eight micro-batches."""
+"""Actions of one step: forward and backward, two partitions, eight micro-batches."""
 BUSY = 8 / (8 + 2 - 1)
-"""The share of a step in which two equal partitions have work: the last micro-batch begins when eight have."""
+"""The share of a step in which each of two equal partitions is busy; the rest is the pipeline bubble."""
 APART = "apart-2-threads"
 
 
@@ -26,52 +26,52 @@ class Claim:
     text: str
     cases: tuple[str, ...]
     systems: tuple[str, ...]
-    """Those the figure is made of; without one of them the claim is not judged."""
+    """The systems that `figure` takes; if one of them was not measured, the claim is not judged."""
     figure: Callable[..., float]
     bound: float
     at_most: bool = True
     possible: Callable[[Results], float | None] = lambda results: None
-    """What the machine allowed at most in the same run, where that was measured."""
+    """The best figure that the machine allowed in the same run, if it was measured."""
 
 
 @final
 @dataclass(frozen=True)
-class Judged:
+class Verdict:
     text: str
     figure: float
     best: float
-    """The same of each system's fastest turn: what is left when nothing else disturbs the machine."""
+    """The same figure from each system's fastest turn, which other load disturbs least."""
     bound: str
     holds: bool
-    """Judged by the medians."""
+    """Whether the median figure is within the bound."""
     possible: float | None
 
 
-def judge(case: str, results: Results) -> list[Judged]:
-    """Every claim about the case for which all systems were measured."""
+def judge(case: str, results: Results) -> list[Verdict]:
+    """Judge every claim about the case whose systems were all measured."""
     return [
-        _judge_one(claim, [results[system] for system in claim.systems], claim.possible(results))
+        _verdict(claim, [results[system] for system in claim.systems], claim.possible(results))
         for claim in CLAIMS
         if case in claim.cases
         and all(system in results and results[system].seconds for system in claim.systems)
     ]
 
 
-def _judge_one(claim: Claim, measured: list[Measured], possible: float | None) -> Judged:
-    figure = claim.figure(*measured)
+def _verdict(claim: Claim, results: list[SystemResult], possible: float | None) -> Verdict:
+    figure = claim.figure(*results)
     holds = figure <= claim.bound if claim.at_most else figure >= claim.bound
-    best = claim.figure(*(replace(one, seconds=[one.best]) for one in measured))
+    best = claim.figure(*(replace(result, seconds=[result.best]) for result in results))
     bound = f"{'≤' if claim.at_most else '≥'} {claim.bound:g}"
-    return Judged(claim.text, figure, best, bound, holds, possible)
+    return Verdict(claim.text, figure, best, bound, holds, possible)
 
 
-def _time(system: str, other: str, bound: float) -> Claim:
-    return Claim(f"time of {system} / {other}", TIMED, (system, other), ratio, bound)
+def _time(system: str, baseline: str, bound: float) -> Claim:
+    return Claim(f"time of {system} / {baseline}", TIMED, (system, baseline), ratio, bound)
 
 
 def _speed_up(system: str) -> Claim:
     def possible(results: Results) -> float | None:
-        """Two threads that never wait for each other, and the bubble that both schedules have."""
+        """The speed-up of two threads that never wait, times the share of the step outside the bubble."""
         apart = results.get(APART)
         return BUSY * ratio(results["plain"], apart) if apart is not None and apart.seconds else None
 
@@ -80,9 +80,9 @@ def _speed_up(system: str) -> Claim:
 
 
 def _overhead(system: str) -> Claim:
-    def own_microseconds(measured: Measured, plain: Measured) -> float:
-        # What plain takes for the same step is the work of the loss and of autograd.
-        return (measured.median - plain.median) / ACTIONS * 1e6
+    def own_microseconds(result: SystemResult, plain: SystemResult) -> float:
+        # The plain step contains the same work of the loss and of autograd.
+        return (result.median - plain.median) / ACTIONS * 1e6
 
     text = f"microseconds per action of {system} beyond plain, empty layers"
     return Claim(text, ("empty",), (system, "plain"), own_microseconds, 100)
@@ -100,7 +100,7 @@ CLAIMS = (
         "peak memory of 1f1b / gpipe, whole process",
         ("transformer",),
         ("1f1b", "gpipe"),
-        lambda one, other: one.memory / other.memory,
+        lambda result, baseline: result.memory / baseline.memory,
         0.6,
     ),
     _overhead("gpipe"),

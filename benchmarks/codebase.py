@@ -111,16 +111,16 @@ def repeated(names: Counter[str]) -> str:
 
 def preamble_lines(module: Module) -> int:
     """Lines of the module docstring, of imports wherever they are, and of `__all__`."""
-    found: set[int] = set()
+    lines: set[int] = set()
     if ast.get_docstring(module.tree) is not None:
-        found.update(line_range(module.tree.body[0]))
+        lines.update(line_range(module.tree.body[0]))
     for node in ast.walk(module.tree):
         is_all = isinstance(node, ast.Assign) and any(
             isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
         )
         if is_all or isinstance(node, ast.Import | ast.ImportFrom):
-            found.update(line_range(node))
-    return len(found)
+            lines.update(line_range(node))
+    return len(lines)
 
 
 def line_range(node: ast.stmt | ast.AST) -> range:
@@ -142,13 +142,13 @@ def import_depth_and_cycles(modules: list[Module]) -> tuple[int, int]:
 
     @cache
     def reachable(name: str) -> frozenset[str]:
-        seen: set[str] = set()
+        reached: set[str] = set()
         waiting = [name]
         while waiting:
-            for target in graph[waiting.pop()] - seen:
-                seen.add(target)
+            for target in graph[waiting.pop()] - reached:
+                reached.add(target)
                 waiting.append(target)
-        return frozenset(seen)
+        return frozenset(reached)
 
     groups = {frozenset(other for other in reachable(name) if name in reachable(other)) for name in names}
     cycles = {group for group in groups if group}

@@ -1,7 +1,7 @@
-"""Runs systems on a case, taking turns, and gives what was measured.
+"""Run systems on a case in turns and return their measurements.
 
-All systems are ready before the first is measured. In each round every system runs one step, so that whatever
-slows the machine down slows all of them; to compare are ratios within a round. Knows nothing of torch.
+All systems are ready before the first is measured. In each round every system takes one turn, so that whatever slows
+the machine down slows all of them; compare ratios within a round. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from benchmarks import subject
 from benchmarks.subject import Failed
 
 TURN = 0.2
-"""Seconds a turn lasts at least: short steps are run several times, or starting would be all one measures."""
+"""Minimum seconds per turn: a turn repeats short steps, or the measurement would be mostly start-up."""
 
 
 @final
 @dataclass(frozen=True)
-class Contestant:
+class Candidate:
     system: str
     threads: int = 1
-    """Intra-op threads of each process, in whichever of its own threads it computes."""
+    """Intra-op threads of each thread that computes."""
     processes: int = 1
     checkout: Path | None = None
-    """The folder whose gpipe_cli is measured; None: the one that is installed."""
+    """The folder whose gpipe_cli to measure; None: the installed package."""
 
 
 @final
 @dataclass
-class Measured:
-    """What one system did. `seconds` per step: one entry for each round, of the slowest of its processes."""
+class SystemResult:
+    """Measurements of one system. `seconds` per step has an entry per round, from its slowest process."""
 
     system: str
     seconds: list[float] = field(default_factory=list)
@@ -57,50 +57,50 @@ class Measured:
         return min(self.seconds)
 
 
-def ratio(one: Measured, other: Measured) -> float:
-    """The median over rounds of how long one took, as a multiple of the other in the same round."""
-    return statistics.median(a / b for a, b in zip(one.seconds, other.seconds, strict=True))
+def ratio(result: SystemResult, baseline: SystemResult) -> float:
+    """The median over all rounds of the time of `result` divided by that of `baseline` in the same round."""
+    return statistics.median(a / b for a, b in zip(result.seconds, baseline.seconds, strict=True))
 
 
 @final
 @dataclass(frozen=True)
 class Ratio:
-    """Of one time to another in the same round, over all rounds: the median and the quartiles around it."""
+    """The median and quartiles, over all rounds, of the ratio of two times of the same round."""
 
     low: float
     median: float
     high: float
 
     @staticmethod
-    def of(times: Sequence[float], to: Sequence[float]) -> Ratio:
-        ratios = [one / other for one, other in zip(times, to, strict=True)]
+    def of(times: Sequence[float], base_times: Sequence[float]) -> Ratio:
+        ratios = [time / base for time, base in zip(times, base_times, strict=True)]
         return Ratio(*statistics.quantiles(ratios, n=4, method="inclusive"))
 
 
 @final
-class _Team:
+class _SystemProcesses:
     """The processes of one system."""
 
-    def __init__(self, contestant: Contestant, case: str, meeting_file: Path) -> None:
-        self.measured = Measured(contestant.system)
+    def __init__(self, candidate: Candidate, case: str, rendezvous_file: Path) -> None:
+        self.result = SystemResult(candidate.system)
         self._steps = 1
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
         # For the processes started below; torch.set_num_threads does not reach oneDNN in a peer's threads.
-        os.environ["OMP_NUM_THREADS"] = str(contestant.threads)
+        os.environ["OMP_NUM_THREADS"] = str(candidate.threads)
         context = multiprocessing.get_context("spawn")
-        for rank in range(contestant.processes):
-            here, there = context.Pipe()
-            checkout = None if contestant.checkout is None else str(contestant.checkout)
-            arguments = (there, contestant.system, case, rank, str(meeting_file), checkout)
+        for rank in range(candidate.processes):
+            parent_end, child_end = context.Pipe()
+            checkout = None if candidate.checkout is None else str(candidate.checkout)
+            arguments = (child_end, candidate.system, case, rank, str(rendezvous_file), checkout)
             process = context.Process(target=subject.main, args=arguments, daemon=True)
             process.start()
-            there.close()
-            self._connections.append(here)
+            child_end.close()
+            self._connections.append(parent_end)
             self._processes.append(process)
 
     def ask(self, command: str | int) -> list[float]:
-        if self.measured.failure is not None:
+        if self.result.failure is not None:
             return []
         for connection in self._connections:
             connection.send(command)
@@ -111,30 +111,30 @@ class _Team:
         replies = [_receive(connection) for connection in self._connections]
         failures = [reply.text for reply in replies if isinstance(reply, Failed)]
         if failures:
-            self.measured.failure = failures[0]
+            self.result.failure = failures[0]
             return []
         return [reply for reply in replies if not isinstance(reply, Failed)]
 
     def warm_up(self) -> None:
-        """Twice, as the first step may do what no other does; the second tells how many make up a turn."""
+        """Run two steps: the first may allocate or compile; the second decides how many steps fill a turn."""
         for _ in range(2):
             for seconds in self._slowest(1):
                 self._steps = max(1, round(TURN / seconds))
 
     def run(self) -> None:
-        self.measured.seconds += self._slowest(self._steps)
+        self.result.seconds += self._slowest(self._steps)
 
-    def tell_facts(self) -> None:
-        self.measured.squared_norm = sum(self.ask("squared_norm"))
-        self.measured.memory = sum(self.ask("memory"))
-        self.measured.memory_before = sum(self.ask("memory_before"))
+    def collect_facts(self) -> None:
+        self.result.squared_norm = sum(self.ask("squared_norm"))
+        self.result.memory = sum(self.ask("memory"))
+        self.result.memory_before = sum(self.ask("memory_before"))
 
     def _slowest(self, steps: int) -> list[float]:
         return [max(answers)] if (answers := self.ask(steps)) else []
 
     def end(self) -> None:
         for connection, process in zip(self._connections, self._processes, strict=True):
-            with contextlib.suppress(OSError):  # it may have ended by itself
+            with contextlib.suppress(OSError):  # the process may already have ended
                 connection.send("stop")
             process.join(timeout=10)
             if process.is_alive():
@@ -144,45 +144,45 @@ class _Team:
 
 def measure(
     case: str,
-    contestants: Sequence[Contestant],
+    candidates: Sequence[Candidate],
     rounds: int,
     progress: Callable[[str], None] = lambda text: None,
-) -> list[Measured]:
-    """A system that fails is in the result with its failure, and takes no further part."""
-    with _teams(case, contestants, progress) as teams:
-        for team in teams:
-            team.warm_up()
+) -> list[SystemResult]:
+    """Measure all candidates. A system that fails is returned with its failure and takes no more turns."""
+    with _start(case, candidates, progress) as systems:
+        for system in systems:
+            system.warm_up()
         for number in range(rounds):
             progress(f"{case}: round {number + 1} of {rounds}")
-            # Forth and back, since what runs before a turn is felt in it.
-            for team in teams if number % 2 == 0 else reversed(teams):
-                team.run()
-        for team in teams:
-            team.tell_facts()
-        return [team.measured for team in teams]
+            # Alternate the direction, because what runs before a turn affects it.
+            for system in systems if number % 2 == 0 else reversed(systems):
+                system.run()
+        for system in systems:
+            system.collect_facts()
+        return [system.result for system in systems]
 
 
 @contextlib.contextmanager
-def _teams(
-    case: str, contestants: Sequence[Contestant], progress: Callable[[str], None]
-) -> Iterator[list[_Team]]:
-    teams: list[_Team] = []
+def _start(
+    case: str, candidates: Sequence[Candidate], progress: Callable[[str], None]
+) -> Iterator[list[_SystemProcesses]]:
+    systems: list[_SystemProcesses] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for number, contestant in enumerate(contestants):
-                progress(f"{case}: prepare {contestant.system}")
-                team = _Team(contestant, case, Path(folder, str(number)))
-                teams.append(team)
-                team.answers()
-            yield teams
+            for number, candidate in enumerate(candidates):
+                progress(f"{case}: prepare {candidate.system}")
+                system = _SystemProcesses(candidate, case, Path(folder, str(number)))
+                systems.append(system)
+                system.answers()
+            yield systems
         finally:
-            for team in teams:
-                team.end()
+            for system in systems:
+                system.end()
 
 
 def _receive(connection: Connection) -> float | Failed:
     try:
         reply: float | Failed = connection.recv()
     except EOFError:
-        return Failed("the process ended without a word")
+        return Failed("the process ended without a reply")
     return reply

@@ -1,10 +1,10 @@
-"""How good the balance by time is: beside all balances that have one layer elsewhere, tried for real.
+"""Compare the balance by time with all balances that move one layer, measured.
 
     python -m benchmarks.neighbours
 
-The balances take turns. Every other round decides which one is best, by medians; what counts is the median, over the
-rounds between, of the chosen one's step over that one's: the best of many that are equal would else be the luckiest,
-and the chosen one look bad beside it. Two runs of measuring must agree within one layer at every border.
+The balances take turns. Even rounds decide which balance is best, by medians; the figure is the median over odd rounds
+of the chosen balance's step divided by the best one's. If the same rounds decided both, the luckiest of many equal
+balances would win. Two measurements must agree within one layer at every partition boundary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from benchmarks.cases import CASES as ALL_CASES
 from benchmarks.cases import Case, build
-from benchmarks.turns import Way, milliseconds, prepare
+from benchmarks.turns import PipeConfig, milliseconds, prepare
 from gpipe_cli.accelerator.devices import available_cores
 from gpipe_cli.balance.solver import neighbours
 from gpipe_cli.balance.time import balance
@@ -35,8 +35,8 @@ LAYERS_APART_AT_MOST = 1
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.neighbours")
-    parser.add_argument("--case", action="append", choices=ALL_CASES, help="may be given again")
-    parser.add_argument("--partitions", type=int, action="append", help="may be given again")
+    parser.add_argument("--case", action="append", choices=ALL_CASES, help="repeatable")
+    parser.add_argument("--partitions", type=int, action="append", help="repeatable")
     parser.add_argument("--rounds", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=3.0, help="how long each balance measures")
     options = parser.parse_args()
@@ -48,7 +48,7 @@ def main() -> int:
         case = build(name)
         for partitions in options.partitions or PARTITIONS:
             chosen, again = (_balance(case, partitions, options.seconds) for _ in range(2))
-            best, ratio = _beside_neighbours(case, chosen, options.rounds)
+            best, ratio = _compare_with_neighbours(case, chosen, options.rounds)
             apart = max(abs(a - b) for a, b in zip(accumulate(chosen), accumulate(again), strict=True))
             missed += ratio > WORSE_AT_MOST or apart > LAYERS_APART_AT_MOST
             table.add_row(
@@ -64,12 +64,14 @@ def _balance(case: Case, partitions: int, seconds: float) -> tuple[int, ...]:
     return tuple(balance(case.model, sample, partitions, spec, seconds=seconds).layers)
 
 
-def _beside_neighbours(case: Case, chosen: tuple[int, ...], rounds: int) -> tuple[tuple[int, ...], float]:
-    """The best balance tried, and how many times as long the chosen one takes."""
-    ways = [Way(one, CHUNKS) for one in (chosen, *neighbours(chosen))]
-    times = milliseconds(case, ways, rounds)
-    best = min(ways, key=lambda way: statistics.median(times[way][::2]))
-    ratios = [one / other for one, other in zip(times[ways[0]], times[best], strict=True)]
+def _compare_with_neighbours(
+    case: Case, chosen: tuple[int, ...], rounds: int
+) -> tuple[tuple[int, ...], float]:
+    """The best measured balance, and the time of the chosen one divided by its time."""
+    configs = [PipeConfig(candidate, CHUNKS) for candidate in (chosen, *neighbours(chosen))]
+    times = milliseconds(case, configs, rounds)
+    best = min(configs, key=lambda config: statistics.median(times[config][::2]))
+    ratios = [chosen_ms / best_ms for chosen_ms, best_ms in zip(times[configs[0]], times[best], strict=True)]
     return best.balance, statistics.median(ratios[1::2])
 
 

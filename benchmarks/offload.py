@@ -1,11 +1,11 @@
-"""What offloading to a disk saves, and what it costs, beside the plain run of the same model.
+"""Compare the memory and time of offloading to disk with a plain run of the same model.
 
     python -m benchmarks.offload [--gib 2] [--slices 16] [--folder .] [--short]
 
 A stack of linear layers of 3072 x 3072 under AdamW. Every case runs in a process of its own, whose peak is VmHWM
-(ru_maxrss would begin with the parent's). Claims: a peak of at most 25 % of the plain run's; a run under an address
-limit of 4 GB that ends the plain one; a step of at most 1.5 times 4/3 of the plain forward and backward plus its
-optimizer; waiting for loads at most half of that without prefetch. Ends with the number of claims missed.
+(ru_maxrss would include the parent's). Claims: a peak of at most 25 % of the plain run's; a run under an address
+limit of 4 GB that kills the plain run; a step of at most 1.5 times 4/3 of the plain forward and backward plus its
+optimizer; waiting for loads at most half of that without prefetch. The exit code is the number of missed claims.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def main() -> int:
     _row(table, "step, batch 32, s", small["step"], _expected(small_plain), None)
     missed += _row(table, "waited / without prefetch, s", disk["waited"], waiting["waited"], LARGEST_WAIT)
     console.print(table)
-    for kind, found in limited.items():
-        console.print(f"within {ADDRESS_LIMIT:,} bytes of addresses, {kind}: {'runs' if found else 'dies'}")
+    for kind, result in limited.items():
+        console.print(f"within {ADDRESS_LIMIT:,} bytes of addresses, {kind}: {'runs' if result else 'dies'}")
     return missed + (not limited["disk"]) + bool(limited["plain"])
 
 
 def _expected(plain: dict[str, Any]) -> float:
-    """With every forward made twice."""
+    """The step time if every forward runs twice."""
     return float(4 / 3 * plain["passes"] + plain["optimizer"])
 
 
@@ -84,23 +84,23 @@ def _row(table: Table, name: str, offload: float, plain: float, bound: float | N
 
 
 def _case(case: dict[str, Any]) -> dict[str, Any]:
-    """Empty if the process died."""
+    """Measure in a process of its own; empty if the process died."""
     words = [sys.executable, "-m", "benchmarks.offload", "--case", json.dumps(case)]
     done = subprocess.run(
         words, stdout=subprocess.PIPE, stderr=None if case["limit"] is None else subprocess.DEVNULL
     )
     if done.returncode != 0 and case["limit"] is None:
         raise SystemExit(f"{case}: ended with {done.returncode}")
-    found: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {}
-    return found
+    result: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {}
+    return result
 
 
 def _run(case: dict[str, Any]) -> dict[str, Any]:
-    """In a process of its own: torch is imported here, after the limit is set."""
+    """Runs in the child process: torch is imported after the limit is set."""
     if case["limit"] is not None:
         resource.setrlimit(resource.RLIMIT_AS, (case["limit"], case["limit"]))
-    found = _plain(case) if case["kind"] == "plain" else _disk(case)
-    return {**found, "peak": _peak()}
+    result = _plain(case) if case["kind"] == "plain" else _disk(case)
+    return {**result, "peak": _peak()}
 
 
 def _model(case: dict[str, Any]) -> Any:
@@ -177,7 +177,7 @@ def _disk(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _median(times: list[float]) -> float:
-    """Without the first, in which memory is new."""
+    """The median without the first step, which allocates memory."""
     return statistics.median(times[1:] or times)
 
 

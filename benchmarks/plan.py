@@ -1,10 +1,10 @@
-"""How well a plan is predicted: the planner's step beside the measured one, for many ways to run four models.
+"""Compare the step time that the planner predicts with the measured one, for many configurations of four models.
 
     python -m benchmarks.plan --case resnet50
 
-Every round measures costs and then runs every way, so that a machine whose speed wanders is compared with itself; what
-counts is the median over the rounds of predicted over measured. Turns in which others used the machine are repeated.
-All run with one intra-op thread.
+Every round measures the costs and then runs every configuration, so that a machine whose speed varies is compared with
+itself; the figure is the median over all rounds of predicted divided by measured time. Turns in which other processes
+used the machine are repeated. Everything runs with one intra-op thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.cases import CASES as ALL_CASES
 from benchmarks.cases import Case, build
-from benchmarks.turns import Way, milliseconds, prepare, undisturbed
+from benchmarks.turns import PipeConfig, milliseconds, prepare, undisturbed
 from gpipe_cli.accelerator.devices import available_cores
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.plan.costs import LayerCosts
@@ -54,7 +54,7 @@ MEDIAN_AT_MOST, NINE_OF_TEN_AT_MOST, TAU_AT_LEAST, REGRET_AT_MOST = 0.07, 0.15, 
 @dataclass
 class Row:
     case: str
-    way: Way
+    config: PipeConfig
     predicted: list[float] = field(default_factory=list)
     measured: list[float] = field(default_factory=list)
 
@@ -69,13 +69,13 @@ class Row:
 
     @property
     def predicted_ms(self) -> float:
-        """In the units of the median round."""
+        """The predicted time, scaled to the median round."""
         return self.ms * (1 + self.error)
 
 
 @final
 class Bench:
-    """What the layers of a case cost, by their number of micro-batches and how many workers there are."""
+    """Measured layer costs of a case, by the number of micro-batches and of workers."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -84,17 +84,17 @@ class Bench:
         self.rounds: list[Mapping[tuple[int, int], PhaseTimes]] = []
 
     def balance(self, shape: PlanShape) -> tuple[int, ...]:
-        return tuple(solve([one.ms for one in self._layers[shape.chunks]], shape.partitions).balance)
+        return tuple(solve([layer.ms for layer in self._layers[shape.chunks]], shape.partitions).balance)
 
     def measure(self) -> None:
-        """Another round."""
-        found: dict[tuple[int, int], PhaseTimes] = {}
+        """Measure the costs for another round."""
+        phase_times: dict[tuple[int, int], PhaseTimes] = {}
         for chunks, workers in sorted({(shape.chunks, shape.partitions) for shape in SHAPES}):
-            balance = solve([one.ms for one in self._layers[chunks]], workers).balance
+            balance = solve([layer.ms for layer in self._layers[chunks]], workers).balance
 
             def turn(chunks: int = chunks, workers: int = workers, balance: Sequence[int] = balance) -> float:
                 devices = [torch.device("cpu")] * workers
-                found[chunks, workers] = measure_phase_times(
+                phase_times[chunks, workers] = measure_phase_times(
                     self._clean(),
                     self._sample(chunks),
                     balance,
@@ -107,10 +107,10 @@ class Bench:
                 return 0.0
 
             undisturbed(turn)
-        self.rounds.append(found)
+        self.rounds.append(phase_times)
 
     def predicted(self, shape: PlanShape, balance: Sequence[int]) -> list[float]:
-        """Of each round."""
+        """The predicted step time in milliseconds for each round."""
         spec = shape.spec(available_cores())
         return [step_ms(spec, self._costs(shape, phases), balance) for phases in self.rounds]
 
@@ -133,7 +133,7 @@ class Bench:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan")
-    parser.add_argument("--case", action="append", choices=ALL_CASES, help="may be given again")
+    parser.add_argument("--case", action="append", choices=ALL_CASES, help="repeatable")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     console = Console()
@@ -145,17 +145,19 @@ def main() -> int:
 
 def _rows(name: str, rounds: int) -> list[Row]:
     bench = Bench(build(name))
-    ways = {
-        Way(bench.balance(shape), shape.chunks, shape.schedule, shape.checkpoint): shape for shape in SHAPES
+    configs = {
+        PipeConfig(bench.balance(shape), shape.chunks, shape.schedule, shape.checkpoint): shape
+        for shape in SHAPES
     }
-    times = milliseconds(bench.case, list(ways), rounds, before_each=bench.measure)
+    times = milliseconds(bench.case, list(configs), rounds, before_each=bench.measure)
     return [
-        Row(name, way, bench.predicted(shape, way.balance), list(times[way])) for way, shape in ways.items()
+        Row(name, config, bench.predicted(shape, config.balance), list(times[config]))
+        for config, shape in configs.items()
     ]
 
 
 def _show(console: Console, rows: Iterable[Row]) -> None:
-    table = Table("case", "way", "chunks", "measured ms", "predicted ms", "error", box=None)
+    table = Table("case", "configuration", "chunks", "measured ms", "predicted ms", "error", box=None)
     for row in rows:
         table.add_row(
             row.case,
@@ -169,27 +171,30 @@ def _show(console: Console, rows: Iterable[Row]) -> None:
 
 
 def _judge(console: Console, rows: Sequence[Row]) -> int:
-    """How many of the claims were missed."""
+    """Print the claims; return how many were missed."""
     errors = sorted(abs(row.error) for row in rows)
     within = {
         name: [row for row in rows if row.case == name] for name in dict.fromkeys(row.case for row in rows)
     }
-    regrets = {name: _regret(one) for name, one in within.items()}
-    found = {
+    regrets = {name: _regret(case_rows) for name, case_rows in within.items()}
+    figures = {
         f"median error of {len(rows)} configurations": (statistics.median(errors), MEDIAN_AT_MOST),
         "nine of ten are within": (errors[math.ceil(0.9 * len(errors)) - 1], NINE_OF_TEN_AT_MOST),
         "Kendall tau over all falls short of 1 by": (1 - _tau(rows), 1 - TAU_AT_LEAST),
-        **{f"{name}: the chosen way over the best": (one, REGRET_AT_MOST) for name, one in regrets.items()},
+        **{
+            f"{name}: the chosen configuration over the best": (regret, REGRET_AT_MOST)
+            for name, regret in regrets.items()
+        },
     }
-    for what, (value, most) in found.items():
-        console.print(f"{what}: {100 * value:.1f} %, at most {100 * most:.0f} %")
-    told = ", ".join(f"{name} {_tau(one):.2f}" for name, one in within.items())
-    console.print(f"Kendall tau within each case, no claim: {told}")
-    return sum(value > most for value, most in found.values())
+    for claim, (value, most) in figures.items():
+        console.print(f"{claim}: {100 * value:.1f} %, at most {100 * most:.0f} %")
+    taus = ", ".join(f"{name} {_tau(case_rows):.2f}" for name, case_rows in within.items())
+    console.print(f"Kendall tau within each case, no claim: {taus}")
+    return sum(value > most for value, most in figures.values())
 
 
 def _tau(rows: Sequence[Row]) -> float:
-    """The share of pairs in the right order less that of pairs in the wrong one."""
+    """The share of pairs in the right order minus that of pairs in the wrong order."""
     pairs = list(combinations(rows, 2))
     agree = sum((a.ms - b.ms) * (a.predicted_ms - b.predicted_ms) > 0 for a, b in pairs)
     return (2 * agree - len(pairs)) / len(pairs) if pairs else 1.0

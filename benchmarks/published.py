@@ -106,15 +106,15 @@ def _estimates(model: Model, lines: Sequence[Line]) -> list[float]:
         layers = model.build(**model_settings(model.recipe))
     target = torch.zeros(ROWS, dtype=torch.long)
     facts = model_facts(layers, Sample(torch.zeros(ROWS, 3, model.side, model.side), target, model.loss))
-    found = []
+    samples_per_second = []
     for line in lines:
         costs = estimate_costs(list(layers), facts, DEVICES["p40"], line.batch / line.chunks / ROWS)
         shape = PlanShape(line.devices, line.devices, line.chunks, "gpipe", line.checkpoint)
         spec, fit = shape.spec(), MemoryFit({line.checkpoint: None})
         start = lowest_bound(costs, spec, fit)
         assert start is not None, "without a limit every model fits"
-        found.append(1000 * line.batch / best_balance(costs, spec, fit, start, ACTIONS).step_ms)
-    return found
+        samples_per_second.append(1000 * line.batch / best_balance(costs, spec, fit, start, ACTIONS).step_ms)
+    return samples_per_second
 
 
 if __name__ == "__main__":

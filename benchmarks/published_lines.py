@@ -46,7 +46,7 @@ def model_settings(recipe: str) -> dict[str, Any]:
 
 
 def _text(recipe: str) -> str:
-    path = next(one.path for one in list_options("recipes") if one.name == recipe)
+    path = next(option.path for option in list_options("recipes") if option.name == recipe)
     return path.read_text(encoding="utf-8")
 
 

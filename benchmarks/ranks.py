@@ -1,11 +1,11 @@
-"""CPU time of engine=processes over that of bare torch.distributed.pipelining, with engine=threads beside it.
+"""Compare the CPU time of engine=processes with bare torch.distributed.pipelining; engine=threads is shown too.
 
     python -m benchmarks.ranks [--case transformer] [--schedule 1f1b] [--rounds 24]
 
-Two processes hold three systems each: ours, bare torch, and bare torch again. They take turns, in all orders one after
-the other, since what runs before a turn is felt in it; a turn is a whole training step with SGD. A figure is the median
-over the rounds of the CPU time of both processes over the mean of both bare ones in the same round, with its quartiles.
-How the two bare ones differ tells what the machine can tell apart: beyond `NOISE` there is no verdict.
+Two processes hold three systems each: ours, bare torch, and bare torch again. They take turns in all orders, because
+what runs before a turn affects it; a turn is a training step with SGD. A figure is the median, with quartiles, over all
+rounds of the CPU time of both processes divided by the mean of both bare systems in the same round. The difference
+between the two bare systems is the measurement's noise: above `NOISE` there is no verdict.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rich.table import Table
 
 from benchmarks.cases import CASES, Case, build
 from benchmarks.harness import Ratio
-from benchmarks.systems import CHUNKS, Seat, Step, meet, torch_step
+from benchmarks.systems import CHUNKS, Rendezvous, Step, join_process_group, torch_step
 from benchmarks.turns import prepare
 from gpipe_cli.engines import processes, threads
 from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
@@ -36,9 +36,9 @@ CPU = torch.device("cpu")
 RATE = 1e-3
 BOUND = 1.03
 NOISE = 0.01
-"""How much the same may differ from the same."""
+"""The largest tolerated difference between two measurements of the same system."""
 WARM_UP = 2
-OURS, BARE, AGAIN, THREADS = "engine=processes", "bare torch", "bare torch again", "engine=threads"
+OURS, BARE, BARE_AGAIN, THREADS = "engine=processes", "bare torch", "bare torch again", "engine=threads"
 Seconds = dict[str, list[float]]
 
 
@@ -54,11 +54,11 @@ def threads_engine(case: Case, schedule: str) -> Engine:
     return threads.build(_spec(case, schedule))
 
 
-def bare_step(case: Case, seat: Seat, schedule: str) -> Step:
-    begin = sum(case.balance[: seat.rank])
-    own = case.model[begin : begin + case.balance[seat.rank]]
+def bare_step(case: Case, rendezvous: Rendezvous, schedule: str) -> Step:
+    begin = sum(case.balance[: rendezvous.rank])
+    own = case.model[begin : begin + case.balance[rendezvous.rank]]
     optimizer = torch.optim.SGD(own.parameters(), lr=RATE)
-    run = torch_step(case, seat, schedule)
+    run = torch_step(case, rendezvous, schedule)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -68,24 +68,24 @@ def bare_step(case: Case, seat: Seat, schedule: str) -> Step:
     return step
 
 
-def rank(connection: Connection, seat: Seat, name: str, schedule: str, rounds: int) -> None:
-    """One of the two processes; sends the CPU seconds of each turn."""
+def rank(connection: Connection, rendezvous: Rendezvous, name: str, schedule: str, rounds: int) -> None:
+    """Run one of the two processes and send the CPU seconds of each turn."""
     from gpipe_cli.distributed import setup_process_groups
 
     torch.set_num_threads(1)
-    meet(seat, 2)
+    join_process_group(rendezvous, 2)
     setup_process_groups([("data", 1), ("pipe", 2)])
     case = build(name)
     steps = {
-        BARE: bare_step(build(name), seat, schedule),
+        BARE: bare_step(build(name), rendezvous, schedule),
         OURS: engine_step(our_engine(case, schedule), case),
-        AGAIN: bare_step(build(name), seat, schedule),
+        BARE_AGAIN: bare_step(build(name), rendezvous, schedule),
     }
-    connection.send(turns(steps, rounds))
+    connection.send(take_turns(steps, rounds))
 
 
-def turns(steps: Mapping[str, Step], rounds: int) -> Seconds:
-    """CPU seconds of this process, all its threads included."""
+def take_turns(steps: Mapping[str, Step], rounds: int) -> Seconds:
+    """CPU seconds of each turn, including all threads of this process."""
     orders = list(permutations(steps))
     seconds: Seconds = {name: [] for name in steps}
     for number in range(-WARM_UP, rounds):
@@ -97,17 +97,19 @@ def turns(steps: Mapping[str, Step], rounds: int) -> Seconds:
     return seconds
 
 
-def of_both_processes(name: str, schedule: str, rounds: int) -> Seconds:
+def measure_both_ranks(name: str, schedule: str, rounds: int) -> Seconds:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        ends = []
+        parent_ends = []
         for number in range(2):
-            here, there = context.Pipe()
-            seat = Seat(number, str(Path(folder) / "meeting"))
-            context.Process(target=rank, args=(there, seat, name, schedule, rounds), daemon=True).start()
-            there.close()
-            ends.append(here)
-        first, second = (end.recv() for end in ends)
+            parent_end, child_end = context.Pipe()
+            rendezvous = Rendezvous(number, str(Path(folder) / "rendezvous"))
+            context.Process(
+                target=rank, args=(child_end, rendezvous, name, schedule, rounds), daemon=True
+            ).start()
+            child_end.close()
+            parent_ends.append(parent_end)
+        first, second = (end.recv() for end in parent_ends)
     return {name: [a + b for a, b in zip(first[name], second[name], strict=True)] for name in first}
 
 
@@ -115,15 +117,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     console = Console()
     prepare(console)
-    seconds = of_both_processes(options.case, options.schedule, options.rounds)
+    seconds = measure_both_ranks(options.case, options.schedule, options.rounds)
     case = build(options.case)
     engine = threads_engine(case, options.schedule)
-    seconds |= turns({THREADS: engine_step(engine, case)}, options.rounds)
+    seconds |= take_turns({THREADS: engine_step(engine, case)}, options.rounds)
     engine.close()
     table = Table(title=f"{options.case}, {options.schedule}, {options.rounds} rounds")
     for heading in ("system", "x bare torch", "quartiles", "CPU seconds"):
         table.add_column(heading)
-    bare = [(one + other) / 2 for one, other in zip(seconds[BARE], seconds[AGAIN], strict=True)]
+    bare = [(first + second) / 2 for first, second in zip(seconds[BARE], seconds[BARE_AGAIN], strict=True)]
     ratios = {name: Ratio.of(seconds[name], bare) for name in seconds}
     for name, ratio in ratios.items():
         median = statistics.median(seconds[name])
@@ -131,13 +133,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(table)
     console.print(
         f"engine=processes takes at most {BOUND} times the CPU time of bare torch: "
-        f"{verdict(ratios[OURS].median, Ratio.of(seconds[AGAIN], seconds[BARE]).median)}"
+        f"{verdict(ratios[OURS].median, Ratio.of(seconds[BARE_AGAIN], seconds[BARE]).median)}"
     )
 
 
 def verdict(ours: float, same: float) -> str:
     if abs(same - 1) > NOISE:
-        return f"cannot be told, the same against the same is {same:.3f}"
+        return f"unknown: bare torch differs from itself by a factor of {same:.3f}"
     return "holds" if ours <= BOUND else "is missed"
 
 

@@ -1,4 +1,4 @@
-"""Shows what was measured: tables for people, one JSON document for machines. Computes nothing but ratios."""
+"""Show results as tables, or as one JSON document."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.claims import Judged
-from benchmarks.harness import Measured, ratio
+from benchmarks.claims import Verdict
+from benchmarks.harness import SystemResult, ratio
 
 MEBIBYTE = 2**20
 
 
-def show(console: Console, case: str, results: Sequence[Measured], judged: Sequence[Judged]) -> None:
+def show(console: Console, case: str, results: Sequence[SystemResult], verdicts: Sequence[Verdict]) -> None:
     console.print(_systems_table(case, results))
-    if judged:
-        console.print(_claims_table(case, judged))
-    for measured in results:
-        if measured.failure is not None:
-            last_line = measured.failure.strip().splitlines()[-1]
-            console.print(f"{measured.system}: not measured: {last_line}", markup=False)
+    if verdicts:
+        console.print(_claims_table(case, verdicts))
+    for result in results:
+        if result.failure is not None:
+            last_line = result.failure.strip().splitlines()[-1]
+            console.print(f"{result.system}: not measured: {last_line}", markup=False)
 
 
-def as_json(case: str, results: Sequence[Measured], judged: Sequence[Judged]) -> dict[str, Any]:
+def as_json(case: str, results: Sequence[SystemResult], verdicts: Sequence[Verdict]) -> dict[str, Any]:
     return {
         "case": case,
-        "systems": {measured.system: vars(measured) for measured in results},
-        "claims": [vars(one) for one in judged],
+        "systems": {result.system: vars(result) for result in results},
+        "claims": [vars(verdict) for verdict in verdicts],
     }
 
 
 def environment() -> dict[str, Any]:
-    """What figures depend on, so that they are never read without it."""
+    """The software and hardware that the figures depend on."""
     return {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in ("torch", "torchvision", "torchgpipe")},
@@ -53,33 +53,33 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _systems_table(case: str, results: Sequence[Measured]) -> Table:
+def _systems_table(case: str, results: Sequence[SystemResult]) -> Table:
     table = Table("system", title=f"{case}: one step, medians of {len(results[0].seconds)} rounds")
     for heading in ("ms", "best", "x plain", "peak MiB", "in steps", "gradient"):
         table.add_column(heading, justify="right")
-    plain = next((one for one in results if one.system == "plain" and one.seconds), None)
-    for measured in results:
-        if measured.seconds:
-            table.add_row(measured.system, *_cells(measured, plain))
+    plain = next((result for result in results if result.system == "plain" and result.seconds), None)
+    for result in results:
+        if result.seconds:
+            table.add_row(result.system, *_cells(result, plain))
     return table
 
 
-def _cells(measured: Measured, plain: Measured | None) -> list[str]:
+def _cells(result: SystemResult, plain: SystemResult | None) -> list[str]:
     comparison = ["-", "-"]
     if plain is not None:
-        norm = (measured.squared_norm / plain.squared_norm) ** 0.5 if plain.squared_norm else 1.0
-        comparison = [f"{ratio(measured, plain):.3f}", f"{norm:.5f}"]
-    memory = [
-        f"{number / MEBIBYTE:.0f}" for number in (measured.memory, measured.memory - measured.memory_before)
-    ]
-    times = [f"{seconds * 1e3:.2f}" for seconds in (measured.median, measured.best)]
+        norm = (result.squared_norm / plain.squared_norm) ** 0.5 if plain.squared_norm else 1.0
+        comparison = [f"{ratio(result, plain):.3f}", f"{norm:.5f}"]
+    memory = [f"{number / MEBIBYTE:.0f}" for number in (result.memory, result.memory - result.memory_before)]
+    times = [f"{seconds * 1e3:.2f}" for seconds in (result.median, result.best)]
     return [*times, comparison[0], *memory, comparison[1]]
 
 
-def _claims_table(case: str, judged: Sequence[Judged]) -> Table:
+def _claims_table(case: str, verdicts: Sequence[Verdict]) -> Table:
     table = Table("claim", "measured", "of bests", "bound", "possible here", "holds", title=f"{case}: claims")
-    for one in judged:
-        holds = "yes" if one.holds else "[red]no"
-        possible = "" if one.possible is None else f"{one.possible:.3f}"
-        table.add_row(one.text, f"{one.figure:.3f}", f"{one.best:.3f}", one.bound, possible, holds)
+    for verdict in verdicts:
+        holds = "yes" if verdict.holds else "[red]no"
+        possible = "" if verdict.possible is None else f"{verdict.possible:.3f}"
+        table.add_row(
+            verdict.text, f"{verdict.figure:.3f}", f"{verdict.best:.3f}", verdict.bound, possible, holds
+        )
     return table

@@ -1,10 +1,10 @@
-"""Whether a plan's memory is what a process really needs: predicted beside resident, each way in its own process.
+"""Compare the memory that a plan predicts with the resident memory, each configuration in its own process.
 
     python -m benchmarks.resident
 
-Predicted is what the process had before its first step (libraries, parameters, the mini-batch) and what is counted on
-paper: gradients, and the activations that every partition keeps at its worst moment. Measured is the most that was
-resident in two steps. Large blocks go back to the system when they are freed, or one would measure malloc's habits.
+Predicted memory is what the process has before its first step (libraries, parameters, the mini-batch) plus the computed
+size of gradients and of each partition's activations at their peak. Measured memory is the resident peak of two steps.
+Large blocks return to the system when they are freed; otherwise this would measure malloc's caching.
 """
 
 from __future__ import annotations
@@ -36,27 +36,34 @@ SHAPES = (
 )
 ERROR_AT_MOST = 0.10
 BLOCKS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-STATUS, FORGET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 MIB = 2**20
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.resident")
-    parser.add_argument("--one", nargs=2, metavar=("CASE", "SHAPE"), help="in this process: a case, a number")
+    parser.add_argument(
+        "--measure",
+        nargs=2,
+        metavar=("CASE", "SHAPE"),
+        help="measure this case and shape (a number) in this process",
+    )
     options = parser.parse_args()
-    if options.one is not None:
-        sys.stdout.write(json.dumps(_measure(options.one[0], SHAPES[int(options.one[1])])))
+    if options.measure is not None:
+        sys.stdout.write(json.dumps(_measure(options.measure[0], SHAPES[int(options.measure[1])])))
         return 0
-    table = Table("case", "way", "before", "predicted MiB", "resident MiB", "error", box=None)
+    table = Table("case", "configuration", "before", "predicted MiB", "resident MiB", "error", box=None)
     missed = 0
     for case in CASES:
         for number, shape in enumerate(SHAPES):
-            before, predicted, resident = (one / MIB for one in _in_a_process(case, number))
+            before, predicted, resident = (size / MIB for size in _measure_in_subprocess(case, number))
             error = predicted / resident - 1
             missed += abs(error) > ERROR_AT_MOST
-            way = f"{shape.schedule} {shape.checkpoint}, {shape.partitions} partitions, {shape.chunks} chunks"
+            config = (
+                f"{shape.schedule} {shape.checkpoint}, {shape.partitions} partitions, {shape.chunks} chunks"
+            )
             table.add_row(
-                case, way, f"{before:.0f}", f"{predicted:.0f}", f"{resident:.0f}", f"{100 * error:+.1f} %"
+                case, config, f"{before:.0f}", f"{predicted:.0f}", f"{resident:.0f}", f"{100 * error:+.1f} %"
             )
     console = Console(width=110)
     console.print(table)
@@ -64,8 +71,8 @@ def main() -> int:
     return missed
 
 
-def _in_a_process(case: str, number: int) -> list[int]:
-    words = [sys.executable, "-m", "benchmarks.resident", "--one", case, str(number)]
+def _measure_in_subprocess(case: str, number: int) -> list[int]:
+    words = [sys.executable, "-m", "benchmarks.resident", "--measure", case, str(number)]
     done = subprocess.run(words, capture_output=True, check=True, text=True, env={**os.environ, **BLOCKS})
     numbers: list[int] = json.loads(done.stdout)
     return numbers
@@ -75,14 +82,14 @@ def _measure(name: str, shape: PlanShape) -> list[int]:
     """Bytes: before, predicted, resident."""
     torch.set_num_threads(1)
     case = build(name)
-    sizes = [sum(one.numel() for one in layer.parameters()) + 1.0 for layer in case.model]
+    sizes = [sum(parameter.numel() for parameter in layer.parameters()) + 1.0 for layer in case.model]
     balance = solve(sizes, shape.partitions).balance
-    rows = [one.tensor_split(shape.chunks)[0] for one in (case.input, case.target)]
+    rows = [tensor.tensor_split(shape.chunks)[0] for tensor in (case.input, case.target)]
     facts = model_facts(case.model, Sample(rows[0], rows[1], case.loss), count_flops=False)
     activations = sum(activation_bytes(facts, balance, shape.spec()))
-    gradients = sum(one.nbytes for one in case.model.parameters())
+    gradients = sum(parameter.nbytes for parameter in case.model.parameters())
     before = _resident("VmRSS")
-    FORGET.write_text("5")  # what was the most so far
+    CLEAR_REFS.write_text("5")  # resets the peak, VmHWM
     with GPipe(
         case.model,
         balance,

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from benchmarks.cases import CASES
 from benchmarks.claims import judge
-from benchmarks.harness import Contestant, measure
+from benchmarks.harness import Candidate, measure
 from benchmarks.report import as_json, environment, show
 from benchmarks.systems import SYSTEMS
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console, status = Console(), Console(stderr=True)
     surroundings = environment()
     if (load := surroundings["load"][0]) > QUIET:
-        status.print(f"The machine is busy (load {load:.1f}): these figures are not to be quoted.")
+        status.print(f"The machine is busy (load {load:.1f}): do not quote these figures.")
     documents = [
         _run(case, options.system, rounds, console, status) for case in options.case or STANDARD_CASES
     ]
@@ -41,16 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _run(
     case: str, wanted: list[str] | None, rounds: int, console: Console, status: Console
 ) -> dict[str, Any]:
-    contestants = [
-        Contestant(name, system.threads, system.processes)
+    candidates = [
+        Candidate(name, system.threads, system.processes)
         for name, system in SYSTEMS.items()
         if (wanted is None or name in wanted) and not (case in WITHOUT_PARAMETERS and system.processes > 1)
     ]
     with status.status(case) as line:
-        results = measure(case, contestants, rounds, line.update)
-    judged = judge(case, {measured.system: measured for measured in results})
-    show(console, case, results, judged)
-    return as_json(case, results, judged)
+        results = measure(case, candidates, rounds, line.update)
+    verdicts = judge(case, {result.system: result for result in results})
+    show(console, case, results, verdicts)
+    return as_json(case, results, verdicts)
 
 
 def _parser() -> argparse.ArgumentParser:

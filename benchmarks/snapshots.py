@@ -1,12 +1,12 @@
-"""How long a snapshot takes to write and to read, beside torch.save and torch.load of the same tensors.
+"""Compare writing and reading a snapshot with torch.save and torch.load of the same tensors.
 
     python -m benchmarks.snapshots [folder]
 
-ResNet-101 with the state of AdamW. Both ways end on the disk itself (fsync); they take turns, and each figure is the
-median of its ratios to torch in the same round. Training waits only for the copy; the rest runs beside it.
+ResNet-101 with the state of AdamW. Both end with fsync; they take turns, and each figure is the median of
+its ratios to torch in the same round. Training waits only for the copy; the rest runs in a thread.
 
-Each read has a process of its own, as a resumed run has: in one that has read before, torch.load finds memory the
-system has cleared already, which takes most of the time of reading from a warm page cache.
+Each read runs in a process of its own, as in a resumed run: in a process that has read before, torch.load reuses memory
+that the system has already cleared, and clearing takes most of the time of reading from a warm page cache.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def seconds_alone(what: str, path: Path) -> float:
-    """Of reading in a fresh process, its start not counted."""
+def seconds_in_new_process(what: str, path: Path) -> float:
+    """Seconds of reading in a new process, without its start-up."""
     command = [sys.executable, "-m", "benchmarks.snapshots", what, str(path)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def main() -> int:
-    torch.set_num_threads(1)  # as a run whose partitions share the CPU has it
+    torch.set_num_threads(1)  # as in a run whose partitions share the CPU
     if sys.argv[1:2] and (read := READERS.get(sys.argv[1])):
         sys.stdout.write(f"{seconds(lambda: read(Path(sys.argv[2])))}\n")
         return 0
@@ -82,10 +82,10 @@ def main() -> int:
         figures = measure(state_of_training(), folder)
     finally:
         shutil.rmtree(folder)
-    table = Table("what", "median seconds", "x torch", "at most", box=None)
+    table = Table("operation", "median seconds", "x torch", "at most", box=None)
     missed = 0
     for name, (times, base) in figures.items():
-        ratio = statistics.median(one / other for one, other in zip(times, base, strict=True))
+        ratio = statistics.median(time / base_time for time, base_time in zip(times, base, strict=True))
         bounded = not name.startswith(("torch", "copy"))
         missed += bounded and ratio > BOUND
         row = (f"{statistics.median(times):.3f}", f"{ratio:.2f}", f"{BOUND:.2f}" if bounded else "-")
@@ -101,9 +101,9 @@ def measure(state: EngineState, folder: Path) -> dict[str, tuple[list[float], li
         times.setdefault(name, []).append(seconds(work))
 
     def note_reading(name: str, path: Path) -> None:
-        times.setdefault(name, []).append(seconds_alone(name, path))
+        times.setdefault(name, []).append(seconds_in_new_process(name, path))
 
-    spare = copy_state(state)  # every save of a run but the first finds the memory of the one before
+    spare = copy_state(state)  # in a run, every save but the first reuses the memory of the previous one
     for turn in range(ROUNDS):
         file, directory = folder / f"{turn}.pt", folder / f"step-{turn:08d}"
         note("torch.save + fsync", lambda file=file: save_with_torch(state, file))
@@ -115,7 +115,7 @@ def measure(state: EngineState, folder: Path) -> dict[str, tuple[list[float], li
         shutil.rmtree(directory)
     saving = ("torch.save + fsync", "snapshot", "copy (training waits)")
     bases = {name: times["torch.save + fsync" if name in saving else "torch.load"] for name in times}
-    return {name: (found, bases[name]) for name, found in times.items()}
+    return {name: (seconds_of_rounds, bases[name]) for name, seconds_of_rounds in times.items()}
 
 
 def load_with_torch(path: Path) -> dict[str, dict[str, Tensor]]:

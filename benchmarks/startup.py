@@ -41,9 +41,9 @@ def main() -> int:
     table = Table("command", "x import", "at most", box=None)
     missed = 0
     for name, (_, bound) in COMMANDS.items():
-        found = statistics.median(ratios[name])
-        missed += bound is not None and found > bound
-        table.add_row(name, f"{found:.2f}", "-" if bound is None else f"{bound:.2f}")
+        ratio = statistics.median(ratios[name])
+        missed += bound is not None and ratio > bound
+        table.add_row(name, f"{ratio:.2f}", "-" if bound is None else f"{bound:.2f}")
     Console().print(table)
     return missed
 

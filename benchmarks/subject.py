@@ -1,7 +1,7 @@
-"""One process under test. It prepares one system on one case and then does as it is told, step by step.
+"""One process under test. It prepares one system on one case and then executes the harness's commands.
 
-In a process of its own each system keeps its thread count and its memory to itself, and while another is
-measured it sleeps in a read.
+A process of its own keeps each system's thread count and memory separate. While another system is measured, the process
+sleeps in a read.
 """
 
 from __future__ import annotations
@@ -20,28 +20,36 @@ from typing import final
 @final
 @dataclass(frozen=True)
 class Failed:
-    """The reply of a process that could not do what it was told; it has ended."""
+    """The reply of a process that failed and has ended."""
 
     text: str
 
 
 def main(
-    connection: Connection, system: str, case: str, rank: int, meeting_file: str, checkout: str | None = None
+    connection: Connection,
+    system: str,
+    case: str,
+    rank: int,
+    rendezvous_file: str,
+    checkout: str | None = None,
 ) -> None:
-    """Prepare, say so, then answer: a number of steps to run by the seconds of each, a word by a number."""
+    """Prepare the system, send 0.0, then answer each command until "stop".
+
+    An integer runs that many steps and returns the seconds per step; a string names a method of `_Subject` to call.
+    """
     try:
         if checkout is not None:
             _import_from(checkout)
-        subject = _Subject(system, case, rank, meeting_file)
+        subject = _Subject(system, case, rank, rendezvous_file)
         connection.send(0.0)
         while (command := connection.recv()) != "stop":
             answer = subject.run(command) if isinstance(command, int) else getattr(subject, command)()
             connection.send(answer)
     except EOFError:
         pass  # the harness is gone
-    except Exception:  # noqa: BLE001 - whatever it is belongs into the table, and must not hang the harness
+    except Exception:  # noqa: BLE001 - any failure belongs in the table and must not hang the harness
         connection.send(Failed(traceback.format_exc()))
-    # Threads and process groups of the peers end with the process; some of them do not end in another way.
+    # Exit without cleanup: some peers' threads and process groups do not shut down otherwise.
     os._exit(0)
 
 
@@ -49,30 +57,30 @@ def main(
 class _Subject:
     """A system prepared on a case."""
 
-    def __init__(self, system_name: str, case_name: str, rank: int, meeting_file: str) -> None:
+    def __init__(self, system_name: str, case_name: str, rank: int, rendezvous_file: str) -> None:
         from benchmarks.cases import build
-        from benchmarks.systems import SYSTEMS, Seat
+        from benchmarks.systems import SYSTEMS, Rendezvous
 
         system = SYSTEMS[system_name]
         self._case = build(case_name)
-        self._step = system.prepare(self._case, Seat(rank, meeting_file))
+        self._step = system.prepare(self._case, Rendezvous(rank, rendezvous_file))
         self._memory_before = _memory("VmRSS")
 
     def run(self, steps: int) -> float:
-        """Seconds per step; what lies between steps does not count."""
+        """Run the steps and return the seconds per step; work between steps does not count."""
         return sum(self._timed_step() for _ in range(steps)) / steps
 
     def squared_norm(self) -> float:
-        """Of all gradients of the last step."""
+        """The squared norm of all gradients of the last step."""
         gradients = (parameter.grad for parameter in self._case.model.parameters())
         return sum(gradient.double().square().sum().item() for gradient in gradients if gradient is not None)
 
     def memory(self) -> float:
-        """The most bytes the process ever had."""
+        """The peak memory of the process in bytes."""
         return _memory("VmHWM")
 
     def memory_before(self) -> float:
-        """The bytes it had before the first step."""
+        """The memory of the process before the first step in bytes."""
         return self._memory_before
 
     def _timed_step(self) -> float:
@@ -84,7 +92,7 @@ class _Subject:
 
 
 def _import_from(checkout: str) -> None:
-    """Let gpipe_cli be the one of that folder; cases and systems stay those of the harness."""
+    """Import gpipe_cli from that folder; cases and systems stay those of the harness."""
     sys.path.insert(0, checkout)
     import gpipe_cli
 
@@ -93,7 +101,7 @@ def _import_from(checkout: str) -> None:
 
 
 def _memory(field: str) -> float:
-    """Bytes, from /proc: ru_maxrss would tell the parent's peak too."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None, f"/proc/self/status has no {field}"
-    return int(found[1]) * 1024.0
+    """Bytes, from /proc: ru_maxrss would include the parent's peak."""
+    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None, f"/proc/self/status has no {field}"
+    return int(match[1]) * 1024.0

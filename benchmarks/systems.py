@@ -1,8 +1,8 @@
-"""The ways to train a case for one step: plain PyTorch, gpipe, and the peers.
+"""The systems that are compared: plain PyTorch, gpipe, torchgpipe and torch.distributed.pipelining.
 
-A system prepares a case, in a process of its own, and gives a function that runs one step: forward and
-backward of the mini-batch in `CHUNKS` micro-batches, the gradients of the mean loss in `.grad`.
-Knows nothing of clocks. Peers are imported when they are prepared, since they need not be installed.
+A system prepares a case in a process of its own and returns a function that runs one step: forward and backward of the
+mini-batch in `CHUNKS` micro-batches, with the gradients of the mean loss in `.grad`. Nothing here measures time. A peer
+is imported only when it is prepared, because it may not be installed.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ Step = Callable[[], None]
 
 @final
 @dataclass(frozen=True)
-class Seat:
-    """Which of a system's processes this is, and a fresh file by which they find each other."""
+class Rendezvous:
+    """The rank of this process within its system, and a new file that initialises the process group."""
 
     rank: int
-    meeting_file: str
+    file: str
 
 
 @final
 @dataclass(frozen=True)
 class System:
-    prepare: Callable[[Case, Seat], Step]
+    prepare: Callable[[Case, Rendezvous], Step]
     threads: int = 1
-    """Intra-op threads of whatever thread computes."""
+    """Intra-op threads of each thread that computes."""
     processes: int = 1
 
 
-def _plain(case: Case, seat: Seat, *, chunks: int) -> Step:
+def _plain(case: Case, rendezvous: Rendezvous, *, chunks: int) -> Step:
     """Gradient accumulation in a loop."""
 
     def step() -> None:
@@ -52,39 +52,42 @@ def _plain(case: Case, seat: Seat, *, chunks: int) -> Step:
     return step
 
 
-def _apart(case: Case, seat: Seat, *, ranks: Sequence[int]) -> Step:
-    """No pipeline: each partition does its own work for all micro-batches and waits for nobody.
+def _run_apart(case: Case, rendezvous: Rendezvous, *, ranks: Sequence[int]) -> Step:
+    """No pipeline: each partition processes all micro-batches independently and never waits.
 
-    It learns nothing, and its gradients are not those of the loss. It tells how much of a speed-up the machine and the
-    interpreter leave to any two workers, before the first bubble.
+    Its gradients are not those of the loss. It measures the largest speed-up that the machine and the interpreter allow
+    two workers, before any pipeline bubble.
     """
-    borders = [torch.randn(border.shape) for border in _border_examples(case)]
-    works = [partial(_alone, _parts(case)[rank], borders[rank], rank > 0) for rank in ranks or (seat.rank,)]
+    boundaries = [torch.randn(boundary.shape) for boundary in _boundary_examples(case)]
+    works = [
+        partial(_run_alone, _partitions(case)[rank], boundaries[rank], rank > 0)
+        for rank in ranks or (rendezvous.rank,)
+    ]
     if len(works) == 1:
         return works[0]
     pool = ThreadPoolExecutor(len(works), initializer=torch.set_num_threads, initargs=(1,))
     return lambda: [future.result() for future in [pool.submit(work) for work in works]].clear()
 
 
-def _alone(part: nn.Module, input: Tensor, needs_grad: bool) -> None:
+def _run_alone(partition: nn.Module, input: Tensor, needs_grad: bool) -> None:
     for _ in range(CHUNKS):
-        output = part(input.detach().requires_grad_(needs_grad))
+        output = partition(input.detach().requires_grad_(needs_grad))
         output.backward(torch.ones_like(output))
 
 
-def _gpipe(case: Case, seat: Seat, *, schedule: str, checkpoint: str) -> Step:
+def _gpipe(case: Case, rendezvous: Rendezvous, *, schedule: str, checkpoint: str) -> Step:
     pipe = _gpipe_pipe(case, schedule, checkpoint)
     return lambda: pipe.step(case.input, case.target, case.loss)
 
 
-def _gpipe_backward(case: Case, seat: Seat, *, schedule: str, checkpoint: str) -> Step:
-    """As with torchgpipe: the loss is the caller's."""
+def _gpipe_backward(case: Case, rendezvous: Rendezvous, *, schedule: str, checkpoint: str) -> Step:
+    """As with torchgpipe, the caller computes the loss and calls backward."""
     pipe = _gpipe_pipe(case, schedule, checkpoint)
     return lambda: case.loss(pipe(case.input), case.target).backward()
 
 
-def _gpipe_recorded(case: Case, seat: Seat) -> Step:
-    """What `gpipe profile timeline=true` does to a step, the reading of the record included."""
+def _gpipe_recorded(case: Case, rendezvous: Rendezvous) -> Step:
+    """A step as `gpipe profile timeline=true` records it, including reading the recording."""
     from gpipe_cli.profiling.action_recorder import ActionRecorder
 
     pipe = _gpipe_pipe(case, "gpipe", "never")
@@ -107,65 +110,65 @@ def _gpipe_pipe(case: Case, schedule: str, checkpoint: str) -> Any:
     )
 
 
-def _torchgpipe(case: Case, seat: Seat, *, checkpoint: str) -> Step:
+def _torchgpipe(case: Case, rendezvous: Rendezvous, *, checkpoint: str) -> Step:
     import torchgpipe
 
     pipe = torchgpipe.GPipe(case.model, case.balance, devices=DEVICES, chunks=CHUNKS, checkpoint=checkpoint)
     return lambda: case.loss(pipe(case.input), case.target).backward()
 
 
-def meet(seat: Seat, processes: int) -> None:
-    """Let the processes of a system find each other."""
+def join_process_group(rendezvous: Rendezvous, processes: int) -> None:
+    """Initialise the process group of a system."""
     from torch import distributed
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     distributed.init_process_group(
-        "gloo", init_method=f"file://{seat.meeting_file}", rank=seat.rank, world_size=processes
+        "gloo", init_method=f"file://{rendezvous.file}", rank=rendezvous.rank, world_size=processes
     )
 
 
-def _torch_pipelining(case: Case, seat: Seat, *, schedule: str) -> Step:
-    meet(seat, len(case.balance))
-    return torch_step(case, seat, schedule)
+def _torch_pipelining(case: Case, rendezvous: Rendezvous, *, schedule: str) -> Step:
+    join_process_group(rendezvous, len(case.balance))
+    return torch_step(case, rendezvous, schedule)
 
 
-def torch_step(case: Case, seat: Seat, schedule: str) -> Step:
-    """torch.distributed.pipelining as it comes, for processes that have met."""
+def torch_step(case: Case, rendezvous: Rendezvous, schedule: str) -> Step:
+    """torch.distributed.pipelining without changes, in an initialised process group."""
     from torch.distributed import pipelining
 
-    begin = sum(case.balance[: seat.rank])
-    part = case.model[begin : begin + case.balance[seat.rank]]
-    borders = _border_examples(case)
+    begin = sum(case.balance[: rendezvous.rank])
+    partition = case.model[begin : begin + case.balance[rendezvous.rank]]
+    boundaries = _boundary_examples(case)
     stage = pipelining.PipelineStage(
-        part,
-        seat.rank,
+        partition,
+        rendezvous.rank,
         len(case.balance),
         torch.device("cpu"),
         # Without examples torch 2.13 finds shapes by a real forward on uninitialised memory.
-        input_args=(borders[seat.rank],),
-        output_args=(borders[seat.rank + 1],),
+        input_args=(boundaries[rendezvous.rank],),
+        output_args=(boundaries[rendezvous.rank + 1],),
     )
-    kind = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}[schedule]
-    runner = kind(
+    schedule_class = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}[schedule]
+    pipeline = schedule_class(
         stage, CHUNKS, loss_fn=lambda output, target: case.loss(output, target) / CHUNKS, scale_grads=False
     )
-    if seat.rank == 0:
-        return lambda: runner.step(case.input, return_outputs=False)
-    return lambda: runner.step(target=case.target, losses=[], return_outputs=False)
+    if rendezvous.rank == 0:
+        return lambda: pipeline.step(case.input, return_outputs=False)
+    return lambda: pipeline.step(target=case.target, losses=[], return_outputs=False)
 
 
-def _border_examples(case: Case) -> list[Tensor]:
-    """What enters each partition and leaves the last, as tensors without memory."""
-    case.model.eval()  # so that the statistics of batch norms stay as they are
+def _boundary_examples(case: Case) -> list[Tensor]:
+    """The input of each partition and the output of the last, as meta tensors."""
+    case.model.eval()  # keeps the running statistics of batch norm unchanged
     values = [case.input.chunk(CHUNKS)[0]]
     with torch.no_grad():
-        for part in _parts(case):
-            values.append(part(values[-1]))
+        for partition in _partitions(case):
+            values.append(partition(values[-1]))
     case.model.train()
     return [values[0].to("meta"), *(value.to("meta").requires_grad_() for value in values[1:])]
 
 
-def _parts(case: Case) -> list[nn.Module]:
+def _partitions(case: Case) -> list[nn.Module]:
     begins = [sum(case.balance[:index]) for index in range(len(case.balance))]
     return [case.model[begin : begin + size] for begin, size in zip(begins, case.balance, strict=True)]
 
@@ -174,8 +177,8 @@ SYSTEMS: Mapping[str, System] = {
     "plain": System(partial(_plain, chunks=CHUNKS)),
     "plain-2-threads": System(partial(_plain, chunks=CHUNKS), threads=2),
     "whole-batch-2-threads": System(partial(_plain, chunks=1), threads=2),
-    "apart-2-threads": System(partial(_apart, ranks=(0, 1))),
-    "apart-2-processes": System(partial(_apart, ranks=()), processes=2),
+    "apart-2-threads": System(partial(_run_apart, ranks=(0, 1))),
+    "apart-2-processes": System(partial(_run_apart, ranks=()), processes=2),
     "gpipe": System(partial(_gpipe, schedule="gpipe", checkpoint="never")),
     "gpipe-backward": System(partial(_gpipe_backward, schedule="gpipe", checkpoint="never")),
     "gpipe-except_last": System(partial(_gpipe, schedule="gpipe", checkpoint="except_last")),

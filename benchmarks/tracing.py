@@ -1,8 +1,8 @@
-"""`python -m benchmarks.tracing [name ...]`: is a traced model of torchvision the original, to the bit?
+"""`python -m benchmarks.tracing [name ...]`: does a traced torchvision model equal the original, to the bit?
 
-Each model is proved in a process of its own, one after the other: the largest need 8 GB. A line tells each model's
-cuts, the seconds it took to trace and to prove, and its memory; the last lines are the score. The tests use
-`prove` too, for the smallest of each family.
+Each model is checked in a process of its own, one after the other: the largest need 8 GB. Each line shows a model's cut
+points, the seconds it took to trace and to check, and its memory; the last lines are the totals. The tests also use
+`prove`, for the smallest model of each family.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ SMALLEST_SHAPES = {
     "mvit_v2_s": (3, 16, 224, 224),
     "s3d": (3, 16, 224, 224),
 }
-"""Of models that do not take images of 64x64 or clips of 4 frames of 32x32."""
+"""Input shapes of models that do not accept 64x64 images or clips of four 32x32 frames."""
 LEAST_CUTS = 8
 SECONDS_TO_TRACE = 3.0
 
 
 class Different(AssertionError):
-    """What was traced is not the original."""
+    """The traced model differs from the original."""
 
 
 @final
@@ -51,7 +51,7 @@ class Proof:
     trace_seconds: float
     seconds: float
     gigabytes: float
-    """The most the process had."""
+    """Peak memory of the process."""
 
 
 def smallest_shape(name: str) -> tuple[int, ...]:
@@ -68,12 +68,12 @@ def original_of(name: str, shape: tuple[int, ...]) -> nn.Module:
 
 
 def prove(name: str) -> Proof:
-    """Raise Different unless outputs, gradients, buffers and names are the original's, alone and in a pipe."""
+    """Raise Different unless outputs, gradients, buffers and names equal the original's, alone and in a pipe."""
     began = time.perf_counter()
     torch.manual_seed(0)
     shape = smallest_shape(name)
     original, input = _without_chance(original_of(name, shape)), torch.randn(2, *shape)
-    trace_began = time.process_time()  # of this process alone, whatever else runs
+    trace_began = time.process_time()  # CPU time, so that other processes do not count
     sequence = to_sequential(original, input)
     traced = time.process_time()
     _require(len(sequence) > LEAST_CUTS, f"only {len(sequence) - 1} cuts")
@@ -184,8 +184,8 @@ def _proved_apart(name: str, console: Console) -> bool:
     command = [sys.executable, "-m", "benchmarks.tracing", "--here", name]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode:
-        told = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
-        console.print(f"{name:<30} failed: {told[-1]}")
+        error_lines = process.stderr.strip().splitlines() or [f"exit code {process.returncode}"]
+        console.print(f"{name:<30} failed: {error_lines[-1]}")
         return False
     proof = Proof(**json.loads(process.stdout))
     slow = "  slow to trace" if proof.trace_seconds > SECONDS_TO_TRACE else ""

@@ -1,6 +1,6 @@
-"""Pipes of one case in one process, cut and scheduled in many ways, taking turns.
+"""Measure several pipeline configurations of one case in one process, in turns.
 
-For questions that compare gpipe with itself; systems are compared by `harness`, in processes of their own.
+This compares gpipe with itself; `harness` compares systems, each in processes of its own.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from benchmarks.run import QUIET
 from gpipe_cli import GPipe
 
 OTHERS_AT_MOST = 0.06
-"""Seconds of others for each second of a turn."""
+"""Seconds of CPU time of other processes that are tolerated per second of a turn."""
 TRIES = 4
 TURN = 400.0
-"""Milliseconds that a turn takes at least."""
+"""Minimum milliseconds per turn."""
 STATISTICS = Path("/proc/stat")
 
 
 @final
 @dataclass(frozen=True)
-class Way:
-    """How a case is run."""
+class PipeConfig:
+    """How to partition and schedule a case."""
 
     balance: tuple[int, ...]
     chunks: int
@@ -45,36 +45,38 @@ class Way:
 
 
 def milliseconds(
-    case: Case, ways: Sequence[Way], rounds: int, before_each: Callable[[], None] = lambda: None
-) -> Mapping[Way, list[float]]:
-    """A step of each way in each round, after two that warm up; `before_each` round that counts."""
-    times: dict[Way, list[float]] = {way: [] for way in ways}
+    case: Case, configs: Sequence[PipeConfig], rounds: int, before_each: Callable[[], None] = lambda: None
+) -> Mapping[PipeConfig, list[float]]:
+    """Milliseconds of a step of each configuration in each round.
+
+    Two warm-up rounds come first; `before_each` is called before every measured round."""
+    times: dict[PipeConfig, list[float]] = {config: [] for config in configs}
     with ExitStack() as stack:
-        pipes = {way: stack.enter_context(_pipe(case, way)) for way in ways}
+        pipes = {config: stack.enter_context(_pipe(case, config)) for config in configs}
         for number in range(-2, rounds):
             if number >= 0:
                 before_each()
-            for way, pipe in pipes.items():
+            for config, pipe in pipes.items():
                 taken = undisturbed(partial(_turn, pipe, case))
                 if number >= 0:
-                    times[way].append(taken)
+                    times[config].append(taken)
     for parameter in case.model.parameters():
         parameter.grad = None
     return times
 
 
 def undisturbed(turn: Callable[[], float]) -> float:
-    """What a turn gives; one in which others used the machine is repeated, as long as there is hope."""
+    """Run a turn and return its milliseconds; repeat it, up to `TRIES` times, if others used the machine."""
     for _ in range(TRIES):
         others, begin = _others(), time.perf_counter()
-        found = turn()
+        milliseconds = turn()
         if _others() - others < OTHERS_AT_MOST * (time.perf_counter() - begin):
             break
-    return found
+    return milliseconds
 
 
 def _others() -> float:
-    """Seconds of all cores in which somebody else worked; none where the system does not tell."""
+    """CPU seconds that all other processes used; 0 where the system does not report them."""
     if not STATISTICS.exists():
         return 0.0
     user, nice, system, _, _, interrupts, more = map(int, STATISTICS.read_text().split()[1:8])
@@ -83,14 +85,14 @@ def _others() -> float:
 
 
 def prepare(console: Console) -> None:
-    """One intra-op thread for all, and a word if the machine is busy."""
+    """Use one intra-op thread, and warn if the machine is busy."""
     torch.set_num_threads(1)
     if (load := os.getloadavg()[0]) > QUIET:
-        console.print(f"The machine is busy (load {load:.1f}): these figures are not to be quoted.")
+        console.print(f"The machine is busy (load {load:.1f}): do not quote these figures.")
 
 
 def _turn(pipe: GPipe, case: Case) -> float:
-    """Milliseconds of a step; of short ones the median of several."""
+    """Milliseconds of a step: the median of as many steps as fill a turn."""
     steps: list[float] = []
     while sum(steps) < TURN:
         for parameter in case.model.parameters():
@@ -101,12 +103,12 @@ def _turn(pipe: GPipe, case: Case) -> float:
     return statistics.median(steps)
 
 
-def _pipe(case: Case, way: Way) -> GPipe:
+def _pipe(case: Case, config: PipeConfig) -> GPipe:
     return GPipe(
         case.model,
-        list(way.balance),
-        devices=["cpu"] * len(way.balance),
-        chunks=way.chunks,
-        checkpoint=way.checkpoint,
-        schedule=way.schedule,
+        list(config.balance),
+        devices=["cpu"] * len(config.balance),
+        chunks=config.chunks,
+        checkpoint=config.checkpoint,
+        schedule=config.schedule,
     )

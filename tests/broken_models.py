@@ -48,11 +48,11 @@ class Stateful(nn.Module):
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.one = nn.LSTM(32, num_classes, batch_first=True)
+        self.lstm = nn.LSTM(32, num_classes, batch_first=True)
         self.two = nn.LSTM(num_classes, num_classes, batch_first=True)
 
     def forward(self, input: Tensor) -> Any:
-        value, state = self.one(input.flatten(1, 2))
+        value, state = self.lstm(input.flatten(1, 2))
         return self.two(value, state)[0][:, -1]
 
 
@@ -63,10 +63,10 @@ def hands_over_a_tuple(num_classes: int = 10) -> nn.Module:
 class Listing(nn.Module):
     def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, num_classes)
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, num_classes)
 
     def forward(self, input: Tensor) -> list[Tensor]:
-        return [self.two(self.one(input)).mean((1, 2))]
+        return [self.second(self.first(input)).mean((1, 2))]
 
 
 def returns_a_list(num_classes: int = 10) -> nn.Module:

@@ -23,7 +23,7 @@ from gpipe_cli.training.metrics import MetricsFile
 from gpipe_cli.training.snapshot import durable, manager
 from tests import faulty
 from tests.sandbox import Sandbox
-from tests.training.session import DeadlyDisk
+from tests.training.forked_run import DeadlyDisk
 
 ALLOW = "allow=[tests]"
 TRAIN = (

@@ -1,6 +1,6 @@
-"""A model and samples that break when told to; tests name them on the command line.
+"""A model and samples that fail on demand; tests name them on the command line.
 
-A run cannot change its model when it is resumed, so what breaks is no key: a process sets the two hooks below.
+A resumed run cannot change its model, so the fault is not a configuration key: a process sets the two hooks below.
 """
 
 from __future__ import annotations

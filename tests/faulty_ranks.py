@@ -1,7 +1,7 @@
-"""A model that breaks inside a rank when its environment message so: ranks are processes that no test can reach into.
+"""A model that fails inside a rank if an environment variable says so: no test can reach into a rank's process.
 
-The layer that breaks is in the last of two partitions, so it is rank 1 that does, once, in the third step of each
-attempt; if several faults are named, a new attempt has the next of them.
+The layer that fails is in the last of two partitions, so rank 1 fails, once, in the third step of each attempt. If
+several faults are named, each new attempt gets the next one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tests import faulty
 
 FAULT = "GPIPE_TEST_FAULT"
 HAPPENED = Path("happened")
-"""A byte for each fault that has."""
+"""Holds one byte per fault that has happened."""
 SOCKETS = Path("sockets.json")
 HEARD = threading.Event()
 LISTENING = "0A"  # the state in /proc/net/tcp
 IN_THE_THIRD_STEP = 6
-"""So many calls with a graph: three in the first step, which is also looked at, and two in each further one."""
+"""Calls with a graph until then: three in the first step, which also inspects the layer, two in each later step."""
 
 
 class RaisesInBackward(Function):
@@ -61,15 +61,15 @@ def launcher_gets(number: int) -> Callable[[Tensor], Tensor]:
     def send(input: Tensor) -> Tensor:
         SOCKETS.write_text(json.dumps(listening_addresses()))
         os.kill(os.getppid(), number)
-        HEARD.wait()  # it comes back to this rank, which must not be through before it does
-        os.kill(os.getpid(), number)  # and again, from a scheduler that signals every process
+        HEARD.wait()  # the launcher forwards the signal to this rank, which must not finish before
+        os.kill(os.getpid(), number)  # once more, like a cluster scheduler that signals every process
         return input
 
     return send
 
 
-def hear() -> None:
-    """In a rank, which listens since before it imported anything."""
+def watch_stop_signals() -> None:
+    """Set `HEARD` when a stop signal reaches this rank, whose handlers are installed before its imports."""
     for number in STOP_SIGNALS:
         note = signal.getsignal(number)
         if callable(note) and "RANK" in os.environ:
@@ -77,22 +77,22 @@ def hear() -> None:
 
 
 def terminated(input: Tensor) -> Tensor:
-    """Not in a rank: on threads, where the process is the run."""
+    """For engine=threads, where the process is the run."""
     os.kill(os.getpid(), signal.SIGTERM)
     return input
 
 
 def interrupt_twice(input: Tensor) -> NoReturn:
-    """This step will never end, so the first request cannot be heeded."""
+    """The step never ends, so the run cannot honour the first request."""
     for _ in range(2):
         os.kill(os.getppid(), signal.SIGINT)
-        signal.sigtimedwait([], 1)  # a signal that is pending would swallow the next
+        signal.sigtimedwait([], 1)  # a pending signal would absorb the next one
     threading.Event().wait()
-    raise AssertionError("waits for ever")
+    raise AssertionError("waits forever")
 
 
 def listening_addresses() -> list[str]:
-    """Where the launcher and its ranks listen, in the hexadecimal of /proc."""
+    """The addresses on which the launcher and its ranks listen, as /proc writes them in hexadecimal."""
     launcher = os.getppid()
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     held = {
@@ -127,7 +127,7 @@ def full_disk(*_: Any, **__: Any) -> NoReturn:
 
 
 def due() -> str:
-    """The fault that this attempt is to have."""
+    """The fault of this attempt, or ""."""
     left = os.environ.get(FAULT, "").split(", ")[HAPPENED.stat().st_size if HAPPENED.exists() else 0 :]
     return left[0] if left else ""
 
@@ -138,19 +138,19 @@ def model(num_classes: int, width: int = 4) -> nn.Module:
 
     def layer(input: Tensor) -> Tensor:
         nonlocal calls
-        # Of tensors that hold numbers: what crosses to other ranks is found with such as do not.
+        # Count only real tensors: the ranks infer boundary shapes with tensors that hold no data.
         calls += type(input) is Tensor and (input.requires_grad or input.grad_fn is not None)
         if fault not in IN_LAYER or calls != IN_THE_THIRD_STEP:
             return input
         calls += 1
         with HAPPENED.open("ab") as file:
             file.write(b".")
-        found: Tensor = IN_LAYER[fault](input)
-        return found
+        output: Tensor = IN_LAYER[fault](input)
+        return output
 
     faulty.in_layer = layer
     if fault:
-        hear()
+        watch_stop_signals()
     if fault == "raises while saving":
         collectives.send_tensors = raises_while_saving
     if fault == "full disk":

@@ -58,7 +58,7 @@ def test_what_is_no_completion_is_refused(words: list[str]) -> None:
         complete(words, nothing)
 
 
-def asked(line: str) -> list[str]:
+def completions(line: str) -> list[str]:
     """What a shell would get."""
     done = subprocess.run(
         [sys.executable, "-m", "gpipe_cli", "-sc", "query=bash"],
@@ -72,16 +72,18 @@ def asked(line: str) -> list[str]:
 
 
 def test_keys_and_options_are_those_of_the_command() -> None:
-    assert asked("gpipe train --json model=resnet1") == [
+    assert completions("gpipe train --json model=resnet1") == [
         "model=resnet101",
         "model=resnet152",
         "model=resnet18",
     ]
-    assert asked("gpipe train recipe=") == [f"recipe={one.name}" for one in list_options("recipes")]
-    keys = asked("gpipe train ")
+    assert completions("gpipe train recipe=") == [
+        f"recipe={option.name}" for option in list_options("recipes")
+    ]
+    keys = completions("gpipe train ")
     assert {"chunks=", "model=", "recipe=", "seed="} <= set(keys)
     assert not any(word.startswith(("hydra", "tests", "gpipe_cli", "conf", ".")) for word in keys)
-    assert "split=" in asked("gpipe eval spl")
+    assert "split=" in completions("gpipe eval spl")
 
 
 @pytest.mark.skipif(not Path("/bin/bash").exists(), reason="needs bash")

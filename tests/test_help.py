@@ -42,7 +42,8 @@ def test_every_option_of_every_group_is_shown_and_the_default_marked(command: st
     chosen = default_options(command)
     for group in (group for group in GROUPS if group in chosen):
         names = (
-            f"{one.name}*" if one.name == chosen[group].name else one.name for one in list_options(group)
+            f"{option.name}*" if option.name == chosen[group].name else option.name
+            for option in list_options(group)
         )
         assert f"Options: {', '.join(names)}." in text
         for key, (default, _) in chosen[group].keys.items():
@@ -50,15 +51,17 @@ def test_every_option_of_every_group_is_shown_and_the_default_marked(command: st
 
 
 def test_recipes_are_shown_where_they_can_be_used() -> None:
-    names = ", ".join(one.name for one in list_options("recipes"))
+    names = ", ".join(option.name for option in list_options("recipes"))
     assert f"A complete, tested run. Options: {names}." in " ".join(command_help("train").split())
     assert "recipe.scale  full, or small" in command_help("train")
     assert "A complete, tested run" not in command_help("eval") and "recipe.scale" not in command_help("eval")
 
 
 def test_every_flag_in_the_help_exists_and_every_long_flag_is_in_the_help() -> None:
-    told = {word for flag in FLAGS for word in re.findall(r"--?[a-z-]+", flag, flags=re.IGNORECASE)} - {"-sc"}
-    assert told <= set(flag_names(configured=True))
+    documented = {word for flag in FLAGS for word in re.findall(r"--?[a-z-]+", flag, flags=re.IGNORECASE)} - {
+        "-sc"
+    }
+    assert documented <= set(flag_names(configured=True))
     meanings = " ".join([*FLAGS, *FLAGS.values()])
     for flag in flag_names(configured=True):
         if flag.startswith("--") and flag not in ("--help", "--run"):

@@ -103,7 +103,7 @@ def test_the_installed_wheel_lists_and_composes_from_another_folder(
     assert "chunks: 7" in answer("train", "recipe=digits", "--cfg", "job", "chunks=7")
     python = gpipe_elsewhere.parent / "python"
     where = [python, "-c", "import gpipe_cli; print(gpipe_cli.__file__)"]
-    found = subprocess.run(
+    imported_from = subprocess.run(
         where, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     ).stdout
-    assert Path(found).is_relative_to(gpipe_elsewhere.parent.parent)
+    assert Path(imported_from).is_relative_to(gpipe_elsewhere.parent.parent)

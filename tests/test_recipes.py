@@ -22,8 +22,8 @@ LINES = [
     for line in published_lines(recipe.name)
 ]
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    ">=": lambda found, bound: found >= bound,
-    "<=": lambda found, bound: found <= bound,
+    ">=": lambda value, bound: value >= bound,
+    "<=": lambda value, bound: value <= bound,
 }
 
 
@@ -35,16 +35,16 @@ def words(recipe: Option) -> list[str]:
 # Those that are for larger machines are run here in their small scale.
 each_that_runs_here = pytest.mark.parametrize(
     "recipe",
-    [*(one for one in FULL if "minutes" in one.facts), *SMALL],
+    [*(recipe for recipe in FULL if "minutes" in recipe.facts), *SMALL],
     ids=lambda recipe: "-".join(words(recipe)),
 )
 
 
 def expectation(recipe: Option) -> tuple[str, str, float]:
     """The measure, which side of the bound it is on, and the bound."""
-    found = re.fullmatch(r"(\w+)(>=|<=)([\d.]+)", recipe.facts["expected"])
-    assert found is not None, recipe.facts
-    return found[1], found[2], float(found[3])
+    match = re.fullmatch(r"(\w+)(>=|<=)([\d.]+)", recipe.facts["expected"])
+    assert match is not None, recipe.facts
+    return match[1], match[2], float(match[3])
 
 
 @each_that_runs_here

@@ -34,7 +34,7 @@ def test_no_file_of_a_run_holds_what_a_reference_stands_for(
     text.write_text("too short", encoding="utf-8")
     assert gpipe("train", "resume=run", "steps=3").code == 3
     holding = [
-        one for one in (tmp_path / "run").rglob("*") if one.is_file() and b"hunter2" in one.read_bytes()
+        path for path in (tmp_path / "run").rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()
     ]
     assert not holding
     assert "${oc.env:GPIPE_TEXT}" in (tmp_path / "run" / "config.yaml").read_text(encoding="utf-8")

@@ -152,8 +152,8 @@ class DeferredBatchNorm(nn.Module):
     @torch.no_grad()
     def _remember(self, count: int, mean: Tensor, variance: Tensor) -> None:
         precise = torch.promote_types(mean.dtype, torch.float32)
-        seen = Moments(count, mean.to(precise), variance.to(precise) * (count - 1))
-        self.pending = seen if self.pending is None else self.pending.merge(seen)
+        moments = Moments(count, mean.to(precise), variance.to(precise) * (count - 1))
+        self.pending = moments if self.pending is None else self.pending.merge(moments)
 
 
 def _is_deferrable(layer: nn.Module) -> TypeGuard[BatchNorm]:

@@ -104,12 +104,12 @@ def _mentions(module: nn.Module, owner: str) -> bool:
         for member in vars(holder).values()
         if isinstance(member, types.FunctionType)
     ]
-    seen: set[types.FunctionType] = set()
+    visited: set[types.FunctionType] = set()
     while pending:
         function = pending.pop()
-        if function in seen or (function.__module__ or "").startswith("torch."):
+        if function in visited or (function.__module__ or "").startswith("torch."):
             continue
-        seen.add(function)
+        visited.add(function)
         names = set(_names(function.__code__))
         targets = [function.__globals__.get(name) for name in names]
         if any(_belongs(target, owner) for target in targets) or names.issuperset(owner.split(".")):

@@ -154,10 +154,10 @@ class PipeModule(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
-            found = None if module is None else find_original(module, name)
-            if found is None:
+            attribute = None if module is None else find_original(module, name)
+            if attribute is None:
                 raise
-            return found
+            return attribute
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

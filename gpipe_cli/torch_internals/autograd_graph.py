@@ -57,12 +57,12 @@ def _saved(node: Node) -> list[str]:
 
 def nodes_behind(nodes: Sequence[Node]) -> Iterator[Node]:
     """The nodes of the graph that begins with `nodes`, once each."""
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     stack = list(nodes)
     while stack:
         node = stack.pop()
-        if node not in seen:
-            seen.add(node)
+        if node not in visited:
+            visited.add(node)
             yield node
             stack.extend(following for following, _ in node.next_functions if following is not None)
 

@@ -117,18 +117,18 @@ def test_with_enough_budget_no_balance_nearby_is_cheaper(data: st.DataObject) ->
 
 
 def test_best_nearby_respects_what_is_allowed_and_the_budget() -> None:
-    asked: list[Balance] = []
+    priced: list[Balance] = []
 
     def price(balance: Balance) -> float:
-        asked.append(balance)
+        priced.append(balance)
         return -balance[0]
 
     best = best_nearby((5, 5), lambda balance: balance[0] <= 8, price, budget=100)
     assert best == (8, 2)
-    assert max(balance[0] for balance in asked) == 8
-    asked.clear()
+    assert max(balance[0] for balance in priced) == 8
+    priced.clear()
     assert best_nearby((5, 5), lambda _: True, price, budget=3) == (6, 4)
-    assert len(asked) == 3
+    assert len(priced) == 3
     assert best_nearby((5, 5), lambda _: True, price, budget=1) == (5, 5)
 
 

@@ -10,23 +10,26 @@ from typing import Any
 import pytest
 
 from benchmarks import against
-from benchmarks.harness import Contestant, Measured
+from benchmarks.harness import Candidate, SystemResult
 from benchmarks.subject import _import_from
 
 TOP = Path(__file__).parent.parent.parent
 
 
-def fake(monkeypatch: pytest.MonkeyPatch, seconds: dict[Path | None, list[float]]) -> list[Contestant]:
+def fake(monkeypatch: pytest.MonkeyPatch, seconds: dict[Path | None, list[float]]) -> list[Candidate]:
     """Let each checkout take its own time; gives who was measured."""
-    asked: list[Contestant] = []
+    measured: list[Candidate] = []
 
-    def measure(case: str, contestants: Sequence[Contestant], *_: Any) -> list[Measured]:
-        asked.extend(contestants)
-        return [Measured(one.system, list(seconds[one.checkout]), squared_norm=4.0) for one in contestants]
+    def measure(case: str, candidates: Sequence[Candidate], *_: Any) -> list[SystemResult]:
+        measured.extend(candidates)
+        return [
+            SystemResult(candidate.system, list(seconds[candidate.checkout]), squared_norm=4.0)
+            for candidate in candidates
+        ]
 
     monkeypatch.setattr(against, "measure", measure)
     monkeypatch.setenv("COLUMNS", "120")
-    return asked
+    return measured
 
 
 @pytest.fixture
@@ -39,9 +42,9 @@ def other(tmp_path: Path) -> Path:
 def test_this_checkout_is_compared_with_another_round_by_round(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], other: Path
 ) -> None:
-    asked = fake(monkeypatch, {TOP: [1.1, 11.0, 1.1], other: [1.0, 10.0, 1.0]})
+    measured = fake(monkeypatch, {TOP: [1.1, 11.0, 1.1], other: [1.0, 10.0, 1.0]})
     against.main([str(other), "--case", "mlp", "--rounds", "3"])
-    assert [(one.system, one.checkout) for one in asked] == [
+    assert [(candidate.system, candidate.checkout) for candidate in measured] == [
         ("gpipe", TOP),
         ("gpipe", other),
         ("1f1b", TOP),

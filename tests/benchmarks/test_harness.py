@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.claims import judge
-from benchmarks.harness import Contestant, Measured, measure, ratio
+from benchmarks.harness import Candidate, SystemResult, measure, ratio
 from benchmarks.report import as_json, environment
 
 
-def measured(system: str, *seconds: float) -> Measured:
-    return Measured(system, list(seconds))
+def measured(system: str, *seconds: float) -> SystemResult:
+    return SystemResult(system, list(seconds))
 
 
 def test_a_ratio_is_taken_within_rounds_so_that_a_slow_round_does_not_count() -> None:
@@ -19,10 +19,10 @@ def test_a_ratio_is_taken_within_rounds_so_that_a_slow_round_does_not_count() ->
 
 def test_claims_are_judged_by_their_bounds_and_only_where_all_was_measured() -> None:
     results = {
-        one.system: one
-        for one in (measured("gpipe", 0.6), measured("torchgpipe", 1.0), measured("plain", 0.9))
+        result.system: result
+        for result in (measured("gpipe", 0.6), measured("torchgpipe", 1.0), measured("plain", 0.9))
     }
-    judged = {one.text: one for one in judge("mlp", results)}
+    judged = {verdict.text: verdict for verdict in judge("mlp", results)}
     assert len(judged) == 2
     assert judged["time of gpipe / torchgpipe"].holds
     speed_up = judged["speed-up of gpipe over plain, same chunks, one thread"]
@@ -37,14 +37,14 @@ def test_a_speed_up_stands_beside_what_two_threads_could_gain_without_waiting() 
 
 
 def test_a_system_that_failed_is_not_judged() -> None:
-    failed = Measured("torchgpipe", failure="ImportError")
+    failed = SystemResult("torchgpipe", failure="ImportError")
     assert judge("mlp", {"gpipe": measured("gpipe", 1), "torchgpipe": failed}) == []
 
 
 def test_systems_take_turns_in_processes_of_their_own_and_agree_on_the_gradient() -> None:
     rounds = 2
-    contestants = [Contestant("plain"), Contestant("gpipe"), Contestant("no such system")]
-    plain, gpipe, missing = measure("tiny", contestants, rounds)
+    candidates = [Candidate("plain"), Candidate("gpipe"), Candidate("no such system")]
+    plain, gpipe, missing = measure("tiny", candidates, rounds)
     assert len(plain.seconds) == len(gpipe.seconds) == rounds
     assert gpipe.squared_norm == pytest.approx(plain.squared_norm, rel=1e-6)
     assert plain.memory >= plain.memory_before > 0

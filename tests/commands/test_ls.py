@@ -30,10 +30,10 @@ def test_without_a_topic_every_line_begins_with_its_topic(gpipe: Gpipe) -> None:
 
 
 def test_json_is_one_document(gpipe: Gpipe) -> None:
-    one, all_of_them = gpipe("ls", "engines", "--json").json, gpipe("ls", "--json").json
-    assert [row["name"] for row in one] == ["offload", "processes", "single", "threads"]
-    assert set(all_of_them) == set(TOPICS) and all_of_them["engine"] == one
-    assert all(row["description"] for rows in all_of_them.values() for row in rows)
+    engines, groups = gpipe("ls", "engines", "--json").json, gpipe("ls", "--json").json
+    assert [row["name"] for row in engines] == ["offload", "processes", "single", "threads"]
+    assert set(groups) == set(TOPICS) and groups["engine"] == engines
+    assert all(row["description"] for rows in groups.values() for row in rows)
 
 
 def test_a_terminal_gets_tables(gpipe: Gpipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,17 +25,17 @@ def cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_a_plan_for_this_machine_has_its_fields_and_can_be_trained(tiny: Gpipe, tmp_path: Path) -> None:
-    found = tiny("plan", *TINY, "devices=[cpu,cpu]", "verify=true", "plan.verify_budget=2", "--json").json
-    assert {"best", "candidates", "profile", "lower_bound"} <= found.keys()
-    assert found["best"] == found["candidates"][0] and len(found["candidates"]) == 5
-    for plan in found["candidates"]:
+    answer = tiny("plan", *TINY, "devices=[cpu,cpu]", "verify=true", "plan.verify_budget=2", "--json").json
+    assert {"best", "candidates", "profile", "lower_bound"} <= answer.keys()
+    assert answer["best"] == answer["candidates"][0] and len(answer["candidates"]) == 5
+    for plan in answer["candidates"]:
         assert plan.keys() >= FIELDS and sum(plan["balance"]) == 8
-        assert plan["measured_ms"] > 0 and plan["predicted_ms"] >= found["lower_bound"] * (1 - 1e-9)
+        assert plan["measured_ms"] > 0 and plan["predicted_ms"] >= answer["lower_bound"] * (1 - 1e-9)
     assert not (tmp_path / "runs").exists()
-    assert found["paste"].startswith("gpipe train model._target_=tiny_for_tests.build")
-    words = found["paste"].replace("'", "").split()[2:]
+    assert answer["paste"].startswith("gpipe train model._target_=tiny_for_tests.build")
+    words = answer["paste"].replace("'", "").split()[2:]
     trained = tiny("train", *words, "--dry-run", "--json").json
-    assert [row["layers"] for row in trained["partitions"]] == found["best"]["balance"]
+    assert [row["layers"] for row in trained["partitions"]] == answer["best"]["balance"]
 
 
 def test_the_search_respects_given_keys_and_prints_the_train_command(tiny: Gpipe) -> None:
@@ -46,10 +46,10 @@ def test_the_search_respects_given_keys_and_prints_the_train_command(tiny: Gpipe
 
 
 def test_other_devices_are_estimated_for_a_model_of_any_size(huge: Gpipe) -> None:
-    found = huge("plan", "model.width=60000", "device=h100", "devices=8", "batch_size=4", "--json").json
-    assert "estimate" in found["profile"] and found["best"]["devices"] > 1
-    assert found["best"]["predicted_peak_bytes"] < 80 * 2**30
-    assert found["too_large"] > 0  # one device cannot hold it
+    answer = huge("plan", "model.width=60000", "device=h100", "devices=8", "batch_size=4", "--json").json
+    assert "estimate" in answer["profile"] and answer["best"]["devices"] > 1
+    assert answer["best"]["predicted_peak_bytes"] < 80 * 2**30
+    assert answer["too_large"] > 0  # one device cannot hold it
 
 
 def test_a_search_that_skips_one_device_with_the_whole_mini_batch_says_so(tiny: Gpipe) -> None:
@@ -63,19 +63,19 @@ def test_a_memory_limit_is_respected_or_refused_with_the_smallest_sufficient_one
     words = (*TINY, "devices=2", "--json")
     free = tiny("plan", *words).json
     limit = 40_000
-    kept = tiny("plan", *words, f"device_memory={limit}").json
-    assert kept["best"]["predicted_peak_bytes"] <= limit <= free["best"]["predicted_peak_bytes"] + limit
+    limited = tiny("plan", *words, f"device_memory={limit}").json
+    assert limited["best"]["predicted_peak_bytes"] <= limit <= free["best"]["predicted_peak_bytes"] + limit
     refused = tiny("plan", *TINY, "devices=2", "device_memory=1KiB")
     assert refused.code == 2 and "the smallest limit that would do is" in refused.err
 
 
 def test_only_partitions_that_need_it_recompute_in_the_plan_and_in_training(gpipe: Gpipe) -> None:
     words = ("devices=3", "partitions=3", "batch_size=16", "chunks=4", "schedule=1f1b", "device_memory=4MiB")
-    found = gpipe("plan", "model=unet", "device=v100", *words, "--json").json
-    modes = found["best"]["checkpoint"]
+    answer = gpipe("plan", "model=unet", "device=v100", *words, "--json").json
+    modes = answer["best"]["checkpoint"]
     assert modes == ["always", "always", "never"]
-    assert found["best"]["predicted_peak_bytes"] <= 4 * 2**20
-    paste = found["paste"].split()[2:]
+    assert answer["best"]["predicted_peak_bytes"] <= 4 * 2**20
+    paste = answer["paste"].split()[2:]
     assert f"checkpoint=[{','.join(modes)}]" in paste
     trained = gpipe("train", *paste, "steps=1", "log.partitions=true", "--json").json
     log = (Path(trained["run_dir"]) / "train.log").read_text()

@@ -39,10 +39,10 @@ def test_a_failed_run_has_a_report_too(tiny: Gpipe) -> None:
 
 
 def test_a_profile_has_a_page_with_its_timeline(tiny: Gpipe) -> None:
-    found = tiny(
+    result = tiny(
         "profile", "seconds=0", "timeline=true", "steps=2", "run_dir=here", "device_memory=1GiB", "--json"
     )
-    assert found.code == 0, found.err
+    assert result.code == 0, result.err
     page = Path("here/report.html").read_text(encoding="utf-8")
     assert 'class="timeline ideal"' in page and 'class="timeline measured"' in page
     assert page.count('class="piece"') > 20 and "limit 1.00 GiB" in page and "activation" in page
@@ -51,8 +51,12 @@ def test_a_profile_has_a_page_with_its_timeline(tiny: Gpipe) -> None:
 def test_runs_are_compared_on_a_page_of_their_own(gpipe: Gpipe) -> None:
     write_training(Path("a"))
     write_profile(Path("b"))
-    found = gpipe("report", "a", "run=b", "--json").json
-    assert found["report"] == "comparison.html" and found["runs"] == ["a", "b"] and found["notes"] == []
+    comparison = gpipe("report", "a", "run=b", "--json").json
+    assert (
+        comparison["report"] == "comparison.html"
+        and comparison["runs"] == ["a", "b"]
+        and comparison["notes"] == []
+    )
     assert "Comparison of 2 runs" in Path("comparison.html").read_text(encoding="utf-8")
     assert gpipe("report", "a", "b").code == 0, "a page of ours is replaced"
 

@@ -50,8 +50,8 @@ def test_a_run_writes_everything_needed_to_repeat_and_analyse_it(tiny: Gpipe) ->
 
 
 def test_metrics_have_a_row_per_logged_step_and_one_per_evaluation(tiny: Gpipe) -> None:
-    found = rows(tiny("train", "--json", "log.every=2").json["run_dir"])
-    assert [(row["step"], row["split"]) for row in found] == [
+    metrics = rows(tiny("train", "--json", "log.every=2").json["run_dir"])
+    assert [(row["step"], row["split"]) for row in metrics] == [
         (2, "train"),
         (4, "train"),
         (4, "eval"),
@@ -60,8 +60,8 @@ def test_metrics_have_a_row_per_logged_step_and_one_per_evaluation(tiny: Gpipe) 
         (8, "eval"),
     ]
     keys = {"step", "epoch", "split", "loss", "top1", "lr", "samples_per_second", "seconds"}
-    assert all(keys <= row.keys() for row in found)
-    assert [row["epoch"] for row in found] == [0, 0, 0, 1, 1, 1]
+    assert all(keys <= row.keys() for row in metrics)
+    assert [row["epoch"] for row in metrics] == [0, 0, 0, 1, 1, 1]
 
 
 def test_results_do_not_depend_on_engine_partitions_schedule_or_checkpointing(tiny: Gpipe) -> None:
@@ -76,9 +76,9 @@ def test_results_do_not_depend_on_engine_partitions_schedule_or_checkpointing(ti
     ):
         other = tiny("train", "threads=1", *words, "--json").json
         assert other["loss"] == reference["loss"], words
-        found = weights(other["run_dir"])
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected), words
+        actual = weights(other["run_dir"])
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], expected[name]) for name in expected), words
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tiny: Gpipe) -> None:
@@ -99,9 +99,9 @@ def test_steps_override_epochs_and_end_with_an_evaluation(tiny: Gpipe) -> None:
 @pytest.mark.parametrize("engine", ["single", "threads"])
 def test_half_precision_trains(tiny: Gpipe, engine: str, precision: str) -> None:
     summary = tiny("train", f"engine={engine}", f"precision={precision}", "clip_grad_norm=1", "--json").json
-    found = rows(summary["run_dir"])
-    assert all(row["loss"] < 10 for row in found)
-    assert all(row["grad_norm"] > 0 for row in found if row["split"] == "train")
+    metrics = rows(summary["run_dir"])
+    assert all(row["loss"] < 10 for row in metrics)
+    assert all(row["grad_norm"] > 0 for row in metrics if row["split"] == "train")
 
 
 def test_the_log_contains_partitions_and_layers_on_request(tiny: Gpipe) -> None:

@@ -88,8 +88,8 @@ def test_what_is_right_passes(change: dict[str, Any]) -> None:
 def test_all_problems_are_told_at_once(chunks: int, steps: int, precision: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check(replace(TRAIN, chunks=chunks, steps=steps, precision=precision))
-    for said in (f"chunks={chunks}: ", f"steps={steps}: ", f"precision={precision}: "):
-        assert said in str(caught.value)
+    for problem in (f"chunks={chunks}: ", f"steps={steps}: ", f"precision={precision}: "):
+        assert problem in str(caught.value)
 
 
 @pytest.mark.parametrize(

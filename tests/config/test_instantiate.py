@@ -157,7 +157,7 @@ def test_nested_components_are_built_too() -> None:
 def test_components_in_a_list_are_built_too() -> None:
     layer = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 2}
     made = instantiate({"_target_": "torch.nn.ModuleList", "modules": [layer, layer]}, "model")
-    assert [type(one) for one in made] == [torch.nn.Linear] * 2
+    assert [type(built) for built in made] == [torch.nn.Linear] * 2
     assert made[0] is not made[1]
 
 

@@ -57,7 +57,7 @@ def test_conf_and_recipes_lie_side_by_side() -> None:
 
 @pytest.mark.parametrize("group", [*GROUPS, "recipes"])
 def test_every_group_has_options_in_the_order_of_their_names(group: str) -> None:
-    names = [one.name for one in list_options(group)]
+    names = [option.name for option in list_options(group)]
     assert names and names == sorted(names)
 
 

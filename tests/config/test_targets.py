@@ -59,14 +59,14 @@ OURS = {
 def modules() -> Iterator[ModuleType]:
     """All of gpipe_cli and torchvision, and what of torch they import."""
     for package in (gpipe_cli, torchvision.models, torchvision.datasets, torch.nn, torch.optim):
-        for found in pkgutil.walk_packages(
+        for info in pkgutil.walk_packages(
             package.__path__, f"{package.__name__}.", onerror=lambda name: None
         ):
-            if "._" not in found.name and "__main__" not in found.name:
-                importlib.import_module(found.name)
+            if "._" not in info.name and "__main__" not in info.name:
+                importlib.import_module(info.name)
     roots = ("gpipe_cli", "torch", "torchvision")
     yield from [
-        one for name, one in sys.modules.items() if name.partition(".")[0] in roots and "._" not in name
+        module for name, module in sys.modules.items() if name.partition(".")[0] in roots and "._" not in name
     ]
 
 
@@ -101,27 +101,31 @@ def test_of_torch_and_torchvision_a_group_takes_a_kind(callables: dict[str, Any]
     foreign = {
         value for name, value in admitted(callables, group).items() if not name.startswith("gpipe_cli.")
     }
-    layers = {one for one in vars(nn).values() if inspect.isclass(one) and issubclass(one, nn.Module)}
+    layers = {
+        target for target in vars(nn).values() if inspect.isclass(target) and issubclass(target, nn.Module)
+    }
     builders = {torchvision.models.get_model_builder(name) for name in torchvision.models.list_models()}
     if group == "model":
         assert foreign >= (layers - {nn.DataParallel}) | builders | {torchvision.models.get_model}
-        functions = {one for one in foreign if not inspect.isclass(one)}
+        functions = {target for target in foreign if not inspect.isclass(target)}
         assert functions == builders | {torchvision.models.get_model}
-        assert all(issubclass(one, nn.Module) for one in foreign - functions)
+        assert all(issubclass(target, nn.Module) for target in foreign - functions)
         assert not {nn.DataParallel, nn.parallel.DistributedDataParallel, nn.Parameter} & foreign
     elif group == "loss":
-        assert foreign <= layers | {one for one in foreign if one.__module__ == "torch.nn.modules.loss"}
+        assert foreign <= layers | {
+            target for target in foreign if target.__module__ == "torch.nn.modules.loss"
+        }
         assert {nn.CrossEntropyLoss, nn.L1Loss, nn.CTCLoss} < foreign and nn.Linear not in foreign
     elif group == "optimizer":
         assert foreign == {
-            one
-            for one in vars(torch.optim).values()
-            if inspect.isclass(one)
-            and issubclass(one, torch.optim.Optimizer)
-            and one is not torch.optim.Optimizer
+            target
+            for target in vars(torch.optim).values()
+            if inspect.isclass(target)
+            and issubclass(target, torch.optim.Optimizer)
+            and target is not torch.optim.Optimizer
         }
     elif group == "data":
-        assert {one.__name__ for one in foreign} == {
+        assert {target.__name__ for target in foreign} == {
             "FakeData",
             "ImageFolder",
             "MNIST",

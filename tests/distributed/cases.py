@@ -1,4 +1,4 @@
-"""What ranks are asked to do, and the same done by one process: facts, and the state at the end."""
+"""Training cases that run on ranks or in one process, for tests that compare their facts and final state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Case:
     schedule: str = "gpipe"
     checkpoint: Checkpoint = "never"
     rows: tuple[int, ...] = (10, 3)
-    """Of the mini-batches, one step each: uneven ones, and fewer micro-batches than partitions."""
+    """Rows of the mini-batch of each step: uneven sizes, and fewer micro-batches than partitions."""
     chunks: int = 4
     replicas: int = 1
     optimizer: str = "AdamW"
@@ -36,17 +36,17 @@ class Case:
     spoilt: int | None = None
     """The step whose input is not finite."""
     resumed: int = 0
-    """Steps that one process does before ranks go on."""
+    """Steps that one process trains before the ranks resume."""
 
     @property
     def name(self) -> str:
         return "-".join(str(value) for value in asdict(self).values()).replace(" ", "")
 
     def batch(self, step: int, replica: int = 0, replicas: int = 1) -> tuple[Tensor, Tensor]:
-        """Of each step another one; that of a replica is its consecutive part."""
+        """The mini-batch of a step; a replica gets its consecutive part."""
         rows = self.rows[step]
         task = make(self.task, rows + step)
-        pieces = [one[step:].tensor_split(replicas)[replica] for one in (task.input, task.target)]
+        pieces = [tensor[step:].tensor_split(replicas)[replica] for tensor in (task.input, task.target)]
         if self.spoilt == step:
             pieces[0] = pieces[0] * float("inf")
         return pieces[0], pieces[1]
@@ -56,7 +56,7 @@ class Case:
         return TrainingObjective(loss, loss.measure, make_optimizer, self.clip, self.precision)
 
     def alone(self) -> Engine:
-        """One process; instead of replicas it has as many times the micro-batches."""
+        """One process, with as many times the micro-batches as there are replicas."""
         task = make(self.task, 1)
         spec = EngineSpec(
             task.model,
@@ -88,24 +88,24 @@ class Case:
 
 
 @dataclass
-class Course:
-    """What came of a case."""
+class CaseResult:
+    """The facts of every step of a case, and the state at its end."""
 
     facts: list[dict[str, Any]] = field(default_factory=list)
     state: EngineState = field(default_factory=lambda: EngineState({}))
 
-    def note(self, facts: StepFacts) -> None:
+    def add(self, facts: StepFacts) -> None:
         self.facts.append({**asdict(facts), "sums": dict(facts.sums)})
 
 
 def run(
     case: Case, engine: Engine, batch: Callable[[int], tuple[Tensor, Tensor]], steps: range | None = None
-) -> Course:
-    """Train, with an evaluation after each step."""
-    course = Course()
+) -> CaseResult:
+    """Train, and evaluate after each step."""
+    result = CaseResult()
     for step in range(len(case.rows)) if steps is None else steps:
-        course.note(engine.train_step(batch(step), key=step, lr=0.01))
-        course.note(engine.eval_step(batch(step)))
-    course.state = engine.state()
+        result.add(engine.train_step(batch(step), key=step, lr=0.01))
+        result.add(engine.eval_step(batch(step)))
+    result.state = engine.state()
     engine.close()
-    return course
+    return result

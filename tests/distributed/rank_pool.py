@@ -1,4 +1,4 @@
-"""Ranks for tests: real processes that work through a list of cases once, each leaving what it found in a folder."""
+"""Run a list of training cases on real ranks once; each rank writes its results to a folder."""
 
 from __future__ import annotations
 
@@ -16,64 +16,64 @@ from torch import distributed
 from gpipe_cli import is_recomputing
 from gpipe_cli.distributed import get_group, setup_process_groups
 from gpipe_cli.engines.state import EngineState
-from tests.distributed.cases import Case, Course, run
-from tests.distributed.started import run_ranks
+from tests.distributed.cases import Case, CaseResult, run
+from tests.distributed.forked_ranks import run_ranks
 
-PATIENCE = timedelta(hours=1)
-"""Whoever waits for the ranks knows how long they may take."""
-
-
-def run_crew(folder: Path, ranks: int, cases: Sequence[Case], seconds: float) -> None:
-    """Let so many ranks do all the cases; raise if one fails or they take longer."""
-    run_ranks(partial(_work, cases), ranks, folder, seconds)
+GROUP_TIMEOUT = timedelta(hours=1)
+"""Longer than any test: the test that waits for the ranks has a timeout of its own."""
 
 
-def found(folder: Path, case: Case, rank: int) -> Course:
+def run_cases(folder: Path, ranks: int, cases: Sequence[Case], seconds: float) -> None:
+    """Run all cases on this many ranks; raise if a rank fails or they take longer than `seconds`."""
+    run_ranks(partial(_run_cases, cases), ranks, folder, seconds)
+
+
+def load_result(folder: Path, case: Case, rank: int) -> CaseResult:
     path = folder / f"{case.name}-{rank}"
     state = EngineState({})
     if (path / "model.safetensors").exists():
         numbers = json.loads((path / "numbers.json").read_text())
         parts = [load_file(path / f"{part}.safetensors") for part in ("model", "buffers", "optimizer")]
         state = EngineState(*parts, numbers)
-    return Course(json.loads((path / "facts.json").read_text()), state)
+    return CaseResult(json.loads((path / "facts.json").read_text()), state)
 
 
-def note(folder: Path, case: Case, rank: int) -> dict[str, Any]:
-    """What a rank found out besides."""
-    found: dict[str, Any] = json.loads((folder / f"{case.name}-{rank}" / "notes.json").read_text())
-    return found
+def load_notes(folder: Path, case: Case, rank: int) -> dict[str, Any]:
+    """What a rank recorded besides facts and state: sizes, recomputations, errors."""
+    notes: dict[str, Any] = json.loads((folder / f"{case.name}-{rank}" / "notes.json").read_text())
+    return notes
 
 
-def _keep(path: Path, course: Course, notes: dict[str, Any]) -> None:
+def _save(path: Path, result: CaseResult, notes: dict[str, Any]) -> None:
     path.mkdir()
-    (path / "facts.json").write_text(json.dumps(course.facts))
+    (path / "facts.json").write_text(json.dumps(result.facts))
     (path / "notes.json").write_text(json.dumps(notes))
-    state = course.state
+    state = result.state
     if state.model:
         (path / "numbers.json").write_text(json.dumps(state.numbers))
         for name in ("model", "buffers", "optimizer"):
-            tensors = {key: one.detach().clone() for key, one in getattr(state, name).items()}
+            tensors = {key: tensor.detach().clone() for key, tensor in getattr(state, name).items()}
             save_file(tensors, path / f"{name}.safetensors")
 
 
-def _work(cases: Sequence[Case], rank: int, ranks: int, folder: Path) -> None:
+def _run_cases(cases: Sequence[Case], rank: int, ranks: int, folder: Path) -> None:
     axes: list[tuple[str, int]] = []
     for case in cases:
         wanted = [("data", case.replicas), ("pipe", ranks // case.replicas)]
         if axes != wanted:
             axes = wanted
-            setup_process_groups(axes, timeout=PATIENCE)
-        _keep(folder / f"{case.name}-{rank}", *_do(case, ranks // case.replicas))
+            setup_process_groups(axes, timeout=GROUP_TIMEOUT)
+        _save(folder / f"{case.name}-{rank}", *_run_case(case, ranks // case.replicas))
 
 
-def _do(case: Case, ranks: int) -> tuple[Course, dict[str, Any]]:
+def _run_case(case: Case, ranks: int) -> tuple[CaseResult, dict[str, Any]]:
     engine = case.on_ranks(ranks)
     module, replica = engine.module, distributed.get_rank(get_group("data"))
     if case.resumed:
         engine.load_state(run(case, case.alone(), case.batch, range(case.resumed)).state)
     notes: dict[str, Any] = {
-        "bytes": sum(one.nbytes for one in module.parameters() if not one.is_meta),
-        "all_bytes": sum(one.nbytes for one in module.parameters()),
+        "bytes": sum(parameter.nbytes for parameter in module.parameters() if not parameter.is_meta),
+        "all_bytes": sum(parameter.nbytes for parameter in module.parameters()),
     }
     recomputed = [0] * len(list(module))
 
@@ -85,13 +85,13 @@ def _do(case: Case, ranks: int) -> tuple[Course, dict[str, Any]]:
 
     for index, layer in enumerate(module):
         layer.register_forward_hook(count(index))
-    course = Course()
+    result = CaseResult()
     try:
         batch = partial(case.batch, replica=replica, replicas=case.replicas)
-        course = run(case, engine, batch, range(case.resumed, len(case.rows)))
-    except Exception as error:  # noqa: BLE001 - what it is decides the test
+        result = run(case, engine, batch, range(case.resumed, len(case.rows)))
+    except Exception as error:  # noqa: BLE001 - the test checks which error it is
         notes |= {"error": type(error).__name__, "text": str(error), "notes": getattr(error, "__notes__", [])}
-    own = {name: one for name, one in module.state_dict().items() if not one.is_meta}
-    digest = hashlib.sha256(b"".join(one.numpy().tobytes() for one in own.values())).hexdigest()
-    order = list(course.state.model)
-    return course, {**notes, "recomputed": recomputed, "own": digest, "order": order}
+    own = {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_meta}
+    digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in own.values())).hexdigest()
+    order = list(result.state.model)
+    return result, {**notes, "recomputed": recomputed, "own": digest, "order": order}

@@ -71,20 +71,22 @@ def train_resnet(model: nn.Module, samples: Tensor, targets: Tensor) -> dict[str
             return model(inputs)
         return criterion(model(inputs[0]), inputs[1])
 
-    found = {}
+    results = {}
     for custom in (bwd_fn, None):  # gradients of the first call are gone when the second begins
         loss = forward_backward(
             optimizer, fwd_fn, custom, inputs, num_microbatches=MICRO_BATCHES, scatter_gather_tensors=False
         )
-        found[f"loss {'by hand' if custom else ''}"] = loss if loss is not None else torch.zeros(0)
-    found |= {
-        f"gradient {name}": one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
+        results[f"loss {'by hand' if custom else ''}"] = loss if loss is not None else torch.zeros(0)
+    results |= {
+        f"gradient {name}": parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
     for norm_type in (float("inf"), 2.0):  # the first clips nothing
         limit = MAX_NORM if norm_type == 2 else 1e9
-        found[f"norm {norm_type}"] = clip_grad_norm_(model.parameters(), limit, norm_type)
+        results[f"norm {norm_type}"] = clip_grad_norm_(model.parameters(), limit, norm_type)
     optimizer.step()
-    return found | {f"parameter {name}": one.detach() for name, one in model.named_parameters()}
+    return results | {f"parameter {name}": parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def evaluate_resnet(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
@@ -123,15 +125,15 @@ def several_tensors(position: int, last: bool) -> dict[str, Tensor]:
 
 def crossing_in(dtype: torch.dtype, position: int, last: bool) -> dict[str, Tensor]:
     inputs = [torch.full((2, 2), 1.001)] if position == 0 else []
-    seen: list[Tensor] = []
+    received: list[Tensor] = []
 
     def forward(given: Any) -> Any:
-        seen.append(given)
+        received.append(given)
         return given.float()
 
     forward_eval(forward, inputs, dtype)
-    assert position == 0 or seen[0].dtype is dtype
-    return {"crossed": seen[0].float()} if last else {}
+    assert position == 0 or received[0].dtype is dtype
+    return {"crossed": received[0].float()} if last else {}
 
 
 def both_examples(rank: int, size: int, folder: Path) -> None:
@@ -139,10 +141,12 @@ def both_examples(rank: int, size: int, folder: Path) -> None:
     samples, targets = batch()
     model = nn.Sequential(*partition_uniform(whole_model()))
     last = is_last_in_pipeline_group()
-    found = {
+    results = {
         **train_resnet(model, samples, targets),
         **evaluate_resnet(model, samples),
         **several_tensors(rank, last),
         **crossing_in(torch.bfloat16, rank, last),
     }
-    save_file({name: one.contiguous() for name, one in found.items()}, folder / f"rank-{rank}.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in results.items()}, folder / f"rank-{rank}.safetensors"
+    )

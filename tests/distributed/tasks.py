@@ -137,8 +137,8 @@ def failing(rows: int) -> Task:
 
 
 TASKS: dict[str, Callable[[int], Task]] = {
-    one.__name__: one
-    for one in (
+    task.__name__: task
+    for task in (
         perceptron,
         residual,
         long_skips,

@@ -69,11 +69,11 @@ def test_layers_of_other_processes_have_no_storage_and_stay_tied() -> None:
     names = list(model.state_dict())
     keep_only(model, [model[0], model[1]], CPU)
     assert list(model.state_dict()) == names
-    assert not any(one.is_meta for one in model[:2].parameters())
+    assert not any(parameter.is_meta for parameter in model[:2].parameters())
     head = model[-1].scores.weight
     assert head is model[0].tokens.weight, "its own layer uses it, so it is here"
-    foreign = [one for layer in model[2:] for one in layer.parameters() if one is not head]
-    assert foreign and all(one.is_meta for one in foreign)
+    foreign = [parameter for layer in model[2:] for parameter in layer.parameters() if parameter is not head]
+    assert foreign and all(parameter.is_meta for parameter in foreign)
 
 
 def test_parameters_shared_among_others_stay_one() -> None:

@@ -28,7 +28,7 @@ from gpipe_cli.distributed import (
     setup_process_groups,
 )
 from gpipe_cli.errors import ConfigError
-from tests.distributed.started import run_ranks
+from tests.distributed.forked_ranks import run_ranks
 
 MICRO_BATCHES = 4
 SHARES = {"even": [8, 8], "uneven": [9, 7], "sharded": [8, 8]}
@@ -50,7 +50,7 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def train(case: str, replica: int) -> dict[str, Tensor]:
-    samples, targets = (one.split(SHARES[case])[replica] for one in batch())
+    samples, targets = (tensor.split(SHARES[case])[replica] for tensor in batch())
     model, last = partition_uniform(whole_model()), is_last_in_pipeline_group()
     if case == "sharded":
         fully_shard(model, mesh=DeviceMesh.from_group(get_group("data"), "cpu"))
@@ -65,9 +65,13 @@ def train(case: str, replica: int) -> dict[str, Tensor]:
         before = [parameter.grad for parameter in model.parameters()]
         if case != "sharded":
             average_gradients(model.parameters(), rows=None if case == "even" else len(samples))
-    assert all(one is parameter.grad for one, parameter in zip(before, model.parameters(), strict=True))
+    assert all(
+        gradient is parameter.grad for gradient, parameter in zip(before, model.parameters(), strict=True)
+    )
     gradients = {
-        f"{case} {name}": getattr(parameter.grad, "full_tensor", lambda one=parameter.grad: one)().clone()
+        f"{case} {name}": getattr(
+            parameter.grad, "full_tensor", lambda gradient=parameter.grad: gradient
+        )().clone()
         for name, parameter in model.named_parameters()
     }
     return gradients | {f"{case} norm": clip_grad_norm_(model.parameters(), 0.01)}
@@ -80,20 +84,24 @@ def missing_gradients(replica: int) -> dict[str, Tensor]:
     average_gradients(parameters)
     assert parameters[2].grad is None
     average_gradients([])
-    return {f"missing {index}": one.grad for index, one in enumerate(parameters[:2]) if one.grad is not None}
+    return {
+        f"missing {index}": parameter.grad
+        for index, parameter in enumerate(parameters[:2])
+        if parameter.grad is not None
+    }
 
 
 def work(rank: int, size: int, folder: Path) -> None:
     setup_process_groups([("data", 2), ("pipe", 2)])
     replica = torch.distributed.get_rank(get_group("data"))
-    found = missing_gradients(replica)
+    gradients = missing_gradients(replica)
     for case in SHARES:
-        found |= train(case, replica)
-    save_file(found, folder / f"rank-{rank}.safetensors")
+        gradients |= train(case, replica)
+    save_file(gradients, folder / f"rank-{rank}.safetensors")
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
+def replica_gradients(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
     """What the pipes of both replicas found, each as a whole."""
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(work, 4, folder)
@@ -111,18 +119,20 @@ def alone() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("case", SHARES)
 def test_averaged_gradients_are_those_of_the_mean_loss_of_all_rows(
-    found: list[dict[str, Tensor]], alone: dict[str, Tensor], case: str
+    replica_gradients: list[dict[str, Tensor]], alone: dict[str, Tensor], case: str
 ) -> None:
-    for replica in found:
-        own = {name.split()[1]: one for name, one in replica.items() if name.startswith(f"{case} ")}
+    for replica in replica_gradients:
+        own = {name.split()[1]: gradient for name, gradient in replica.items() if name.startswith(f"{case} ")}
         assert own.keys() == alone.keys()
         for name, gradient in own.items():
             torch.testing.assert_close(gradient, alone[name], msg=name)
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert all(
+        torch.equal(replica_gradients[0][name], replica_gradients[1][name]) for name in replica_gradients[0]
+    )
 
 
 def test_the_original_s_gradients_are_ours_times_the_number_of_micro_batches(
-    found: list[dict[str, Tensor]],
+    replica_gradients: list[dict[str, Tensor]],
 ) -> None:
     """TorchDistPackage adds up the mean losses of the micro-batches; a mean over the replicas follows."""
     model, (samples, targets) = whole_model(), batch()
@@ -130,11 +140,15 @@ def test_the_original_s_gradients_are_ours_times_the_number_of_micro_batches(
         (loss_of(model(rows), labels) / 2).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad, MICRO_BATCHES * found[0][f"even {name}"], msg=name)
+        torch.testing.assert_close(
+            parameter.grad, MICRO_BATCHES * replica_gradients[0][f"even {name}"], msg=name
+        )
 
 
-def test_a_gradient_that_a_replica_does_not_have_counts_as_zero(found: list[dict[str, Tensor]]) -> None:
-    for replica in found:
+def test_a_gradient_that_a_replica_does_not_have_counts_as_zero(
+    replica_gradients: list[dict[str, Tensor]],
+) -> None:
+    for replica in replica_gradients:
         assert all(torch.equal(replica[f"missing {index}"], torch.full((2,), 0.5)) for index in range(2))
 
 

@@ -39,9 +39,9 @@ def test_along_every_axis_each_process_is_in_one_group(sizes: list[int]) -> None
     everybody = list(range(torch.Size(sizes).numel()))
     mesh = torch.arange(len(everybody)).reshape(sizes)
     for index, (name, size) in enumerate(axes):
-        found = list(ranks_along(axes, name))
-        assert sorted(rank for line in found for rank in line) == everybody
-        assert {tuple(line) for line in found} == set(
+        groups = list(ranks_along(axes, name))
+        assert sorted(rank for line in groups for rank in line) == everybody
+        assert {tuple(line) for line in groups} == set(
             map(tuple, mesh.movedim(index, -1).reshape(-1, size).tolist())
         )
 

@@ -27,10 +27,10 @@ def test_flushes_cover_the_micro_batches_in_order_and_are_what_torch_takes(
     schedule: TorchScheduleClass, rows: int, chunks: int, ranks: int
 ) -> None:
     sizes = [piece.size for piece in micro_batches(rows, chunks)]
-    found = list(flushes(sizes, schedule, ranks))
-    covered = [index for flush in found for index in range(flush.first, flush.first + flush.count)]
+    runs = list(flushes(sizes, schedule, ranks))
+    covered = [index for flush in runs for index in range(flush.first, flush.first + flush.count)]
     assert covered == list(range(len(sizes)))
-    for flush in found:
+    for flush in runs:
         assert len({sizes[flush.first + index] for index in range(flush.count)}) == 1
         if flush.schedule is Schedule1F1B:
             assert flush.count >= ranks
@@ -71,7 +71,7 @@ def test_a_schedule_that_torch_does_not_have_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "partitions", "ranks", "said"),
+    ("schedule", "partitions", "ranks", "problem"),
     [
         ("1f1b", 4, 2, "schedule=1f1b: 4 partitions for 2 processes; each runs one"),
         ("interleaved", 5, 2, "give a multiple of 2"),
@@ -79,9 +79,9 @@ def test_a_schedule_that_torch_does_not_have_is_refused() -> None:
     ],
 )
 def test_partitions_that_torch_cannot_place_are_refused(
-    schedule: str, partitions: int, ranks: int, said: str
+    schedule: str, partitions: int, ranks: int, problem: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=problem):
         check_placement(schedule, partitions, ranks)
 
 

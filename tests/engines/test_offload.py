@@ -70,7 +70,7 @@ def plain(module: nn.Sequential, task: TrainingObjective, *, deferred: bool = Tr
 
 def sample_of(batches: Batches, loss: Any) -> Callable[[], Sample]:
     """One of three micro-batches."""
-    input, target = (one.tensor_split(3)[0] for one in batches(0))
+    input, target = (tensor.tensor_split(3)[0] for tensor in batches(0))
     return lambda: Sample(input, target, loss)
 
 
@@ -104,15 +104,15 @@ def offloaded(
 def in_memory(state: EngineState) -> EngineState:
     fetch = state.fetch or (lambda tensor: tensor)
     return EngineState(
-        {name: fetch(one).clone() for name, one in state.model.items()},
-        {name: fetch(one).clone() for name, one in state.buffers.items()},
-        {name: fetch(one).clone() for name, one in state.optimizer.items()},
+        {name: fetch(source).clone() for name, source in state.model.items()},
+        {name: fetch(source).clone() for name, source in state.buffers.items()},
+        {name: fetch(source).clone() for name, source in state.optimizer.items()},
         state.numbers,
     )
 
 
-def assert_equal(one: Engine, other: Engine) -> None:
-    mine, theirs = in_memory(one.state()), in_memory(other.state())
+def assert_equal(engine: Engine, reference: Engine) -> None:
+    mine, theirs = in_memory(engine.state()), in_memory(reference.state())
     for part in ("model", "buffers", "optimizer"):
         tensors, expected = getattr(mine, part), getattr(theirs, part)
         assert tensors.keys() == expected.keys()
@@ -121,16 +121,16 @@ def assert_equal(one: Engine, other: Engine) -> None:
     assert mine.numbers == theirs.numbers
 
 
-def assert_same_steps(one: Engine, other: Engine, batches: Batches, steps: Iterable[int]) -> None:
+def assert_same_steps(engine: Engine, reference: Engine, batches: Batches, steps: Iterable[int]) -> None:
     for step in steps:
-        assert_same_step(one, other, batches, step)
-    assert one.eval_step(batches(99)) == other.eval_step(batches(99))
-    assert_equal(one, other)
+        assert_same_step(engine, reference, batches, step)
+    assert engine.eval_step(batches(99)) == reference.eval_step(batches(99))
+    assert_equal(engine, reference)
 
 
-def assert_same_step(one: Engine, other: Engine, batches: Batches, step: int) -> None:
+def assert_same_step(engine: Engine, reference: Engine, batches: Batches, step: int) -> None:
     mine, theirs = (
-        engine.train_step(batches(step), key=step, lr=0.1 / (step + 1)) for engine in (one, other)
+        each.train_step(batches(step), key=step, lr=0.1 / (step + 1)) for each in (engine, reference)
     )
     assert (mine.loss, mine.grad_norm, mine.skipped) == (theirs.loss, theirs.grad_norm, theirs.skipped)
     assert mine.sums == theirs.sums
@@ -230,10 +230,10 @@ def compare_model(
         gradients.append(Gradients(modules[-1]))
         noted = gradients[-1].noted_by(optimizer)
         tasks.append(objective(loss=loss, measure=no_measure, optimizer=noted))
-    away = offloaded(
+    offloading = offloaded(
         modules[0], tasks[0], folder, batches=batches, slices=slices, to=to, checkpoint=checkpoint
     )
-    with closing(away) as engine:
+    with closing(offloading) as engine:
         reference = plain(modules[1], tasks[1])
         for step in range(steps):
             assert_same_step(engine, reference, batches, step)
@@ -260,11 +260,11 @@ class Gradients:
         return make_and_listen
 
     def taken(self) -> dict[str, Tensor]:
-        found, self._found = self._found, {}
-        return found
+        gradients, self._found = self._found, {}
+        return gradients
 
     def _note(self, optimizer: torch.optim.Optimizer, *rest: object) -> None:
-        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if parameter in self._names:  # else one of no importance that the optimizer is tried on
                 self._found[self._names[parameter]] = parameter.grad.clone()
 
@@ -305,8 +305,8 @@ def test_every_gradient_is_equal(to: str, tmp_path: Path) -> None:
     reference = plain(module, task)
     with closing(offloaded(small(), task, tmp_path, to=to)) as engine:
         before = in_memory(engine.state()).model
-        for one in (engine, reference):
-            one.train_step(rows(1), key=1, lr=-1.0)
+        for each in (engine, reference):
+            each.train_step(rows(1), key=1, lr=-1.0)
         after = in_memory(engine.state()).model
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None
@@ -384,10 +384,10 @@ def test_a_gradient_that_is_not_finite_is_told_with_its_name(tmp_path: Path) -> 
     module = nn.Sequential(nn.Linear(6, 4), Breaks(), nn.Linear(4, 3))
     with (
         closing(offloaded(module, objective(), tmp_path)) as engine,
-        pytest.raises(NumericError, match="the gradient norm is") as told,
+        pytest.raises(NumericError, match="the gradient norm is") as caught,
     ):
         engine.train_step(rows(1), key=1, lr=0.1)
-    assert "first gradient that is not: 0.bias" in str(told.value.__notes__)
+    assert "first gradient that is not: 0.bias" in str(caught.value.__notes__)
 
 
 def test_an_output_that_is_not_finite_is_told_with_its_layer(tmp_path: Path) -> None:
@@ -398,17 +398,17 @@ def test_an_output_that_is_not_finite_is_told_with_its_layer(tmp_path: Path) -> 
     module = nn.Sequential(nn.Linear(6, 4), Breaks(), nn.Linear(4, 3))
     with (
         closing(offloaded(module, objective(), tmp_path)) as engine,
-        pytest.raises(NumericError, match="the loss is nan") as told,
+        pytest.raises(NumericError, match="the loss is nan") as caught,
     ):
         engine.train_step(rows(1), key=1, lr=0.1)
-    assert "layer '1' (Breaks)" in str(told.value.__notes__)
+    assert "layer '1' (Breaks)" in str(caught.value.__notes__)
 
 
 def test_after_an_error_in_a_layer_the_engine_goes_on(tmp_path: Path) -> None:
     with closing(offloaded(small(), objective(), tmp_path)) as engine:
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as told:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
             engine.train_step((torch.randn(8, 5), torch.zeros(8, dtype=torch.int64)), key=1, lr=0.1)
-        assert "layer '0' (Linear)" in str(told.value.__notes__)
+        assert "layer '0' (Linear)" in str(caught.value.__notes__)
         assert_same_steps(engine, plain(small(), objective()), rows, range(2))
 
 
@@ -417,7 +417,7 @@ def test_what_is_moved_and_waited_for_is_told(tmp_path: Path) -> None:
         transfers = [engine.train_step(rows(step), key=1, lr=0.1).transfers for step in range(2)]
     first, second = transfers
     assert first is not None and second is not None
-    weights = sum(one.nbytes for one in small().parameters())
+    weights = sum(parameter.nbytes for parameter in small().parameters())
     assert min(first.moved_bytes, second.moved_bytes) > 3 * weights
     assert min(first.waited_seconds, second.waited_seconds) > 0
 

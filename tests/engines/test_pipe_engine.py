@@ -63,7 +63,7 @@ def test_an_evaluation_changes_nothing(build: Callable[..., Engine]) -> None:
     engine = build(module, objective())
     engine.train_step(batch(), key=1, lr=0.1)
     state = copy.deepcopy(module.state_dict())
-    gradients = [one.grad.clone() for one in module.parameters() if one.grad is not None]
+    gradients = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
     generator = torch.get_rng_state()
     facts = engine.eval_step(batch())
     assert facts.samples == 8 and facts.grad_norm is None
@@ -74,15 +74,17 @@ def test_an_evaluation_changes_nothing(build: Callable[..., Engine]) -> None:
         if now.grad is not None
     )
     assert torch.equal(torch.get_rng_state(), generator) and torch.is_grad_enabled()
-    assert all(one.training for one in module.modules())
+    assert all(submodule.training for submodule in module.modules())
 
 
 def test_training_goes_on_after_an_evaluation_as_if_there_had_been_none(build: Callable[..., Engine]) -> None:
     straight, interrupted = model(), model()
-    one, other = build(straight, objective()), build(interrupted, objective())
+    uninterrupted, other = build(straight, objective()), build(interrupted, objective())
     for step in range(3):
         other.eval_step(batch())
-        assert one.train_step(batch(), key=step, lr=0.1) == other.train_step(batch(), key=step, lr=0.1)
+        assert uninterrupted.train_step(batch(), key=step, lr=0.1) == other.train_step(
+            batch(), key=step, lr=0.1
+        )
     assert all(
         torch.equal(straight.state_dict()[name], value) for name, value in interrupted.state_dict().items()
     )
@@ -97,12 +99,12 @@ def test_an_evaluation_is_that_of_the_plain_model(build: Callable[..., Engine]) 
     module = model()
     engine = build(module, objective())
     input, target = batch()
-    found = engine.eval_step((input, target))
+    result = engine.eval_step((input, target))
     module.eval()
     with torch.no_grad():
         output = module(input)
-    assert found.loss == pytest.approx(float(nn.functional.cross_entropy(output, target)), rel=1e-6)
-    assert found.sums == accuracy(output, target)
+    assert result.loss == pytest.approx(float(nn.functional.cross_entropy(output, target)), rel=1e-6)
+    assert result.sums == accuracy(output, target)
 
 
 def test_inputs_may_be_several_tensors(build: Callable[..., Engine]) -> None:
@@ -121,12 +123,12 @@ def test_inputs_may_be_several_tensors(build: Callable[..., Engine]) -> None:
 def test_half_precision_runs_the_layers_and_spares_the_loss(
     build: Callable[..., Engine], precision: str
 ) -> None:
-    seen: list[Any] = []
+    dtypes: list[Any] = []
 
     class Watched(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             output: Tensor = super().forward(input)
-            seen.append(output.dtype)
+            dtypes.append(output.dtype)
             return output
 
     losses: list[torch.dtype] = []
@@ -138,9 +140,12 @@ def test_half_precision_runs_the_layers_and_spares_the_loss(
     engine = build(nn.Sequential(Watched(6, 8), Watched(8, 3)), objective(precision, loss))
     assert engine.train_step(batch(), key=0, lr=0.1).loss < 10
     assert engine.eval_step(batch()).loss < 10
-    assert set(seen) == {torch.bfloat16 if precision == "bf16" else torch.float16}
+    assert set(dtypes) == {torch.bfloat16 if precision == "bf16" else torch.float16}
     assert set(losses) == {torch.float32}
-    assert all(one.grad is None or one.grad.dtype == torch.float32 for one in engine.module.parameters())
+    assert all(
+        parameter.grad is None or parameter.grad.dtype == torch.float32
+        for parameter in engine.module.parameters()
+    )
 
 
 def test_parameters_that_are_frozen_are_left_alone(build: Callable[..., Engine]) -> None:

@@ -18,8 +18,8 @@ from gpipe_cli.engines.state import EngineState
 from gpipe_cli.engines.update import Update
 from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.pipeline.layer import replica_key
-from tests.distributed.cases import Case, Course, run
-from tests.distributed.rank_pool import found, note, run_crew
+from tests.distributed.cases import Case, CaseResult, run
+from tests.distributed.rank_pool import load_notes, load_result, run_cases
 from tests.distributed.tasks import make
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
@@ -62,7 +62,7 @@ EQUAL = {
     ],
 }
 BY_RANKS = {2: [*EQUAL[2], SPOILT, FAILING], 3: EQUAL[3], 4: [*EQUAL[4], HALVES, *MESHES]}
-"""The failing one comes last: nobody can go on after it."""
+"""The failing case comes last, because the ranks cannot continue after it."""
 LONG = {
     ranks: [
         Case(task, schedule, CHECKPOINTS[(place + ranks) % 3], rows=(8,) * 19 + (9,), chunks=4)
@@ -71,65 +71,65 @@ LONG = {
     ]
     for ranks in (2, 3, 4)
 }
-"""Twenty steps, the last of an uneven batch; between them every mode of checkpointing meets every schedule."""
+"""Twenty steps, the last with an uneven batch; together they combine every checkpoint mode with every schedule."""
 ALL = [(ranks, case) for ranks, cases in EQUAL.items() for case in cases]
 
-RankGroup = Callable[[int], Path]
+RankFolder = Callable[[int], Path]
 
 
-def crews(
+def launch_cases(
     factory: pytest.TempPathFactory, by_ranks: Mapping[int, Sequence[Case]], seconds: float
-) -> RankGroup:
+) -> RankFolder:
     @functools.cache
     def folder(ranks: int) -> Path:
         made = factory.mktemp(f"ranks-{ranks}")
-        run_crew(made, ranks, by_ranks[ranks], seconds)
+        run_cases(made, ranks, by_ranks[ranks], seconds)
         return made
 
     return folder
 
 
 @pytest.fixture(scope="module")
-def crew(tmp_path_factory: pytest.TempPathFactory) -> RankGroup:
-    """The folder in which so many ranks have left what they found."""
-    return crews(tmp_path_factory, BY_RANKS, seconds=200)
+def rank_folder(tmp_path_factory: pytest.TempPathFactory) -> RankFolder:
+    """Maps a number of ranks to the folder with their results."""
+    return launch_cases(tmp_path_factory, BY_RANKS, seconds=200)
 
 
 @pytest.fixture(scope="module")
-def long_crew(tmp_path_factory: pytest.TempPathFactory) -> RankGroup:
-    return crews(tmp_path_factory, LONG, seconds=3600)
+def long_rank_folder(tmp_path_factory: pytest.TempPathFactory) -> RankFolder:
+    return launch_cases(tmp_path_factory, LONG, seconds=3600)
 
 
-def differing(expected: EngineState, found: EngineState) -> list[str]:
-    """The names of all tensors that are not equal to the bit, and of all that only one of them has."""
+def differing(expected: EngineState, actual: EngineState) -> list[str]:
+    """The names of all tensors that are not equal to the bit, or that only one of the states has."""
     wrong = []
     for part in ("model", "buffers", "optimizer"):
         ours: dict[str, Tensor] = getattr(expected, part)
-        theirs: dict[str, Tensor] = getattr(found, part)
+        theirs: dict[str, Tensor] = getattr(actual, part)
         wrong += sorted(ours.keys() ^ theirs.keys())
         wrong += [name for name in ours.keys() & theirs.keys() if not torch.equal(ours[name], theirs[name])]
     return wrong
 
 
-def alone(case: Case) -> Course:
+def alone(case: Case) -> CaseResult:
     return run(case, case.alone(), case.batch)
 
 
 @pytest.mark.parametrize(("ranks", "case"), ALL, ids=[f"{ranks}-{case.name}" for ranks, case in ALL])
-def test_ranks_give_the_bits_of_one_process(crew: RankGroup, ranks: int, case: Case) -> None:
-    assert_equal_to_one_process(case, crew(ranks))
+def test_ranks_give_the_bits_of_one_process(rank_folder: RankFolder, ranks: int, case: Case) -> None:
+    assert_equal_to_one_process(case, rank_folder(ranks))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_twenty_steps_of_ranks_give_the_bits_of_one_process(long_crew: RankGroup, ranks: int) -> None:
+def test_twenty_steps_of_ranks_give_the_bits_of_one_process(long_rank_folder: RankFolder, ranks: int) -> None:
     for case in LONG[ranks]:
-        assert_equal_to_one_process(case, long_crew(ranks))
+        assert_equal_to_one_process(case, long_rank_folder(ranks))
 
 
 def assert_equal_to_one_process(case: Case, folder: Path) -> None:
-    expected, ours, notes = alone(case), found(folder, case, 0), note(folder, case, 0)
+    expected, ours, notes = alone(case), load_result(folder, case, 0), load_notes(folder, case, 0)
     assert "error" not in notes, notes
     assert ours.facts == expected.facts[2 * case.resumed :]
     assert differing(expected.state, ours.state) == []
@@ -138,45 +138,51 @@ def assert_equal_to_one_process(case: Case, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_all_ranks_know_the_same_facts_and_only_the_first_has_the_state(crew: RankGroup, ranks: int) -> None:
+def test_all_ranks_know_the_same_facts_and_only_the_first_has_the_state(
+    rank_folder: RankFolder, ranks: int
+) -> None:
     for case in EQUAL[ranks]:
-        courses = [found(crew(ranks), case, rank) for rank in range(ranks)]
-        assert all(course.facts == courses[0].facts for course in courses)
-        assert courses[0].state.model and not any(course.state.model for course in courses[1:])
+        results = [load_result(rank_folder(ranks), case, rank) for rank in range(ranks)]
+        assert all(result.facts == results[0].facts for result in results)
+        assert results[0].state.model and not any(result.state.model for result in results[1:])
 
 
-def test_a_rank_keeps_its_own_part_of_the_model_only(crew: RankGroup) -> None:
+def test_a_rank_keeps_its_own_part_of_the_model_only(rank_folder: RankFolder) -> None:
     case = next(case for case in EQUAL[2] if case.task == "residual")
-    notes = [note(crew(2), case, rank) for rank in range(2)]
-    assert sum(one["bytes"] for one in notes) == notes[0]["all_bytes"]
-    assert all(0 < one["bytes"] < one["all_bytes"] for one in notes)
+    notes = [load_notes(rank_folder(2), case, rank) for rank in range(2)]
+    assert sum(rank_notes["bytes"] for rank_notes in notes) == notes[0]["all_bytes"]
+    assert all(0 < rank_notes["bytes"] < rank_notes["all_bytes"] for rank_notes in notes)
 
 
-def test_a_split_backward_recomputes_each_layer_once(crew: RankGroup) -> None:
+def test_a_split_backward_recomputes_each_layer_once(rank_folder: RankFolder) -> None:
     """torch's own split of the backward would run a checkpointed forward three times."""
-    notes = [note(crew(2), SPLIT_AND_RECOMPUTED, rank) for rank in range(2)]
-    assert [max(pair) for pair in zip(*(one["recomputed"] for one in notes), strict=True)] == [4 + 3] * 8
+    notes = [load_notes(rank_folder(2), SPLIT_AND_RECOMPUTED, rank) for rank in range(2)]
+    assert [max(pair) for pair in zip(*(rank_notes["recomputed"] for rank_notes in notes), strict=True)] == [
+        4 + 3
+    ] * 8
 
 
-def test_a_loss_that_is_not_finite_stops_all_ranks_with_the_place_it_came_from(crew: RankGroup) -> None:
-    notes = [note(crew(2), SPOILT, rank) for rank in range(2)]
-    assert [one["error"] for one in notes] == ["NumericError"] * 2
-    assert {one["text"] for one in notes} == {
+def test_a_loss_that_is_not_finite_stops_all_ranks_with_the_place_it_came_from(
+    rank_folder: RankFolder,
+) -> None:
+    notes = [load_notes(rank_folder(2), SPOILT, rank) for rank in range(2)]
+    assert [rank_notes["error"] for rank_notes in notes] == ["NumericError"] * 2
+    assert {rank_notes["text"] for rank_notes in notes} == {
         "the loss is nan; try a smaller optimizer.lr, clip_grad_norm=1 or precision=fp32"
     }
     place = "first output that is not finite: layer '0' (Linear) in partition 0, micro-batch 0"
-    assert [one["notes"] for one in notes] == [[place]] * 2
+    assert [rank_notes["notes"] for rank_notes in notes] == [[place]] * 2
 
 
-def test_what_a_layer_raises_comes_out_as_it_is_with_its_place(crew: RankGroup) -> None:
+def test_what_a_layer_raises_comes_out_as_it_is_with_its_place(rank_folder: RankFolder) -> None:
     """torch wraps it in an error of its own, and prints the whole schedule."""
-    notes = note(crew(2), FAILING, 1)
+    notes = load_notes(rank_folder(2), FAILING, 1)
     assert (notes["error"], notes["text"]) == ("ZeroDivisionError", "no reason")
     assert notes["notes"] == ["in partition 1, layer '3' (Failing), micro-batch 0, action F1.0 (forward)"]
 
 
 def replicas_alone(case: Case) -> EngineState:
-    """What two replicas come to that add their gradients up, each of them one process: plain code."""
+    """The state of two replicas that sum their gradients, computed by plain code in one process."""
     pipes = [PlainPipe(make(case.task, 1).model, chunks=case.chunks) for _ in range(2)]
     parameters, loss = list(pipes[0].parameters()), make(case.task, 1).loss
     optimizer = torch.optim.SGD(parameters, lr=0.0)
@@ -200,17 +206,19 @@ def replicas_alone(case: Case) -> EngineState:
     return EngineState(pipes[0].state_dict())
 
 
-def test_replicas_are_bitwise_the_sum_of_those_that_work_alone(crew: RankGroup) -> None:
-    expected, ours = replicas_alone(HALVES), found(crew(4), HALVES, 0)
-    assert "error" not in note(crew(4), HALVES, 0), note(crew(4), HALVES, 0)
+def test_replicas_are_bitwise_the_sum_of_those_that_work_alone(rank_folder: RankFolder) -> None:
+    expected, ours = replicas_alone(HALVES), load_result(rank_folder(4), HALVES, 0)
+    assert "error" not in load_notes(rank_folder(4), HALVES, 0), load_notes(rank_folder(4), HALVES, 0)
     assert differing(expected, ours.state) == []
 
 
 @pytest.mark.parametrize("case", MESHES, ids=lambda case: case.name)
-def test_replicas_are_one_with_all_their_samples_but_for_rounding(crew: RankGroup, case: Case) -> None:
-    """In a batch of three samples they have two and one; of a single one the second replica has none."""
-    expected, ours = alone(case), found(crew(4), case, 0)
-    assert "error" not in note(crew(4), case, 0), note(crew(4), case, 0)
+def test_replicas_are_one_with_all_their_samples_but_for_rounding(
+    rank_folder: RankFolder, case: Case
+) -> None:
+    """A batch of three samples gives them two and one; a batch of one leaves the second replica with none."""
+    expected, ours = alone(case), load_result(rank_folder(4), case, 0)
+    assert "error" not in load_notes(rank_folder(4), case, 0), load_notes(rank_folder(4), case, 0)
     for mine, theirs in zip(ours.facts, expected.facts, strict=True):
         assert mine["samples"] == theirs["samples"]
         assert mine["sums"] == pytest.approx(theirs["sums"], rel=1e-6)
@@ -222,6 +230,6 @@ def test_replicas_are_one_with_all_their_samples_but_for_rounding(crew: RankGrou
 
 
 @pytest.mark.parametrize("case", [HALVES, *MESHES], ids=lambda case: case.name)
-def test_replicas_stay_equal_to_the_bit(crew: RankGroup, case: Case) -> None:
-    own = [note(crew(4), case, rank)["own"] for rank in range(4)]
+def test_replicas_stay_equal_to_the_bit(rank_folder: RankFolder, case: Case) -> None:
+    own = [load_notes(rank_folder(4), case, rank)["own"] for rank in range(4)]
     assert own[:2] == own[2:] and own[0] != own[1]

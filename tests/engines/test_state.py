@@ -17,10 +17,10 @@ def trained(make: Any, steps: int = 3) -> tuple[nn.Linear, torch.optim.Optimizer
     module = nn.Linear(3, 2)
     optimizer = make(module.parameters())
     names = {parameter: name for name, parameter in module.named_parameters()}
-    kept = OptimizerState(optimizer, names, OptimizerStateShapes(make))
+    state = OptimizerState(optimizer, names, OptimizerStateShapes(make))
     for _ in range(steps):
         step(module, optimizer)
-    return module, optimizer, kept
+    return module, optimizer, state
 
 
 def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -47,16 +47,16 @@ def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 )
 def test_an_optimizer_goes_on_as_if_nothing_had_happened(make: Any) -> None:
     check_optimizer(make)
-    module, optimizer, kept = trained(make)
+    module, optimizer, state = trained(make)
     other, fresh, restored = trained(make, steps=0)
-    tensors, numbers = kept.take()
+    tensors, numbers = state.take()
     restored.put({name: tensor.clone() for name, tensor in tensors.items()}, numbers)
     other.load_state_dict(module.state_dict())
     for _ in range(2):
         step(module, optimizer)
         step(other, fresh)
     assert torch.equal(module.weight, other.weight) and torch.equal(module.bias, other.bias)
-    before, now = kept.take()[0], restored.take()[0]
+    before, now = state.take()[0], restored.take()[0]
     assert before.keys() == now.keys() and all(torch.equal(before[name], now[name]) for name in before)
 
 
@@ -73,8 +73,8 @@ class Fine(torch.optim.SGD):
 
 
 def test_state_keeps_its_own_precision_numbers_and_moved_settings() -> None:
-    _, _, kept = trained(lambda parameters: Fine(parameters, lr=0.1))
-    tensors, numbers = kept.take()
+    _, _, state = trained(lambda parameters: Fine(parameters, lr=0.1))
+    tensors, numbers = state.take()
     assert numbers == {
         "state": {"weight": {"count": 3}, "bias": {"count": 3}},
         "groups": [{"turns": 3}],
@@ -106,15 +106,15 @@ def test_an_optimizer_that_cannot_be_tried_out_is_left_to_training() -> None:
     [{}, {"state": 3, "groups": [{}]}, {"state": {"weight": 1}, "groups": [{}]}, {"state": {}, "groups": []}],
 )
 def test_numbers_that_are_none_are_refused(numbers: dict[str, Any]) -> None:
-    _, _, kept = trained(lambda parameters: torch.optim.SGD(parameters, lr=0.1), steps=0)
+    _, _, state = trained(lambda parameters: torch.optim.SGD(parameters, lr=0.1), steps=0)
     with pytest.raises(RunError, match="does not fit the optimizer"):
-        kept.put({}, numbers)
+        state.put({}, numbers)
 
 
 def test_state_of_a_parameter_that_is_not_there_is_refused() -> None:
-    _, _, kept = trained(lambda parameters: torch.optim.SGD(parameters, lr=0.1), steps=0)
+    _, _, state = trained(lambda parameters: torch.optim.SGD(parameters, lr=0.1), steps=0)
     with pytest.raises(RunError, match="it trains no other"):
-        kept.put({"other/step": torch.ones(())}, {"state": {}, "groups": [{}]})
+        state.put({"other/step": torch.ones(())}, {"state": {}, "groups": [{}]})
 
 
 class Masked(nn.Module):

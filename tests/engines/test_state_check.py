@@ -34,12 +34,12 @@ def trained(make: Any, steps: int, module: nn.Module | None = None) -> Optimizer
     module = Half() if module is None else module
     optimizer = make(module.parameters())
     names = {parameter: name for name, parameter in module.named_parameters()}
-    kept = OptimizerState(optimizer, names, OptimizerStateShapes(make))
+    state = OptimizerState(optimizer, names, OptimizerStateShapes(make))
     for _ in range(steps):
         optimizer.zero_grad()
         module.used(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-    return kept
+    return state
 
 
 class Moving(torch.optim.SGD):
@@ -159,11 +159,11 @@ def test_a_tensor_that_names_no_parameter_is_refused() -> None:
     """`extra`, without a parameter before it, passed for the parameter that stands in for none."""
     module = Half()
     stand_in = nn.Parameter(torch.zeros(0))
-    names = {**{one: name for name, one in module.named_parameters()}, stand_in: ""}
-    kept = OptimizerState(MAKE["sgd"](module.parameters()), names, OptimizerStateShapes(MAKE["sgd"]))
+    names = {**{parameter: name for name, parameter in module.named_parameters()}, stand_in: ""}
+    state = OptimizerState(MAKE["sgd"](module.parameters()), names, OptimizerStateShapes(MAKE["sgd"]))
     tensors, numbers = trained(MAKE["sgd"], 1).take()
     with pytest.raises(RunError, match="it trains no"):
-        kept.put({**tensors, "extra": torch.ones(2)}, numbers)
+        state.put({**tensors, "extra": torch.ones(2)}, numbers)
 
 
 def test_an_optimizer_that_keeps_nothing_needs_nothing() -> None:

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def parameters(*gradients: list[float]) -> list[nn.Parameter]:
-    made = [nn.Parameter(torch.ones(len(one))) for one in gradients]
+    made = [nn.Parameter(torch.ones(len(gradient))) for gradient in gradients]
     for parameter, gradient in zip(made, gradients, strict=True):
         parameter.grad = torch.tensor(gradient)
     return made
@@ -50,9 +50,9 @@ def test_clipping_is_that_of_torch(gradients: list[list[float]], largest: float)
     assert norm == pytest.approx(
         float(expected), rel=1e-6, abs=1e-18
     )  # torch squares in fp32, which underflows
-    for one, other in zip(mine, theirs, strict=True):
-        assert one.grad is not None and other.grad is not None
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-30)
+    for parameter, expected in zip(mine, theirs, strict=True):
+        assert parameter.grad is not None and expected.grad is not None
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-5, atol=1e-30)
 
 
 def test_a_parameter_without_a_gradient_is_no_hindrance_to_clipping() -> None:
@@ -66,7 +66,7 @@ def test_the_norm_does_not_depend_on_where_the_gradients_lie() -> None:
     """A norm of norms per partition differs in its last bits from one norm of all: here it is always the latter."""
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(size, generator=generator) for size in (7, 1000, 3, 64)]
-    expected = math.sqrt(math.fsum(float(one.double().norm()) ** 2 for one in gradients))
+    expected = math.sqrt(math.fsum(float(gradient.double().norm()) ** 2 for gradient in gradients))
     assert global_norm(norms_of(gradients)) == global_norm(norms_of(list(gradients)))
     assert global_norm(norms_of(gradients)) == pytest.approx(expected, rel=1e-6)
     assert global_norm(norms_of([])) == 0.0

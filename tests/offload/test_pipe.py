@@ -57,23 +57,23 @@ def test_outputs_and_all_gradients_are_those_of_a_plain_model(
         expected.square().mean().backward()
         assert mine.grad is not None and theirs.grad is not None and torch.equal(mine.grad, theirs.grad)
         for name, parameter in plain.named_parameters():
-            found = dict(offloaded.named_parameters())[name].grad
-            assert found is not None and parameter.grad is not None
+            gradient = dict(offloaded.named_parameters())[name].grad
+            assert gradient is not None and parameter.grad is not None
             if micro_batches == 1:
-                assert torch.equal(found, parameter.grad), name
+                assert torch.equal(gradient, parameter.grad), name
             else:  # autograd takes the micro-batches of a plain model from the last to the first
-                torch.testing.assert_close(found, parameter.grad)
+                torch.testing.assert_close(gradient, parameter.grad)
     offloaded.close()
 
 
 def test_an_optimizer_of_the_user_trains_it() -> None:
     plain, other = model(), model()
     offloaded = OffloadModel(other, CPU, num_slices=3, checkpoint_activation=True)
-    for one in (plain, offloaded):
-        optimizer = torch.optim.AdamW(one.parameters(), lr=0.1)
+    for each in (plain, offloaded):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
         for _ in range(4):
             optimizer.zero_grad()
-            one(rows()).square().mean().backward()
+            each(rows()).square().mean().backward()
             optimizer.step()
     for mine, theirs in zip(offloaded.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -113,11 +113,11 @@ def test_tuples_cross_slice_boundaries() -> None:
 
 
 def test_autocast_reaches_the_recomputation() -> None:
-    seen: list[bool] = []
+    autocast: list[bool] = []
 
     class Look(nn.Module):
         def forward(self, input: Tensor) -> Tensor:
-            seen.append(torch.is_autocast_enabled("cpu"))
+            autocast.append(torch.is_autocast_enabled("cpu"))
             return input
 
     offloaded = OffloadModel(
@@ -126,7 +126,7 @@ def test_autocast_reaches_the_recomputation() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = offloaded(rows())
     output.float().sum().backward()
-    assert seen and all(seen) and output.dtype == torch.bfloat16
+    assert autocast and all(autocast) and output.dtype == torch.bfloat16
     offloaded.close()
 
 
@@ -143,7 +143,7 @@ def test_autograd_grad_gives_the_gradient_of_the_input_alone() -> None:
 
 def test_weights_are_loaded_where_they_live() -> None:
     offloaded = OffloadModel(model(), CPU)
-    state = {name: torch.ones_like(one) for name, one in model().state_dict().items()}
+    state = {name: torch.ones_like(tensor) for name, tensor in model().state_dict().items()}
     before = offloaded(rows())
     offloaded.load_state_dict(state)
     plain = copy.deepcopy(model())

@@ -102,22 +102,22 @@ def test_with_one_buffer_each_slice_is_read_when_it_is_needed(watched: Watched) 
 
 def test_a_recorded_step_shows_loads_and_drops(watched: Watched) -> None:
     class Recorder:
-        seen: list[str]
+        events: list[str]
 
         def __init__(self) -> None:
-            self.seen = []
+            self.events = []
 
         def now(self, device: torch.device) -> int:
-            return len(self.seen)
+            return len(self.events)
 
         def __call__(self, action: Action, phase: str, begin: Any, end: Any) -> None:
             if phase != "copy":
-                self.seen.append(f"{phase} {action}")
+                self.events.append(f"{phase} {action}")
 
     module, recorder = model()[:2], Recorder()
     prefetcher = make_prefetcher(module, watched)
     step(module, prefetcher, recorder)
-    assert recorder.seen == [
+    assert recorder.events == [
         "load F0.0",
         "forward F0.0",
         "forward F0.1",
@@ -162,12 +162,12 @@ def test_a_tour_loads_every_slice_and_stores_what_changed(watched: Watched) -> N
                 parameter.add_(1)
     prefetcher.wait_until_stored()
     prefetcher.invalidate()
-    found = [
+    after = [
         parameter.detach().clone()
         for slice in prefetcher.tour([Part.WEIGHTS], [])
         for parameter in slice.parameters
     ]
-    for mine, theirs in zip(found, before, strict=True):
+    for mine, theirs in zip(after, before, strict=True):
         assert torch.equal(mine, theirs + 1)
     prefetcher.close()
 
@@ -191,7 +191,7 @@ CPU = torch.device("cpu")
 
 
 def partition_input(*tensors: torch.Tensor | None) -> PartitionInput:
-    needs_grad = tuple(one is not None for one in tensors)
+    needs_grad = tuple(tensor is not None for tensor in tensors)
     return PartitionInput(tensors, needs_grad, flatten(tensors, "output")[1], values=len(tensors))
 
 
@@ -204,9 +204,9 @@ def test_a_stored_input_can_be_read_any_number_of_times(tmp_path: Path) -> None:
     stored = inputs.store(given)
     assert stored is not None
     for _ in range(2):
-        found = stored()
-        assert found._replace(tensors=()) == given._replace(tensors=())
-        for mine, theirs in zip(found.tensors, given.tensors, strict=True):
+        read = stored()
+        assert read._replace(tensors=()) == given._replace(tensors=())
+        for mine, theirs in zip(read.tensors, given.tensors, strict=True):
             assert (mine is None) == (theirs is None)
             if mine is not None and theirs is not None:
                 assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()

@@ -11,7 +11,7 @@ shapes = st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=6)
 
 @given(shapes, st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]))
 def test_every_tensor_has_an_aligned_place_of_its_own(sides: list[list[int]], dtype: torch.dtype) -> None:
-    tensors = [torch.randn(one).to(dtype) for one in sides]
+    tensors = [torch.randn(side).to(dtype) for side in sides]
     layout = Layout(tensors)
     memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
     for slot, tensor in zip(layout.slots, tensors, strict=True):

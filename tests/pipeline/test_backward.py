@@ -25,9 +25,9 @@ def model() -> nn.Sequential:
 
 
 def gradients(module: nn.Module) -> list[Tensor | None]:
-    found = [parameter.grad for parameter in module.parameters()]
+    values = [parameter.grad for parameter in module.parameters()]
     module.zero_grad()
-    return found
+    return values
 
 
 def assert_close(left: list[Tensor | None], right: list[Tensor | None]) -> None:
@@ -74,16 +74,16 @@ def test_backward_runs_in_the_workers_on_cpu(pipe: GPipe) -> None:
 def test_a_parameters_hook_sees_the_whole_gradient_once_in_the_calling_thread(pipe: GPipe) -> None:
     """As in plain PyTorch: a hook that clips or scales would do so to each micro-batch's share."""
     input, plain = torch.randn(7, 3).double(), model()
-    seen: list[tuple[Tensor, threading.Thread]] = []
+    calls: list[tuple[Tensor, threading.Thread]] = []
     for each in (pipe, plain):
         each[2].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
         each[2].weight.register_post_accumulate_grad_hook(
-            lambda weight: seen.append((weight.grad.clone(), threading.current_thread()))
+            lambda weight: calls.append((weight.grad.clone(), threading.current_thread()))
         )
         each(input).square().sum().backward()
-    assert len(seen) == 2 and {thread for _, thread in seen} == {threading.main_thread()}
+    assert len(calls) == 2 and {thread for _, thread in calls} == {threading.main_thread()}
     assert_close(gradients(pipe), gradients(plain))
-    torch.testing.assert_close(seen[0][0], seen[1][0], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(calls[0][0], calls[1][0], rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
@@ -107,13 +107,13 @@ def test_two_backward_passes_with_retain_graph_double_the_gradients(pipe: GPipe)
 
 
 def test_the_graph_dies_after_backward_and_with_a_dropped_output(pipe: GPipe) -> None:
-    seen: list[weakref.ref[object]] = []
+    references: list[weakref.ref[object]] = []
 
     class Node(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, input: Tensor) -> Tensor:
             ctx.token = token = type("Token", (), {})()
-            seen.append(weakref.ref(token))
+            references.append(weakref.ref(token))
             return input.clone()
 
         @staticmethod
@@ -128,8 +128,8 @@ def test_the_graph_dies_after_backward_and_with_a_dropped_output(pipe: GPipe) ->
     handle.remove()
     pipe(torch.randn(7, 3).double())  # the workers have let go of their last jobs now
     gc.collect()
-    assert seen
-    assert all(reference() is None for reference in seen)
+    assert references
+    assert all(reference() is None for reference in references)
 
 
 def test_create_graph_is_refused_clearly(pipe: GPipe) -> None:

@@ -34,8 +34,8 @@ def run(layer: nn.Module, batch: Tensor, sizes: list[int]) -> Tensor:
 
 def assert_same_buffers(left: nn.Module, right: nn.Module, *, relative: float = 1e-12) -> None:
     assert left.state_dict().keys() == right.state_dict().keys()
-    for (name, one), two in zip(left.named_buffers(), right.buffers(), strict=True):
-        torch.testing.assert_close(one, two, rtol=relative, atol=1e-12, msg=name)
+    for (name, actual), expected in zip(left.named_buffers(), right.buffers(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=relative, atol=1e-12, msg=name)
 
 
 @settings(max_examples=30)
@@ -71,8 +71,8 @@ def test_output_and_gradients_are_to_the_bit_those_of_batch_norm_on_each_micro_b
     for result in (expected, output):
         result.square().sum().backward()
     assert torch.equal(right.grad, left.grad)
-    for one, two in zip(parts.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one.grad, two.grad)
+    for actual, expected in zip(parts.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(actual.grad, expected.grad)
 
 
 def test_the_variance_survives_a_mean_of_ten_thousand_in_single_precision() -> None:

@@ -146,12 +146,12 @@ VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable", defau
 
 
 class ReadVariable(nn.Module):
-    def __init__(self, seen: list[str]) -> None:
+    def __init__(self, values: list[str]) -> None:
         super().__init__()
-        self.seen = seen
+        self.values = values
 
     def forward(self, input: Tensor) -> Tensor:
-        self.seen.append(VARIABLE.get())
+        self.values.append(VARIABLE.get())
         return input * 1
 
 
@@ -159,13 +159,13 @@ class ReadVariable(nn.Module):
 @pytest.mark.parametrize("call", ["step", "backward"])
 def test_a_layer_sees_the_callers_context_variables(checkpoint: str, call: str) -> None:
     """A worker's thread had a context of its own."""
-    seen: list[str] = []
-    model = nn.Sequential(nn.Linear(4, 4), ReadVariable(seen))
+    values: list[str] = []
+    model = nn.Sequential(nn.Linear(4, 4), ReadVariable(values))
     input = torch.ones(4, 4)
     with GPipe(model, [1, 1], chunks=2, checkpoint=checkpoint) as pipe:
         pipe.step_timeout = 20
         for value in ("first", "second"):
-            seen.clear()
+            values.clear()
             token = VARIABLE.set(value)
             try:
                 if call == "step":
@@ -174,8 +174,8 @@ def test_a_layer_sees_the_callers_context_variables(checkpoint: str, call: str) 
                     pipe(input).sum().backward()
             finally:
                 VARIABLE.reset(token)
-            assert set(seen) == {value}
-            assert len(seen) == (4 if checkpoint == "always" else 2)
+            assert set(values) == {value}
+            assert len(values) == (4 if checkpoint == "always" else 2)
 
 
 @pytest.mark.parametrize("call", ["step", "backward"])

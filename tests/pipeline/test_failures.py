@@ -222,12 +222,12 @@ def test_after_a_failure_neither_threads_nor_tensors_are_left() -> None:
     class Leak(nn.Module):
         def forward(self, input: Tensor) -> Tensor:
             output = input * 2
-            seen.append(weakref.ref(output))
+            references.append(weakref.ref(output))
             if current_microbatch().index == 1:
                 raise Ouch
             return output
 
-    seen: list[weakref.ref[Tensor]] = []
+    references: list[weakref.ref[Tensor]] = []
     pipe = GPipe(nn.Sequential(nn.Linear(2, 2), Leak()), [1, 1], chunks=2)
     threads = threading.active_count()
     gc.collect()
@@ -243,7 +243,7 @@ def test_after_a_failure_neither_threads_nor_tensors_are_left() -> None:
     finally:
         gc.enable()
     assert threading.active_count() == threads + 2
-    assert all(reference() is None for reference in seen[:-4])
+    assert all(reference() is None for reference in references[:-4])
     pipe.close()
     assert threading.active_count() == threads
 
@@ -327,8 +327,8 @@ def test_an_error_that_cannot_be_described_reaches_the_caller_all_the_same(backw
             # Closed, because the error and the graph that holds it keep each other, and the pipe, alive.
             with each as pipe:
                 pipe.step(torch.ones(4, 2), torch.ones(4, 2), functional.mse_loss)
-        except Unspeakable as found:
-            caught = found
+        except Unspeakable as raised:
+            caught = raised
         assert caught is error
 
 

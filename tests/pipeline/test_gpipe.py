@@ -209,7 +209,7 @@ def test_any_number_of_rows_is_welcome(rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "problem"),
     [
         ("hello", "got str as input"),
         (None, "got NoneType as input"),
@@ -218,8 +218,8 @@ def test_any_number_of_rows_is_welcome(rows: int) -> None:
         ({"a": (torch.ones(2), {1})}, r"got set as input\['a'\]\[1\]"),
     ],
 )
-def test_what_holds_no_tensor_or_a_foreign_object_is_refused(value: object, told: str) -> None:
-    with pytest.raises(TypeError, match=f"expected Tensor, but {told}"):
+def test_what_holds_no_tensor_or_a_foreign_object_is_refused(value: object, problem: str) -> None:
+    with pytest.raises(TypeError, match=f"expected Tensor, but {problem}"):
         GPipe(three_layers(), [1, 2])(value)
 
 
@@ -266,10 +266,10 @@ def test_a_layer_may_not_hand_over_foreign_objects_or_no_tensor_at_all(balance: 
         r"got object as output\['a'\]\[0\]": {"a": [object()]},
         "got tuple as output": (1, None),
     }
-    for told, output in cases.items():
+    for problem, output in cases.items():
         with (
             GPipe(nn.Sequential(Given(output), nn.Identity()), balance) as pipe,
-            pytest.raises(TypeError, match=f"expected Tensor, but {told}"),
+            pytest.raises(TypeError, match=f"expected Tensor, but {problem}"),
         ):
             pipe(torch.ones(1))
 

@@ -28,7 +28,7 @@ def test_a_convolution_alone_in_a_worker_gives_the_bits_of_the_callers_thread_co
     """torch hands its thread count to a new thread only at that thread's first parallel loop of its own; a
     worker that began with a convolution ran it on every core, and its weight gradient had other bits."""
     expected = gradients(PlainPipe(convolution()))
-    found = gradients(GPipe(convolution(), balance, devices=["cpu"] * len(balance)))
-    assert found.keys() == expected.keys()
+    actual = gradients(GPipe(convolution(), balance, devices=["cpu"] * len(balance)))
+    assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert torch.equal(found[name], gradient), name
+        assert torch.equal(actual[name], gradient), name

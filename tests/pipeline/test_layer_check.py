@@ -39,21 +39,21 @@ class Stash(nn.Module):
 @skippable(pop=["kept"])
 class Pop(nn.Module):
     def forward(self, input: Tensor) -> Generator[pop, Tensor, Tensor]:
-        kept = yield pop("kept")
-        return input + kept
+        value = yield pop("kept")
+        return input + value
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "problem"),
     [
         (lambda value: {"a": {1}}, r"got set as output\['a'\]\. Between layers go tensors and plain values"),
         (lambda value: (value, object()), r"expected Tensor, but got object as output\[1\]\. "),
         (lambda value: (1, None), r"its output, of type tuple, holds no tensor\. "),
     ],
 )
-def test_what_no_pipe_carries_is_refused_with_layer_type_and_cure(function: Any, told: str) -> None:
+def test_what_no_pipe_carries_is_refused_with_layer_type_and_cure(function: Any, problem: str) -> None:
     sequence = nn.Sequential(nn.Linear(3, 3), Given(function))
-    expected = rf"^layer '1' \(Given\) returns what no pipe carries: .*{told}.* in one module$"
+    expected = rf"^layer '1' \(Given\) returns what no pipe carries: .*{problem}.* in one module$"
     for check in (lambda: check_fit(sequence, SAMPLE, "do this"), lambda: check_outputs(sequence, SAMPLE)):
         with pytest.raises(ConfigError, match=expected):
             check()

@@ -69,7 +69,9 @@ def test_plain_values_go_to_every_micro_batch_and_come_back_once() -> None:
 def test_no_row_is_copied() -> None:
     rows = torch.arange(6)
     for piece in split([rows, NoChunk(rows[:1])], 3, "input"):
-        assert all(one.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr() for one in piece)
+        assert all(
+            tensor.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr() for tensor in piece
+        )
 
 
 def test_a_tensor_marked_not_to_be_split_reaches_every_micro_batch_whole_and_without_its_mark() -> None:
@@ -107,7 +109,7 @@ def test_what_cannot_be_split_is_named_with_its_path_and_the_cure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "problem"),
     [
         ("hi", "got str as input"),
         (None, "got NoneType as input"),
@@ -120,9 +122,9 @@ def test_what_cannot_be_split_is_named_with_its_path_and_the_cure() -> None:
     ],
 )
 def test_a_value_without_a_tensor_to_split_or_with_a_foreign_object_is_refused(
-    value: object, told: str
+    value: object, problem: str
 ) -> None:
-    with pytest.raises(TypeError, match=f"expected Tensor, but {told}"):
+    with pytest.raises(TypeError, match=f"expected Tensor, but {problem}"):
         Batch(value, "input")
 
 

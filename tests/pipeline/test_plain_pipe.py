@@ -71,17 +71,17 @@ def test_an_error_says_which_layer_it_comes_from(
 
 
 def test_the_calling_thread_runs_every_layer_and_each_backward_before_the_next_forward() -> None:
-    seen: list[tuple[str, threading.Thread]] = []
+    calls: list[tuple[str, threading.Thread]] = []
 
     class Recording(torch.autograd.Function):
         @staticmethod
         def forward(ctx: object, input: torch.Tensor) -> torch.Tensor:
-            seen.append(("forward", threading.current_thread()))
+            calls.append(("forward", threading.current_thread()))
             return input.clone()
 
         @staticmethod
         def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-            seen.append(("backward", threading.current_thread()))
+            calls.append(("backward", threading.current_thread()))
             return gradient
 
     class Recorder(nn.Module):
@@ -90,7 +90,7 @@ def test_the_calling_thread_runs_every_layer_and_each_backward_before_the_next_f
 
     pipe = PlainPipe(nn.Sequential(nn.Linear(2, 2), Recorder()), chunks=2)
     pipe.step(torch.ones(4, 2), torch.ones(4, 2), functional.mse_loss)
-    assert seen == [("forward", threading.main_thread()), ("backward", threading.main_thread())] * 2
+    assert calls == [("forward", threading.main_thread()), ("backward", threading.main_thread())] * 2
 
 
 def test_a_forward_leaves_the_graph_whole_so_there_are_second_derivatives() -> None:
@@ -136,15 +136,15 @@ def test_different_layers_and_micro_batches_draw_different_masks() -> None:
     class Keep(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.seen: list[torch.Tensor] = []
+            self.masks: list[torch.Tensor] = []
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
-            self.seen.append(functional.dropout(torch.ones(64), 0.5))
+            self.masks.append(functional.dropout(torch.ones(64), 0.5))
             return input
 
     model = nn.Sequential(Keep(), Keep())
     PlainPipe(model, chunks=2)(torch.zeros(2, 1))
-    masks = [tuple(mask.tolist()) for layer in model for mask in layer.seen]
+    masks = [tuple(mask.tolist()) for layer in model for mask in layer.masks]
     assert len(set(masks)) == 4
 
 
@@ -174,10 +174,10 @@ def test_a_generator_of_the_layers_own_is_told_by_the_layers_name_and_only_once(
     pipe = PlainPipe(nn.Sequential(nn.Dropout(), Own()), chunks=2)
     with pytest.warns(
         UnkeyedRandomWarning, match=r"layer '1' \(Own\) .* a torch\.Generator of its own"
-    ) as seen:
+    ) as warned:
         pipe(torch.ones(4, 2))
         pipe(torch.ones(4, 2))
-    assert len(seen) == 1
+    assert len(warned) == 1
 
 
 def test_a_layer_that_begins_to_draw_later_is_keyed_from_its_first_draw() -> None:

@@ -92,15 +92,15 @@ def test_a_tensor_that_is_held_twice_is_one_tensor_before_and_after() -> None:
 def test_a_subclass_of_dict_keeps_its_type_order_and_attributes(kind: type[dict[str, Any]]) -> None:
     value = kind(b=torch.ones(1), a=None)
     value.extra = 7  # type: ignore[attr-defined]
-    found = map_tensors(lambda tensor: tensor * 2, value)
-    assert type(found) is kind and list(found) == ["b", "a"] and found.extra == 7
-    assert torch.equal(found["b"], torch.full((1,), 2.0)) and found["a"] is None
+    mapped = map_tensors(lambda tensor: tensor * 2, value)
+    assert type(mapped) is kind and list(mapped) == ["b", "a"] and mapped.extra == 7
+    assert torch.equal(mapped["b"], torch.full((1,), 2.0)) and mapped["a"] is None
     assert torch.equal(value["b"], torch.ones(1)), "the one it was made from is left alone"
 
 
 def test_a_defaultdict_still_has_its_default() -> None:
-    found = map_tensors(torch.clone, defaultdict(list, a=torch.ones(1)))
-    assert type(found) is defaultdict and found["missing"] == []
+    mapped = map_tensors(torch.clone, defaultdict(list, a=torch.ones(1)))
+    assert type(mapped) is defaultdict and mapped["missing"] == []
 
 
 def test_two_values_made_from_one_template_share_no_container() -> None:
@@ -123,7 +123,7 @@ def test_templates_of_equal_values_are_equal_after_a_journey_to_another_process(
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "problem"),
     [
         (object(), "got object as output"),
         ((torch.ones(1), {1}), r"got set as output\[1\]"),
@@ -131,8 +131,8 @@ def test_templates_of_equal_values_are_equal_after_a_journey_to_another_process(
         ([iter(())], r"got tuple_iterator as output\[0\]"),
     ],
 )
-def test_a_foreign_object_is_refused_by_its_type_and_path(value: Any, told: str) -> None:
-    with pytest.raises(TypeError, match=f"^expected Tensor, but {told}$"):
+def test_a_foreign_object_is_refused_by_its_type_and_path(value: Any, problem: str) -> None:
+    with pytest.raises(TypeError, match=f"^expected Tensor, but {problem}$"):
         flatten(value, "output")
 
 

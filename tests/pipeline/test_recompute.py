@@ -214,12 +214,12 @@ def test_the_default_generator_is_where_it_would_be_without_checkpointing() -> N
 @pytest.mark.parametrize("call", ["step", "forward"])
 def test_recomputation_happens_under_the_forwards_autocast(call: str) -> None:
     """fairscale#1199. torchgpipe's workers computed in float32 under the caller's autocast."""
-    seen: list[tuple[torch.dtype, bool]] = []
+    forwards: list[tuple[torch.dtype, bool]] = []
 
     class Note(nn.Module):
         def forward(self, input: Tensor) -> Tensor:
             output = functional.linear(input, torch.eye(2))
-            seen.append((output.dtype, is_recomputing()))
+            forwards.append((output.dtype, is_recomputing()))
             return output.float()
 
     with GPipe(nn.Sequential(nn.Linear(2, 2), Note()), [1, 1], chunks=2, checkpoint="always") as pipe:
@@ -230,7 +230,7 @@ def test_recomputation_happens_under_the_forwards_autocast(call: str) -> None:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 output = pipe(torch.ones(4, 2))
             output.sum().backward()
-    assert seen == [(torch.bfloat16, recomputing) for recomputing in (False, False, True, True)]
+    assert forwards == [(torch.bfloat16, recomputing) for recomputing in (False, False, True, True)]
     assert pipe[0].weight.grad is not None
 
 

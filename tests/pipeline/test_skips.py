@@ -80,8 +80,14 @@ def test_a_skip_goes_straight_to_where_it_is_popped(
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_skips_of_several_namespaces_cross_each_other(checkpoint: str) -> None:
     torch.manual_seed(0)
-    one, two = Namespace(), Namespace()
-    layers = [Stash().isolate(one), Stash().isolate(two), nn.Tanh(), Pop().isolate(one), Pop().isolate(two)]
+    first, second = Namespace(), Namespace()
+    layers = [
+        Stash().isolate(first),
+        Stash().isolate(second),
+        nn.Tanh(),
+        Pop().isolate(first),
+        Pop().isolate(second),
+    ]
     model = nn.Sequential(*layers)
     with GPipe(model, [1, 1, 1, 1, 1], chunks=3, checkpoint=checkpoint, schedule="1f1b") as pipe:
         assert_equal_to_plain(model, pipe)
@@ -124,13 +130,13 @@ def test_an_integer_skip_needs_no_gradient(checkpoint: str) -> None:
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("training", [True, False])
 def test_a_skip_is_freed_after_its_last_use(checkpoint: str, training: bool) -> None:
-    seen: list[weakref.ref[Tensor]] = []
+    references: list[weakref.ref[Tensor]] = []
 
     @skippable(stash=["big"])
     class StashBig(nn.Module):
         def forward(self, input: Tensor):
             big = input + 1
-            seen.append(weakref.ref(big))
+            references.append(weakref.ref(big))
             yield stash("big", big)
             return input * 1
 
@@ -138,7 +144,7 @@ def test_a_skip_is_freed_after_its_last_use(checkpoint: str, training: bool) -> 
     class PopBig(nn.Module):
         def forward(self, input: Tensor):
             big = yield pop("big")
-            seen.append(weakref.ref(big))
+            references.append(weakref.ref(big))
             return input + big
 
     model = nn.Sequential(StashBig(), nn.Identity(), PopBig())
@@ -148,8 +154,8 @@ def test_a_skip_is_freed_after_its_last_use(checkpoint: str, training: bool) -> 
         if training:
             output.sum().backward()
         gc.enable()
-    assert len(seen) >= 4
-    assert all(reference() is None for reference in seen)
+    assert len(references) >= 4
+    assert all(reference() is None for reference in references)
 
 
 def test_a_skip_written_in_place_on_the_way_is_an_error_not_a_wrong_gradient() -> None:
@@ -316,7 +322,7 @@ def test_another_key_error_of_a_layer_stays_as_it_is(error: KeyError) -> None:
 
 
 def test_current_microbatch_is_one_key_per_micro_batch_in_forward_and_recomputation() -> None:
-    seen: list[list[object]] = [[], []]
+    keys: list[list[object]] = [[], []]
 
     class Note(nn.Module):
         def __init__(self, place: int) -> None:
@@ -324,18 +330,18 @@ def test_current_microbatch_is_one_key_per_micro_batch_in_forward_and_recomputat
             self.place = place
 
         def forward(self, input: Tensor) -> Tensor:
-            seen[self.place].append(current_microbatch())
+            keys[self.place].append(current_microbatch())
             return input * 1
 
     with GPipe(nn.Sequential(Note(0), Note(1)), [1, 1], chunks=3, checkpoint="always") as pipe:
         pipe(torch.ones(3, 1, requires_grad=True)).sum().backward()
-    forward, recomputed = seen[0][:3], seen[0][3:]
-    assert forward == recomputed == seen[1][:3] == seen[1][3:]
+    forward, recomputed = keys[0][:3], keys[0][3:]
+    assert forward == recomputed == keys[1][:3] == keys[1][3:]
     assert len({*forward}) == 3
     assert [key.index for key in forward] == [0, 1, 2]
     reference = weakref.ref(forward[0])
     del forward, recomputed
-    seen[0].clear()
-    seen[1].clear()
+    keys[0].clear()
+    keys[1].clear()
     gc.collect()
     assert reference() is None

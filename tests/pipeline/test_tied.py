@@ -116,17 +116,17 @@ def test_layers_can_be_tied_untied_and_tied_anew_after_construction(kind: str, c
 def test_a_hook_on_a_tied_parameter_sees_its_gradient_and_may_change_it(kind: str, call: str) -> None:
     """It was never called."""
     model, plain = tied_model(), tied_model()
-    seen: dict[int, list[Tensor]] = {0: [], 1: []}
+    gradients: dict[int, list[Tensor]] = {0: [], 1: []}
     for place, each in enumerate((model, plain)):
         each[0].weight.register_hook(
-            lambda gradient, place=place: seen[place].append(gradient) or gradient * 2
+            lambda gradient, place=place: gradients[place].append(gradient) or gradient * 2
         )
     with make_pipe(kind, model) as pipe:
         run(pipe, call)
     run_plain(plain)
-    assert seen[0], "the hook never ran"
+    assert gradients[0], "the hook never ran"
     assert_same_gradients(model, plain)
-    torch.testing.assert_close(sum(seen[0]), sum(seen[1]), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(sum(gradients[0]), sum(gradients[1]), rtol=1e-12, atol=1e-14)
 
 
 @every_pipe
@@ -211,12 +211,12 @@ def test_an_existing_gradient_of_a_tied_parameter_is_added_into(kind: str, call:
     model, plain = tied_model(), tied_model()
     for each in (model, plain):
         each[0].weight.grad = torch.full((4, 4), 0.25, dtype=torch.float64)
-    kept = model[0].weight.grad
+    existing = model[0].weight.grad
     with make_pipe(kind, model) as pipe:
         for _ in range(2):
             run(pipe, call)
             run_plain(plain)
-            assert model[0].weight.grad is kept
+            assert model[0].weight.grad is existing
             assert_same_gradients(model, plain)
 
 

@@ -224,10 +224,10 @@ def test_a_tensor_that_is_not_to_be_split_reaches_every_micro_batch_whole(
     plain: bool, requires_grad: bool
 ) -> None:
     mask = torch.arange(3.0).requires_grad_(requires_grad)
-    seen: list[Any] = []
+    masks: list[Any] = []
 
     def masked(value: Any) -> Tensor:
-        seen.append(value[1])
+        masks.append(value[1])
         return value[0] * value[1]
 
     model = nn.Sequential(Do(masked), nn.Linear(3, 3))
@@ -235,8 +235,8 @@ def test_a_tensor_that_is_not_to_be_split_reaches_every_micro_batch_whole(
     input = torch.randn(4, 3)
     with pipe:
         output = pipe((input, gpipe_cli.NoChunk(mask)))
-        assert all(type(each) is Tensor and each.shape == (3,) for each in seen)
-        assert len(seen) == 2
+        assert all(type(each) is Tensor and each.shape == (3,) for each in masks)
+        assert len(masks) == 2
         torch.testing.assert_close(output, model((input, mask)))
         output.sum().backward()
     if requires_grad:

@@ -30,11 +30,11 @@ def none_left() -> None:
 
 
 def test_no_thread_runs_before_the_first_call_and_each_partition_has_its_own() -> None:
-    seen: set[str] = set()
+    thread_names: set[str] = set()
 
     class Note(nn.Module):
         def forward(self, input: Tensor) -> Tensor:
-            seen.add(threading.current_thread().name)
+            thread_names.add(threading.current_thread().name)
             return input
 
     pipe = GPipe(nn.Sequential(Note(), Note(), Note()), [1, 1, 1], chunks=4)
@@ -42,7 +42,7 @@ def test_no_thread_runs_before_the_first_call_and_each_partition_has_its_own() -
     for _ in range(3):
         pipe(torch.ones(4, 1))
     assert len(workers()) == 3
-    assert seen == {"gpipe-worker-0", "gpipe-worker-1", "gpipe-worker-2"}
+    assert thread_names == {"gpipe-worker-0", "gpipe-worker-1", "gpipe-worker-2"}
     pipe.close()
     pipe.close()
     assert workers() == []
@@ -73,25 +73,25 @@ def test_five_hundred_pipes_built_used_and_dropped_leave_no_thread_and_no_pipe()
 
 def test_the_number_of_intra_op_threads_is_left_alone() -> None:
     before = torch.get_num_threads()
-    seen: list[int] = []
+    thread_counts: list[int] = []
 
     class Note(nn.Module):
         def forward(self, input: Tensor) -> Tensor:
-            seen.append(torch.get_num_threads())
+            thread_counts.append(torch.get_num_threads())
             return input
 
     with GPipe(nn.Sequential(Note(), Note()), [1, 1]) as pipe:
         pipe(torch.ones(1))
-    assert (torch.get_num_threads(), set(seen)) == (before, {before})
+    assert (torch.get_num_threads(), set(thread_counts)) == (before, {before})
 
 
 def test_the_callers_modes_are_re_entered_in_the_workers() -> None:
-    seen: list[tuple[bool, bool, bool]] = []
+    modes: list[tuple[bool, bool, bool]] = []
 
     class Note(nn.Module):
         def forward(self, input: Tensor) -> Tensor:
             autocast = torch.is_autocast_enabled("cpu")
-            seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast))
+            modes.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast))
             return input
 
     with GPipe(nn.Sequential(nn.Identity(), Note()), [1, 1]) as pipe:
@@ -101,7 +101,7 @@ def test_the_callers_modes_are_re_entered_in_the_workers() -> None:
         with torch.inference_mode(), torch.autocast("cpu"):
             pipe(torch.ones(1))
         pipe(torch.ones(1))
-    assert seen == [(True, False, False), (False, False, False), (False, True, True), (True, False, False)]
+    assert modes == [(True, False, False), (False, False, False), (False, True, True), (True, False, False)]
 
 
 def test_two_threads_may_use_one_pipe_by_turns() -> None:

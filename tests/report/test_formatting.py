@@ -40,7 +40,8 @@ def test_a_fact_is_shown_by_its_name(name: str, value: Any, shown: str) -> None:
 def test_no_control_character_survives(text: str) -> None:
     shown = one_line(text)
     assert not any(
-        unicodedata.category(one).startswith("C") and unicodedata.category(one) != "Cn" for one in shown
+        unicodedata.category(character).startswith("C") and unicodedata.category(character) != "Cn"
+        for character in shown
     )
     assert len(shown.splitlines()) <= 1
     assert one_line(shown) == shown

@@ -73,8 +73,8 @@ def document() -> dict[str, Any]:
     def refuse(constant: str) -> Any:
         raise AssertionError(f"{constant} is no JSON")
 
-    found: dict[str, Any] = json.loads(text.encode("ascii"), parse_constant=refuse)
-    return found
+    content: dict[str, Any] = json.loads(text.encode("ascii"), parse_constant=refuse)
+    return content
 
 
 def of_phase(document: dict[str, Any], phase: str) -> list[Event]:
@@ -116,7 +116,9 @@ def test_slices_of_a_row_do_not_overlap_and_name_their_work(document: dict[str, 
             event for event in of_phase(document, "X") if (event["tid"], event["pid"]) == (row, MEASURED)
         ]
         # Microseconds as floats: two ends computed differently may be a rounding apart.
-        assert all(one["ts"] + one["dur"] <= other["ts"] + 1e-6 for one, other in pairwise(slices))
+        assert all(
+            earlier["ts"] + earlier["dur"] <= later["ts"] + 1e-6 for earlier, later in pairwise(slices)
+        )
         for number in (0, 1):
             of_step = [event for event in slices if event["args"]["step"] == number]
             computed = [event["name"] for event in of_step if event["cat"] != "copy"]

@@ -69,7 +69,9 @@ def seal(run: Path, change: Callable[[dict[str, Any]], object] = lambda record: 
     record = json.loads((folder / manifest.MANIFEST).read_text())["record"]
     change(record)
     files = {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
-    facts = {name: FileDigest(len(one), hashlib.sha256(one).hexdigest()) for name, one in files.items()}
+    facts = {
+        name: FileDigest(len(content), hashlib.sha256(content).hexdigest()) for name, content in files.items()
+    }
     (folder / manifest.MANIFEST).write_bytes(manifest.encode(manifest.Manifest(facts, record)))
 
 
@@ -339,7 +341,7 @@ def test_any_value_in_a_record_gives_the_same_bits_or_one_line(tiny: Gpipe, tmp_
 
 def with_tensors(file: str, change: Callable[[dict[str, Tensor]], object], run: Path) -> None:
     path = run / SNAPSHOT / file
-    tensors = {name: one.clone() for name, one in decode(bytearray(path.read_bytes())).items()}
+    tensors = {name: tensor.clone() for name, tensor in decode(bytearray(path.read_bytes())).items()}
     change(tensors)
     path.write_bytes(b"".join(bytes(piece) for piece in encode(tensors)))
     seal(run)
@@ -350,7 +352,7 @@ def with_tensors(file: str, change: Callable[[dict[str, Tensor]], object], run: 
 @pytest.mark.parametrize("file", [manifest.MODEL, manifest.OPTIMIZER])
 def test_any_tensors_give_the_same_bits_or_one_line(tiny: Gpipe, tmp_path: Path, file: str) -> None:
     whole = decode(bytearray((trained(tiny, tmp_path) / SNAPSHOT / file).read_bytes()))
-    matrix = next(name for name, one in whole.items() if one.dim() == 2)
+    matrix = next(name for name, tensor in whole.items() if tensor.dim() == 2)
 
     def put(change: Callable[[Tensor], Tensor], tensors: dict[str, Tensor]) -> None:
         tensors[matrix] = change(tensors[matrix])
@@ -358,14 +360,14 @@ def test_any_tensors_give_the_same_bits_or_one_line(tiny: Gpipe, tmp_path: Path,
     changes: list[Callable[[dict[str, Tensor]], object]] = [
         partial(put, change)
         for change in (
-            lambda one: one.t().contiguous(),
-            lambda one: one.flatten(),
-            lambda one: one.half(),
-            lambda one: one.double(),
-            lambda one: one.view(torch.int32),
-            lambda one: one[:1].clone(),
-            lambda one: one[:0].clone(),
-            lambda one: one[0, 0].clone(),
+            lambda tensor: tensor.t().contiguous(),
+            lambda tensor: tensor.flatten(),
+            lambda tensor: tensor.half(),
+            lambda tensor: tensor.double(),
+            lambda tensor: tensor.view(torch.int32),
+            lambda tensor: tensor[:1].clone(),
+            lambda tensor: tensor[:0].clone(),
+            lambda tensor: tensor[0, 0].clone(),
         )
     ]
     changes += [

@@ -178,11 +178,11 @@ def test_a_mode_entered_inside_the_key_does_not_let_a_draw_past_it(draw: str) ->
 
 def test_every_operator_that_draws_is_keyed_or_says_whether_it_would_draw() -> None:
     """An operator of a later torch that is neither would be told of in every layer that uses it, or in none."""
-    found = {str(op): op for op in _random_operators()}
-    assert {"aten.bernoulli_.float", "aten.rand.default", "aten.native_dropout.default"} <= set(found)
+    operators = {str(op): op for op in _random_operators()}
+    assert {"aten.bernoulli_.float", "aten.rand.default", "aten.native_dropout.default"} <= set(operators)
     silent = {
         name
-        for name, op in found.items()
+        for name, op in operators.items()
         if _with_generator(op) is None
         and not {"dropout_p", "dropout", "train"} & {argument.name for argument in op._schema.arguments}
     }
@@ -239,11 +239,11 @@ def test_a_pipe_in_a_layer_of_another_leaves_the_outer_draws_as_they_are() -> No
 
 def test_other_threads_draw_from_the_default_generator_as_ever() -> None:
     def in_a_thread() -> Tensor:
-        found: list[Tensor] = []
-        thread = threading.Thread(target=lambda: found.append(torch.rand(4)))
+        drawn: list[Tensor] = []
+        thread = threading.Thread(target=lambda: drawn.append(torch.rand(4)))
         thread.start()
         thread.join()
-        return found[0]
+        return drawn[0]
 
     torch.manual_seed(0)
     plain = in_a_thread()

@@ -18,21 +18,21 @@ from gpipe_cli.torch_internals.thread_modes import CallerModes, current_saved_te
 class Dispatches(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[str] = []
+        self.calls: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func.overloadpacket.__name__)
+        self.calls.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
 
 
 class Functions(TorchFunctionMode):
     def __init__(self, log: list[Functions] | None = None) -> None:
         super().__init__()
-        self.seen: list[str] = []
+        self.calls: list[str] = []
         self.log = [] if log is None else log
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func.__name__)
+        self.calls.append(func.__name__)
         self.log.append(self)
         return func(*args, **(kwargs or {}))
 
@@ -75,8 +75,8 @@ def test_the_callers_modes_see_what_another_thread_does_and_only_while_entered()
         assert CallerModes.capture() is None
 
     in_another_thread(work)
-    assert "sin" in dispatches.seen and "cos" not in dispatches.seen
-    assert functions.seen == ["ones", "sin"]
+    assert "sin" in dispatches.calls and "cos" not in dispatches.calls
+    assert functions.calls == ["ones", "sin"]
 
 
 def test_modes_keep_their_order() -> None:

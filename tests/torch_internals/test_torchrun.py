@@ -27,17 +27,17 @@ def test_torchrun_shows_the_line_of_the_rank_that_failed_by_itself(
         as_rank(monkeypatch, rank, tmp_path / f"{rank}.json")
         leave_reason(line, of_another=rank == 0)
     failures = {rank: ProcessFailure(rank, 1, 7 - rank, str(tmp_path / f"{rank}.json")) for rank in (0, 1)}
-    told = str(ChildFailedError("gpipe", failures))
-    assert "traceback : gpipe: error: broken" in told.partition("Root Cause")[2]
+    message = str(ChildFailedError("gpipe", failures))
+    assert "traceback : gpipe: error: broken" in message.partition("Root Cause")[2]
 
 
 def test_only_rank_0_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
+    answers = []
     for rank in (0, 1):
         as_rank(monkeypatch, rank, "")
-        found.append(follows())
+        answers.append(follows())
         leave_reason("torchrun may not ask for it", of_another=False)
-    assert found == [False, True]
+    assert answers == [False, True]
 
 
 def test_without_torchrun_nothing_is_left_and_every_process_speaks(

@@ -72,7 +72,7 @@ def run(engine: Fake, steps: int, seed: int = 0) -> Iterator[TrainFact]:
 
 def test_every_epoch_ends_in_an_evaluation() -> None:
     facts = list(run(Fake(), steps=4))
-    assert [(type(one), one.step, one.epoch) for one in facts] == [
+    assert [(type(fact), fact.step, fact.epoch) for fact in facts] == [
         (StepResult, 1, 0),
         (StepResult, 2, 0),
         (EvalResult, 2, 0),
@@ -80,13 +80,13 @@ def test_every_epoch_ends_in_an_evaluation() -> None:
         (StepResult, 4, 1),
         (EvalResult, 4, 1),
     ]
-    assert [one.seconds for one in facts] == sorted(one.seconds for one in facts)
+    assert [fact.seconds for fact in facts] == sorted(fact.seconds for fact in facts)
 
 
 def test_a_run_may_end_in_the_middle_of_an_epoch() -> None:
     engine = Fake()
     facts = list(run(engine, steps=3))
-    assert [(type(one), one.step) for one in facts[-2:]] == [(StepResult, 3), (EvalResult, 3)]
+    assert [(type(fact), fact.step) for fact in facts[-2:]] == [(StepResult, 3), (EvalResult, 3)]
     assert [samples for samples, _, _ in engine.trained] == [4, 2, 4]
 
 
@@ -122,8 +122,8 @@ def test_the_rate_is_that_of_the_schedule_at_every_step() -> None:
 
 
 def test_an_evaluation_weighs_batches_by_their_samples() -> None:
-    found, seconds = evaluate(Fake(losses={3: 1.0, 1: 5.0}), batches(3, 1))
-    assert (found.loss, found.samples, found.means) == (2.0, 4, {"top1": 1.0})
+    result, seconds = evaluate(Fake(losses={3: 1.0, 1: 5.0}), batches(3, 1))
+    assert (result.loss, result.samples, result.means) == (2.0, 4, {"top1": 1.0})
     assert seconds > 0
 
 

@@ -52,17 +52,17 @@ def test_warm_up_may_be_a_fraction_of_the_run(total: int) -> None:
 
 @given(totals, st.floats(0, 1))
 def test_cosine_ends_where_it_is_told_to(total: int, final: float) -> None:
-    found = factors(Cosine(final=final), total)
-    assert found[0] == 1 and found[-1] == pytest.approx(final)
+    curve = factors(Cosine(final=final), total)
+    assert curve[0] == 1 and curve[-1] == pytest.approx(final)
 
 
 @given(st.integers(10, 300))
 def test_one_cycle_starts_peaks_and_ends_where_it_is_told_to(total: int) -> None:
-    found = factors(OneCycle(rise=0.3, start=0.04, final=0.0001), total)
-    assert found[0] == pytest.approx(0.04) and found[-1] == pytest.approx(0.0001)
-    peak = found.index(max(found))
-    assert found[: peak + 1] == sorted(found[: peak + 1])
-    assert found[peak:] == sorted(found[peak:], reverse=True)
+    curve = factors(OneCycle(rise=0.3, start=0.04, final=0.0001), total)
+    assert curve[0] == pytest.approx(0.04) and curve[-1] == pytest.approx(0.0001)
+    peak = curve.index(max(curve))
+    assert curve[: peak + 1] == sorted(curve[: peak + 1])
+    assert curve[peak:] == sorted(curve[peak:], reverse=True)
 
 
 def of_torch(
@@ -70,14 +70,14 @@ def of_torch(
 ) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = make(optimizer)
-    found = []
+    rates = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nothing is trained here, and torch says so
         for _ in range(total):
-            found.append(optimizer.param_groups[0]["lr"])
+            rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
-            scheduler.step() if len(found) < total else None
-    return found
+            scheduler.step() if len(rates) < total else None
+    return rates
 
 
 @pytest.mark.parametrize("total", [10, 37, 115])

@@ -75,8 +75,8 @@ def test_whatever_room_there_is_no_line_is_torn_lost_or_out_of_order(
         disk.room = 10**6 if ends_well else disk.room
         file.close()
     lines = [f"{line}\n".encode("utf-8", "backslashreplace") for line, _ in writes]
-    kept = len(lines) - file.lost
-    assert path.read_bytes() == b"".join(lines[:kept])
+    written = len(lines) - file.lost
+    assert path.read_bytes() == b"".join(lines[:written])
     assert not ends_well or (file.lost, file.trouble) == (0, None)
 
 
@@ -148,7 +148,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(
-    ("position", "kept"),
+    ("position", "remaining"),
     [
         (Position(), 0),
         (Position(3), 3),
@@ -163,12 +163,12 @@ ROWS = [
     "tail", ["", '{"step": 3, "split": "tr', "\0\0\0", '\0\0": 3}\n{"step": 99, "split": "eval"}\n']
 )
 def test_rows_after_the_position_and_torn_ones_are_cut(
-    tmp_path: Path, position: Position, kept: int, tail: str
+    tmp_path: Path, position: Position, remaining: int, tail: str
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS) + tail)
     truncate_metrics(path, metrics_length_at(path, position))
-    assert [json.loads(line) for line in path.read_text().splitlines()] == ROWS[:kept]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == ROWS[:remaining]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_line_that_was_never_a_row_is_told_before_any_row_is_lost(
     """`step: 1e999` ended in an OverflowError; any other such line took every row after it along, in silence."""
     lines = [json.dumps(row) for row in ROWS]
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f"{one}\n" for one in [*lines[:place], line, *lines[place:]]))
+    path.write_text("".join(f"{text}\n" for text in [*lines[:place], line, *lines[place:]]))
     before = path.read_bytes()
     with pytest.raises(
         RunError, match=rf"metrics.jsonl: line {place + 1} is not a row of metrics: .*repair it"

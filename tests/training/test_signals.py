@@ -131,11 +131,11 @@ def test_whatever_makes_the_items_is_ended_when_somebody_asks_to_stop() -> None:
 
 
 def test_who_listened_before_listens_again() -> None:
-    before = [signal.getsignal(one) for one in STOP_SIGNALS]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     with stop_requests() as stops:
-        assert not {signal.getsignal(one) for one in STOP_SIGNALS} & set(before)
+        assert not {signal.getsignal(number) for number in STOP_SIGNALS} & set(before)
         assert list(stops.until_stopped("abc")) == ["a", "b", "c"]
-    assert [signal.getsignal(one) for one in STOP_SIGNALS] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 def test_a_signal_that_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,31 +150,31 @@ def test_a_signal_that_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_outside_the_main_thread_nothing_is_touched() -> None:
-    found: list[str] = []
+    items: list[str] = []
 
     def run() -> None:
         with stop_requests() as stops:
-            found.extend(stops.until_stopped("ab"))
+            items.extend(stops.until_stopped("ab"))
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert found == ["a", "b"]
+    assert items == ["a", "b"]
 
 
 def test_processes_heed_what_any_of_them_was_asked_and_ask_each_other_until_then() -> None:
-    asked: list[int] = []
+    numbers: list[int] = []
 
     def agree(number: int) -> int:
-        asked.append(number)
-        return signal.SIGUSR1 if len(asked) == 2 else number
+        numbers.append(number)
+        return signal.SIGUSR1 if len(numbers) == 2 else number
 
     stops = StopRequests(SignalInbox(), agree=agree)
     assert stops.agreed() is None and stops.request is None
     for _ in range(2):  # agreed upon is agreed upon: nobody asks again
         request = stops.agreed()
         assert request is not None and request.reason == "SIGUSR1"
-    assert asked == [0, 0] and stops.request is not None
+    assert numbers == [0, 0] and stops.request is not None
 
 
 def test_a_patient_process_leaves_the_second_ctrl_c_to_its_launcher() -> None:

@@ -63,9 +63,9 @@ class Browser:
             pass
 
     def value(self, expression: str) -> Any:
-        found = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        answer = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def point_at(self, selector: str, *, across: float = 0.5) -> None:
         """Move the pointer to the first element of that kind, which is scrolled into view."""
@@ -108,8 +108,8 @@ class Browser:
 @contextlib.contextmanager
 def browser(folder: Path) -> Iterator[Browser]:
     assert CHROMIUM is not None
-    there, write = os.pipe()
-    read, back = os.pipe()
+    commands, write = os.pipe()
+    read, replies = os.pipe()
     flags = [
         "--headless",
         "--no-sandbox",
@@ -119,17 +119,17 @@ def browser(folder: Path) -> Iterator[Browser]:
     ]
     # The browser reads from 3 and writes to 4, which may be anything here: a process in between moves ours there.
     move = (
-        f"import fcntl, os, sys; far = [fcntl.fcntl(one, fcntl.F_DUPFD, 10) for one in ({there}, {back})]; "
+        f"import fcntl, os, sys; far = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in ({commands}, {replies})]; "
         "os.dup2(far[0], 3); os.dup2(far[1], 4); os.closerange(5, 100); "
         "os.execv(sys.argv[1], sys.argv[1:])"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", move, CHROMIUM, *flags, "about:blank"],
-        pass_fds=(there, back),
+        pass_fds=(commands, replies),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    for descriptor in (there, back):
+    for descriptor in (commands, replies):
         os.close(descriptor)
     try:
         yield Browser(write, read)

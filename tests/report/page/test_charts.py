@@ -26,10 +26,10 @@ def test_ticks_are_round_numbers() -> None:
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5000))
 def test_a_long_curve_keeps_its_spikes_and_its_ends(values: list[float]) -> None:
     points = [(float(step), value) for step, value in enumerate(values)]
-    kept = thin_points(points)
-    assert len(kept) <= MAX_POINTS + 2
-    assert kept == sorted(set(kept)) and set(kept) <= set(points) and kept[-1] == points[-1]
-    assert {min(values), max(values)} <= {value for _, value in kept}
+    thinned = thin_points(points)
+    assert len(thinned) <= MAX_POINTS + 2
+    assert thinned == sorted(set(thinned)) and set(thinned) <= set(points) and thinned[-1] == points[-1]
+    assert {min(values), max(values)} <= {value for _, value in thinned}
 
 
 def test_a_short_curve_stays_as_it_is() -> None:

@@ -48,7 +48,7 @@ def test_hostile_text_is_nowhere_an_element(tmp_path: Path) -> None:
 def test_a_run_whose_activations_are_unknown_says_what_counts_them(tmp_path: Path) -> None:
     run = write_training(tmp_path)
     sizes = {"device": "cpu", "layers": 3, "parameter_bytes": 40}
-    for known, told in (({}, True), ({"activation_bytes": 80}, False)):
+    for known, warns in (({}, True), ({"activation_bytes": 80}, False)):
         launch = {"command": "train", "commands": [], "partitions": [{**sizes, **known}]}
         (run / "launch.json").write_text(json.dumps(launch), encoding="utf-8")
-        assert ("The memory above does not include activations." in render_page([read_run(run)])) == told
+        assert ("The memory above does not include activations." in render_page([read_run(run)])) == warns

@@ -17,14 +17,14 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-ge
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with browser(tmp_path_factory.mktemp("chromium")) as one:
-        yield one
+    with browser(tmp_path_factory.mktemp("chromium")) as started:
+        yield started
 
 
 def shown(chromium: Browser, tmp_path: Path, *directories: Path, dark: bool = False) -> Browser:
     """The page of these runs, opened."""
     path = tmp_path / "page.html"
-    path.write_text(render_page([read_run(one) for one in directories]), encoding="utf-8")
+    path.write_text(render_page([read_run(directory) for directory in directories]), encoding="utf-8")
     chromium.errors.clear()
     chromium.open(path, dark=dark)
     return chromium

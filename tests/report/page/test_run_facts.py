@@ -93,7 +93,7 @@ def test_a_file_may_hold_anything(name: str, content: dict[str, Any], tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("told", "shown"),
+    ("command", "shown"),
     [
         ("gpipe train chunks=8", ("gpipe train chunks=8",)),
         ("gpipe train; rm -rf ~", ("gpipe 'train;' rm -rf '~'",)),
@@ -103,9 +103,9 @@ def test_a_file_may_hold_anything(name: str, content: dict[str, Any], tmp_path: 
     ],
 )
 def test_a_command_of_a_file_is_one_of_gpipe_or_none(
-    told: str, shown: tuple[str, ...], tmp_path: Path
+    command: str, shown: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert read_run(write_training(tmp_path, command=told)).commands == shown
+    assert read_run(write_training(tmp_path, command=command)).commands == shown
 
 
 def test_an_unfinished_run_tells_how_far_it_came(tmp_path: Path) -> None:

@@ -70,11 +70,11 @@ def write(run: Path, step: int = 4, saved: EngineState | None = None) -> Path:
 
 def test_what_is_saved_comes_back_to_the_bit(tmp_path: Path) -> None:
     saved = state()
-    found = open_snapshot(read_snapshot(write(tmp_path, saved=saved)))
-    assert found.record == record()
-    assert found.state.numbers == saved.numbers
+    restored = open_snapshot(read_snapshot(write(tmp_path, saved=saved)))
+    assert restored.record == record()
+    assert restored.state.numbers == saved.numbers
     for part in ("model", "buffers", "optimizer"):
-        before, now = getattr(saved, part), getattr(found.state, part)
+        before, now = getattr(saved, part), getattr(restored.state, part)
         assert before.keys() == now.keys()
         assert all(torch.equal(before[name], now[name]) for name in before)
 
@@ -82,7 +82,7 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path: Path) -> None:
 def test_equal_states_give_byte_equal_files(tmp_path: Path) -> None:
     saved = state()
     first, second = write(tmp_path / "a", saved=saved), write(tmp_path / "b", saved=saved)
-    assert {one.name for one in first.iterdir()} == {*manifest.FILES, manifest.MANIFEST}
+    assert {path.name for path in first.iterdir()} == {*manifest.FILES, manifest.MANIFEST}
     for path in first.iterdir():
         assert path.read_bytes() == (second / path.name).read_bytes()
 
@@ -243,9 +243,9 @@ def test_the_newest_valid_one_is_found_and_damaged_ones_are_named(tmp_path: Path
     assert [path.name for path in snapshot_paths(tmp_path)] == [f"step-{n:08d}" for n in (100, 20, 9)]
     newest = snapshot_path(tmp_path, 100)
     (newest / manifest.OPTIMIZER).write_bytes(b"")
-    found = newest_valid_snapshot(tmp_path)
-    assert found.newest is not None and found.newest.path == snapshot_path(tmp_path, 20)
-    assert list(found.damaged) == [newest] and manifest.OPTIMIZER in str(found.damaged[newest])
+    snapshots = newest_valid_snapshot(tmp_path)
+    assert snapshots.newest is not None and snapshots.newest.path == snapshot_path(tmp_path, 20)
+    assert list(snapshots.damaged) == [newest] and manifest.OPTIMIZER in str(snapshots.damaged[newest])
 
 
 def test_only_real_directories_with_the_right_name_are_snapshots(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_only_real_directories_with_the_right_name_are_snapshots(tmp_path: Path)
     (path.parent / "step-5").mkdir()
     (path.parent / "mine.tmp").mkdir()
     assert snapshot_paths(tmp_path) == [path]
-    assert [one.name for one in unfinished_paths(tmp_path)] == ["step-00000007.tmp"]
+    assert [path.name for path in unfinished_paths(tmp_path)] == ["step-00000007.tmp"]
     assert snapshot_paths(tmp_path / "nowhere") == []
 
 

@@ -83,9 +83,9 @@ def test_it_saves_every_epoch_after_its_evaluation(tmp_path: Path) -> None:
         follow(trained(1), trained(2))
         assert steps(tmp_path) == []
         follow(evaluated(2), trained(3))
-    found = newest_valid_snapshot(tmp_path).newest
-    assert found is not None
-    snapshot = open_snapshot(found)
+    newest = newest_valid_snapshot(tmp_path).newest
+    assert newest is not None
+    snapshot = open_snapshot(newest)
     assert snapshot.record.position.evaluated and steps(tmp_path) == [2]
     assert torch.equal(snapshot.state.model["weight"], torch.full((1000,), 2.0)), "the copy is of that step"
 
@@ -206,7 +206,7 @@ def test_an_interrupt_does_not_wait_for_a_save(tmp_path: Path, monkeypatch: pyte
         follow(trained(1))
         begun.wait(60)
         raise KeyboardInterrupt
-    assert not [one for one in threading.enumerate() if one.name == "gpipe-snapshot"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "gpipe-snapshot"]
 
 
 def test_an_unknown_metric_is_told_at_the_first_step(tmp_path: Path) -> None:
@@ -216,12 +216,12 @@ def test_an_unknown_metric_is_told_at_the_first_step(tmp_path: Path) -> None:
 
 
 def test_asking_twice_saves_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with keeping(tmp_path, Retention(100, 1, None)) as (one, follow):
+    with keeping(tmp_path, Retention(100, 1, None)) as (snapshots, follow):
         follow(trained(1))
-        one.save_now()
+        snapshots.save_now()
         monkeypatch.setattr(manager, "write_snapshot", None)
-        one.save_now()
-    assert steps(tmp_path) == [1] and replace(one.position, seconds=0.0).step == 1
+        snapshots.save_now()
+    assert steps(tmp_path) == [1] and replace(snapshots.position, seconds=0.0).step == 1
 
 
 @pytest.mark.parametrize(

@@ -36,25 +36,25 @@ def of_every_kind() -> dict[str, Tensor]:
 
 def test_every_kind_of_tensor_comes_back_to_the_bit() -> None:
     tensors = of_every_kind()
-    found = decode(file_of(tensors))
-    assert found.keys() == tensors.keys()
+    decoded = decode(file_of(tensors))
+    assert decoded.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-        assert torch.equal(bits(found[name]), bits(tensor))
+        assert decoded[name].dtype == tensor.dtype and decoded[name].shape == tensor.shape
+        assert torch.equal(bits(decoded[name]), bits(tensor))
 
 
 def test_anybodys_reader_reads_what_is_written() -> None:
     tensors = of_every_kind()
-    found = safetensors.torch.load(bytes(file_of(tensors)))
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name].float(), one.float()) for name, one in tensors.items())
+    loaded = safetensors.torch.load(bytes(file_of(tensors)))
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name].float(), tensor.float()) for name, tensor in tensors.items())
 
 
 def test_what_anybody_writes_is_read() -> None:
     """safetensors puts wide elements first too, but a file may have them anywhere."""
-    tensors = {name: one.contiguous() for name, one in of_every_kind().items()}
-    found = decode(bytearray(safetensors.torch.save(tensors, metadata={"format": "pt"})))
-    assert all(torch.equal(found[name].float(), one.float()) for name, one in tensors.items())
+    tensors = {name: tensor.contiguous() for name, tensor in of_every_kind().items()}
+    decoded = decode(bytearray(safetensors.torch.save(tensors, metadata={"format": "pt"})))
+    assert all(torch.equal(decoded[name].float(), tensor.float()) for name, tensor in tensors.items())
     byte = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
     number = {"dtype": "F32", "shape": [1], "data_offsets": [1, 5]}
     header = json.dumps({"a": byte, "b": number}).encode()
@@ -63,9 +63,9 @@ def test_what_anybody_writes_is_read() -> None:
 
 
 def test_equal_tensors_give_equal_bytes_whatever_their_order_or_layout() -> None:
-    one = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}
-    other = {"b": torch.ones(2), "a": torch.arange(6.0).reshape(2, 3).t().contiguous().t()}
-    assert file_of(one) == file_of(other)
+    first = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)}
+    second = {"b": torch.ones(2), "a": torch.arange(6.0).reshape(2, 3).t().contiguous().t()}
+    assert file_of(first) == file_of(second)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_equal_tensors_give_equal_bytes_whatever_their_order_or_layout() -> None
     ],
 )
 def test_what_cannot_be_written_says_why(value: Any, says: str | None) -> None:
-    found = unsupported_reason(value)
-    assert found is None if says is None else says in str(found)
+    reason = unsupported_reason(value)
+    assert reason is None if says is None else says in str(reason)
 
 
 HOSTILE = [
@@ -119,8 +119,8 @@ def test_no_change_to_a_header_leads_to_more_than_a_refusal(data: st.DataObject)
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, 8 + length - 1))] = data.draw(st.integers(0, 255))
     try:
-        found = decode(content)
+        decoded = decode(content)
     except BadTensors:
         return
-    assert sum(one.nbytes for one in found.values()) <= len(content)
-    assert json.dumps(list(found))
+    assert sum(tensor.nbytes for tensor in decoded.values()) <= len(content)
+    assert json.dumps(list(decoded))

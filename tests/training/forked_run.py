@@ -1,6 +1,6 @@
-"""A whole training run in a process of its own, as `gpipe train` wires it but without a command line.
+"""A complete training run in a forked process, set up like `gpipe train` but without a command line.
 
-Processes are forked from the one that has torch loaded, so a run takes moments and hundreds can be killed.
+The process is forked after torch was imported, so a run takes moments and a test can kill hundreds of them.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from gpipe_cli.training.snapshot.manager import Retention, SnapshotManager, save
 from gpipe_cli.training.snapshot.manifest import newest_valid_snapshot, rewind_snapshots
 
 BATCH = 6
-SAMPLES = 22  # the last of four mini-batches is a short one
-STEPS = 10  # two epochs and a half
+SAMPLES = 22  # the last of four mini-batches is short
+STEPS = 10  # two and a half epochs
 Spoil = Callable[[Snapshot, EngineState], Snapshot]
-"""Takes something out of a snapshot; it is given the state of an engine that has not trained, to put in its place."""
+"""Replaces part of a snapshot with the same part of an untrained engine's state."""
 
 
 @final
 class Counting(nn.Module):
-    """Remembers in a buffer that no state_dict holds."""
+    """Counts its calls in a non-persistent buffer."""
 
-    seen: Tensor
+    calls: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
 
     def forward(self, input: Tensor) -> Tensor:
         if self.training:
-            self.seen.add_(1)
-        return input * (1 + 0.001 * float(self.seen))
+            self.calls.add_(1)
+        return input * (1 + 0.001 * float(self.calls))
 
 
 @final
 class Decaying(torch.optim.SGD):
-    """Changes one of its own settings."""
+    """Changes one of its own hyperparameters at every step."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -78,15 +78,15 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @final
 @dataclass(frozen=True)
 class Case:
-    """How to train; all but `balance`, `slices` and `workers` decides the bits."""
+    """How to train; everything except `balance`, `slices` and `workers` affects the bits."""
 
     optimizer: str = "adamw"
     clip: float | None = None
     precision: str = "fp32"
     balance: tuple[int, ...] = ()
-    """None: the engine `single`."""
+    """Empty: the engine `single`."""
     slices: int = 0
-    """Not 0: the engine `offload`, on the disk."""
+    """Not 0: the engine `offload`, to disk."""
     workers: int = 0
     every: int | None = 3
     keep: int = 2
@@ -94,7 +94,7 @@ class Case:
 
 @final
 class Numbered:
-    """Samples that carry their own number."""
+    """Samples whose first feature is their index."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -131,7 +131,7 @@ def make_engine(case: Case) -> Engine:
 
 
 def warm_up() -> None:
-    """Let torch import, once and before any fork, what it only imports at a first step."""
+    """Import, once and before any fork, what torch imports lazily in a first step."""
     make_engine(Case()).train_step(next(_batches(0, 0, Case()))[0], 0, 0.0)
 
 
@@ -144,17 +144,17 @@ def run(
     at_fact: Callable[[int], None] = lambda count: None,
     in_evaluation: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train to the end, going on from whatever the directory holds."""
+    """Train to the end, resuming from the newest snapshot in the directory if there is one."""
     torch.set_num_threads(1)
     directory.mkdir(exist_ok=True)
     engine = make_engine(case)
-    found = newest_valid_snapshot(directory).newest
+    newest = newest_valid_snapshot(directory).newest
     opened = open_large_snapshot if case.slices else open_snapshot
-    snapshot = None if found is None else opened(found)
+    snapshot = None if newest is None else opened(newest)
     if snapshot is not None:
         if spoil is not None:
             fresh = make_engine(case)
-            fresh.train_step(next(_batches(0, 0, case))[0], 0, 0.0)  # so that its optimizer has a state
+            fresh.train_step(next(_batches(0, 0, case))[0], 0, 0.0)  # so that its optimizer has state
             snapshot = spoil(snapshot, fresh.state())
         engine.load_state(snapshot.state)
     start = Position() if snapshot is None else snapshot.record.position
@@ -162,11 +162,11 @@ def run(
     rows = directory / "metrics.jsonl"
     truncate_metrics(rows, metrics_length_at(rows, start))
     spec = TrainSpec(steps, batch_count(SAMPLES, BATCH), lr=0.1, lr_schedule=Cosine(), seed=5)
-    seen: list[list[float]] = []
+    sample_numbers: list[list[float]] = []
 
     def train_batches(epoch: int, first: int) -> Iterator[Batch]:
         for batch, numbers in _batches(epoch, first, case):
-            seen.append(numbers)
+            sample_numbers.append(numbers)
             yield batch
 
     record = None if snapshot is None else snapshot.record
@@ -185,7 +185,7 @@ def run(
 
         facts = train(engine, spec, train_batches, lambda epoch: stops.until_stopped(held_out(epoch)), start)
         for count, fact in enumerate(save_and_stop(facts, snapshots, stops)):
-            metrics.write(_row(fact, seen))
+            metrics.write(_row(fact, sample_numbers))
             at_fact(count)
     engine.close()
 
@@ -198,9 +198,9 @@ def _batches(epoch: int, first: int, case: Case) -> Iterator[tuple[Batch, list[f
         yield (input, target), input[:, 0].tolist()
 
 
-def _row(fact: TrainFact, seen: list[list[float]]) -> dict[str, Any]:
+def _row(fact: TrainFact, sample_numbers: list[list[float]]) -> dict[str, Any]:
     kind = "eval" if isinstance(fact, EvalResult) else "train"
-    samples = seen[-1] if kind == "train" else []
+    samples = sample_numbers[-1] if kind == "train" else []
     return {
         "step": fact.step,
         "split": kind,
@@ -212,23 +212,23 @@ def _row(fact: TrainFact, seen: list[list[float]]) -> dict[str, Any]:
 
 def result(directory: Path) -> dict[str, Any]:
     """Everything that must not depend on how often a run was killed: bytes of the tensors, record, rows."""
-    found = newest_valid_snapshot(directory)
-    assert found.newest is not None and not found.damaged
-    record: dict[str, Any] = dict(found.newest.manifest.record)
+    snapshots = newest_valid_snapshot(directory)
+    assert snapshots.newest is not None and not snapshots.damaged
+    record: dict[str, Any] = dict(snapshots.newest.manifest.record)
     del record["seconds"]
     record["evaluation"] = {
         key: value for key, value in record["evaluation"].items() if key not in ("took", "seconds")
     }
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return {
-        "files": {name: bytes(one) for name, one in found.newest.contents.items()},
+        "files": {name: bytes(content) for name, content in snapshots.newest.contents.items()},
         "record": record,
         "rows": rows,
     }
 
 
 def in_a_child(work: Callable[[], None]) -> int:
-    """Run it in a forked process; how that ended, as the negative number of a signal or as an exit code."""
+    """Run `work` in a forked process; return its exit code, or the negative number of the signal that ended it."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -243,11 +243,11 @@ def in_a_child(work: Callable[[], None]) -> int:
 
 
 def kill_at(count: int) -> Callable[[int], None]:
-    """End the process, as the system would, when that many facts have been written down."""
+    """Kill the process once `count` facts have been recorded."""
 
     def at_fact(now: int) -> None:
         if now == count:
-            for thread in threading.enumerate():  # a save that was begun is another test's business
+            for thread in threading.enumerate():  # another test kills the process during a save
                 if thread.name == "gpipe-snapshot":
                     thread.join()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -257,9 +257,9 @@ def kill_at(count: int) -> Callable[[int], None]:
 
 @final
 class DeadlyDisk:
-    """`os` for the file that writes: the process is killed at the n-th call that changes the disk.
+    """A stand-in for `os` that kills the process at the n-th call that changes the disk.
 
-    A write is done by half first.
+    A fatal write first writes half of its data.
     """
 
     def __init__(self, deadly: int) -> None:
@@ -287,7 +287,7 @@ def with_deadly_disk(directory: Path, case: Case, deadly: int) -> None:
 
 
 def without(part: str, names: str) -> Spoil:
-    """Leave out those tensors of a part of the state whose names contain the text."""
+    """Replace the tensors of a part of the state whose names contain `names` with untrained ones."""
 
     def spoil(snapshot: Snapshot, fresh: EngineState) -> Snapshot:
         before, new = getattr(snapshot.state, part), getattr(fresh, part)
