@@ -52,6 +52,7 @@ class _SharedSums:
     def sum(self, begin: int, end: int) -> int:
         sums, counted = self._by_begin.setdefault(begin, ([0], set()))
         for layer in self._layers[begin + len(sums) - 1 : end]:
+            # Each call continues where the last one for this begin stopped, so all ends together take one pass.
             new = layer.keys() - counted
             counted |= new
             sums.append(sums[-1] + sum(layer[key] for key in new))
@@ -84,6 +85,7 @@ class MemoryObjective:
         self._saved = _SharedSums([layer.saved for layer in layers])
 
     def cost(self, partition: int, begin: int, end: int) -> float:
+        # Stashed before the partition and popped in it: such a skip arrives as part of the input.
         skips = sum(skip.bytes for skip in self._skips if skip.begin < begin <= skip.end < end)
         activations = self._spec.peaks[partition].bytes(
             self._saved.sum(begin, end), self._layers[begin].input + skips
@@ -94,6 +96,7 @@ class MemoryObjective:
         reach = 1  # doubled, since sums far beyond the limit are never needed
         while begin + reach < self.layers and self.cost(partition, begin, begin + reach) <= limit:
             reach *= 2
+        # The bytes never shrink as `end` grows, so the ends are sorted by them.
         ends = range(begin + 1, min(begin + reach, self.layers) + 1)
         return begin + bisect_right(ends, limit, key=lambda end: self.cost(partition, begin, end))
 

@@ -66,6 +66,7 @@ def balance(
             within is None or within.fits(balance)
         )
 
+    # The solver only bounds the slowest partition. Of balances about as good, the simulator finds the shortest step.
     chosen = best_nearby(
         tuple(solution.balance),
         as_good,

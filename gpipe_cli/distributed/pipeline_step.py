@@ -76,6 +76,7 @@ def _prepare(link: P2PLink, forward: Forward, inputs: Inputs, count: int, dtype:
     """Split the batch; the first process sends the number of rows, because the others may have no inputs to count."""
     own = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     batch = Batch(own, "inputs") if own else None
+    # A collective, in which all processes learn whether the first has inputs: if not, all of them raise.
     rows = link.from_first(NO_INPUTS if batch is None else batch.rows)
     if rows == NO_INPUTS:
         if link.is_first:
@@ -243,6 +244,7 @@ class P2PLink:
 
     def send_forward(self, tensors: Sequence[Tensor]) -> None:
         needs_grad = [tensor.requires_grad for tensor in tensors]
+        # Whether a tensor needs a gradient travels along: the receiver decides by it what to send back.
         self._send(tuple(tensor.detach() for tensor in tensors), needs_grad, self.rank + 1)
 
     def receive_forward(self) -> PartitionInput:

@@ -91,6 +91,7 @@ class Stage(nn.Module):
                 self._half_done = saved
             else:
                 entering = partition.backward(saved, leaving, keep_graph=False)
+        # The graph is freed here, unless the weight half of a split backward still needs it.
         del state.saved[partition.index, micro_batch]
         return self._gradients_of_input(entering, passing)
 
@@ -118,6 +119,7 @@ class Stage(nn.Module):
             return self._state.inputs[micro_batch], {}
         boundary = self._entering
         count = len(boundary.value)
+        # Leaves of a graph of our own: torch's backward ends at this stage's node, and ours starts inside it.
         tensors = [tensor.detach() for tensor in received]
         kinds = dict(boundary.skips)
         skips = dict(zip(boundary.skip_names, tensors[count:], strict=True))
@@ -188,6 +190,7 @@ class Stage(nn.Module):
             yield
         except BaseException as error:
             state, partition = self._state, self._partition
+            # The first failure wins: later ones follow from it.
             state.failure = state.failure or error
             saved = state.saved.get((partition.index, micro_batch))
             action = Action(kind, partition.index, micro_batch)

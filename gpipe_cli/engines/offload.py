@@ -116,6 +116,7 @@ class Slicing:
         assert spec.make_sample is not None, "an engine that offloads needs to know the sizes of activations"
         recomputed = [self._recomputed] * len(balance)
         reserve = partial(boundary_bytes, spec.module, balance, recomputed, spec.make_sample)
+        # Space is reserved before a parameter moves, so a disk that is too small fails with the model still intact.
         tier = make_tier(self.to, device, spec, reserve)
         parameters = SlicedParameters.of(spec.module, balance)
         parameters.place_shared([device], spec.value_of)

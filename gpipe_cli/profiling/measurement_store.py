@@ -95,6 +95,7 @@ class MeasurementStore:
 
     @staticmethod
     def _path(folder: Path, key: Key) -> Path:
+        # Only the file's name depends on the digest: the file repeats the key, and loading compares it.
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
         return folder / f"{digest}.json"
 

@@ -78,6 +78,7 @@ def _scaled(value: Any, shape: Sequence[int]) -> Any:
     if not isinstance(value, Tensor):
         return value
     sides = _SIDES[: len(shape)]
+    # An optimizer that flattens its parameter keeps a row of as many elements.
     if value.dim() == 1 and len(shape) > 1 and value.numel() == prod(sides):
         return value.new_empty(prod(shape), device="meta")
     return value.new_empty(
@@ -87,6 +88,7 @@ def _scaled(value: Any, shape: Sequence[int]) -> Any:
 
 def _state_after_a_step(make: MakeOptimizer, dimensions: int, dtype: torch.dtype) -> dict[str, Any]:
     tiny = nn.Parameter(torch.ones(_SIDES[:dimensions], dtype=dtype))
+    # Optimizers create their state in the first update, and only for parameters with a gradient.
     tiny.grad = torch.ones_like(tiny)
     with without_compiler():
         optimizer = make([tiny])

@@ -86,7 +86,9 @@ class SavedTensors:
         )
 
     def _pack(self, tensor: Tensor) -> Tensor:
+        # Autograd calls this at the moment of saving; the tensor itself is kept, so backward runs as without the hook.
         storage = storage_of(tensor)
         if storage not in self._parameters:
+            # The whole storage, even if a small view was saved: the view keeps all of it alive.
             self.storages[storage] = tensor.untyped_storage().nbytes()
         return tensor

@@ -87,12 +87,14 @@ def record_steps(
         with recording(pipe) as record:
             for _ in range(steps):
                 pipe.step(input, target, loss, key=0)
+                # After each step, which also waits for the events of a device: steps must not overlap in the record.
                 recorded.append(StepTimeline(tuple(record.pieces())))
                 record.clear()
     return recorded
 
 
 def median_step(steps: Sequence[StepTimeline]) -> StepTimeline:
+    # A step that really happened, not medians of its parts, whose pieces would not fit together.
     return sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
 
 

@@ -223,6 +223,8 @@ class StopRequests:
     def _own_request(self) -> int:
         if self._inbox.first is not None:
             return self._inbox.first
+        # The reserve is the time that a clean stop takes, so that it ends before the deadline instead of starting
+        # there.
         late = self._deadline is not None and time.monotonic() + self.reserve >= self._deadline
         return TIME_LIMIT if late else NO_REQUEST
 

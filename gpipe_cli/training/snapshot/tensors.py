@@ -59,6 +59,7 @@ def encode(
 
     fetch: for outlines of a TensorFile or the like, returns the tensor itself when its turn has come.
     """
+    # Sorted, so that the bytes do not depend on the order in which the model names its tensors.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     entries, end = {}, 0
     for name in order:
