@@ -96,10 +96,10 @@ def _check(axes: Sequence[Axis], world_size: int) -> None:
     if any(size < 1 for _, size in axes):
         raise ConfigError(f"process groups {axes}: every axis needs at least one process")
     if math.prod(size for _, size in axes) != world_size:
-        asked = " x ".join(f"{name} {size}" for name, size in axes)
+        sizes = " x ".join(f"{name} {size}" for name, size in axes)
         wanted = math.prod(size for _, size in axes)
         raise ConfigError(
-            f"process groups {asked} are {wanted} processes, there are {world_size}; "
+            f"process groups {sizes} are {wanted} processes, there are {world_size}; "
             "start as many as the sizes multiply to"
         )
 

@@ -79,19 +79,22 @@ def begin_sending(
     tensors: Mapping[str, Tensor], notes: Any, to: int, group: ProcessGroup, device: torch.device
 ) -> list[Sending]:
     """The same without waiting: two neighbours that send to each other and wait would deadlock."""
-    table = [[name, _dtype_name(one), list(one.shape)] for name, one in tensors.items()]
+    table = [[name, _dtype_name(tensor), list(tensor.shape)] for name, tensor in tensors.items()]
     text = _bytes([table, notes]).to(device)
     length = torch.tensor([len(text)], device=device)
     # The receiver allocates by the length, reads the table, then takes the tensors in its order: messages between two
     # ranks arrive in the order of sending. Both sides leave out empty tensors.
-    messages = [length, text, *(_raw(one.to(device)) for one in tensors.values() if one.numel())]
-    return [Sending(_begun(distributed.isend(one, group=group, group_dst=to)), one) for one in messages]
+    messages = [length, text, *(_raw(tensor.to(device)) for tensor in tensors.values() if tensor.numel())]
+    return [
+        Sending(_begun(distributed.isend(message, group=group, group_dst=to)), message)
+        for message in messages
+    ]
 
 
 def receive_tensors(source: int, group: ProcessGroup, device: torch.device) -> tuple[dict[str, Tensor], Any]:
     """What rank `source` sends with `send_tensors`; the tensors are on the CPU."""
     received, notes = receive_on_device(source, group, device)
-    return {name: one.cpu() for name, one in received.items()}, notes
+    return {name: tensor.cpu() for name, tensor in received.items()}, notes
 
 
 def receive_on_device(

@@ -115,8 +115,8 @@ class _Step:
         if not self.link.is_last:
             return None
         if isinstance(outputs[0], Tensor) and outputs[0].dim() == 0:
-            return self._mean([one for one in outputs if isinstance(one, Tensor)])
-        tensors, template = gather([flatten(one, "output") for one in outputs])
+            return self._mean([output for output in outputs if isinstance(output, Tensor)])
+        tensors, template = gather([flatten(output, "output") for output in outputs])
         return unflatten(template, tensors)
 
     def train(self, backward: Backward) -> Tensor | None:
@@ -166,7 +166,7 @@ class _Step:
         def cast(tensor: Tensor) -> Tensor:
             return tensor.to(self.dtype) if self.dtype is not None and tensor.is_floating_point() else tensor
 
-        return cast(value) if isinstance(value, Tensor) else tuple(cast(one) for one in value)
+        return cast(value) if isinstance(value, Tensor) else tuple(cast(tensor) for tensor in value)
 
     def _mean(self, losses: Sequence[Tensor]) -> Tensor:
         weighted = [loss * (part.size / self.rows) for loss, part in zip(losses, self.parts, strict=True)]
@@ -200,7 +200,7 @@ def _backward(output: Any, gradient: Any) -> None:
     # A tensor that no later process used has no gradient, and adds nothing.
     used = [pair for pair in pairs if pair[1] is not None or gradient is None]
     if used:
-        torch.autograd.backward([one for one, _ in used], [other for _, other in used])
+        torch.autograd.backward([tensor for tensor, _ in used], [grad for _, grad in used])
 
 
 @final

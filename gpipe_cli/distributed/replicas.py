@@ -51,27 +51,27 @@ class Replicas:
         """Merge the buffers that a step changed; share: this replica's fraction of all samples."""
         if not before:
             return
-        changed = torch.tensor([not torch.equal(one.buffer.get(), one.value) for one in before])
+        changed = torch.tensor([not torch.equal(saved.buffer.get(), saved.value) for saved in before])
         # What any replica changed is merged by all: one without samples changed nothing, but must join the same
         # collectives.
         flags = self._sum(changed).tolist()
-        buffers = [one.buffer.get() for one, flag in zip(before, flags, strict=True) if flag]
+        buffers = [saved.buffer.get() for saved, flag in zip(before, flags, strict=True) if flag]
         for group in _by_dtype(buffers):
-            flat = torch.cat([one.flatten() for one in group])
+            flat = torch.cat([tensor.flatten() for tensor in group])
             if flat.is_floating_point():
                 distributed.all_reduce(flat.mul_(share), group=self._coords.data)
             else:
                 distributed.all_reduce(flat, distributed.ReduceOp.MAX, group=self._coords.data)
-            for buffer, one in zip(group, _cut(flat, group), strict=True):
-                buffer.copy_(one)
+            for buffer, tensor in zip(group, _cut(flat, group), strict=True):
+                buffer.copy_(tensor)
 
     def merge_moments(self, batch_norms: Sequence[DeferredBatchNorm]) -> None:
         """Merge the moments of each deferred batch norm over all replicas, in the order of replicas."""
         if not self.several or not batch_norms:
             return
-        own = torch.cat([_numbers(one) for one in batch_norms])
+        own = torch.cat([_numbers(batch_norm) for batch_norm in batch_norms])
         rows = gather_numbers(own, self._coords.data, self._coords.device)
-        sizes = [1 + 2 * one.num_features for one in batch_norms]
+        sizes = [1 + 2 * batch_norm.num_features for batch_norm in batch_norms]
         for batch_norm, *of_replicas in zip(
             batch_norms, *(torch.split(row, sizes) for row in rows), strict=True
         ):
@@ -89,7 +89,9 @@ def summed_gradients(
         torch.tensor([parameter.grad is not None for parameter in parameters]), group, device
     )
     # Replicas may have gradients of different parameters, but must reduce tensors of one length: zeros fill the gaps.
-    wanted = [parameter for parameter, there in zip(parameters, present.tolist(), strict=True) if there]
+    wanted = [
+        parameter for parameter, is_present in zip(parameters, present.tolist(), strict=True) if is_present
+    ]
     for alike in _by_dtype(wanted):
         flat = torch.cat([_gradient(parameter).flatten() for parameter in alike])
         distributed.all_reduce(flat, group=group)
@@ -98,14 +100,16 @@ def summed_gradients(
 
 def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     # The sort is stable, so every rank lays the tensors end to end in the same order.
-    for _, group in groupby(sorted(tensors, key=lambda one: str(one.dtype)), key=lambda one: one.dtype):
+    for _, group in groupby(
+        sorted(tensors, key=lambda tensor: str(tensor.dtype)), key=lambda tensor: tensor.dtype
+    ):
         yield list(group)
 
 
 def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Split a concatenated tensor into the original shapes."""
-    pieces = torch.split(flat, [one.numel() for one in like])
-    return [piece.view_as(one) for piece, one in zip(pieces, like, strict=True)]
+    pieces = torch.split(flat, [tensor.numel() for tensor in like])
+    return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -114,11 +118,11 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 def _numbers(batch_norm: DeferredBatchNorm) -> Tensor:
     """A count, means and squared deviations; the count is 0 for a replica without samples."""
-    seen = batch_norm.pending
-    if seen is None:
+    moments = batch_norm.pending
+    if moments is None:
         return torch.zeros(1 + 2 * batch_norm.num_features, dtype=torch.float64)
-    count = torch.tensor([seen.count], dtype=torch.float64)
-    return torch.cat([count, seen.mean.cpu().double(), seen.deviation.cpu().double()])
+    count = torch.tensor([moments.count], dtype=torch.float64)
+    return torch.cat([count, moments.mean.cpu().double(), moments.deviation.cpu().double()])
 
 
 def _merged(batch_norm: DeferredBatchNorm, of_replicas: Sequence[Tensor]) -> Moments | None:
@@ -129,6 +133,6 @@ def _merged(batch_norm: DeferredBatchNorm, of_replicas: Sequence[Tensor]) -> Mom
         count = int(numbers[0])
         if count:
             mean, deviation = numbers[1:].to(batch_norm.running_mean.device, precise).chunk(2)
-            seen = Moments(count, mean, deviation)
-            merged = seen if merged is None else merged.merge(seen)
+            moments = Moments(count, mean, deviation)
+            merged = moments if merged is None else merged.merge(moments)
     return merged

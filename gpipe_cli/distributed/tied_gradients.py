@@ -41,10 +41,10 @@ class TiedGradients:
         # All ranks agree first on which gradients exist: a receive of one that does not would never end. Then all walk
         # the same list in the same order, so that each blocking send meets its receive.
         present = self._present(gradients)
-        for (parameter, users), of_uses, is_there in zip(self._shared, gradients, present, strict=True):
+        for (parameter, users), of_uses, has_gradient in zip(self._shared, gradients, present, strict=True):
             total: Tensor | None = None
-            for user, gradient, there in zip(users, of_uses, is_there, strict=True):
-                if there:
+            for user, gradient, is_present in zip(users, of_uses, has_gradient, strict=True):
+                if is_present:
                     total = self._added_at_owner(total, parameter, users, user, gradient)
             if total is not None:
                 accumulate(parameter, total)
@@ -54,8 +54,8 @@ class TiedGradients:
         if not self._between_ranks:
             return
         has_gradient = self._present([[parameter.grad] for parameter, _ in self._shared])
-        for (parameter, users), (there,) in zip(self._shared, has_gradient, strict=True):
-            if not there:
+        for (parameter, users), (present,) in zip(self._shared, has_gradient, strict=True):
+            if not present:
                 continue
             owner = self._ranks[users[0]]
             for rank in sorted({self._ranks[user] for user in users} - {owner}):
@@ -76,12 +76,12 @@ class TiedGradients:
         """At the owner, `total` plus the gradient of one use in whichever process; elsewhere None."""
         rank, owner = self._ranks[user], self._ranks[users[0]]
         if self._coords.rank == owner:
-            found = self._received(parameter, rank) if rank != owner else gradient
-            assert found is not None, "it is said to be there"
+            addend = self._received(parameter, rank) if rank != owner else gradient
+            assert addend is not None, "the ranks agreed that this use has a gradient"
             # In the order of the layers, whichever process they are in: that order decides the bits.
-            return found if total is None else total + found
+            return addend if total is None else total + addend
         if self._coords.rank == rank:
-            assert gradient is not None, "it is said to be there"
+            assert gradient is not None, "the ranks agreed that this use has a gradient"
             distributed.send(gradient.contiguous(), group=self._coords.pipe, group_dst=owner)
         return None
 
@@ -99,8 +99,8 @@ class TiedGradients:
         flat = torch.tensor([flag for of_uses in flags for flag in of_uses], dtype=torch.int32)
         flat = flat.to(self._coords.device)
         distributed.all_reduce(flat, group=self._coords.pipe)
-        found = iter(flat.tolist())
-        return [[bool(next(found)) for _ in of_uses] for of_uses in flags]
+        values = iter(flat.tolist())
+        return [[bool(next(values)) for _ in of_uses] for of_uses in flags]
 
     def _uses(self, users: Sequence[int]) -> bool:
         return any(self._ranks[user] == self._coords.rank for user in users)

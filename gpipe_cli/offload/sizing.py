@@ -95,6 +95,6 @@ def boundary_bytes(
     arriving = [facts.partition_input(*part) for part in pairwise(accumulate(balance))]
     # The input of the first slice is the caller's, and stays.
     return sum(
-        count * (one.bytes + ALIGNMENT * len(one.shapes))
-        for count, one in zip(recomputed[1:], arriving, strict=True)
+        count * (boundary.bytes + ALIGNMENT * len(boundary.shapes))
+        for count, boundary in zip(recomputed[1:], arriving, strict=True)
     )

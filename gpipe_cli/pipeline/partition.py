@@ -121,7 +121,7 @@ class Partition:
         self._buffers_before = self._buffers_before or before
         saved = _saved_for_backward(inputs, task)
         # Whether the layers write their input is not known yet, so a checkpointed task keeps a copy in any case.
-        given, kept = self._given_and_kept(inputs, copies=task.checkpointed)
+        given, recompute_inputs = self._forward_and_recompute_inputs(inputs, copies=task.checkpointed)
         versions = _versions(given)
         detector = None if task.whole_graph else GraphLeakDetector(saved.sink, modules, self.others)
         with torch.set_grad_enabled(task.batch.state.grad), BufferCopies(buffers) as copies:
@@ -149,7 +149,7 @@ class Partition:
             # Dropping the roots frees the graph: from here on this is a checkpointed forward like any other.
             saved.roots, saved.node_numbers = (), ()
             saved.buffers = tuple(item for item in before if item.buffer in traits.changed_buffers)
-            self._keep_inputs(saved, kept if traits.writes_input else inputs, traits)
+            self._keep_inputs(saved, recompute_inputs if traits.writes_input else inputs, traits)
         return packed, saved
 
     def _forward_checkpointed(
@@ -157,7 +157,7 @@ class Partition:
     ) -> tuple[tuple[PartitionInput, ...], SavedForBackward]:
         saved = _saved_for_backward(inputs, task)
         saved.buffers = save_buffers(traits.changed_buffers)
-        given, kept = self._given_and_kept(inputs, copies=traits.writes_input)
+        given, recompute_inputs = self._forward_and_recompute_inputs(inputs, copies=traits.writes_input)
         if self.index == 0:
             task.written_inputs.update(traits.written_inputs)
         versions = _versions(given)
@@ -179,14 +179,14 @@ class Partition:
                 "be recomputed. Use checkpoint='never'"
             )
         saved.roots, saved.node_numbers = (), ()
-        self._keep_inputs(saved, kept, traits)
+        self._keep_inputs(saved, recompute_inputs, traits)
         # Without grad, autograd tracked none of the outputs; the receiver must treat them as recompute will.
         return tuple(
             output.as_if_tracked(needed, aliases)
             for output, needed, aliases in zip(packed, traits.needs_grad, traits.aliases, strict=True)
         ), saved
 
-    def _given_and_kept(
+    def _forward_and_recompute_inputs(
         self, inputs: tuple[PartitionInput, ...], *, copies: bool
     ) -> tuple[tuple[PartitionInput, ...], tuple[PartitionInput, ...]]:
         """What the layers receive now, and what recompute will receive.

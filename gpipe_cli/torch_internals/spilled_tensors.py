@@ -71,18 +71,18 @@ class Spilling(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._known[key] = _Spilled(key, weakref.ref(storage, lambda _: self._known.pop(key, None)))
         return known
 
-    def _touch(self, one: _Spilled) -> None:
-        one.fill()
-        self._known[one.key] = self._known.pop(one.key)
+    def _touch(self, storage_state: _Spilled) -> None:
+        storage_state.fill()
+        self._known[storage_state.key] = self._known.pop(storage_state.key)
 
     def _put_away(self, besides: list[_Spilled]) -> None:
-        held = sum(one.held_bytes for one in self._known.values())
-        for one in list(self._known.values()):
+        held = sum(storage_state.held_bytes for storage_state in self._known.values())
+        for storage_state in list(self._known.values()):
             if held <= self._in_memory:
                 return
-            if one not in besides:
-                held -= one.held_bytes
-                one.put_away(self._make_room)
+            if storage_state not in besides:
+                held -= storage_state.held_bytes
+                storage_state.put_away(self._make_room)
 
 
 @final
@@ -127,6 +127,8 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _storages(*values: Any) -> dict[int, torch.UntypedStorage]:
-    tensors = [one for one in tree_leaves(values) if isinstance(one, Tensor) and one.layout is torch.strided]
-    found = [one.untyped_storage() for one in tensors]
-    return {id(storage): storage for storage in found if storage.device.type == "cpu"}
+    tensors = [
+        leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.layout is torch.strided
+    ]
+    storages = [leaf.untyped_storage() for leaf in tensors]
+    return {id(storage): storage for storage in storages if storage.device.type == "cpu"}

@@ -137,7 +137,7 @@ def test_what_is_not_there_is_named(devices: Any, says: str) -> None:
 def test_workers_that_share_the_cpu_get_one_thread_each(
     monkeypatch: pytest.MonkeyPatch, threads: Any, devices: list[torch.device], expected: int
 ) -> None:
-    told: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", told.append)
+    thread_counts: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", thread_counts.append)
     assert set_threads(threads, devices) == expected
-    assert told == [expected]
+    assert thread_counts == [expected]
