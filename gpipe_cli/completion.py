@@ -34,7 +34,7 @@ def complete(words: list[str], hydra: Hydra) -> None:
     if len(words) != 1 or task not in TASKS or shell not in SHELLS:
         given = " ".join(words)
         raise ConfigError(
-            f"-sc {given}: one of: {', '.join(f'{name}=bash' for name in TASKS)}, or fish, or zsh"
+            f"-sc {given}: choose one of: {', '.join(f'{name}=bash' for name in TASKS)}, or fish, or zsh"
         )
     if task == "query":
         sys.stdout.write(" ".join(_candidates(os.environ.get("COMP_LINE", ""), words, hydra)) + "\n")

@@ -75,5 +75,5 @@ def test_flags_that_do_not_go_together_are_refused(words: str, says: str) -> Non
 def test_a_command_without_a_configuration_takes_few_flags() -> None:
     assert parse(["models", "--json"], configured=False).json
     for flag in ("--dry-run", "-m", "--cfg", "--config-dir", "--by"):
-        with pytest.raises(ConfigError, match=f"unknown flag {flag}; one of: --debug, --help, --json"):
+        with pytest.raises(ConfigError, match=f"unknown flag {flag}; choose one of: --debug, --help, --json"):
             parse([flag, "x"], configured=False)

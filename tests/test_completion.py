@@ -54,7 +54,7 @@ def test_commands_flags_and_topics_are_completed_without_hydra(
 
 @pytest.mark.parametrize("words", [[], ["install=nosh"], ["frobnicate=bash"], ["query=bash", "x"]])
 def test_what_is_no_completion_is_refused(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"-sc .*: one of: install=bash"):
+    with pytest.raises(ConfigError, match=r"-sc .*: choose one of: install=bash"):
         complete(words, nothing)
 
 

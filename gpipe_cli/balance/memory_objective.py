@@ -124,7 +124,7 @@ class MemoryObjective:
         return self.limit_per_partition is None or max(sums(self, balance)) <= self.limit_per_partition
 
     def refusal(self, balance: Sequence[int] | None = None) -> ConfigError:
-        """Why this balance, or any, exceeds the limit, and the smallest limit that would do."""
+        """Why this balance, or any, exceeds the limit, and the smallest limit that works."""
         best = minimise(self, self._spec.partitions)
         assert best is not None and self.limit is not None, "only a limit refuses"
         enough = format_bytes(best.largest * self._spec.partitions_per_device)
@@ -132,12 +132,12 @@ class MemoryObjective:
         paste = f"balance=manual balance.layers={str(best.balance).replace(' ', '')}"
         if balance is None:
             return ConfigError(
-                f"{given}: no balance of {len(best.balance)} partitions needs so little; the smallest limit that "
-                f"would do is {enough}, with {paste}"
+                f"{given}: no balance of {len(best.balance)} partitions fits; the smallest limit that works is "
+                f"{enough}, with {paste}"
             )
         needed = format_bytes(max(sums(self, balance)) * self._spec.partitions_per_device)
         return ConfigError(
-            f"{given}: balance {list(balance)} needs {needed}; the smallest limit that would do is {enough}, "
+            f"{given}: balance {list(balance)} needs {needed}; the smallest limit that works is {enough}, "
             f"with {paste}"
         )
 

@@ -165,7 +165,7 @@ def _devices(settings: ModelConfig) -> Iterator[str]:
         else:
             yield from _partitions_per_device(settings, len(devices))
     elif not _is_count(devices) or devices < 1:
-        yield f"devices={devices}: must be auto, a number of devices or a list such as [cpu,cpu]"
+        yield f"devices={devices}: must be auto, a number of devices or a list such as [cpu,cpu] or [cuda:0,cuda:1]"
     else:
         yield from _partitions_per_device(settings, devices)
 
@@ -175,8 +175,8 @@ def _partitions_per_device(settings: ModelConfig, devices: int) -> Iterator[str]
     replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
     if replicas > 1 and devices % replicas:
         yield (
-            f"data_parallel={replicas}: devices={settings.devices} are {devices}, which cannot be divided equally "
-            "among the replicas"
+            f"data_parallel={replicas}: {devices} devices (devices={settings.devices}) cannot be divided equally among "
+            "the replicas"
         )
         return
     per_replica = devices // max(1, replicas)
@@ -184,12 +184,12 @@ def _partitions_per_device(settings: ModelConfig, devices: int) -> Iterator[str]
         return
     if replicas > 1:
         yield (
-            f"partitions={partitions}: devices={settings.devices} are {devices}, {per_replica} for each of "
-            f"data_parallel={replicas} replicas; one device per partition is needed"
+            f"partitions={partitions}: each partition needs its own device, but devices={settings.devices} gives each "
+            f"of data_parallel={replicas} replicas {per_replica}"
         )
         return
     yield (
-        f"partitions={partitions}: devices={settings.devices} are {devices}; one device per partition is needed "
+        f"partitions={partitions}: each partition needs its own device, but devices={settings.devices} gives {devices} "
         f"(only schedule={'|'.join(names(several_per_device=True))} puts several partitions on one)"
     )
 
@@ -224,7 +224,7 @@ def _checkpoint(settings: ModelConfig) -> Iterator[str]:
 
 def _other_device(settings: PlanConfig, device: str) -> Iterator[str]:
     if device not in DEVICES:
-        yield f"device={device}: {or_list(device, DEVICES)}"
+        yield f"device={device}: unknown device; {or_list(device, DEVICES)}"
     if not _is_count(settings.devices):
         yield f"devices={settings.devices}: give the number of devices for device={device}, such as devices=8"
     if settings.verify:

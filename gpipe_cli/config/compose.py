@@ -213,7 +213,9 @@ def _parse(hydra: Hydra, request: Request, *, multirun: bool) -> list[list[str]]
         raise ConfigError(f"recipe: gpipe {command} takes none; its settings are those of its run")
     for word in words:
         if "=" not in word and not word.startswith("~"):
-            raise ConfigError(f"'{word}' is neither a flag nor key=value")
+            raise ConfigError(
+                f"'{word}' is neither a flag nor key=value; see `gpipe {request.command} --help`"
+            )
     parsed = OverridesParser.create(hydra.config_loader).parse_overrides(list(words))
     for override in parsed:
         _check_override(override)
@@ -226,7 +228,7 @@ def _parse(hydra: Hydra, request: Request, *, multirun: bool) -> list[list[str]]
 def _check_override(override: Override) -> None:
     key, line = override.key_or_group, override.input_line
     if re.split(r"[./@]", key)[0] == HYDRA_NODE or (override.package or "").partition(".")[0] == HYDRA_NODE:
-        raise ConfigError(f"{line}: gpipe runs its jobs itself and takes no key of Hydra; leave it out")
+        raise ConfigError(f"{line}: gpipe does not accept keys of Hydra; leave it out")
     if override.is_sweep_override() and not override.is_discrete_sweep():
         raise ConfigError(f"{line}: a sweep needs single values, such as a,b or range(1,5)")
     if key in GROUPS and isinstance(override.value(), int | float | list | dict):
@@ -285,8 +287,12 @@ def _describe(error: Exception, command: str) -> str:
     unknown = re.search(r"Key '(.+?)' (?:is )?not in|Could not override '(.+?)'", f"{cause} {whole}")
     if unknown:
         key = key or next(name for name in unknown.groups() if name)
-        hint = did_you_mean(key, _known_keys(command)) or f"see `gpipe {command} --help` for every key"
         place = re.match(r"In '(.+?)':", whole)
+        hint = (
+            _other_owners(key)
+            or did_you_mean(key, _known_keys(command))
+            or f"see `gpipe {command} --help` for every key"
+        )
         return f"unknown key '{key}'{f' in {place[1]}.yaml' if place else ''}; {hint}"
     line = re.search(r"Error merging override (.+)", str(error))
     return f"{line[1] if line else key or 'configuration'}: {_reason(cause, key)}"
@@ -312,6 +318,13 @@ def _known_keys(command: str) -> list[str]:
     inside = [f"{group}.{key}" for group in GROUPS for option in list_options(group) for key in option.keys]
     of_recipes = [SCALE_KEY] if takes_recipes(command) else []
     return [*(key.key for key in config_keys(command)), *dict.fromkeys(inside), *of_recipes]
+
+
+def _other_owners(key: str) -> str:
+    """Which options of the group have a key that the chosen option does not have."""
+    group, _, name = key.partition(".")
+    owners = [option.name for option in list_options(group) if name in option.keys] if group in GROUPS else []
+    return f"it belongs to {group}={'|'.join(owners)}" if owners else ""
 
 
 def _first_line(error: BaseException) -> str:

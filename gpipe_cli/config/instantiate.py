@@ -48,7 +48,7 @@ def instantiate(node: Mapping[str, Any], group: str, allow: Sequence[str] = (), 
     except GpipeError:
         raise
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{group}: {target} does not take these values: {error}") from error
+        raise ConfigError(f"{group}: {target} rejects these values: {error}") from error
 
 
 def bind(
@@ -165,7 +165,7 @@ def _as_config_error(function: Callable[..., Any], subject: str) -> Iterator[Non
         if isinstance(error, OSError):
             raise DataError(f"{subject}: {error}") from error
         reason = str(error) or type(error).__name__
-        raise ConfigError(f"{subject} does not take these values: {reason}") from error
+        raise ConfigError(f"{subject} rejects these values: {reason}") from error
 
 
 def _check_arguments(

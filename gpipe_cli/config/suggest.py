@@ -18,4 +18,4 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def or_list(word: str, known: Iterable[str]) -> str:
     """A suggestion if a name is close, otherwise all names."""
     candidates = sorted(known)
-    return did_you_mean(word, candidates) or f"one of: {', '.join(candidates)}"
+    return did_you_mean(word, candidates) or f"choose one of: {', '.join(candidates)}"

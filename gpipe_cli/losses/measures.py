@@ -78,10 +78,10 @@ def check_shapes(loss: str, expected: str, output: Any, target: Tensor, *, fits:
     """Raise unless output and target fit the loss, before torch fails or, worse, broadcasts."""
     if fits:
         return
-    given = list(output.shape) if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    given = f"shape {list(output.shape)}" if isinstance(output, Tensor) else f"type {type(output).__name__}"
     raise DataError(
-        f"loss={loss}: takes {expected}, got {given} and targets {list(target.shape)}; choose a loss that fits, "
-        "see `gpipe ls losses`"
+        f"loss={loss}: expects {expected}, got an output of {given} and targets of shape {list(target.shape)}; choose "
+        "another loss, see `gpipe ls losses`"
     )
 
 

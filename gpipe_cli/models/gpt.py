@@ -55,7 +55,7 @@ def build(
 def _context(context: int | None, input_shape: tuple[int, ...]) -> int:
     if len(input_shape) != 1:
         raise ConfigError(
-            f"model: gpt takes sequences of tokens, and the data has the shape {list(input_shape)}"
+            f"model: gpt expects sequences of tokens, but the data has shape {list(input_shape)}"
         )
     (tokens,) = input_shape
     if context not in (None, tokens):

@@ -121,9 +121,8 @@ def partition_model(settings: ModelConfig, model: nn.Sequential, loader: BatchLo
     too_few = len(devices) < partitions and not traits(settings.schedule.name).several_per_device
     if too_few or len(devices) > partitions:
         raise ConfigError(
-            f"devices={settings.devices}: {len(devices)} for {partitions} partitions; "
-            f"one device per partition is needed "
-            f"(only schedule={'|'.join(names(several_per_device=True))} puts several partitions on one)"
+            f"devices={settings.devices}: {len(devices)} devices for {partitions} partitions; each partition needs "
+            f"its own (only schedule={'|'.join(names(several_per_device=True))} puts several partitions on one)"
         )
     # A balance method measures with as many threads as the training will use.
     set_threads(settings.threads, all_devices)

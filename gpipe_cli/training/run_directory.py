@@ -53,7 +53,7 @@ def make_run_directory(run_dir: str | None, command: str, name: str, number: int
         path = explicit_run_directory(run_dir, number)
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ResourceError(f"the run directory cannot be created: {error}") from error
+        raise ResourceError(f"run_dir: the directory cannot be created: {error}") from error
     return path
 
 

@@ -57,7 +57,7 @@ def test_no_balance_needs_less_and_none_that_fits_is_quicker(
     limited = MemoryObjective(made, spec, limit)
     milliseconds = data.draw(st.lists(st.integers(0, 9), min_size=len(made), max_size=len(made)))
     if limit < smallest:
-        with pytest.raises(ConfigError, match="the smallest limit that would do is"):
+        with pytest.raises(ConfigError, match="the smallest limit that works is"):
             solve_within(Additive(milliseconds), partitions, limited)
         return
     quickest = min(
@@ -105,7 +105,7 @@ def test_partitions_that_share_a_device_share_its_limit() -> None:
 def test_a_refusal_names_what_is_needed_and_the_balance_that_needs_least() -> None:
     made = [LayerBytes({index: 2**20}, input=0, saved={}) for index in range(3)]
     memory = MemoryObjective(made, PipelineSpec("gpipe", 2, 1), limit=2**20)
-    paste = r"the smallest limit that would do is 2MiB, with balance=manual balance.layers=\[\d,\d\]"
+    paste = r"the smallest limit that works is 2MiB, with balance=manual balance.layers=\[\d,\d\]"
     with pytest.raises(ConfigError, match=rf"device_memory=1MiB: no balance of 2 partitions .*{paste}"):
         BalanceResult.by([1, 1, 1], 2, "layers", memory)
     assert "balance [1, 2] needs 2MiB" in str(memory.refusal([1, 2]))

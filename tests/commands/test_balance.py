@@ -60,7 +60,7 @@ def test_a_dry_run_estimates_the_same_memory(tiny: Gpipe, words: list[str]) -> N
 def test_the_smallest_sufficient_limit_in_the_error_is_sufficient(tiny: Gpipe) -> None:
     words = ["--by", "params", *TINY]
     refused = tiny("balance", *words, "device_memory=1KiB").err
-    smallest = refused.partition("the smallest limit that would do is ")[2].partition(",")[0]
+    smallest = refused.partition("the smallest limit that works is ")[2].partition(",")[0]
     assert tiny("balance", *words, f"device_memory={smallest}").code == 0
     by_size = tiny("balance", "--by", "size", *TINY, "--json").json
     assert by_size["max"] == by_size["lower_bound"] == max(by_size["memory_bytes"])

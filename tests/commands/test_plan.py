@@ -66,7 +66,7 @@ def test_a_memory_limit_is_respected_or_refused_with_the_smallest_sufficient_one
     limited = tiny("plan", *words, f"device_memory={limit}").json
     assert limited["best"]["predicted_peak_bytes"] <= limit <= free["best"]["predicted_peak_bytes"] + limit
     refused = tiny("plan", *TINY, "devices=2", "device_memory=1KiB")
-    assert refused.code == 2 and "the smallest limit that would do is" in refused.err
+    assert refused.code == 2 and "the smallest limit that works is" in refused.err
 
 
 def test_only_partitions_that_need_it_recompute_in_the_plan_and_in_training(gpipe: Gpipe) -> None:
@@ -104,7 +104,7 @@ def test_training_uses_and_saves_the_best_plan(tiny: Gpipe) -> None:
         (["--by", "time"], "gpipe plan searches for it"),
         (["--dry-run"], "leave it out"),
         (["plan.budget=0"], "plan.budget=0.0: must be positive"),
-        (["partitions=9", "devices=[cpu,cpu]"], "one device per partition is needed"),
+        (["partitions=9", "devices=[cpu,cpu]"], "each partition needs its own device"),
     ],
 )
 def test_a_mistake_is_one_line(tiny: Gpipe, words: list[str], message: str) -> None:

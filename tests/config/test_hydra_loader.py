@@ -90,7 +90,7 @@ def test_a_primary_config_is_refused_before_its_search_path_is_followed(
     ],
 )
 def test_sweeps_need_no_key_of_hydra_so_none_is_taken(word: str) -> None:
-    with pytest.raises(ConfigError, match="takes no key of Hydra"):
+    with pytest.raises(ConfigError, match="does not accept keys of Hydra"):
         compose(Request("train", (word,)))
 
 

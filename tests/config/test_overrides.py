@@ -41,7 +41,7 @@ def test_what_was_written_comes_back(name: str, scale: str) -> None:
             "recipe.scale=small: needs a recipe, and none is given; gpipe train recipe=",
         ),
         (["recipe=x", "recipe.scale=smal"], "recipe.scale=smal: did you mean 'small'?"),
-        (["recipe=x", "recipe.scale="], "recipe.scale=: one of: full, small"),
+        (["recipe=x", "recipe.scale="], "recipe.scale=: choose one of: full, small"),
         (
             ["recipe=x", "recipe.scale=small", "recipe.scale=full"],
             "recipe.scale: given 2 times (small, full)",

@@ -19,7 +19,7 @@ def test_a_near_name_is_suggested(word: str, meant: str) -> None:
 
 def test_where_nothing_is_near_nothing_is_claimed_and_the_list_is_shown() -> None:
     assert did_you_mean("zzzz", KEYS) == ""
-    assert or_list("zzzz", ["b", "a"]) == "one of: a, b"
+    assert or_list("zzzz", ["b", "a"]) == "choose one of: a, b"
     assert or_list("chunk", KEYS) == "did you mean 'chunks'?"
 
 

@@ -108,15 +108,25 @@ def test_a_perfect_mask_has_no_dice_loss_and_a_wrong_one_nearly_all() -> None:
 @pytest.mark.parametrize(
     ("loss", "output", "target", "message"),
     [
-        (CrossEntropy(), torch.zeros(2, 6, 11), torch.zeros(2, 6).long(), "[2, 6, 11] and targets [2, 6]"),
-        (CrossEntropy(), (torch.zeros(2, 3),), torch.zeros(2).long(), "got a tuple and targets [2]"),
-        (TokenCrossEntropy(), torch.zeros(2, 3), torch.zeros(2).long(), "takes scores [samples, tokens,"),
+        (
+            CrossEntropy(),
+            torch.zeros(2, 6, 11),
+            torch.zeros(2, 6).long(),
+            "shape [2, 6, 11] and targets of",
+        ),
+        (
+            CrossEntropy(),
+            (torch.zeros(2, 3),),
+            torch.zeros(2).long(),
+            "got an output of type tuple and",
+        ),
+        (TokenCrossEntropy(), torch.zeros(2, 3), torch.zeros(2).long(), "expects scores [samples, tokens,"),
         (Dice(), torch.zeros(2, 3), torch.zeros(2).long(), "a class for each pixel [samples, ...], got"),
         (
             MeanSquaredError(),
             torch.zeros(8, 1),
             torch.zeros(8),
-            "of the same shape, got [8, 1] and targets [8];",
+            "of the same shape, got an output of shape [8, 1] and targets of shape [8];",
         ),
     ],
 )

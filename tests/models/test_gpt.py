@@ -49,7 +49,7 @@ def test_it_accepts_shorter_sequences_than_it_was_built_for() -> None:
         ({"dropout": 2.0}, "model.dropout=2.0: must be from 0 to 1"),
         ({"context": 64}, "model.context=64: samples have 32 tokens; set data.context=64"),
         ({"vocabulary": 9}, "model.vocabulary=9: must be at least 256, the number of tokens in the data"),
-        ({"input_shape": (3, 8, 8)}, "gpt takes sequences of tokens, and the data has the shape [3, 8, 8]"),
+        ({"input_shape": (3, 8, 8)}, "gpt expects sequences of tokens, but the data has shape [3, 8, 8]"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(keys: dict[str, Any], message: str) -> None:

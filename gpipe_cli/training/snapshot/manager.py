@@ -160,7 +160,7 @@ class SnapshotManager:
         if self._retention.monitor not in {None, *metrics}:
             raise ConfigError(
                 f"snapshot.monitor={self._retention.monitor}: this run does not measure it; "
-                f"one of: {', '.join(sorted(metrics))}"
+                f"choose one of: {', '.join(sorted(metrics))}"
             )
         self.position = self.position.after(fact)
         if self._spec.evaluates_after(fact.step) and not isinstance(fact, EvalResult):

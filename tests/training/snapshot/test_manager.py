@@ -210,7 +210,9 @@ def test_an_interrupt_does_not_wait_for_a_save(tmp_path: Path, monkeypatch: pyte
 
 
 def test_an_unknown_metric_is_told_at_the_first_step(tmp_path: Path) -> None:
-    says = r"snapshot.monitor=top9: this run does not measure it; one of: loss, mean_absolute_error, top1"
+    says = (
+        r"snapshot.monitor=top9: this run does not measure it; choose one of: loss, mean_absolute_error, top1"
+    )
     with pytest.raises(ConfigError, match=says), keeping(tmp_path, Retention(1, 1, "top9")) as (_, follow):
         follow(trained(1))
 
