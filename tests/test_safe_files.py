@@ -1,4 +1,4 @@
-"""What somebody may put in the place of a file: nothing of it is waited for, followed, filled or emptied."""
+"""Pipes, links and devices in place of a file: gpipe never waits for, follows, fills or empties them."""
 
 from __future__ import annotations
 

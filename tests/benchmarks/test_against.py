@@ -1,4 +1,4 @@
-"""Two checkouts beside each other; the harness itself is told what it measures."""
+"""The comparison of two checkouts, with made-up measurements instead of the harness."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOP = Path(__file__).parent.parent.parent
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, seconds: dict[Path | None, list[float]]) -> list[Candidate]:
-    """Let each checkout take its own time; gives who was measured."""
+    """Make each checkout take its own time; return the candidates that were measured."""
     measured: list[Candidate] = []
 
     def measure(case: str, candidates: Sequence[Candidate], *_: Any) -> list[SystemResult]:

@@ -210,7 +210,7 @@ def test_a_member_of_the_output_without_gradient_stays_without(checkpoint: str) 
 
 
 def test_an_identity_that_autograd_sees_as_such_passes(pipe: GPipe) -> None:
-    """torchgpipe's bug 2: an autograd function that returns its input as it is."""
+    """torchgpipe's bug 2: an autograd function that returns its input unchanged."""
 
     class Identity(torch.autograd.Function):
         @staticmethod

@@ -1,4 +1,4 @@
-"""Failures: the first one reaches the caller as it is, says where it happened, and nothing hangs."""
+"""The first failure reaches the caller unchanged, says where it happened, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_an_error_of_the_loss_function_says_so() -> None:
 
 
 def test_no_action_begins_after_a_failure() -> None:
-    """torchgpipe's early stop: the first partition does not go on once the second has failed."""
+    """torchgpipe's early stop: the first partition stops once the second has failed."""
     failed = threading.Event()
     begun: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""A sequence is tried before training: what does not fit is told with its layer, what fits is left as it was."""
+"""The check of a sequence before training: errors name the layer that does not fit; the check changes nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLE = torch.ones(2, 3)
 
 
 class Given(nn.Module):
-    """Does what it is told to."""
+    """Runs the function it was given."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()

@@ -207,7 +207,7 @@ def test_a_parametrisation_registered_later_takes_part(kind: str, call: str) -> 
 @every_pipe
 @every_call
 def test_an_existing_gradient_of_a_tied_parameter_is_added_into(kind: str, call: str) -> None:
-    """Another tensor took its place, which whoever kept the first one did not see."""
+    """gpipe used to replace the tensor, so code that held the first one missed the new gradient."""
     model, plain = tied_model(), tied_model()
     for each in (model, plain):
         each[0].weight.grad = torch.full((4, 4), 0.25, dtype=torch.float64)

@@ -33,7 +33,7 @@ class Held:
 
 @final
 class Meter:
-    """The bytes one partition keeps at once, each storage counted as long as somebody holds it."""
+    """The bytes that a partition holds at once; a storage counts as long as anything refers to it."""
 
     def __init__(self, parameters: set[int]) -> None:
         self._parameters, self._lock = parameters, threading.Lock()

@@ -1,4 +1,4 @@
-"""The check of cached times. What runs take is told by the tests, not by a clock."""
+"""The check of cached times. The tests set how long a run takes; no clock is involved."""
 
 from __future__ import annotations
 

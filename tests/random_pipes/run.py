@@ -304,7 +304,7 @@ class PlainRun:
     def _gradients(
         self, wanted: list[nn.Parameter], forward: PlainForward, output: Any, value: Any, leaves: list[Tensor]
     ) -> tuple[Tensor | None, ...]:
-        """autograd.grad leaves every .grad as it is."""
+        """autograd.grad leaves every .grad unchanged."""
         saved = [parameter.grad for parameter in wanted]
         for parameter in wanted:
             parameter.grad = None

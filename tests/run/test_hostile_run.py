@@ -64,7 +64,7 @@ def bits(run: Path) -> list[bytes]:
 
 
 def seal(run: Path, change: Callable[[dict[str, Any]], object] = lambda record: None) -> None:
-    """Write the manifest anew, with the digests of what is there."""
+    """Rewrite the manifest with the digests of the present files."""
     folder = run / SNAPSHOT
     record = json.loads((folder / manifest.MANIFEST).read_text())["record"]
     change(record)

@@ -176,7 +176,7 @@ def test_every_call_of_a_run_that_changes_the_disk_may_be_its_last(tmp_path: Pat
 
 
 def killed_at_random(directory: Path, case: Case, chance: random.Random, longest: float) -> Iterator[int]:
-    """Start the run again and again, each time for a while, until it ends by itself."""
+    """Restart the run repeatedly, killing it after a while, until it completes."""
     while True:
         child = os.fork()
         if child == 0:

@@ -28,7 +28,7 @@ from gpipe_cli.training.metrics import (
 
 
 class Disk:
-    """`os` with a disk that has room for so many bytes more."""
+    """A stand-in for `os` whose disk has room for a limited number of bytes."""
 
     def __init__(self, room: int, number: int = errno.ENOSPC) -> None:
         self.room, self.number = room, number

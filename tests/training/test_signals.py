@@ -30,7 +30,7 @@ class Destroyed:
 
 
 def test_a_signal_inside_a_destructor_is_not_lost() -> None:
-    """Python drops the exception there. Training used to go on after a Ctrl-C between two epochs."""
+    """Python drops the exception there. Training used to continue after a Ctrl-C between two epochs."""
     taken = []
     with stop_requests() as stops, pytest.raises(StopRequested, match=r"^Ctrl-C$"):
         for item in stops.until_stopped(range(9)):
@@ -171,7 +171,7 @@ def test_processes_heed_what_any_of_them_was_asked_and_ask_each_other_until_then
 
     stops = StopRequests(SignalInbox(), agree=agree)
     assert stops.agreed() is None and stops.request is None
-    for _ in range(2):  # agreed upon is agreed upon: nobody asks again
+    for _ in range(2):  # once the processes have agreed, they do not ask each other again
         request = stops.agreed()
         assert request is not None and request.reason == "SIGUSR1"
     assert numbers == [0, 0] and stops.request is not None

@@ -1,4 +1,4 @@
-"""Run directories made up for the page's tests: as gpipe writes them, or as somebody with bad intentions would."""
+"""Run directories for tests of the report page: as gpipe writes them, or as an attacker would."""
 
 from __future__ import annotations
 

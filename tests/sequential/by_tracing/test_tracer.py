@@ -1,4 +1,4 @@
-"""What cannot be traced is told with its module, its line and the cure; and the cure works."""
+"""An error about untraceable code names the module, the line and the cure; and the cure works."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Branching(nn.Module):
         self.inner = nn.Linear(4, 4)
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.sum() > 0:  # the line that is told
+        if input.sum() > 0:  # the line that the error names
             return input
         output: Tensor = self.inner(input)
         return output

@@ -173,7 +173,7 @@ def test_training_goes_on_while_a_snapshot_is_written_and_hears_of_its_failure(
         follow(trained(5))  # is not kept waiting
         go.set()
         failed.wait(60)
-        follow(trained(6))  # waits for the save before it, and is told
+        follow(trained(6))  # waits for the previous save, and raises its error
 
 
 def test_nothing_old_is_removed_if_the_new_one_reads_back_otherwise(
