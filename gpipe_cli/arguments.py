@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from gpipe_cli.config.overrides import recipe_to_group
-from gpipe_cli.config.suggest import or_list
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, or_list
 
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 CFG_PARTS = ("job", "hydra", "all")

@@ -12,12 +12,11 @@ from typing import TextIO
 from gpipe_cli import __version__
 from gpipe_cli.arguments import Invocation, parse
 from gpipe_cli.completion import complete
-from gpipe_cli.config.suggest import or_list
-from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped
+from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped, exit_code, or_list
 from gpipe_cli.help import COMMANDS, command_help, overview
 from gpipe_cli.process_lifetime import remove_abandoned_folders
 from gpipe_cli.redaction import redacted
-from gpipe_cli.report.failure import describe, exit_code
+from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import discard_stdout
 from gpipe_cli.torch_internals import torchrun
 from gpipe_cli.training.signals import StopNow, ignore_signals, stop_immediately

@@ -17,9 +17,26 @@
 
 from __future__ import annotations
 
-INTERRUPTED = (
-    130  # exit code of Ctrl-C, whether as a KeyboardInterrupt or as a run that saved its state and stopped
+import errno
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+INTERRUPTED = 130
+"""The exit code of Ctrl-C: of a KeyboardInterrupt, and of a run that saved its state and stopped."""
+RESOURCE_ERRNOS = frozenset(
+    {
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EIO,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+    }
 )
+"""System errors about memory, disks and permissions."""
 
 
 class GpipeError(Exception):
@@ -66,3 +83,27 @@ class Stopped(GpipeError):
 
 class Interrupted(Stopped):
     exit_code = INTERRUPTED
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code for an error. The code of a SystemExit is ignored: a layer's exit(0) is not a success."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, OSError) and error.errno in RESOURCE_ERRNOS:
+        return ResourceError.exit_code
+    return error.exit_code if isinstance(error, GpipeError) else 1
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`did you mean 'chunks'?`, or an empty string if no name is close."""
+    candidates = list(known)
+    matches = get_close_matches(word, candidates, n=1, cutoff=0.6)
+    if not matches:  # the right name in the wrong place: lr -> optimizer.lr
+        matches = [name for name in candidates if name.rpartition(".")[2] == word.rpartition(".")[2]][:1]
+    return f"did you mean '{matches[0]}'?" if matches else ""
+
+
+def or_list(word: str, known: Iterable[str]) -> str:
+    """A suggestion if a name is close, otherwise all names."""
+    candidates = sorted(known)
+    return did_you_mean(word, candidates) or f"choose one of: {', '.join(candidates)}"

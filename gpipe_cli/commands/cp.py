@@ -11,8 +11,7 @@ from pathlib import Path
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.commands.ls import topic_of
 from gpipe_cli.config.options import Option, list_options
-from gpipe_cli.config.suggest import or_list
-from gpipe_cli.errors import ConfigError, ResourceError
+from gpipe_cli.errors import ConfigError, ResourceError, or_list
 
 
 def run(invocation: Invocation) -> None:

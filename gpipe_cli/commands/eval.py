@@ -22,8 +22,13 @@ from gpipe_cli.run.ranks import (
     starts_ranks,
     with_heartbeat,
 )
-from gpipe_cli.run.saved_run import saved_config, select_snapshot, with_overrides
-from gpipe_cli.run.weights import load_into_model, load_slice_by_slice
+from gpipe_cli.run.saved_run import (
+    load_into_model,
+    load_slice_by_slice,
+    saved_config,
+    select_snapshot,
+    with_overrides,
+)
 from gpipe_cli.training.loop import evaluate
 from gpipe_cli.training.signals import StopRequested, stop_requests
 from gpipe_cli.training.snapshot.manifest import (

@@ -11,8 +11,7 @@ import sys
 from pathlib import Path
 
 from gpipe_cli.arguments import Invocation
-from gpipe_cli.config.suggest import or_list
-from gpipe_cli.errors import ConfigError, ResourceError, RunError
+from gpipe_cli.errors import ConfigError, ResourceError, RunError, or_list
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.saved_run import select_snapshot
 from gpipe_cli.training.snapshot.durable import write_file

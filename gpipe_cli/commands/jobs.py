@@ -18,10 +18,10 @@ from gpipe_cli.config.compose import Composition, JobConfig, settings_of
 from gpipe_cli.config.hydra_loader import CUSTOM
 from gpipe_cli.config.overrides import group_to_recipe
 from gpipe_cli.config.schema import TrainConfig
-from gpipe_cli.errors import Stopped
+from gpipe_cli.errors import Stopped, exit_code
 from gpipe_cli.launch.rank_files import RankFiles, RankTask
 from gpipe_cli.launch.rank_process import run_rank
-from gpipe_cli.report.failure import describe, exit_code
+from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.tables import print_rows
 from gpipe_cli.run.job import Job, Summary, model_name
 from gpipe_cli.training.signals import stop_immediately

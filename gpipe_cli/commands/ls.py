@@ -8,8 +8,7 @@ import sys
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.options import Option, list_options
 from gpipe_cli.config.schema import GROUPS
-from gpipe_cli.config.suggest import or_list
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, or_list
 
 PLURALS = {
     "models": "model",

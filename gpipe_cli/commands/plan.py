@@ -14,9 +14,9 @@ from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import PlanConfig
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.plan.measured import verify_plans
 from gpipe_cli.plan.prediction import Prediction, advice
 from gpipe_cli.plan.step_time import MOST_ACTIONS
-from gpipe_cli.plan.verify import verify_plans
 from gpipe_cli.report.model_tables import print_device_memory, print_plans
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.tables import print_facts

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpipe_cli.arguments import Invocation
-from gpipe_cli.config.suggest import or_list
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.document import GENERATOR, PAGE, render_page
 from gpipe_cli.report.page.run_facts import read_run

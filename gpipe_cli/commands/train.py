@@ -5,22 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
-from gpipe_cli.errors import RunError
+from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.launch.rank_setup import is_main_process
+from gpipe_cli.profiling.facts import ModelFacts, model_facts
+from gpipe_cli.profiling.partition_memory import partition_memory
+from gpipe_cli.report.model_tables import flop_rows, print_layers, print_partition_memory, print_partitions
+from gpipe_cli.report.output import print_status
 from gpipe_cli.report.progress import on_terminal
+from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.auto_plan import with_best_plan
-from gpipe_cli.run.build import Partitioning, make_engine
+from gpipe_cli.run.build import Partitioning, RunParts, make_engine
 from gpipe_cli.run.components import traits_of_engine
 from gpipe_cli.run.data import BatchLoader
-from gpipe_cli.run.dry_run import dry_run
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.ranks import (
     build_parts_in_ranks,
@@ -41,6 +46,7 @@ from gpipe_cli.run.summary import (
     write_report,
     write_summary,
 )
+from gpipe_cli.run.training_step import autocast_of, make_sample, optimizer_factory
 from gpipe_cli.training.loop import EvalResult, TrainSpec, train
 from gpipe_cli.training.run_directory import check_run_dir, planned_run_directory
 from gpipe_cli.training.signals import defer_signals
@@ -67,7 +73,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
         if resumed is not None and resumed.snapshot is not None:
             check_resumable(spec, resumed.snapshot.record)
         if job.dry_run:
-            return dry_run(settings, job, parts, spec.steps)
+            return _dry_run(settings, job, parts, spec.steps)
         summary = None if resumed is None else summary_if_finished(resumed, spec, parts.loader, job)
         directory = (
             planned_run_directory(settings.run_dir, job.number) if resumed is None else resumed.directory
@@ -202,3 +208,43 @@ def _record_start(
             "%(parameters)d parameters, cost %(cost).6g %(unit)s",
             {**row, "cost": cost, "unit": partitioning.balanced.unit},
         )
+
+
+def _dry_run(settings: TrainConfig, job: Job, parts: RunParts, steps: int) -> Summary:
+    """Print layers, partitions and estimated memory without running or writing anything."""
+    layers: list[dict[str, Any]] = []
+    memory: list[dict[str, int]] = []
+    partitions = parts.partitions
+    facts = _model_facts(settings, parts)
+    if facts is not None:
+        balance = parts.partitioning.balance
+        layers = flop_rows(facts, balance)
+        boundaries = [facts.partition_input(begin, end) for begin, end in pairwise([0, *accumulate(balance)])]
+        partitions = [
+            {**row, "input_shapes": boundary.shapes, "input_bytes": boundary.bytes}
+            for row, boundary in zip(partitions, boundaries, strict=True)
+        ]
+        estimates = partition_memory(
+            parts.model, facts, balance, parts.partitioning.spec, optimizer_factory(settings)
+        )
+        memory = [{**asdict(estimate), "total_bytes": estimate.total_bytes} for estimate in estimates]
+    if not job.json:
+        if layers:
+            print_layers(layers, sort="order", top=None)
+        print_partitions(partitions)
+        if memory:
+            print_partition_memory(memory)
+        print_facts("", {"steps": steps})
+    if memory:
+        partitions = [{**row, **sizes} for row, sizes in zip(partitions, memory, strict=True)]
+    return {"layers": layers, "partitions": partitions, "steps": steps, "command": job.line}
+
+
+def _model_facts(settings: TrainConfig, parts: RunParts) -> ModelFacts | None:
+    """Shapes and sizes of every layer, or None if a layer depends on values and the model has none."""
+    try:
+        with autocast_of(settings):
+            return model_facts(parts.model, make_sample(settings, parts.loader))
+    except ConfigError as error:
+        print_status(f"shapes and memory are unknown: {error}")
+        return None

@@ -23,9 +23,8 @@ from gpipe_cli.config.schema import (
     RunConfig,
     TrainConfig,
 )
-from gpipe_cli.config.suggest import or_list
 from gpipe_cli.config.targets import add_current_folder, allows_module
-from gpipe_cli.errors import ConfigError, RunError
+from gpipe_cli.errors import ConfigError, RunError, or_list
 from gpipe_cli.plan.devices import DEVICES
 from gpipe_cli.schedule import names, traits
 from gpipe_cli.schedule.checkpoint import MODES

@@ -27,10 +27,9 @@ from gpipe_cli.config.hydra_loader import CUSTOM, HYDRA_NODE, GuardedLoader, che
 from gpipe_cli.config.options import list_options, takes_recipes
 from gpipe_cli.config.overrides import SCALE_KEY, SMALL, override_group, override_key
 from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, SCHEMAS, ModelConfig, config_keys
-from gpipe_cli.config.suggest import did_you_mean, or_list
 from gpipe_cli.config.targets import check_targets
 from gpipe_cli.config.yaml_files import check_references
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 from gpipe_cli.redaction import remember
 
 TYPE_NAMES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "text"}

@@ -16,9 +16,8 @@ from contextlib import contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
-from gpipe_cli.config.suggest import or_list
 from gpipe_cli.config.targets import check_target_name, is_trusted, resolve_target
-from gpipe_cli.errors import ConfigError, DataError, GpipeError
+from gpipe_cli.errors import ConfigError, DataError, GpipeError, or_list
 
 BUILT_OFFLINE = ("model", "loss", "optimizer")
 TYPE_NAMES = {

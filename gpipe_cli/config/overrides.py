@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from gpipe_cli.config.suggest import or_list
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, or_list
 
 SMALL = "small"
 SCALES = ("full", SMALL)

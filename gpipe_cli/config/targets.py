@@ -21,8 +21,7 @@ from typing import Any, final
 
 from gpipe_cli.config.options import list_options
 from gpipe_cli.config.schema import COMPONENT_GROUPS
-from gpipe_cli.config.suggest import did_you_mean, or_list
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 
 SHIPPED = ("gpipe_cli", "torch", "torchvision")
 DATASETS = ("FakeData", "ImageFolder", "MNIST", "FashionMNIST", "KMNIST")

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gpipe_cli.errors import PeerError, Stopped
+from gpipe_cli.errors import PeerError, Stopped, exit_code
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles, RankTask
 from gpipe_cli.process_lifetime import die_with_parent
 from gpipe_cli.redaction import redacted
-from gpipe_cli.report.failure import describe, exit_code
+from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import redirect_streams, secure_streams
 
 

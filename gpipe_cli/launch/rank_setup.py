@@ -18,7 +18,7 @@ from gpipe_cli.distributed.groups import setup_process_groups
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, PeerError, Stopped
 from gpipe_cli.launch.rank_files import RankFiles
-from gpipe_cli.report.failure import describe
+from gpipe_cli.report.formatting import describe
 from gpipe_cli.schedule.action import partitions_of
 
 LOST_PEER_MESSAGES = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket Timeout")

@@ -1,31 +1,37 @@
-"""What layers cost on this machine, measured at each size of micro-batch that matters.
+"""Measure what layers cost on this machine, and run plans to verify their predictions.
 
-Small micro-batches are less efficient and workers disturb each other, so nothing is scaled: at each size the layers are
-measured for their shares, and a short pipeline of them for what they take together.
+Small micro-batches are less efficient and workers slow each other down, so nothing is scaled: at each size of
+micro-batch, the layers are measured for their shares, and a short pipeline of them for the time they take together.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.balance.time import TimedLayer
+from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe
+from gpipe_cli.pipeline.loss import LossFunction
+from gpipe_cli.pipeline.microbatch import Value, moved
 from gpipe_cli.plan.costs import BackwardSplit, LayerCosts
+from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.profiling.cache import ProfileCache
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.layers import Sample, preserved
 from gpipe_cli.profiling.phase_times import PhaseTimes
 
 SECONDS_OF_PHASES = 0.6
 """For pipelines whose steps are so short that the least number of them takes less."""
+MAX_ROUNDS = 15
 
 
 @final
@@ -145,3 +151,69 @@ def _priority(most: int) -> Callable[[int], tuple[int, int]]:
 def _divided(total: float, shares: Sequence[float]) -> list[float]:
     whole = sum(shares) or 1.0
     return [total * share / whole for share in shares]
+
+
+def verify_plans(
+    plans: Sequence[Prediction],
+    module: nn.Sequential,
+    batch: tuple[Value, Tensor],
+    loss: LossFunction,
+    devices: Sequence[torch.device],
+    *,
+    cores: int,
+    seconds: float,
+) -> list[Prediction]:
+    """The plans with the median times of their steps, or without if there was no time to run them.
+
+    The plans take turns, so that whatever slows the machine down slows all of them.
+    """
+    deadline = time.monotonic() + seconds
+    times: list[list[float]] = [[] for _ in plans]
+    with preserved(module, device=True), ExitStack() as stack:
+        pipes = [_pipe(plan, module, devices) for plan in plans]
+        for pipe in pipes:
+            stack.callback(pipe.close)
+        for number in range(MAX_ROUNDS + 1):
+            for plan, pipe, taken in zip(plans, pipes, times, strict=True):
+                if time.monotonic() > deadline:
+                    break
+                with intra_op_threads(cores if plan.shape.devices == 1 else 1):
+                    seconds_taken = _step(pipe, module, batch, loss, devices, plan.shape.devices)
+                if number > 0:  # the first one warms up
+                    taken.append(1000 * seconds_taken)
+    return [
+        replace(plan, measured_ms=statistics.median(taken)) if taken else plan
+        for plan, taken in zip(plans, times, strict=True)
+    ]
+
+
+def _pipe(plan: Prediction, module: nn.Sequential, devices: Sequence[torch.device]) -> GPipe | PlainPipe:
+    if plan.is_plain:
+        return PlainPipe(module, chunks=plan.shape.chunks)
+    return GPipe(
+        module,
+        plan.balance,
+        devices=devices[: plan.shape.devices],
+        chunks=plan.shape.chunks,
+        checkpoint=plan.shape.checkpoint,
+        schedule=plan.shape.schedule,
+    )
+
+
+def _step(
+    pipe: GPipe | PlainPipe,
+    module: nn.Module,
+    batch: tuple[Value, Tensor],
+    loss: LossFunction,
+    devices: Sequence[torch.device],
+    used: int,
+) -> float:
+    for parameter in module.parameters():
+        parameter.grad = None
+    input, target = moved(batch[0], devices[0]), batch[1].to(devices[used - 1])
+    begin = time.perf_counter()
+    pipe.step(input, target, loss, key=0)
+    # Kernels run asynchronously: without this only their launches would be timed.
+    for device in {device for device in devices if device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin

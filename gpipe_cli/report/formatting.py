@@ -6,6 +6,8 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
+from gpipe_cli.errors import GpipeError
+
 PERCENTAGES = ("top1", "top5", "accuracy", "mean_iou", "share", "bubble", "busy", "recompute")
 COUNT_UNITS = (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3))
 BYTE_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
@@ -57,3 +59,12 @@ def printable(text: str) -> str:
         for character in text
         if character in "\n\t" or unicodedata.category(character) not in INVISIBLE
     )
+
+
+def describe(error: BaseException) -> str:
+    """The message of a GpipeError, or type and message of any other exception, followed by its notes."""
+    text = one_line(str(error))
+    if not isinstance(error, GpipeError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    notes = "".join(f" ({one_line(note)})" for note in getattr(error, "__notes__", ()))
+    return f"{text}{notes}"

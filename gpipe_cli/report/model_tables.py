@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.profiling.facts import ModelFacts
-from gpipe_cli.profiling.saved_tensors import LayerFacts
+from gpipe_cli.profiling.layers import LayerFacts
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.tables import print_rows
 from gpipe_cli.sequential import layer_names

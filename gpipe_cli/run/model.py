@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate
 from gpipe_cli.config.schema import ModelConfig, TrainConfig
-from gpipe_cli.config.suggest import or_list
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.pipeline.layer_check import check_fit, check_outputs
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.data import BatchLoader

@@ -19,8 +19,7 @@ from gpipe_cli.config.schema import LogConfig, TrainConfig
 from gpipe_cli.errors import GpipeError, ResourceError
 from gpipe_cli.loggers.protocol import LoggedRun, Logger
 from gpipe_cli.redaction import redacted
-from gpipe_cli.report.failure import describe
-from gpipe_cli.report.formatting import format_value
+from gpipe_cli.report.formatting import describe, format_value
 from gpipe_cli.report.output import print_status, redirect_streams
 from gpipe_cli.report.progress import ProgressDisplay, progress_display
 from gpipe_cli.run.job import Job

@@ -1,28 +1,36 @@
-"""Read what a run left on disk: its configuration, and the snapshot that `run=` or `snapshot=` means.
-
-Everything read here is data from elsewhere: bounded, checked, and never executed. Does without torch.
-"""
+"""A saved run or snapshot that a command names: its configuration, and its weights at once or slice by slice."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
 
 from gpipe_cli.config.hydra_loader import reject_hydra_keys
 from gpipe_cli.config.overrides import override_key
 from gpipe_cli.config.yaml_files import load_yaml
+from gpipe_cli.engines.protocol import Engine
+from gpipe_cli.engines.state import EngineState, load_module, module_state
 from gpipe_cli.errors import ConfigError, RunError
+from gpipe_cli.models.weights import check_weights, load_weights, read_weights
 from gpipe_cli.report.formatting import one_line
+from gpipe_cli.sequential.without_storage import placeholder
+from gpipe_cli.training.snapshot.contents import decode_tensors, open_large_snapshot
+from gpipe_cli.training.snapshot.header import BadTensors
 from gpipe_cli.training.snapshot.manifest import (
+    BUFFERS,
+    MODEL,
     VerifiedSnapshot,
     is_snapshot,
     newest_valid_snapshot,
     read_snapshot,
 )
+from gpipe_cli.training.snapshot.tensors import TensorFile
 
 
 def saved_config(run: Path) -> DictConfig:
@@ -93,3 +101,62 @@ def select_snapshot(
 def warn_of_damaged(damaged: Mapping[Path, RunError]) -> None:
     for error in damaged.values():
         sys.stderr.write(f"{one_line(str(error))}; gpipe uses the snapshot before it\n")
+
+
+def load_into_model(model: nn.Module, weights: str | None, snapshot: VerifiedSnapshot | None) -> None:
+    """Load the snapshot if there is one, else the file of weights."""
+    if snapshot is None:
+        assert weights is not None, "the configuration was checked"
+        load_weights(model, read_weights(weights, "weights"), weights, "weights")
+        return
+    state = EngineState(decode_tensors(snapshot, MODEL), decode_tensors(snapshot, BUFFERS))
+    with _errors_name(snapshot.path / MODEL):
+        load_module(model, state)
+
+
+def load_slice_by_slice(
+    engine: Engine, model: nn.Module, weights: str | None, snapshot: VerifiedSnapshot | None
+) -> None:
+    """Load a model that may be larger than memory: never more than one slice of it is in memory."""
+    if snapshot is None:
+        assert weights is not None, "the configuration was checked"
+        engine.load_state(_lazy_state(weights, model))
+        return
+    with _errors_name(snapshot.path / MODEL):
+        engine.load_state(open_large_snapshot(snapshot).state)
+
+
+def _lazy_state(weights: str, model: nn.Module) -> EngineState:
+    """The state in a file of weights, read on demand; buffers outside the state_dict keep their values."""
+    expected, buffers = model.state_dict(), module_state(model).buffers
+    if Path(weights).suffix != ".safetensors" or not Path(weights).is_file():
+        tensors = read_weights(weights, "weights")
+        check_weights(model, tensors, weights, "weights")
+        return EngineState(
+            {name: tensor.to(expected[name].dtype) for name, tensor in tensors.items()}, buffers
+        )
+    try:
+        file = TensorFile(Path(weights))
+    except (BadTensors, OSError) as error:
+        raise RunError(f"weights={weights}: damaged, or not a safetensors file ({error})") from error
+    check_weights(model, file.outlines, weights, "weights")
+    # An expanded zero has the shape and dtype of the model's parameter but no storage. It stands for the tensor in
+    # the file, which may have another dtype, until the engine fetches the slice that contains it.
+    placeholders = {
+        name: placeholder(outline.shape, expected[name].dtype) for name, outline in file.outlines.items()
+    }
+    outlines = {id(placeholder): file.outlines[name] for name, placeholder in placeholders.items()}
+
+    def fetch(tensor: Tensor) -> Tensor:
+        stored = file.fetch(outlines[id(tensor)]) if id(tensor) in outlines else None
+        return tensor if stored is None else stored.to(tensor.dtype)
+
+    return EngineState(placeholders, buffers, fetch=fetch)
+
+
+@contextmanager
+def _errors_name(source: Path) -> Iterator[None]:
+    try:
+        yield
+    except RunError as error:
+        raise RunError(f"{source}: {error}") from error

@@ -12,7 +12,7 @@ from typing import Any
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import DataError, ResourceError, RunError, Stopped
-from gpipe_cli.report.failure import describe
+from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.document import PAGE, render_page
 from gpipe_cli.report.page.run_facts import read_run

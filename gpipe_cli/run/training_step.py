@@ -19,7 +19,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.optimizer_state import state_bytes
-from gpipe_cli.report.failure import describe
+from gpipe_cli.report.formatting import describe
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.schedule.checkpoint import Checkpoint, checked_checkpoint
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec

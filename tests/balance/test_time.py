@@ -10,8 +10,7 @@ from gpipe_cli.balance import balance_by_time
 from gpipe_cli.balance.time import balance as by_time
 from gpipe_cli.balance.time import layer_costs, partition_costs
 from gpipe_cli.profiling.cache import ProfileCache
-from gpipe_cli.profiling.layers import LayerProfile, Sample
-from gpipe_cli.profiling.saved_tensors import LayerFacts
+from gpipe_cli.profiling.layers import LayerFacts, LayerProfile, Sample
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpipe_cli.commands import eval as evaluation
-from gpipe_cli.run import weights
+from gpipe_cli.run import saved_run
 
 Gpipe = Callable[..., Any]
 ALLOW = "allow=[tiny_for_tests]"
@@ -45,7 +45,7 @@ def test_a_model_on_disk_is_never_whole_in_memory(
     tiny: Gpipe, trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluation, "load_into_model", lambda *_: pytest.fail("the whole model was loaded"))
-    monkeypatch.setattr(weights, "read_weights", lambda *_: pytest.fail("a whole file was read"))
+    monkeypatch.setattr(saved_run, "read_weights", lambda *_: pytest.fail("a whole file was read"))
     words = [ALLOW, "engine=offload", "engine.to=disk", "engine.slices=3", "--json"]
     summary = tiny("eval", f"run={trained['run_dir']}", *words).json
     assert summary["top1"] == trained["top1"] and summary["loss"] == pytest.approx(trained["loss"], rel=1e-6)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli import current_microbatch
+from gpipe_cli import GPipe, current_microbatch
 from gpipe_cli.engines import single, threads
+from gpipe_cli.engines.pipe_engine import UtilisationMeter
 from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.errors import NumericError, ResourceError
 from gpipe_cli.losses.measures import accuracy
@@ -215,3 +216,27 @@ def test_memory_that_runs_out_is_a_resource_error_with_its_place(build: Callable
         engine.train_step(batch(), key=1, lr=0.1)
     (note,) = caught.value.__notes__
     assert "layer '1' (Greedy), micro-batch 1" in note
+
+
+@pytest.mark.parametrize(("schedule", "devices"), [("gpipe", 2), ("interleaved", 1)])
+def test_a_step_tells_how_busy_each_partition_was(schedule: str, devices: int) -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    data = torch.randn(8, 8)
+    with GPipe(module, [1, 2], devices=["cpu"] * devices, chunks=4, schedule=schedule) as pipe:
+        meter = UtilisationMeter(pipe)
+        for _ in range(2):
+            with meter.measure():
+                pipe.step(data, data, nn.functional.mse_loss)
+        utilisation = meter.last
+        assert utilisation is not None and pipe.recorder is None
+        assert len(utilisation.busy) == 2 and all(0 < share <= 1 for share in utilisation.busy)
+        assert utilisation.bubble == pytest.approx(1 - sum(utilisation.busy) / devices)
+        assert utilisation.memory == (None, None)
+
+
+def test_a_step_that_fails_leaves_nothing_recording() -> None:
+    with GPipe(nn.Sequential(nn.Linear(8, 8)), [1], devices=["cpu"]) as pipe:
+        meter = UtilisationMeter(pipe)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), meter.measure():
+            pipe.step(torch.randn(2, 3), torch.randn(2, 8), nn.functional.mse_loss)
+        assert pipe.recorder is None and meter.last is None

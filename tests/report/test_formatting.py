@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_cli.report.formatting import format_value, one_line
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.report.formatting import describe, format_value, one_line
 
 
 @pytest.mark.parametrize(
@@ -54,3 +55,16 @@ def test_ordinary_text_is_left_alone(text: str) -> None:
 
 def test_escape_sequences_lose_their_power_and_lines_become_one() -> None:
     assert one_line("a\x1b[31mb\r\n\tc\u202ed\u2028e\x9bf") == "a[31mb cd ef"
+
+
+def test_an_error_of_ours_needs_no_type_and_any_other_does() -> None:
+    assert describe(ConfigError("chunks=0: must be at least 1")) == "chunks=0: must be at least 1"
+    assert describe(ValueError("no\nway")) == "ValueError: no way"
+    assert describe(KeyError("lr")) == "KeyError: 'lr'"
+    assert describe(RuntimeError()) == "RuntimeError"
+
+
+def test_notes_say_where_it_happened() -> None:
+    error = ZeroDivisionError("division by zero")
+    error.add_note("in partition 1,\nlayer '\x1b2'")
+    assert describe(error) == "ZeroDivisionError: division by zero (in partition 1, layer '2')"

@@ -8,21 +8,40 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 
-from gpipe_cli.report.page.charts import metric_charts
+from gpipe_cli.report.formatting import format_value
+from gpipe_cli.report.page.charts import metric_charts, step_timelines
 from gpipe_cli.report.page.cost_tables import layer_table, partition_table
-from gpipe_cli.report.page.html import Child, Html, join, tag
-from gpipe_cli.report.page.overview import comparison_table, config_differences, reproduction, summary_cards
-from gpipe_cli.report.page.run_facts import RunFacts
-from gpipe_cli.report.page.timelines import step_timelines
+from gpipe_cli.report.page.html import Child, Html, color_dot, join, table, tag
+from gpipe_cli.report.page.run_facts import MetricCurve, RunFacts
+from gpipe_cli.report.page.run_files import as_number
 
 PAGE = "report.html"
 GENERATOR = '<meta name="generator" content="gpipe">'
 """How to tell a page of ours from another file of that name."""
 PROFILE = "gpipe profile timeline=true"
+TITLES = {
+    "loss": "loss",
+    "top1": "top-1",
+    "top5": "top-5",
+    "steps": "steps",
+    "samples_per_second": "samples per second",
+    "seconds": "time",
+    "predicted_step_ms": "predicted step, ms",
+    "predicted_bubble": "predicted bubble",
+    "predicted_speedup": "predicted speed-up",
+    "forward_ms": "forward, ms",
+    "backward_ms": "backward, ms",
+    "forward_flops": "forward FLOPs",
+    "backward_flops": "backward FLOPs",
+    "saved_bytes": "saved for backward",
+    "parameter_bytes": "parameters",
+}
+"""Keys of a summary and their titles, in this order; other metrics follow under their own names."""
+HIDDEN = ("epochs", "micro_batch", "parameters")
 
 
 def render_page(runs: Sequence[RunFacts]) -> str:
@@ -144,3 +163,123 @@ def _asset(name: str) -> str:
 def _digest(name: str) -> str:
     digest = hashlib.sha256(_asset(name).encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def headline(run: RunFacts) -> dict[str, str]:
+    """Title and value of the results of a run."""
+    numbers = {name: value for name, value in run.summary.items() if as_number(value) is not None}
+    results: dict[str, str] = {}
+    if run.measured is not None:
+        results["recorded step, ms"] = f"{run.measured.milliseconds:.1f}"
+        results["recorded bubble"] = format_value("bubble", run.measured.bubble)
+    known = {TITLES[name]: format_value(name, numbers[name]) for name in TITLES if name in numbers}
+    results |= known or _latest_metrics(run.curves)
+    for curve in run.curves:
+        if (curve.metric, curve.split) == ("loss", "eval"):
+            step, loss = min(curve.points, key=lambda point: point[1])
+            results["best loss"] = f"{format_value('loss', loss)} at step {step:.0f}"
+    for name, value in numbers.items():
+        if name not in TITLES and name not in HIDDEN:
+            results[name.replace("_", " ")] = format_value(name, value)
+    return results
+
+
+def summary_cards(run: RunFacts) -> Html:
+    return tag(
+        "dl",
+        {"class": "cards"},
+        *(
+            tag("div", {"class": "card"}, tag("dt", None, title), tag("dd", None, value))
+            for title, value in headline(run).items()
+        ),
+    )
+
+
+def comparison_table(runs: Sequence[RunFacts]) -> Html:
+    """A row per run, marked with the colour of its curves."""
+    results = [headline(run) for run in runs]
+    titles = list(dict.fromkeys(title for result in results for title in result))
+    rows: list[list[Child]] = [
+        [
+            join([color_dot(f"c{index % 8}"), tag("a", {"href": f"#run{index}"}, str(run.path))]),
+            *(result.get(title, "-") for title in titles),
+        ]
+        for index, (run, result) in enumerate(zip(runs, results, strict=True))
+    ]
+    return table("runs", ("run", *titles), rows)
+
+
+def _latest_metrics(curves: Sequence[MetricCurve]) -> dict[str, str]:
+    """For a run that has not finished: what it measured last."""
+    losses = {
+        f"loss ({curve.split})": format_value("loss", curve.points[-1][1])
+        for curve in curves
+        if curve.metric == "loss"
+    }
+    steps = [curve.points[-1][0] for curve in curves]
+    return {**losses, "steps": f"{max(steps):.0f}, not finished"} if steps else {}
+
+
+def reproduction(run: RunFacts) -> Html:
+    """The commands that repeat and continue a run, its configuration and its environment."""
+    purpose = "Repeat the run, in this order" if len(run.commands) > 1 else "Repeat the run"
+    commands = {purpose: "\n".join(run.commands), **run.next_commands}
+    return join(
+        [
+            *(
+                tag("div", {"class": "command"}, tag("p", None, purpose), tag("pre", None, lines))
+                for purpose, lines in commands.items()
+                if lines
+            ),
+            _collapsed("Configuration", tag("pre", None, run.config)) if run.config else None,
+            _collapsed("Environment", _environment_table(run.environment)) if run.environment else None,
+        ]
+    )
+
+
+def config_differences(runs: Sequence[RunFacts]) -> Html | None:
+    """The keys whose values differ among the runs that have them; None if there are none."""
+    configs = [_flatten_yaml(run.config) for run in runs]
+    keys = dict.fromkeys(key for config in configs for key in config)
+    rows = [
+        (key, *(config.get(key, "-") for config in configs))
+        for key in keys
+        if key != "run_dir" and len({config[key] for config in configs if key in config}) > 1
+    ]
+    return table("differences", ("key", *(str(run.path) for run in runs)), rows) if rows else None
+
+
+def _collapsed(title: str, content: Html) -> Html:
+    return tag("details", None, tag("summary", None, title), content)
+
+
+def _environment_table(facts: Mapping[str, object]) -> Html:
+    rows = (
+        tag(
+            "tr",
+            None,
+            tag("th", None, str(name)),
+            tag("td", None, ", ".join(map(str, value)) if isinstance(value, list) else str(value)),
+        )
+        for name, value in facts.items()
+    )
+    return tag("table", {"class": "pairs"}, tag("tbody", None, *rows))
+
+
+def _flatten_yaml(config: str) -> dict[str, str]:
+    """Dotted keys and their values of YAML as gpipe writes it: one key per line, two spaces per level.
+
+    The page shows the file and never interprets it, so reading its lines is enough. List items belong to their key.
+    """
+    values: dict[str, str] = {}
+    parents: list[str] = []
+    for line in config.splitlines():
+        key, colon, value = line.strip().partition(":")
+        depth = (len(line) - len(line.lstrip())) // 2
+        if line.lstrip().startswith("- ") and parents:
+            path = ".".join(parents)
+            values[path] = f"{values.get(path, '')} {line.strip()[2:]}".strip()
+        elif colon:
+            parents = [*parents[:depth], key]
+            values[".".join(parents)] = value.strip()
+    return values
