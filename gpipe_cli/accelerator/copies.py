@@ -62,7 +62,7 @@ def _copy_on_side_streams(
         if tensor is not None and tensor.device in streams:
             # The sender may drop the tensor while the copy still reads it.
             tensor.record_stream(streams[tensor.device])
-    # Everything up to here is only queued: whoever uses the tensors waits for this event, on its own stream.
+    # Everything up to here is only queued: the stream that uses the tensors waits for this event.
     arrived = streams[destination if destination in streams else next(iter(streams))].record_event()
     if destination.type == "cuda":
         return DeviceCopy(moved, arrived)

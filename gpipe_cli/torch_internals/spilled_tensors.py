@@ -118,7 +118,7 @@ class _Spilled:
 
     def _held(self) -> torch.UntypedStorage:
         storage = self._storage()
-        assert storage is not None, "whoever uses a tensor holds its storage"
+        assert storage is not None, "an operation holds the storages of its inputs"
         return storage
 
 
