@@ -54,7 +54,7 @@ def _accelerators() -> list[torch.device]:
     return [] if kind is None else [torch.device(kind.type, index) for index in range(count)]
 
 
-def denies_move(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+def asks_for_device(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Whether arguments of `Module.to` ask for another device: a dtype alone may pass."""
     if kwargs.keys() & {"device", "tensor", "other"}:
         return True

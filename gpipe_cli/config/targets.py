@@ -4,7 +4,8 @@ A configuration is data, perhaps somebody else's. gpipe judges every `_target_` 
 anything, and judges the imported object again. From gpipe_cli, a group accepts exactly the builders that its YAML
 files under conf/ name, so a new component is still one .py and one .yaml. From torch and torchvision it accepts a
 kind of object: layers, losses, optimizers, registered model builders. The module that a name sits in proves nothing:
-`torch.nn` also contains `torch`, and `gpipe_cli.engines` also contains functions that open files.
+`torch.nn` also contains `torch`, and `gpipe_cli.engines` also contains functions that open files. The few functions
+that a list of layers may call (`{call: torch.flatten}`) are listed in run/model.py.
 """
 
 from __future__ import annotations

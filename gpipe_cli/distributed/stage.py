@@ -144,7 +144,7 @@ class Stage(nn.Module):
         if boundary is None:
             (self._state.outputs[micro_batch],) = outputs
             return outputs[0]
-        count = outputs[0].values
+        count = outputs[0].value_count
         sent = [tensor for output in outputs for tensor in output.tensors]
         skips: dict[SkipName, Tensor | None] = dict(passing)
         names = (route.name for route in self._partition.sends)

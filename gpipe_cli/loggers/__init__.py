@@ -1,1 +1,4 @@
-"""Services that receive a run's metrics besides metrics.jsonl, one file per service, named by `_target_`."""
+"""Services that receive a run's metrics besides metrics.jsonl.
+
+To add one, write a file with `build(...)` that returns a `Logger` (see protocol.py), and a YAML file in conf/logger.
+"""

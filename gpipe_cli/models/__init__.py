@@ -1,1 +1,1 @@
-"""Model families, one file each, which the YAML files of conf/model name by `_target_`."""
+"""Model families. To add one, write a file with `build(...)`, and a YAML file in conf/model that names it."""

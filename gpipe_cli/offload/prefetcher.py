@@ -66,7 +66,7 @@ class SlicePrefetcher:
         prefetch = None if following is None else (following.partition, self._parts(following))
         with self._loaded(visit.partition, self._parts(visit), prefetch) as changed:
             yield
-            if visit.is_last and self.completion is not None:
+            if visit.completes_gradients and self.completion is not None:
                 changed.update(self.completion.completed(self.slices[visit.partition]))
 
     def offload(self, input: PartitionInput) -> Callable[[], PartitionInput] | None:
@@ -94,7 +94,7 @@ class SlicePrefetcher:
             buffer.slice = None
 
     def _parts(self, visit: PartitionVisit) -> Sequence[Part]:
-        extra = self.completion.needs if visit.is_last and self.completion is not None else ()
+        extra = self.completion.needs if visit.completes_gradients and self.completion is not None else ()
         return [Part.WEIGHTS, *extra]
 
     @contextmanager

@@ -48,7 +48,7 @@ class PartitionVisit:
     """Consecutive actions of a worker on one partition."""
 
     actions: tuple[Action, ...]
-    is_last: bool
+    completes_gradients: bool
     """Whether it holds the partition's last backward: after it, the partition's gradients are complete."""
 
     @property
@@ -131,10 +131,10 @@ class ActionLoop:
                 if self._stores:
                     self._run_visits(position, worker)
                 else:
-                    for position.action in actions:
+                    for position.action in actions:  # kept in `position` for the note on an error
                         self._handlers[position.action.kind](position, position.action)
         except ChannelClosed:
-            return
+            return  # another worker failed, and has kept its failure for the caller
         except BaseException as error:  # noqa: BLE001 - whatever a layer raises, the caller must see
             # Close the channels before anything else: no worker may wait while this one describes its failure.
             self.fail(error)
@@ -172,7 +172,7 @@ class ActionLoop:
             with self._on_device(store, visit, following):
                 for position.action in visit.actions:
                     self._handlers[position.action.kind](position, position.action)
-                    if not visit.is_last and position.action.kind is Kind.FORWARD:
+                    if not visit.completes_gradients and position.action.kind is Kind.FORWARD:
                         self._offload_inputs(position.action, store)
 
     @contextmanager
@@ -180,12 +180,12 @@ class ActionLoop:
         self, store: PartitionStore, visit: PartitionVisit, following: PartitionVisit | None
     ) -> Iterator[None]:
         partition = self._partitions[visit.partition]
-        begin = self._now(partition)
+        started = self._now(partition)
         with store.on_device(visit, following):
-            self._record(visit.actions[0], "load", partition, begin)
+            self._record(visit.actions[0], "load", partition, started)
             yield
-            begin = self._now(partition)
-        self._record(visit.actions[-1], "drop", partition, begin)
+            started = self._now(partition)
+        self._record(visit.actions[-1], "drop", partition, started)
 
     def _offload_inputs(self, action: Action, store: PartitionStore) -> None:
         # The input of the first partition belongs to the caller and stays in memory anyway.
@@ -209,16 +209,16 @@ class ActionLoop:
                 task.checkpointed,
             )
         self._check_no_failure()
-        begin = self._now(partition)
-        with _NO_MODES if self._modes is None else self._modes.entered():
+        started = self._now(partition)
+        with self._caller_modes():
             outputs, saved = partition.forward(inputs, task)
-        begin = self._record(action, position.phase, partition, begin)
+        started = self._record(action, position.phase, partition, started)
         # Saved before it is sent: the gradient can return as soon as the following partition has the output.
         if saved is not None:
             self._state.saved[action.partition, action.micro_batch] = saved
         self._channels.send(partition, action.micro_batch, outputs)
         if action.partition < len(self._partitions) - 1:
-            self._record(action, "copy", partition, begin)
+            self._record(action, "copy", partition, started)
 
     def _backward(self, position: _Position, action: Action) -> None:
         self._check_no_failure()
@@ -227,16 +227,16 @@ class ActionLoop:
         if saved.inputs is not None:
             # Recompute before waiting for the gradient: this hides recompute in the idle time of the pipeline.
             position.phase = "recompute"
-            begin = self._now(partition)
-            with _NO_MODES if self._modes is None else self._modes.entered():
+            started = self._now(partition)
+            with self._caller_modes():
                 partition.recompute(saved)
-            self._record(action, position.phase, partition, begin)
+            self._record(action, position.phase, partition, started)
         position.phase = "backward"
         gradients = self._channels.receive_gradients(partition, action.micro_batch)
         self._check_no_failure()
-        begin = self._now(partition)
+        started = self._now(partition)
         collector = self._state.collector
-        with _NO_MODES if self._modes is None else self._modes.entered():
+        with self._caller_modes():
             # A backward whose gradients the caller collects is not split.
             if action.kind is Kind.INPUT_GRAD and collector is None:
                 gradients = partition.backward_input(saved, gradients, keep_graph=self._keep_graph)
@@ -244,23 +244,23 @@ class ActionLoop:
                 gradients = partition.backward(
                     saved, gradients, keep_graph=self._keep_graph, collector=collector
                 )
-        begin = self._record(action, position.phase, partition, begin)
+        started = self._record(action, position.phase, partition, started)
         # Free the graph before the gradient leaves, so that the activations of two micro-batches do not add up.
         if action.kind is Kind.BACKWARD:
             self._release(action)
         self._channels.send_gradients(partition, gradients, saved)
         if action.partition > 0:
-            self._record(action, "copy", partition, begin)
+            self._record(action, "copy", partition, started)
 
     def _backward_weights(self, position: _Position, action: Action) -> None:
         self._check_no_failure()
         partition = self._partitions[action.partition]
         position.phase = "backward"
-        begin = self._now(partition)
+        started = self._now(partition)
         saved = self._state.saved[action.partition, action.micro_batch]
-        with _NO_MODES if self._modes is None else self._modes.entered():
+        with self._caller_modes():
             partition.backward_weights(saved, keep_graph=self._keep_graph)
-        self._record(action, position.phase, partition, begin)
+        self._record(action, position.phase, partition, started)
         self._release(action)
 
     def _release(self, action: Action) -> None:
@@ -271,6 +271,10 @@ class ActionLoop:
         elif self._state.saved[place].inputs is not None:
             self._state.saved[place].roots = ()
 
+    def _caller_modes(self) -> AbstractContextManager[object]:
+        """The dispatch and function modes of the caller."""
+        return _NO_MODES if self._modes is None else self._modes.entered()
+
     def _check_no_failure(self) -> None:
         if self._failure is not None:
             raise ChannelClosed
@@ -278,10 +282,10 @@ class ActionLoop:
     def _now(self, partition: Partition) -> Any:
         return None if self._recorder is None else self._recorder.now(partition.device)
 
-    def _record(self, action: Action, phase: str, partition: Partition, begin: Any) -> Any:
+    def _record(self, action: Action, phase: str, partition: Partition, started: Any) -> Any:
         """Return the end, where the next phase begins."""
         if self._recorder is None:
             return None
         end = self._recorder.now(partition.device)
-        self._recorder(action, phase, begin, end)
+        self._recorder(action, phase, started, end)
         return end

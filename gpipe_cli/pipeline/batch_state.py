@@ -120,7 +120,7 @@ class BatchState:
         """For every layer of the pipe; one such list for all micro-batches, or one for each."""
         return [list(chain.from_iterable(by_partition)) for by_partition in self.untied]
 
-    def count_writes(self) -> None:
+    def bump_input_versions(self) -> None:
         """Let the version counters of the caller's tensors see what layers wrote: micro-batches have their own."""
         # A graph of the caller's that saved the input must notice that layers wrote it.
         tensors = self.batch.tensors

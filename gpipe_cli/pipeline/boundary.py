@@ -35,7 +35,7 @@ NO_VALUE: Template = -1
 NOTHING_SHARED: Mapping[int, Alias] = {}
 
 ANCHOR = torch.zeros(0, requires_grad=True)
-"""Makes autograd track what enters a partition. It never receives a gradient, so all partitions share it."""
+"""Makes `_Entry` differentiable although its inputs are detached. It never receives a gradient, so all share it."""
 
 
 class PartitionInput(NamedTuple):
@@ -46,11 +46,11 @@ class PartitionInput(NamedTuple):
     needs_grad: tuple[bool, ...]
     template: Template = NO_VALUE
     """Builds the value from its tensors."""
-    values: int = 0
+    value_count: int = 0
     """How many tensors belong to the value."""
-    skips: int = 0
+    skip_count: int = 0
     aliases: Mapping[int, Alias] = NOTHING_SHARED
-    """By place, the tensors that the receiver builds from others."""
+    """By place, the tensors that share memory with another one, which the receiver builds from it (see `aliasing`)."""
 
     @classmethod
     def of_pipe(cls, values: Sequence[Tensor], template: Template) -> PartitionInput:
@@ -83,7 +83,7 @@ class PartitionInput(NamedTuple):
             tensors = complete
         # Only skips may be None, and no template refers to a skip.
         value = unflatten(self.template, tensors)  # type: ignore[arg-type]
-        return value, tensors[self.values : self.values + self.skips]
+        return value, tensors[self.value_count : self.value_count + self.skip_count]
 
     def as_if_tracked(self, needs_grad: tuple[bool, ...], aliases: Mapping[int, Alias]) -> PartitionInput:
         """The input as if autograd had tracked its tensors; `aliases` are those of an input that it did track."""
@@ -98,7 +98,7 @@ class PartitionInput(NamedTuple):
         if not self.aliases:
             return ()
         linked = {place for alias in self.aliases.items() for place in (alias[0], alias[1].of)}
-        return {place - self.values for place in linked if place >= self.values}
+        return {place - self.value_count for place in linked if place >= self.value_count}
 
     def cloned(self) -> PartitionInput:
         return self._replace(
@@ -175,7 +175,7 @@ class GradSink:
 
 
 class _Entry(Function):
-    """Identity without a copy. Autograd does not take the output of `detach` for a view here: layers may write it."""
+    """Identity without a copy. Inside a Function the output of `detach` is no view, so layers may write it in place."""
 
     @staticmethod
     def forward(ctx: Any, sink: GradSink, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -220,7 +220,7 @@ def roots_of(tensors: Sequence[Tensor | None]) -> tuple[GradientEdge | None, ...
 
 
 def _edge(tensor: Tensor) -> GradientEdge:
-    # torch's own function checks what is known here; only a leaf needs it, to be given its accumulator.
+    # get_gradient_edge checks again what the caller knows; only a leaf needs it, to get its gradient accumulator.
     node = tensor.grad_fn
     return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
 
@@ -232,7 +232,7 @@ class GraphLeak(RuntimeError):
 
 @final
 class GraphLeakDetector:
-    """Walks the graph that a partition's layers build, visiting each node once."""
+    """Detects a path from a partition's graph to the sink or to a parameter of another partition."""
 
     def __init__(self, sink: GradSink, own: Sequence[nn.Module], others: Sequence[nn.Module]) -> None:
         self._sink = sink

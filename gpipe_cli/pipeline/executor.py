@@ -1,7 +1,7 @@
 """Runs mini-batches through the partitions: forward, a whole step, and the backward of an earlier forward.
 
 The executor picks the actions that belong to a call, lets the workers or the calling thread run them, and keeps one
-autograd graph across all partitions where layers connect them behind the pipe's back.
+autograd graph across all partitions where a layer uses a tensor of another partition without a boundary.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MakeOrder = Callable[[int, int, int], Order]
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Orders:
+class _CallOrders:
     whole: Order
     forward: Order
     backward: Order
@@ -43,7 +43,7 @@ class _Orders:
 
 
 @functools.lru_cache(maxsize=128)
-def _orders(make_order: MakeOrder, partitions: int, chunks: int, workers: int) -> _Orders:
+def _call_orders(make_order: MakeOrder, partitions: int, chunks: int, workers: int) -> _CallOrders:
     # `loss.backward()` comes after the whole forward, so a call of the pipe uses the forward part of the schedule and
     # its backward the rest. Both keep the order of each worker.
     whole = make_order(partitions, chunks, workers)
@@ -55,7 +55,7 @@ def _orders(make_order: MakeOrder, partitions: int, chunks: int, workers: int) -
         for micro_batch in range(chunks)
         for partition in reversed(range(partitions))
     )
-    return _Orders(whole, forward, backward, backward if workers <= 1 else (one_thread,))
+    return _CallOrders(whole, forward, backward, backward if workers <= 1 else (one_thread,))
 
 
 @final
@@ -71,7 +71,7 @@ class Executor:
         whole_graph: bool = False,
     ) -> None:
         """workers: 0 lets the calling thread run the actions.
-        stores: one per worker; none where the partitions stay on their devices.
+        stores: one per worker; empty if the partitions never leave their devices.
         whole_graph: leave the backward of a forward to autograd, which then allows a second derivative.
         """
         self.partitions = partitions
@@ -85,32 +85,34 @@ class Executor:
         self._workers = workers
         self._pool = WorkerPool(workers)
         self._whole_graph = whole_graph
-        self._layers_are_connected = False
+        self._has_graph_leak = False
         # A Python autograd function runs in the autograd thread of its device. The backward of a worker on that device
         # needs the same thread, so waiting there for a worker would never end: run the backward there instead.
         self._backward_in_caller = uses_cuda([partition.device for partition in partitions])
 
     def forward(self, batch: MiniBatch, checkpoint_stops: Sequence[int]) -> Value:
         """The joined output, attached to the input and the parameters for `loss.backward()`."""
-        whole_graph = self._whole_graph or (self._layers_are_connected and not any(checkpoint_stops))
+        whole_graph = self._whole_graph or (self._has_graph_leak and not any(checkpoint_stops))
         while True:
-            state = self._begin(batch, checkpoint_stops, None, whole_graph)
+            state = self._new_state(batch, checkpoint_stops, None, whole_graph)
             try:
                 with commit_or_discard(self._batch_norms):
                     self._run(state, self._orders(state).forward)
                 break
             except GraphLeak:
-                whole_graph = self._keep_whole_graph(checkpoint_stops)
+                if not self._can_keep_whole_graph(checkpoint_stops):
+                    raise
+                whole_graph = True
         if whole_graph:
             return state.joined_output()
-        state.count_writes()
+        state.bump_input_versions()
         return attach_to_graph(state, self.backward)
 
     def step(self, batch: MiniBatch, loss: StepLoss, checkpoint_stops: Sequence[int]) -> None:
         """Forward and backward: fill `.grad` of parameters and inputs, and the losses of `loss`."""
-        whole_graph = self._layers_are_connected and not any(checkpoint_stops)
+        whole_graph = self._has_graph_leak and not any(checkpoint_stops)
         while True:
-            state = self._begin(batch, checkpoint_stops, loss.weighted, whole_graph)
+            state = self._new_state(batch, checkpoint_stops, loss.weighted, whole_graph)
             orders = self._orders(state)
             try:
                 with commit_or_discard(self._batch_norms):
@@ -119,13 +121,15 @@ class Executor:
                         _backward_whole_graph(state)
                 break
             except GraphLeak:
-                whole_graph = self._keep_whole_graph(checkpoint_stops)
+                if not self._can_keep_whole_graph(checkpoint_stops):
+                    raise
+                whole_graph = True
                 loss.restart()
         for untied in state.untied_by_layer():
             state.tied.add_up(untied)
         if not whole_graph:
             # The workers only filled the gradients of detached inputs: autograd carries them on from here.
-            state.count_writes()
+            state.bump_input_versions()
             _backward_of_inputs(state)
 
     def backward(self, state: BatchState, gradients: list[Gradients], *, keep_graph: bool) -> None:
@@ -147,20 +151,17 @@ class Executor:
     def close(self) -> None:
         self._pool.close()
 
-    def _keep_whole_graph(self, checkpoint_stops: Sequence[int]) -> bool:
-        """Called in the handler of a GraphLeak, which the first mini-batch raises where layers bypass the boundaries.
+    def _can_keep_whole_graph(self, checkpoint_stops: Sequence[int]) -> bool:
+        """Called after a GraphLeak, which the first mini-batch raises; the caller then runs it again with one graph.
 
-        The caller then runs the mini-batch again with one graph. With checkpointing the error stays: recompute would
-        lose such gradients all the same.
+        With checkpointing the error stays: recompute would lose such gradients anyway.
         """
         for partition in self.partitions:
-            partition.undo()
-        if any(checkpoint_stops):
-            raise
-        self._layers_are_connected = True
-        return True
+            partition.forget_first_run()
+        self._has_graph_leak = not any(checkpoint_stops)
+        return self._has_graph_leak
 
-    def _begin(
+    def _new_state(
         self,
         batch: MiniBatch,
         checkpoint_stops: Sequence[int],
@@ -171,8 +172,10 @@ class Executor:
         tied = TiedParameters(self._layers)
         return BatchState.of(batch, self._lengths, tied, checkpoint_stops, loss, whole_graph=whole_graph)
 
-    def _orders(self, state: BatchState) -> _Orders:
-        return _orders(self._make_order, len(self.partitions), len(state.batch.micro_batches), self._workers)
+    def _orders(self, state: BatchState) -> _CallOrders:
+        return _call_orders(
+            self._make_order, len(self.partitions), len(state.batch.micro_batches), self._workers
+        )
 
     def _action_loop(self, state: BatchState, order: Order, keep_graph: bool) -> ActionLoop:
         return ActionLoop(
@@ -193,7 +196,7 @@ class Executor:
             for worker in range(self._workers)
         ]
         # Workers end their job even after a failure, so the failure is raised when nobody uses the tensors any more.
-        with self._pool.turn:
+        with self._pool.one_caller:
             if self._workers:
                 self._pool.run(jobs, loop.fail, self.timeout)
             else:

@@ -1,10 +1,11 @@
 """Notes on errors: where in the pipe an error was raised.
 
-Describing a failure never replaces it: whatever the description raises, the original error is delivered. Autograd does
-not say which layer's backward failed, so `layer_that_failed` looks at the graph that is left. The engine runs nodes
-from the last created to the first, and a node belongs to the layer that was running when it was created. The failed
-node is in the traceback if it is a Python function, and repeats its message if a tensor it saved was overwritten;
-otherwise it is between the last node that has run and the next that has not.
+`ActionLoop.fail` stops the other workers; this file only describes the failure. Describing it never replaces it:
+whatever the description raises, the original error is delivered. Autograd does not say which layer's backward failed,
+so `layer_that_failed` looks at the graph that is left. The engine runs nodes from the last created to the first, and
+a node belongs to the layer that was running when it was created. The failed node is in the traceback if it is a
+Python function, and repeats its message if a tensor it saved was overwritten; otherwise it is between the last node
+that has run and the next that has not.
 """
 
 from __future__ import annotations

@@ -100,9 +100,9 @@ class LayerTraits:
     """Recompute must see these as they were before the forward."""
     written_buffers: tuple[Buffer, ...]
     """Autograd counts writes to these, so a graph must not hold the buffer itself."""
-    input_is_callers: bool
+    input_is_caller_memory: bool
     """Whether the inputs share memory with the tensors that the caller passed in."""
-    graph_saves_callers: bool
+    graph_saves_caller_memory: bool
     """Whether the graph saved such memory."""
     written_inputs: frozenset[int]
     """Places of the caller's tensors that the layers write in place."""

@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn, Self, final, overload
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.accelerator.devices import Device, choose_devices, denies_move
+from gpipe_cli.accelerator.devices import Device, asks_for_device, choose_devices
 from gpipe_cli.pipeline.action_loop import Recorder
 from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.loss import LossFunction, StepLoss
@@ -27,7 +27,7 @@ _BALANCE_HINT = "Find one with gpipe_cli.balance, for example balance_by_time(mo
 
 
 class PipeBase(PipeModule):
-    """`step` and `forward` of every pipe."""
+    """`step` and `forward` of every pipe; what surrounds them as an nn.Module is in `pipe_module`."""
 
     @overload
     def step(
@@ -58,7 +58,10 @@ class PipeBase(PipeModule):
         key: int | None = None,
         return_output: bool = False,
     ) -> Tensor | tuple[Tensor, Output]:
-        """Run forward and backward of a mini-batch: fill `.grad` and return the detached mean loss."""
+        """Run forward and backward of a mini-batch: fill `.grad` and return the detached mean loss.
+
+        key: determines all random numbers of the step; drawn from torch's default generator if None.
+        """
         self._check_layers()
         batch = MiniBatch.of(input, self.chunks, key)
         loss = self._step_loss(batch, target, loss_fn, return_output)
@@ -186,7 +189,7 @@ class GPipe(ThreadedPipe):
         self.step_timeout = step_timeout
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        if denies_move(args, kwargs):
+        if asks_for_device(args, kwargs):
             _deny_moving()
         return super().to(*args, **kwargs)
 

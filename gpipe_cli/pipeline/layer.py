@@ -1,7 +1,9 @@
 """One layer of the sequence, the keys of its randomness, and the detection of random numbers that no key governs.
 
-Random operators of torch draw from the layer's key (`torch_internals.keyed_random`). gpipe cannot key numbers from
-NumPy, from Python's `random` or from a generator of the layer's own; it warns once per layer instead.
+A layer's seed is a hash of (step key, position of the layer, micro-batch), so recompute, and every other balance,
+schedule or engine, draws the same numbers. Random operators of torch draw from it (`torch_internals.keyed_random`).
+gpipe cannot key numbers from NumPy, from Python's `random` or from a generator of the layer's own; it warns once per
+layer instead.
 """
 
 from __future__ import annotations

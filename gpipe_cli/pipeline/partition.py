@@ -97,22 +97,22 @@ class Partition:
         """The inputs of the partitions it sends to, and what backward needs, unless one graph spans all partitions."""
         needs_grad = inputs[0].needs_grad if len(inputs) == 1 else tuple([each.needs_grad for each in inputs])
         # Whatever can change what the layers do must be in the key: `begin` adds training modes and requires_grad.
-        mode = (needs_grad, task.batch.state.grad, task.whole_graph, task.loss is None)
-        traits = self._traits.get(mode)
+        traits_key = (needs_grad, task.batch.state.grad, task.whole_graph, task.loss is None)
+        traits = self._traits.get(traits_key)
         if traits is None:
-            return self._forward_learning(inputs, task, mode)
+            return self._forward_first_time(inputs, task, traits_key)
         if task.checkpointed and traits.tracks_grad:
             return self._forward_checkpointed(inputs, task, traits)
         saved = _saved_for_backward(inputs, task)
-        saved.holds_caller_memory = traits.graph_saves_callers
+        saved.holds_caller_memory = traits.graph_saves_caller_memory
         if traits.written_inputs:
             task.written_inputs.update(traits.written_inputs)
         with BufferCopies(traits.written_buffers) if traits.written_buffers else _NO_COPIES:
             outputs = self._loop.run(inputs, _enter(inputs, saved), task)
         return self._pack(outputs, saved), None if task.whole_graph else saved
 
-    def _forward_learning(
-        self, inputs: tuple[PartitionInput, ...], task: ForwardTask, mode: tuple[Any, ...]
+    def _forward_first_time(
+        self, inputs: tuple[PartitionInput, ...], task: ForwardTask, traits_key: tuple[Any, ...]
     ) -> tuple[tuple[PartitionInput, ...], SavedForBackward | None]:
         """Run with a graph to see what the layers do; a checkpointed task then drops the graph."""
         modules = [layer.module for layer in self.layers]
@@ -131,17 +131,22 @@ class Partition:
         written = [before != after for before, after in zip(versions, _versions(given), strict=True)]
         self._note_writes(written, inputs, given, task)
         packed = self._pack(outputs, saved)
+        input_is_caller_memory, graph_saves_caller_memory, written_inputs = self._uses_of_caller_memory(
+            inputs, written, saved
+        )
         traits = LayerTraits(
-            tuple(output.needs_grad for output in packed),
-            tuple(output.aliases for output in packed),
-            any(written),
-            changed_buffers(before, copies.written),
-            copies.written,
-            *self._uses_of_caller_memory(inputs, written, saved),
+            needs_grad=tuple(output.needs_grad for output in packed),
+            aliases=tuple(output.aliases for output in packed),
+            writes_input=any(written),
+            changed_buffers=changed_buffers(before, copies.written),
+            written_buffers=copies.written,
+            input_is_caller_memory=input_is_caller_memory,
+            graph_saves_caller_memory=graph_saves_caller_memory,
+            written_inputs=written_inputs,
             tracks_grad=any(any(output.needs_grad) for output in packed),
         )
-        self._traits[mode] = traits
-        saved.holds_caller_memory = traits.graph_saves_callers
+        self._traits[traits_key] = traits
+        saved.holds_caller_memory = traits.graph_saves_caller_memory
         task.written_inputs.update(traits.written_inputs if given is inputs else ())
         if task.whole_graph:
             return packed, None
@@ -197,6 +202,7 @@ class Partition:
         if not copies:
             return inputs, inputs
         copied = tuple(input.cloned() for input in inputs)
+        # The first partition must write the caller's own tensors, so its recompute gets the copies.
         return (inputs, copied) if self.index == 0 else (copied, inputs)
 
     def _uses_of_caller_memory(
@@ -244,7 +250,7 @@ class Partition:
     ) -> None:
         saved.inputs = inputs
         saved.tensors = self._tensors
-        saved.holds_caller_memory = traits.input_is_callers
+        saved.holds_caller_memory = traits.input_is_caller_memory
         saved.writes_input = traits.writes_input
         saved.input_is_private = traits.writes_input and self.index == 0
         # Modules whose buffers every forward changes are left out: each micro-batch changes their versions.
@@ -264,7 +270,7 @@ class Partition:
         self._pack(outputs, saved)
 
     def _check_unchanged(self, saved: SavedForBackward, changing: set[nn.Module]) -> None:
-        """Raise if recompute could not repeat the forward, as autograd raises where it kept the graph."""
+        """Compare autograd's version counters: raise if recompute could not repeat the forward, as autograd would."""
         assert saved.inputs is not None, "only a checkpointed forward can be recomputed"
         input_versions, module_version = saved.versions
         if not saved.input_is_private and not saved.fetch_inputs:
@@ -284,7 +290,7 @@ class Partition:
     ) -> Gradients:
         """The gradients of the inputs. Those of leaves are added to `.grad`, unless the collector wants them."""
         pairs = _roots_with_gradients(saved, gradients)
-        # No pair means that nothing behind this partition took part in the loss: there is nothing to run.
+        # Without a pair the loss does not depend on this partition's output: there is nothing to run.
         if pairs:
             roots, root_gradients = zip(*pairs, strict=True)
             with saved.sink, self._loop.keyed_backward(saved), saved.task.batch.state.without_autocast():
@@ -315,7 +321,7 @@ class Partition:
         """Name the layer that raised `error`."""
         return self._loop.locate(phase, saved, error)
 
-    def undo(self) -> None:
+    def forget_first_run(self) -> None:
         """Forget the learnt traits, and restore the buffers as they were before this mini-batch."""
         restore_buffers(self._buffers_before)
         self._buffers_before = ()

@@ -34,7 +34,7 @@ class WorkerPool:
         self._threads: list[threading.Thread] = []
         self._process = os.getpid()
         # Two callers of one pipe take turns; otherwise their jobs would wait for each other's actions.
-        self.turn = threading.Lock()
+        self.one_caller = threading.Lock()
         weakref.finalize(self, _end_threads, self._queues)
 
     def __reduce__(self) -> tuple[type[WorkerPool], tuple[int]]:
@@ -42,7 +42,7 @@ class WorkerPool:
         return WorkerPool, (self._size,)
 
     def run(self, jobs: Sequence[Job], stop: Stop, timeout: float | None) -> None:
-        """Run one job per worker and return when all have ended. The caller holds `turn`.
+        """Run one job per worker and return when all have ended. The caller holds `one_caller`.
 
         Ctrl-C stops the jobs and waits for them. A second one, or the timeout, abandons the threads: the next run
         starts new ones.

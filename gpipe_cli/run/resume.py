@@ -1,5 +1,9 @@
 """gpipe train resume=...: which run to resume, from which snapshot, and with which settings.
 
+In order: find and lock the directory, read the saved settings and override them, refuse changes that cannot be
+resumed, open the newest verified snapshot; then `commands/train` builds the model and the engine, loads the state
+into the engine, and moves metrics and snapshots that are newer aside.
+
 The settings are the saved ones, overridden by those on the command line. Changes that would make another model, or
 other samples at the same step, are refused; gpipe reports all other changes. `allow` is never taken from the run.
 """

@@ -1,7 +1,9 @@
 """Schedules as data: which worker runs which action in which order. No torch, no threads.
 
-A schedule is a module with a function `order(partitions, chunks, devices)` and `TRAITS`. The modules of this folder are
-found by scanning it; any other one is named by its import path, such as `mypackage.my_schedule`.
+To add a schedule, write a module with a function `order(partitions, chunks, devices)` and `TRAITS`, and a YAML file
+in conf/schedule that names it. Everything else (checker, simulator, planner, engines, docs) asks its traits. The
+modules of this folder are found by scanning it; any other one is named by its import path, such as
+`mypackage.my_schedule`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Learning-rate schedules: pure functions of (step, total steps), so a resumed run needs no state of theirs.
 
-Each is a factor for the optimizer's rate. `warmup` counts steps (from 1) or, below 1, a fraction of the run.
+To add one, write a function here and a YAML file in conf/lr_schedule. Each gives a factor for the optimizer's rate.
+`warmup` counts steps (from 1) or, below 1, a fraction of the run.
 """
 
 from __future__ import annotations

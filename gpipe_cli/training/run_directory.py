@@ -1,4 +1,12 @@
-"""The directory of a run: made once, written by one process at a time, never overwritten."""
+"""The directory of a run: created once, written by one process at a time, never overwritten.
+
+config.yaml overrides.yaml env.json launch.json    run/setup
+train.log logger.json                              run/recorder, loggers/protocol
+metrics.jsonl                                      training/metrics
+snapshots/                                         training/snapshot/manager
+summary.json report.html                           run/summary, commands/report
+trace.json                                         commands/profile
+"""
 
 from __future__ import annotations
 

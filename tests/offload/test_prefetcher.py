@@ -192,7 +192,7 @@ CPU = torch.device("cpu")
 
 def partition_input(*tensors: torch.Tensor | None) -> PartitionInput:
     needs_grad = tuple(tensor is not None for tensor in tensors)
-    return PartitionInput(tensors, needs_grad, flatten(tensors, "output")[1], values=len(tensors))
+    return PartitionInput(tensors, needs_grad, flatten(tensors, "output")[1], value_count=len(tensors))
 
 
 def test_a_stored_input_can_be_read_any_number_of_times(tmp_path: Path) -> None:

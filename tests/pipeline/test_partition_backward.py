@@ -17,12 +17,12 @@ from gpipe_cli.pipeline.pytree import SINGLE
 
 
 def split(layer: nn.Module, input: Tensor) -> tuple[SplitBackward, GradSink]:
-    mailbox = GradSink((True,))
-    ((entered,),) = enter([PartitionInput((input,), (True,), SINGLE, values=1)], mailbox)
+    sink = GradSink((True,))
+    ((entered,),) = enter([PartitionInput((input,), (True,), SINGLE, value_count=1)], sink)
     assert entered is not None
     output = layer(entered)
     (root,) = roots_of([output])
-    return SplitBackward([(root, torch.ones_like(output))], mailbox), mailbox
+    return SplitBackward([(root, torch.ones_like(output))], sink), sink
 
 
 LAYERS = {
@@ -43,10 +43,10 @@ def test_the_first_half_gives_the_inputs_gradient_and_the_second_the_weights(nam
     torch.manual_seed(0)
     layer = copy.deepcopy(LAYERS[name]).double()
     input = torch.randn(5, 4).double()
-    halves, mailbox = split(layer, input)
+    halves, sink = split(layer, input)
     assert halves.possible
     halves.run_input_half()
-    (gradient,) = mailbox.take()
+    (gradient,) = sink.take()
     assert [leaf.grad for leaf in layer.parameters()] == [None] * len(list(layer.parameters()))
     halves.run_weight_half(keep_graph=False)
     mine = [leaf.grad for leaf in layer.parameters()]

@@ -10,7 +10,7 @@ def test_each_slice_is_visited_twice_and_the_last_one_once() -> None:
     (actions,) = by_slice(partitions=3, chunks=2)
     visits = partition_visits(actions)
     assert [visit.partition for visit in visits] == [0, 1, 2, 1, 0]
-    assert [visit.is_last for visit in visits] == [False, False, True, True, True]
+    assert [visit.completes_gradients for visit in visits] == [False, False, True, True, True]
     assert [str(action) for action in visits[2].actions] == ["F2.0", "F2.1", "B2.0", "B2.1"]
 
 
@@ -22,6 +22,6 @@ def test_visits_lose_no_action_and_complete_each_partition_once() -> None:
     for actions in order("interleaved", 6, 4, 2):
         visits = partition_visits(actions)
         assert tuple(action for visit in visits for action in visit.actions) == actions
-        assert sorted(visit.partition for visit in visits if visit.is_last) == sorted(
+        assert sorted(visit.partition for visit in visits if visit.completes_gradients) == sorted(
             {action.partition for action in actions}
         )
