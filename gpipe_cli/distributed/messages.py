@@ -15,18 +15,6 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, Work
 
-__all__ = [
-    "Sending",
-    "begin_sending",
-    "gather_numbers",
-    "receive_on_device",
-    "receive_tensors",
-    "send_tensors",
-    "share_json",
-    "share_numbers",
-    "sum_of_numbers",
-]
-
 
 @final
 @dataclass(frozen=True, eq=False)

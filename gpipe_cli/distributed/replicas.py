@@ -25,8 +25,6 @@ from gpipe_cli.distributed.rank_coords import RankCoords
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, Moments
 from gpipe_cli.pipeline.module_state import SavedBuffer
 
-__all__ = ["Replicas", "summed_gradients"]
-
 
 @final
 class Replicas:

@@ -30,8 +30,6 @@ from gpipe_cli.schedule.action import Action, Kind
 from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.torch_internals.autograd_engine import apply
 
-__all__ = ["Stage"]
-
 
 @final
 class Stage(nn.Module):

@@ -16,8 +16,6 @@ from torch import Tensor, distributed, nn
 from gpipe_cli.distributed.rank_coords import RankCoords
 from gpipe_cli.pipeline.tied import TiedParameters, Untied, accumulate
 
-__all__ = ["TiedGradients"]
-
 
 @final
 class TiedGradients:
