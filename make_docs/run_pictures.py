@@ -30,7 +30,7 @@ PROFILE = (
     "gpipe profile timeline=true steps=9 model=gpt model.width=256 data.context=64 chunks=8 schedule=1f1b"
     " checkpoint=never balance=time run_dir=profile"
 )
-TRAIN = "gpipe train balance=time"
+TRAIN = "gpipe train"
 WIDTH, LEFT, RIGHT = 860, 72, 8
 TOP, ROW, BAR, GAP = 28, 30, 24, 0.6
 COLUMNS, LINES = 100, 40
