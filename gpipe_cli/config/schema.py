@@ -111,7 +111,7 @@ class CostConfig(ModelConfig):
     optimizer: dict[str, Any] = field(default_factory=dict)
     """What updates the parameters; its state needs memory."""
     checkpoint: Any = "except_last"
-    """Which micro-batches recompute their activations in backward: always, except_last, never, or a list of them."""
+    """Which micro-batches recompute activations: always, except_last, never, or a list with one mode per partition."""
     device_memory: Any = None
     """Memory limit per device, such as 11GiB, that the balance must respect; null: no limit."""
 

@@ -70,8 +70,7 @@ def _shipped() -> Mapping[str, ScheduleModule]:
 def _module(name: str) -> ScheduleModule:
     """A shipped schedule by its name, any other by its import path.
 
-    Importing runs code: a configuration may name only modules of packages that the command line allows, which
-    `config.check` sees to before anything asks for a schedule.
+    Importing runs code. `config/checks.py` therefore checks first that the command line allows the module's package.
     """
     if name in _shipped():
         return _shipped()[name]
