@@ -46,6 +46,16 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("train optimizer.lr=-1", 2, "Invalid learning rate: -1"),
     ("train optimizer.lr=nan", 2, "optimizer.lr=nan: must be finite"),
     ("train optimizer.lr=inf", 2, "optimizer.lr=inf: must be finite"),
+    (
+        "train optimizer._target_=torch.optim.LBFGS optimizer.lr=1",
+        2,
+        "optimizer: the step of LBFGS needs a closure, which gpipe does not pass",
+    ),
+    (
+        "train loss._target_=torch.nn.CrossEntropyLoss +loss.reduction=sum",
+        2,
+        "loss.reduction=sum: must be mean, because gpipe weights the loss of each micro-batch by its size",
+    ),
     ("train optimizer=3", 2, "optimizer=3: choose an option by its name"),
     ("train optimizer=sdg", 2, "optimizer=sdg: no such option; did you mean 'sgd'?"),
     ("train model=resnet1010", 2, "did you mean 'resnet101'?"),

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpipe_cli.accelerator.devices import available_cores
-from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import PlanConfig
 from gpipe_cli.config.targets import add_current_folder
@@ -27,6 +26,7 @@ from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.model import build_without_storage, make_model
 from gpipe_cli.run.planning import Planned, Planner
 from gpipe_cli.run.timeline import as_step
+from gpipe_cli.run.training_step import make_loss
 
 # Keys that the printed train command does not repeat: they belong to gpipe plan, or the plan sets them.
 OWN_KEYS = ("plan", "device", "devices", "verify", "top", "device_memory")
@@ -62,7 +62,7 @@ def run(settings: PlanConfig, job: Job) -> Summary:
             plans,
             model,
             planner.batch(),
-            instantiate(settings.loss, "loss", settings.allow),
+            make_loss(settings),
             planner.devices,
             cores=available_cores(),
             seconds=settings.plan.verify_budget,

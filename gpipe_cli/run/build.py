@@ -38,6 +38,7 @@ from gpipe_cli.run.model import FEWER_PARAMETERS, build_without_storage, make_mo
 from gpipe_cli.run.training_step import (
     autocast_of,
     checkpoint_mode,
+    make_loss,
     make_memory,
     make_pipeline_spec,
     make_sample,
@@ -195,7 +196,7 @@ def make_engine(settings: RunConfig, parts: RunParts, *, measure_utilisation: bo
 
 
 def _objective(settings: RunConfig) -> TrainingObjective:
-    loss = instantiate(settings.loss, "loss", settings.allow)
+    loss = make_loss(settings)
     if not isinstance(settings, TrainConfig):
         return TrainingObjective(loss, measure_of(loss), precision=settings.precision)
     return TrainingObjective(

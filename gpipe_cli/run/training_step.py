@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -16,6 +17,7 @@ from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import CostConfig, ModelConfig, RunConfig
 from gpipe_cli.engines.pipe_engine import DTYPES
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.optimizer_state import state_bytes
@@ -52,7 +54,17 @@ def checkpoint_mode(settings: ModelConfig, partitions: int) -> Checkpoint:
 def make_sample(settings: ModelConfig, loader: BatchLoader, chunks: int | None = None) -> Sample:
     """One micro-batch with its loss, to measure with; `chunks` instead of that of the settings, if given."""
     input, target = loader.micro_batch(settings.chunks if chunks is None else chunks)
-    return Sample(input, target, instantiate(settings.loss, "loss", settings.allow))
+    return Sample(input, target, make_loss(settings))
+
+
+def make_loss(settings: ModelConfig) -> LossFunction:
+    loss: LossFunction = instantiate(settings.loss, "loss", settings.allow)
+    reduction = getattr(loss, "reduction", "mean")
+    if reduction != "mean":
+        raise ConfigError(
+            f"loss.reduction={reduction}: must be mean, because gpipe weights the loss of each micro-batch by its size"
+        )
+    return loss
 
 
 @contextmanager
@@ -79,6 +91,16 @@ def optimizer_factory(settings: CostConfig) -> Callable[[Iterable[nn.Parameter]]
         optimizer: torch.optim.Optimizer = instantiate(
             settings.optimizer, "optimizer", settings.allow, params=parameters
         )
+        required = [
+            parameter.name
+            for parameter in inspect.signature(optimizer.step).parameters.values()
+            if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ]
+        if required:
+            raise ConfigError(
+                f"optimizer: the step of {type(optimizer).__name__} needs a {required[0]}, which gpipe does not pass, "
+                "because the pipeline computes the gradients once per step; choose another optimizer"
+            )
         return optimizer
 
     return make_optimizer
