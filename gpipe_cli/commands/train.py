@@ -135,12 +135,12 @@ def _train(
         stop_with_resume_command(setup.directory, settings, deadline, world) as stops,
         SnapshotManager(
             setup.directory, engine, spec, retention, setup.record, recorder.sync, writes=world.is_rank_zero
-        ) as keeper,
+        ) as manager,
     ):
         facts = train(
             engine, spec, loader.train, lambda epoch: stops.until_stopped(loader.test(epoch)), setup.position
         )
-        return recorder.record(save_and_stop(facts, keeper, stops))
+        return recorder.record(save_and_stop(facts, manager, stops))
 
 
 def _train_spec(settings: TrainConfig, loader: BatchLoader) -> TrainSpec:
