@@ -235,7 +235,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
         "symbolically traced variables cannot be used as inputs to control flow; mark it as "
         "a leaf with model.leaves=[gate], or give model.layers",
     ),
-    (f"train {BROKEN}.hands_over_a_tuple", 2, "cannot be cut anywhere: a tuple of 'one' crosses; pass only"),
+    (f"train {BROKEN}.hands_over_a_tuple", 2, "cannot be cut anywhere: a tuple of 'lstm' crosses; pass only"),
     (
         f"train {BROKEN}.traceable model.layers=[stem,gate,pool,head]",
         2,
