@@ -201,7 +201,7 @@ TABLE = [
         "10",
         "it lacks a file",
         0,
-        "or not there",
+        "optimizer.safetensors: damaged or missing",
         before=with_damaged_snapshot(remove_a_file),
         command=RESUME,
         slow=True,

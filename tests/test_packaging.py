@@ -101,6 +101,8 @@ def test_the_installed_wheel_lists_and_composes_from_another_folder(
     assert "digits" in answer("ls", "recipes")
     assert "_target_: gpipe_cli.models.resnet.build" in answer("train", "--cfg", "job")
     assert "chunks: 7" in answer("train", "recipe=digits", "--cfg", "job", "chunks=7")
+    # A folder of the package, run/, has the name of this key.
+    assert "run: mine" in answer("eval", "run=mine", "--cfg", "job")
     python = gpipe_elsewhere.parent / "python"
     where = [python, "-c", "import gpipe_cli; print(gpipe_cli.__file__)"]
     imported_from = subprocess.run(

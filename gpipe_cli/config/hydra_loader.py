@@ -66,10 +66,12 @@ class YamlFolder(ConfigSource):
         )
 
     def available(self) -> bool:
-        return self.is_group("")
+        return self._inside("").is_dir()
 
     def is_group(self, config_path: str) -> bool:
-        return self._inside(config_path).is_dir()
+        # A folder without YAML files is no group: in an installed package, recipes/ lies beside folders of code, and
+        # gpipe_cli/run must not turn the key `run` into a group.
+        return any(self._inside(config_path).glob("*.yaml"))
 
     def is_config(self, config_path: str) -> bool:
         path = self.file(config_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpipe_cli.config.compose import Request, compose
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, RunError
 
 GLOBAL = "# @package _global_\n"
 NO_FILE = "no file may configure Hydra"
@@ -140,3 +140,10 @@ def test_the_jobs_of_a_sweep_are_every_combination_the_last_key_fastest() -> Non
     assert composition.job(("chunks=2", "seed=3", "epochs=5")).tree.chunks == 2
     with pytest.raises(ConfigError, match="a sweep needs single values"):
         compose(Request("train", ("seed=interval(1,3)",)), multirun=True)
+
+
+def test_a_folder_without_yaml_files_is_no_group_of_options(tmp_path: Path) -> None:
+    """In an installed package, folders of code lie beside recipes/: `eval run=mine` took run/ for a group."""
+    folder = write(tmp_path, {"run/build.py": "", "model/own.yaml": "_target_: own.build"})
+    with pytest.raises(RunError, match="run=mine: no such directory"):
+        compose(Request("eval", ("run=mine",), config_dir=folder))
