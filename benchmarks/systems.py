@@ -27,7 +27,7 @@ Step = Callable[[], None]
 @final
 @dataclass(frozen=True)
 class Rendezvous:
-    """The rank of this process within its system, and a new file that initialises the process group."""
+    """The rank of this process within its system, and a new file that initializes the process group."""
 
     rank: int
     file: str
@@ -118,7 +118,7 @@ def _torchgpipe(case: Case, rendezvous: Rendezvous, *, checkpoint: str) -> Step:
 
 
 def join_process_group(rendezvous: Rendezvous, processes: int) -> None:
-    """Initialise the process group of a system."""
+    """Initialize the process group of a system."""
     from torch import distributed
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -133,7 +133,7 @@ def _torch_pipelining(case: Case, rendezvous: Rendezvous, *, schedule: str) -> S
 
 
 def torch_step(case: Case, rendezvous: Rendezvous, schedule: str) -> Step:
-    """torch.distributed.pipelining without changes, in an initialised process group."""
+    """torch.distributed.pipelining without changes, in an initialized process group."""
     from torch.distributed import pipelining
 
     begin = sum(case.balance[: rendezvous.rank])
@@ -144,7 +144,7 @@ def torch_step(case: Case, rendezvous: Rendezvous, schedule: str) -> Step:
         rendezvous.rank,
         len(case.balance),
         torch.device("cpu"),
-        # Without examples torch 2.13 finds shapes by a real forward on uninitialised memory.
+        # Without examples torch 2.13 finds shapes by a real forward on uninitialized memory.
         input_args=(boundaries[rendezvous.rank],),
         output_args=(boundaries[rendezvous.rank + 1],),
     )

@@ -23,7 +23,7 @@ its keys. `gpipe <command> --help` shows the same information, `gpipe ls` lists 
 A key that does not exist is an error. So is a key that you set although the chosen engine does not use it."""
 ENVIRONMENT = {
     "XDG_CACHE_HOME": "gpipe caches layer times in `$XDG_CACHE_HOME/gpipe`, by default `~/.cache/gpipe`",
-    "NO_COLOR": "turns colours off",
+    "NO_COLOR": "turns colors off",
     "TERM=dumb": "replaces the live panel with plain lines",
     "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME": "under torchrun, the network interface that ranks use",
     "WANDB_MODE, MLFLOW_TRACKING_URI": "defined by these services; used where the logger's own key is null",

@@ -119,7 +119,7 @@ def _terminal_output(command: str, folder: Path) -> str:
 
 
 def visible_lines(output: str) -> list[str]:
-    """What remains on the screen, with its colours. The live panel moves the cursor up and erases lines; no more."""
+    """What remains on the screen, with its colors. The live panel moves the cursor up and erases lines; no more."""
     lines, row = [""], 0
     for token in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", output):
         if token == "\n":

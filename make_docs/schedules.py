@@ -88,13 +88,13 @@ def _elements(example: Example, simulation: Simulation, scale: float) -> Iterato
         x, width = LEFT + scale * span.begin, scale * (span.end - span.begin) - GAP
         letter = "R" if span.phase == "recompute" else span.action.kind.value
         name = f"{letter}{span.action.micro_batch}"
-        # A narrow bar shows the micro-batch only: its colour stands for the letter.
+        # A narrow bar shows the micro-batch only: its color stands for the letter.
         text = name if width >= LETTER * len(name) else name[1:]
         yield box(_css_class(span, example.workers), x, TOP + ROW * span.worker, width, BAR, text, radius=2)
 
 
 def _css_class(span: Span, workers: int) -> str:
-    """The colour: by phase and, where a worker has several partitions, by which of them."""
+    """The color: by phase and, where a worker has several partitions, by which of them."""
     if span.phase == "recompute":
         return "recompute"
     if span.action.kind is Kind.WEIGHT_GRAD:

@@ -1,4 +1,4 @@
-"""What all diagrams share: colours that are legible on a light and on a dark page, and the frame of an SVG file."""
+"""What all diagrams share: colors that are legible on a light and on a dark page, and the frame of an SVG file."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def label(text: str, x: float, y: float, css_class: str = "") -> Html:
 
 
 def legend(phases: Iterable[str], right: float) -> Iterable[Html]:
-    """The colours of these phases, right-aligned."""
+    """The colors of these phases, right-aligned."""
     meanings = {phase: meaning for phase, meaning in LEGEND.items() if phase in set(phases)}
     widths = {phase: 6 * len(meaning) + 36 for phase, meaning in meanings.items()}
     x = right - sum(widths.values())

@@ -83,7 +83,7 @@ def terminated(input: Tensor) -> Tensor:
 
 
 def interrupt_twice(input: Tensor) -> NoReturn:
-    """The step never ends, so the run cannot honour the first request."""
+    """The step never ends, so the run cannot honor the first request."""
     for _ in range(2):
         os.kill(os.getppid(), signal.SIGINT)
         signal.sigtimedwait([], 1)  # a pending signal would absorb the next one

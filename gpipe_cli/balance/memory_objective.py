@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from gpipe_cli.balance.solver import Objective, minimise, sums
+from gpipe_cli.balance.solver import Objective, minimize, sums
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.values import format_bytes
@@ -125,7 +125,7 @@ class MemoryObjective:
 
     def refusal(self, balance: Sequence[int] | None = None) -> ConfigError:
         """Why this balance, or any, exceeds the limit, and the smallest limit that works."""
-        best = minimise(self, self._spec.partitions)
+        best = minimize(self, self._spec.partitions)
         assert best is not None and self.limit is not None, "only a limit refuses"
         enough = format_bytes(best.largest * self._spec.partitions_per_device)
         given = f"device_memory={format_bytes(self.limit)}"

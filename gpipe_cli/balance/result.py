@@ -12,7 +12,7 @@ from typing import Any, final
 from torch import nn
 
 from gpipe_cli.balance.memory_objective import MemoryObjective, WithinMemory
-from gpipe_cli.balance.solver import Additive, Objective, Solution, minimise, sums
+from gpipe_cli.balance.solver import Additive, Objective, Solution, minimize, sums
 
 Balancer = Callable[..., list[int]]
 TORCHGPIPE_ORDER = ("partitions", "module", "sample")
@@ -67,10 +67,10 @@ class BalanceResult:
 def solve_within(objective: Objective, partitions: int, memory: MemoryObjective | None = None) -> Solution:
     """The best of the balances that fit; raises if there is a limit and none does."""
     if memory is None or memory.limit is None:
-        solution = minimise(objective, partitions)
+        solution = minimize(objective, partitions)
         assert solution is not None, "only a limit can rule out every balance"
         return solution
-    solution = minimise(WithinMemory(objective, memory), partitions)
+    solution = minimize(WithinMemory(objective, memory), partitions)
     if solution is None:
         raise memory.refusal()
     return solution
@@ -79,7 +79,7 @@ def solve_within(objective: Objective, partitions: int, memory: MemoryObjective 
 def either_order(**refused: str) -> Callable[[Balancer], Balancer]:
     """Let a function of `(module, sample, partitions, ...)` also be called in the order of torchgpipe 0.0.6 and later.
 
-    That order, `(partitions, module, sample)`, is recognised by the integer in front. `refused` gives, for keywords
+    That order, `(partitions, module, sample)`, is recognized by the integer in front. `refused` gives, for keywords
     that torchgpipe's users may expect, what to do instead.
     """
 

@@ -113,12 +113,12 @@ def sums(objective: Objective, balance: Sequence[int]) -> list[float]:
 
 def solve(costs: Sequence[float], partitions: int) -> Solution:
     """The best balance for costs that add up."""
-    solution = minimise(Additive(costs), partitions)
+    solution = minimize(Additive(costs), partitions)
     assert solution is not None, "without another limit every number of partitions is possible"
     return solution
 
 
-def minimise(objective: Objective, partitions: int) -> Solution | None:
+def minimize(objective: Objective, partitions: int) -> Solution | None:
     """The best balance, or None if the objective allows none.
 
     Bisects the limit. Every probe moves a bound to a cost that some partition really has, so a few suffice.

@@ -1,4 +1,4 @@
-"""gpipe train: resume or set up a run, build data, model, partitions and engine, train, and summarise."""
+"""gpipe train: resume or set up a run, build data, model, partitions and engine, train, and summarize."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from gpipe_cli.run.setup import RunSetup, check_disk_space, launch_facts, set_up
 from gpipe_cli.run.summary import (
     print_summary,
     stop_with_resume_command,
-    summarise,
+    summarize,
     summary_if_finished,
     write_report,
     write_summary,
@@ -93,7 +93,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
                 settings, job, parts, resumed=None if resumed is None else resumed.directory
             )
             engine = with_heartbeat(
-                make_engine(settings, parts, measure_utilisation=on_terminal()), job, world
+                make_engine(settings, parts, measure_utilization=on_terminal()), job, world
             )
             cleanup.callback(engine.close)
             warning = warning if traits_of_engine(settings).needs_processes else disk_check()
@@ -109,7 +109,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             with _recorder(settings, spec, setup, world, logger, launch["partitions"]) as recorder:
                 _record_start(recorder, settings, setup, warning, parts.partitioning, launch["partitions"])
                 last = _train(settings, parts.loader, spec, engine, setup, started, recorder, world)
-            summary = summarise(last, spec, parts.loader, setup.directory, job)
+            summary = summarize(last, spec, parts.loader, setup.directory, job)
             if world.is_rank_zero:
                 write_summary(setup.directory, summary)
     if job.shows_result and is_main_process():

@@ -113,7 +113,7 @@ def center_crop(image: Tensor, size: int) -> Tensor:
 
 
 def image_to_tensor(image: Image.Image) -> Tensor:
-    """Return the colours of an image from 0 to 1 as [3, height, width]."""
+    """Return the colors of an image from 0 to 1 as [3, height, width]."""
     rgb = image.convert("RGB")
     flat = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
     return flat.view(rgb.height, rgb.width, 3).permute(2, 0, 1).float().div_(255)

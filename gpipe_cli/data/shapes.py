@@ -1,6 +1,6 @@
 """Generated images of discs, squares and triangles, with the class of each pixel as target.
 
-Colours and positions are random, so a network can learn only from outlines. Each sample is a pure function of
+Colors and positions are random, so a network can learn only from outlines. Each sample is a pure function of
 (seed, index) and is generated when it is needed.
 """
 
@@ -52,13 +52,13 @@ class ShapesSamples:
         if not 0 <= index < self._length:
             raise IndexError(f"sample {index} of {self._length}")
         generator = generator_for(self._seed, "shapes", self._first + index)
-        colours = torch.rand(_MAX_SHAPES + 1, 3, 1, 1, generator=generator)
-        image = colours[0].repeat(1, self._size, self._size)
+        colors = torch.rand(_MAX_SHAPES + 1, 3, 1, 1, generator=generator)
+        image = colors[0].repeat(1, self._size, self._size)
         mask = torch.zeros(self._size, self._size, dtype=torch.long)
-        for colour in colours[1 : 2 + int(torch.randint(_MAX_SHAPES, (), generator=generator))]:
+        for color in colors[1 : 2 + int(torch.randint(_MAX_SHAPES, (), generator=generator))]:
             kind = int(torch.randint(1, _CLASSES, (), generator=generator))
             inside = self._inside(kind, torch.rand(3, generator=generator))
-            image = torch.where(inside, colour, image)
+            image = torch.where(inside, color, image)
             mask[inside] = kind
         image += _NOISE * torch.randn(image.shape, generator=generator)
         return image.clamp_(0, 1), mask
@@ -67,9 +67,9 @@ class ShapesSamples:
         """Which pixels are inside a shape; `geometry` is its x, y and size, each from 0 to 1."""
         radius = (0.12 + 0.13 * float(geometry[2])) * self._size
         free = self._size - 1 - 2 * radius
-        centre_x, centre_y = (radius + free * float(coordinate) for coordinate in geometry[:2])
+        center_x, center_y = (radius + free * float(coordinate) for coordinate in geometry[:2])
         pixels = torch.arange(self._size)
-        x, y = (pixels - centre_x).unsqueeze(0), (pixels - centre_y).unsqueeze(1)
+        x, y = (pixels - center_x).unsqueeze(0), (pixels - center_y).unsqueeze(1)
         if kind == 1:
             return x.square() + y.square() <= radius**2
         if kind == 2:

@@ -1,4 +1,4 @@
-"""Transforms of inputs: none, normalisation, or normalisation with random shifts and flips.
+"""Transforms of inputs: none, normalization, or normalization with random shifts and flips.
 
 Each builder takes the data and returns a transform for training and one for held-out samples, which is never random.
 Random transforms draw only from the generator they are called with, one per (seed, epoch, sample), so results depend
@@ -41,7 +41,7 @@ def none(data: Data) -> Transforms:
 
 
 def basic(data: Data, mean: Sequence[float] | None = None, std: Sequence[float] | None = None) -> Transforms:
-    """Normalise inputs with a mean and std per channel, by default those of the data."""
+    """Normalize inputs with a mean and std per channel, by default those of the data."""
     normalize = _normalize(data, mean, std)
     return Transforms(normalize, normalize)
 
@@ -53,7 +53,7 @@ def augment(
     padding: int = 4,
     flip: bool | None = None,
 ) -> Transforms:
-    """Shift training inputs by up to `padding` pixels, and mirror half of them if `flip` is set; then normalise."""
+    """Shift training inputs by up to `padding` pixels, and mirror half of them if `flip` is set; then normalize."""
     check_whole_number("transform.padding", padding, least=0)
     if len(data.shape) != 3:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """The shapes and dtypes of the tensors that cross from partition to partition, inferred without running the model.
 
 torch receives into tensors that are allocated in advance. Left alone, it infers their shapes by a real forward in train
-mode on uninitialised memory, which ruins the statistics of batch norm. So we tell it: a copy of the model without
+mode on uninitialized memory, which ruins the statistics of batch norm. So we tell it: a copy of the model without
 storage runs once for each new shape of micro-batch.
 
 A boundary carries the value, then every skip on its way to a later partition. torch connects neighbours only, so a skip

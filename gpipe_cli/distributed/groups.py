@@ -120,7 +120,7 @@ def _default_group(caller: str) -> ProcessGroup:
             f"{caller} needs torch.distributed; call torch.distributed.init_process_group first"
         )
     world = distributed.group.WORLD
-    assert world is not None, "torch.distributed is initialised"
+    assert world is not None, "torch.distributed is initialized"
     return world
 
 

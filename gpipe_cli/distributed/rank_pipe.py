@@ -209,7 +209,7 @@ def keep_only(module: nn.Sequential, own: Sequence[nn.Module], device: torch.dev
         layer.to(device)
     used = {id(tensor) for layer in own for tensor in chain(layer.parameters(), layer.buffers())}
     substitutes: dict[int, Tensor] = {}
-    # Kept alive until all are replaced, because `id` has to recognise a tensor that several modules share.
+    # Kept alive until all are replaced, because `id` has to recognize a tensor that several modules share.
     replaced: list[Tensor] = []
     for part in module.modules():
         held = chain(

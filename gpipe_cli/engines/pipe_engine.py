@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.engines.collectives import Collectives, NonfiniteOutput, SingleProcess
-from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts, Utilisation, Value
+from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts, Utilization, Value
 from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state
 from gpipe_cli.engines.state_check import check_scaler
 from gpipe_cli.engines.update import Update, UpdateFacts
@@ -58,7 +58,7 @@ class GradientUpdate(Protocol):
 
 
 @final
-class UtilisationMeter:
+class UtilizationMeter:
     """Measures how busy the partitions of a pipe are.
 
     Recording costs a few percent of a step of small layers, so an engine measures only where somebody watches the run.
@@ -67,7 +67,7 @@ class UtilisationMeter:
     def __init__(self, pipe: ThreadedPipe) -> None:
         self._pipe = pipe
         self._record = ActionRecorder(pipe.devices)
-        self.last: Utilisation | None = None
+        self.last: Utilization | None = None
         """Of the last step measured."""
 
     @contextmanager
@@ -84,7 +84,7 @@ class UtilisationMeter:
         for piece in step.pieces:
             seconds[piece.action.partition] += piece.end - piece.begin
         partitions, devices = range(len(self._pipe.partitions)), self._pipe.devices
-        self.last = Utilisation(
+        self.last = Utilization(
             busy=tuple(seconds[index] / step.seconds for index in partitions),
             bubble=step.bubble,
             memory=tuple(_peak_bytes(devices[index % len(devices)]) for index in partitions),
@@ -102,7 +102,7 @@ class PipeEngine:
         output_device: torch.device,
         collectives: Collectives | None = None,
         update: GradientUpdate | None = None,
-        meter: UtilisationMeter | None = None,
+        meter: UtilizationMeter | None = None,
     ) -> None:
         """update: None makes one from the spec, and includes its optimizer in the engine's state."""
         self.module = spec.module
@@ -141,8 +141,8 @@ class PipeEngine:
             for note in self._nonfinite_notes(input, target, key):
                 error.add_note(note)
             raise
-        utilisation = None if self._meter is None else self._meter.last
-        return replace(facts, grad_norm=update.grad_norm, skipped=update.skipped, utilisation=utilisation)
+        utilization = None if self._meter is None else self._meter.last
+        return replace(facts, grad_norm=update.grad_norm, skipped=update.skipped, utilization=utilization)
 
     def _facts(self, loss: float, output: Any, target: Tensor) -> StepFacts | None:
         if isinstance(output, tuple) and not output:

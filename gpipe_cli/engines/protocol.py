@@ -28,7 +28,7 @@ Measure = Callable[[Any, Tensor], Mapping[str, float]]
 
 @final
 @dataclass(frozen=True)
-class Utilisation:
+class Utilization:
     """How busy the partitions were in one step."""
 
     busy: tuple[float, ...]
@@ -52,14 +52,14 @@ class StepFacts:
     """The update was skipped because fp16 gradients overflowed."""
     transfers: Transfers | None = None
     """What it cost to move the model to its devices and back, where the model is offloaded."""
-    utilisation: Utilisation | None = None
+    utilization: Utilization | None = None
     """How busy the partitions were, where the engine was asked to measure it."""
 
 
 @final
 @dataclass(frozen=True)
 class TrainingObjective:
-    """The task of an engine: what to minimise, how to update, what to measure."""
+    """The task of an engine: what to minimize, how to update, what to measure."""
 
     loss: Callable[[Any, Tensor], Tensor]
     measure: Measure
@@ -88,7 +88,7 @@ class EngineSpec:
     step_timeout: float | None = None
     data_parallel: int = 1
     log_layers: bool = False
-    measure_utilisation: bool = False
+    measure_utilization: bool = False
     scratch: Path = Path()
     """A folder for files of offloaded tensors."""
     make_sample: Callable[[], Sample] | None = None

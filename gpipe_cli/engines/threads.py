@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from gpipe_cli.engines.offload_engine import OffloadedParameters, OffloadEngine, make_tier
-from gpipe_cli.engines.pipe_engine import PipeEngine, UtilisationMeter
+from gpipe_cli.engines.pipe_engine import PipeEngine, UtilizationMeter
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.pipe import OffloadedPipe
@@ -31,7 +31,7 @@ def build(spec: EngineSpec, offload: str | None = None) -> Engine:
     input_device, output_device = pipe.devices[0], pipe.devices[-1]
     if offloaded is not None:
         return OffloadEngine(pipe, spec, offloaded, input_device=input_device, output_device=output_device)
-    meter = UtilisationMeter(pipe) if spec.measure_utilisation else None
+    meter = UtilizationMeter(pipe) if spec.measure_utilization else None
     return PipeEngine(pipe, spec, input_device=input_device, output_device=output_device, meter=meter)
 
 

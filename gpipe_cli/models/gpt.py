@@ -112,9 +112,9 @@ class Block(nn.Module):
                 dropout=nn.Dropout(dropout),
             )
         )
-        self._initialise(depth)
+        self._initialize(depth)
 
-    def _initialise(self, depth: int) -> None:
+    def _initialize(self, depth: int) -> None:
         for path, part in self.named_modules():
             if isinstance(part, nn.Linear):
                 # Every block adds to the residual stream twice, so its additions must shrink with the number of blocks.

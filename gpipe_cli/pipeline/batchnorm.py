@@ -116,10 +116,10 @@ class DeferredBatchNorm(nn.Module):
             allowed = " or ".join(f"{dimensions}D" for dimensions in self._dimensions)
             raise ValueError(f"expected {allowed} input (got {input.dim()}D input)")
         if not self.training:
-            return self._normalise(input, self.running_mean, self.running_var, training=False)
+            return self._normalize(input, self.running_mean, self.running_var, training=False)
         # With a momentum of 1, torch stores the statistics of the micro-batch itself here: no second pass is needed.
         mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
-        output = self._normalise(input, mean, variance, training=True)
+        output = self._normalize(input, mean, variance, training=True)
         if not is_recomputing():
             self._remember(input.numel() // self.num_features, mean, variance)
         return output
@@ -144,7 +144,7 @@ class DeferredBatchNorm(nn.Module):
         affine = self.weight is not None
         return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}, affine={affine}"
 
-    def _normalise(self, input: Tensor, mean: Tensor, variance: Tensor, *, training: bool) -> Tensor:
+    def _normalize(self, input: Tensor, mean: Tensor, variance: Tensor, *, training: bool) -> Tensor:
         return functional.batch_norm(
             input, mean, variance, self.weight, self.bias, training, momentum=1.0, eps=self.eps
         )

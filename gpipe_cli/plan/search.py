@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import final
 
-from gpipe_cli.balance.solver import best_nearby, minimise
+from gpipe_cli.balance.solver import best_nearby, minimize
 from gpipe_cli.plan.bound import MemoryFit, StepBound, least_step
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.search_space import PlanShape
@@ -134,7 +134,7 @@ def search(
 
 def lowest_bound(costs: LayerCosts, spec: PipelineSpec, fit: MemoryFit) -> tuple[float, Balance] | None:
     """A bound below all balances that fit, and the balance that has it; None if none fits."""
-    solution = minimise(StepBound(costs, spec, fit), spec.partitions)
+    solution = minimize(StepBound(costs, spec, fit), spec.partitions)
     return None if solution is None else (solution.largest, tuple(solution.balance))
 
 

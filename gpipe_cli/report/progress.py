@@ -114,7 +114,7 @@ class ProgressPanel:
         self._texts = _Texts(step, epoch, self._eta.after(step), f"{loss:.4f}", f"{lr:.2e}", speed, extra)
         self._redraw()
 
-    def utilisation(self, busy: Sequence[float], bubble: float, memory: Sequence[int | None]) -> None:
+    def utilization(self, busy: Sequence[float], bubble: float, memory: Sequence[int | None]) -> None:
         before = self._busy or busy
         self._busy = [_smooth(old, new) for old, new in zip(before, busy, strict=True)]
         self._bubble = bubble if self._bubble is None else _smooth(self._bubble, bubble)
@@ -252,7 +252,7 @@ class ProgressDisplay(Protocol):
     ) -> None:
         """Show that a training step is done; `extra` is more text about it."""
 
-    def utilisation(self, busy: Sequence[float], bubble: float, memory: Sequence[int | None]) -> None:
+    def utilization(self, busy: Sequence[float], bubble: float, memory: Sequence[int | None]) -> None:
         """Show how busy each partition was, and the bytes its device held, where the device reports them."""
 
     def print_status(self, line: str) -> None:
@@ -297,7 +297,7 @@ class ProgressLines:
                 f" | {samples_per_second:.0f} samples/s{extra and f' | {extra}'} | eta {eta}"
             )
 
-    def utilisation(self, busy: Sequence[float], bubble: float, memory: Sequence[int | None]) -> None:
+    def utilization(self, busy: Sequence[float], bubble: float, memory: Sequence[int | None]) -> None:
         """Shown by the panel only."""
 
     def print_status(self, line: str) -> None:

@@ -3,7 +3,7 @@
     0 F0--F1--F2--F3--            R0--B0------
     1     F0--F1--F2--F3--B0------B1------
 
-One line per partition, time from left to right; on a terminal, every phase has its colour.
+One line per partition, time from left to right; on a terminal, every phase has its color.
 """
 
 from __future__ import annotations

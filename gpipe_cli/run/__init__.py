@@ -1,1 +1,1 @@
-"""One configured run: build it, set up or resume its directory, record it, stop it and summarise it."""
+"""One configured run: build it, set up or resume its directory, record it, stop it and summarize it."""

@@ -168,7 +168,7 @@ def _balance(
 
 
 @report_out_of_memory("building engine and optimizer", FEWER_PARAMETERS)
-def make_engine(settings: RunConfig, parts: RunParts, *, measure_utilisation: bool = False) -> Engine:
+def make_engine(settings: RunConfig, parts: RunParts, *, measure_utilization: bool = False) -> Engine:
     """Build the engine from what the settings say and from the parts of the run."""
     partitioning = parts.partitioning
     spec = EngineSpec(
@@ -184,7 +184,7 @@ def make_engine(settings: RunConfig, parts: RunParts, *, measure_utilisation: bo
         step_timeout=settings.step_timeout,
         data_parallel=settings.data_parallel,
         log_layers=isinstance(settings, TrainConfig) and settings.log.layers,
-        measure_utilisation=measure_utilisation,
+        measure_utilization=measure_utilization,
         scratch=scratch_folder(settings),
         make_sample=lambda: make_sample(settings, parts.loader),
         value_of=None if parts.built is None else parts.built.value_of,

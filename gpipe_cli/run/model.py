@@ -39,7 +39,7 @@ FUNCTIONS = {f"torch.{name}": getattr(torch, name) for name in FUNCTION_NAMES.sp
 
 @report_out_of_memory("building the model", FEWER_PARAMETERS)
 def make_model(settings: ModelConfig, loader: BatchLoader) -> nn.Sequential:
-    """Build the model and initialise it from the seed; `num_classes` defaults to the classes of the data."""
+    """Build the model and initialize it from the seed; `num_classes` defaults to the classes of the data."""
     torch.manual_seed(settings.seed if isinstance(settings, TrainConfig) else 0)
     node = model_arguments(settings)
     offered: dict[str, Any] = {"input_shape": loader.data.shape}

@@ -103,8 +103,8 @@ class RunRecorder:
             moved, waited = format_bytes(fact.transfers.moved_bytes), 1000 * fact.transfers.waited_seconds
             transfers = f"moved {moved}, waited {waited:.0f} ms"
         self.progress.step(fact.step, fact.epoch, fact.loss, fact.lr, samples_per_second, transfers)
-        if fact.utilisation is not None:
-            self.progress.utilisation(fact.utilisation.busy, fact.utilisation.bubble, fact.utilisation.memory)
+        if fact.utilization is not None:
+            self.progress.utilization(fact.utilization.busy, fact.utilization.bubble, fact.utilization.memory)
         if fact.skipped:
             self.print_status(
                 f"step {fact.step}: fp16 gradients overflowed; skipped the update and lowered the loss scale"

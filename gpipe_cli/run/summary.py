@@ -33,7 +33,7 @@ LARGEST_SUMMARY = 2**20
 """Bytes."""
 
 
-def summarise(
+def summarize(
     last: EvalResult, spec: TrainSpec, loader: BatchLoader, directory: Path, job: Job
 ) -> dict[str, Any]:
     return {
@@ -57,7 +57,7 @@ def summary_if_finished(
         return None
     if position.step != spec.steps:
         return None
-    summary = summarise(position.evaluation, spec, loader, resumed.directory, job)
+    summary = summarize(position.evaluation, spec, loader, resumed.directory, job)
     before = _read_summary(resumed.directory)
     if all(before.get(key) == value for key, value in summary.items() if key not in ("run_dir", "command")):
         sys.stderr.write(f"{resumed.directory}: the run has finished; gpipe changed nothing\n")

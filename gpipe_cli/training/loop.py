@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import final
 
-from gpipe_cli.engines.protocol import Batch, Engine, Utilisation
+from gpipe_cli.engines.protocol import Batch, Engine, Utilization
 from gpipe_cli.errors import DataError, NumericError
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.training.lr_schedules import LrSchedule
@@ -64,7 +64,7 @@ class StepResult:
     """Training time since step 0, across resumes."""
     transfers: Transfers | None = None
     """Only for an engine that moves the model to and from its device."""
-    utilisation: Utilisation | None = None
+    utilization: Utilization | None = None
 
 
 @final
@@ -169,7 +169,7 @@ def train(
                 skipped=facts.skipped,
                 seconds=time.perf_counter() - began,
                 transfers=facts.transfers,
-                utilisation=facts.utilisation,
+                utilization=facts.utilization,
             )
             if step == spec.steps:
                 break

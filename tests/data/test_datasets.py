@@ -50,7 +50,7 @@ def test_an_index_out_of_range_is_an_error(index: int) -> None:
         samples[index]
 
 
-def test_data_in_memory_is_recognised_as_batched() -> None:
+def test_data_in_memory_is_recognized_as_batched() -> None:
     assert isinstance(ImageSamples(torch.ones(1, 1, 1, 1, dtype=torch.uint8), torch.ones(1)), BatchedSamples)
     assert not isinstance([], BatchedSamples)
 

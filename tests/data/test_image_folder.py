@@ -16,9 +16,9 @@ from gpipe_cli.errors import DataError
 RED, BLUE = (255, 0, 0), (0, 0, 255)
 
 
-def save(path: Path, colour: tuple[int, int, int], size: tuple[int, int] = (12, 12)) -> None:
+def save(path: Path, color: tuple[int, int, int], size: tuple[int, int] = (12, 12)) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", size, colour).save(path)
+    Image.new("RGB", size, color).save(path)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_the_center_is_cropped_without_stretching(root: Path, size: tuple[int, i
     assert torch.equal(shown, torch.tensor([0.0, 0.0, 1.0]).view(3, 1, 1).expand(3, 5, 5))
 
 
-def test_grey_and_palette_images_become_colour(root: Path) -> None:
+def test_grey_and_palette_images_become_color(root: Path) -> None:
     Image.new("L", (12, 12), 255).save(root / "train" / "blue" / "1.png")
     Image.new("P", (12, 12)).save(root / "train" / "blue" / "2.png")
     data = image_folder.build(str(root), size=None)

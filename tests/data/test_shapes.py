@@ -1,4 +1,4 @@
-"""Shapes match their masks, are the same on every machine, and cannot be told apart by colour."""
+"""Shapes match their masks, are the same on every machine, and cannot be told apart by color."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_sample_depends_on_seed_and_index_alone() -> None:
         again.train[7]
 
 
-def test_a_shape_has_its_own_colour_and_outline() -> None:
+def test_a_shape_has_its_own_color_and_outline() -> None:
     samples = shapes.build(size=32).train
     image, mask = samples[0]
     assert isinstance(mask, torch.Tensor)

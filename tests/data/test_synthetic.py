@@ -39,7 +39,7 @@ def test_samples_differ_from_each_other_and_with_the_seed() -> None:
     assert not torch.equal(inputs[0], other.train[0][0])
 
 
-def test_held_out_samples_are_recognised_by_what_was_learnt() -> None:
+def test_held_out_samples_are_recognized_by_what_was_learnt() -> None:
     data = synthetic.build(shape=[3, 8, 8], length=400)
     inputs, targets = data.train.batch(torch.arange(400))
     means = torch.stack([inputs[targets == label].mean(0) for label in range(10)]).flatten(1)

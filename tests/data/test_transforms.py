@@ -37,7 +37,7 @@ def test_none_leaves_inputs_alone(data: Data) -> None:
     assert transforms.none(data) == transforms.Transforms(train=None, test=None)
 
 
-def test_basic_normalises_samples_and_batches_with_the_datas_statistics(data: Data) -> None:
+def test_basic_normalizes_samples_and_batches_with_the_datas_statistics(data: Data) -> None:
     basic = transforms.basic(data).train
     assert basic is not None and not basic.random and transforms.basic(data).test is not None
     inputs, _ = data.train.batch(torch.arange(8))

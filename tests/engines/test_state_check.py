@@ -187,7 +187,7 @@ def test_an_optimizer_that_keeps_nothing_needs_nothing() -> None:
     ],
 )
 def test_a_tensor_of_another_dtype_or_shape_is_refused(change: dict[str, Tensor], says: str) -> None:
-    """A model tensor relabelled I32, with a correct digest, was converted in silence."""
+    """A model tensor relabeled I32, with a correct digest, was converted in silence."""
     module = nn.Linear(3, 2)
     before = module.weight.clone()
     with pytest.raises(RunError, match=says):

@@ -13,7 +13,7 @@ from gpipe_cli.offload.tiers import DiskTier
 
 
 def stack() -> nn.Sequential:
-    """Initialised twice, the second time from the last layer to the first, with views, and with a buffer."""
+    """Initialized twice, the second time from the last layer to the first, with views, and with a buffer."""
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(150, 150) for _ in range(4)), nn.Embedding(300, 80, padding_idx=7))
     for layer in reversed(model[:4]):

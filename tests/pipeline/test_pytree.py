@@ -22,7 +22,7 @@ class Point(NamedTuple):
     y: Any = None
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -40,7 +40,7 @@ class Output(OrderedDict[str, Any]):
             raise AttributeError(name) from None
 
 
-PLAIN = [None, True, 3, 2.5, 1j, "text", b"bytes", range(3), Colour.RED]
+PLAIN = [None, True, 3, 2.5, 1j, "text", b"bytes", range(3), Color.RED]
 PLAIN += [torch.float16, torch.device("cpu"), torch.Size([2])]
 
 

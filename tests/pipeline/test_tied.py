@@ -185,7 +185,7 @@ def test_a_hook_after_accumulation_sees_the_gradient_of_a_tied_parameter(kind: s
 
 @every_pipe
 @every_call
-def test_a_parametrisation_registered_later_takes_part(kind: str, call: str) -> None:
+def test_a_parametrization_registered_later_takes_part(kind: str, call: str) -> None:
     class Half(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
             return weight * 0.5

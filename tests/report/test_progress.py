@@ -124,7 +124,7 @@ def panel() -> ProgressPanel:
     panel = ProgressPanel(steps=8, epochs=2, partitions=ROWS)
     for step in range(1, 7):
         panel.step(step, (step - 1) // 4, 3.0 / step, 1e-3, 120.0, "read 3 MiB")
-        panel.utilisation([0.25, 0.75], 0.5, [None, 3 * 2**20])
+        panel.utilization([0.25, 0.75], 0.5, [None, 3 * 2**20])
     return panel
 
 
@@ -146,15 +146,15 @@ def test_no_line_is_wider_than_the_terminal(panel: ProgressPanel, width: int) ->
 
 def test_partitions_beyond_the_height_are_counted() -> None:
     panel = ProgressPanel(8, 1, [])
-    panel.utilisation([0.5] * 40, 0.5, [None] * 40)
+    panel.utilization([0.5] * 40, 0.5, [None] * 40)
     lines = drawn(panel, 80, height=10)
     assert len(lines) < 10 and lines[-1] == "... and 37 more"
 
 
 def test_single_steps_do_not_flicker() -> None:
     panel = ProgressPanel(8, 1, [])
-    panel.utilisation([1.0], 0.0, [None])
-    panel.utilisation([0.0], 1.0, [None])
+    panel.utilization([1.0], 0.0, [None])
+    panel.utilization([0.0], 1.0, [None])
     assert "80 % busy" in drawn(panel, 80)[-1] and "bubble 20 %" in drawn(panel, 80)[2]
 
 
@@ -169,7 +169,7 @@ def test_a_frame_that_a_narrower_terminal_has_broken_is_cleared_as_a_whole(narro
     console = Console(file=file, force_terminal=True, width=100, height=24, legacy_windows=False)
     panel = ProgressPanel(8, 2, ROWS, console)
     with panel:
-        panel.utilisation([0.25, 0.75], 0.5, [None, 3 * 2**20])
+        panel.utilization([0.25, 0.75], 0.5, [None, 3 * 2**20])
         panel.print_status("as wide as before")
         before = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", file.getvalue()).splitlines()[-5:]
         file.truncate(0)

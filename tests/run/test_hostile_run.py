@@ -258,7 +258,7 @@ def test_a_file_with_an_invalid_header_is_not_exported(tiny: Gpipe, tmp_path: Pa
         assert "model.safetensors: damaged: " in answer.err
 
 
-def test_a_relabelled_tensor_is_refused(tiny: Gpipe, tmp_path: Path) -> None:
+def test_a_relabeled_tensor_is_refused(tiny: Gpipe, tmp_path: Path) -> None:
     def relabel(header: Any) -> None:
         header["0.weight"]["dtype"] = "I32"
 

@@ -131,7 +131,7 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
         torch.arange(1600.0).reshape(1, 1, 40, 40), 2, output_size=(12, 12)
     ),
     "distribution": lambda: torch.distributions.Beta(ones, ones).sample(),
-    "reparametrised": lambda: torch.distributions.StudentT(ones * 3).rsample(),
+    "reparametrized": lambda: torch.distributions.StudentT(ones * 3).rsample(),
     "kaiming": lambda: nn.init.kaiming_uniform_(torch.empty(8, 8)),
     "trunc_normal": lambda: nn.init.trunc_normal_(torch.empty(64)),
     "attention": lambda: functional.scaled_dot_product_attention(

@@ -103,7 +103,7 @@ def metric_charts(runs: Sequence[RunFacts]) -> Html | None:
 
 
 def _chart_line(curve: MetricCurve, run: RunFacts, index: int | None) -> ChartLine:
-    """With several runs each has a colour, else each split; evaluations are always dashed."""
+    """With several runs each has a color, else each split; evaluations are always dashed."""
     is_evaluation = curve.split == "eval"
     name = curve.split if index is None else f"{run.path.name} {curve.split}"
     color = int(is_evaluation) if index is None else index

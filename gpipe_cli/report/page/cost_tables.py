@@ -1,4 +1,4 @@
-"""Time and memory of layers and partitions as tables with bars. A layer has the colour of its partition."""
+"""Time and memory of layers and partitions as tables with bars. A layer has the color of its partition."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def summary_cards(run: RunFacts) -> Html:
 
 
 def comparison_table(runs: Sequence[RunFacts]) -> Html:
-    """A row per run, marked with the colour of its curves."""
+    """A row per run, marked with the color of its curves."""
     results = [headline(run) for run in runs]
     titles = list(dict.fromkeys(title for result in results for title in result))
     rows: list[list[Child]] = [

@@ -48,7 +48,7 @@ def table(kind: str, headings: Iterable[str], rows: Iterable[Sequence[Child]]) -
 
 
 def color_dot(css_class: str) -> Html:
-    """A square of a run's or partition's colour."""
+    """A square of a run's or partition's color."""
     return tag("svg", {"class": "dot"}, tag("rect", {"class": css_class, "width": "100%", "height": "100%"}))
 
 
