@@ -64,10 +64,18 @@ def load_in_workers(
         reason = str(error).partition("\n")[0]
         if "timed out" in reason:
             reason = f"no mini-batch for data.timeout={seconds:g} seconds"
-        # Without its traceback, whose frames would keep the loader and its workers alive.
-        raise DataError(f"loading data in workers failed: {reason}") from error.with_traceback(None)
+        raise DataError(f"loading data in workers failed: {reason}") from _without_tracebacks(error)
     finally:
         del incoming  # the last reference: torch stops the workers with it
+
+
+def _without_tracebacks(error: BaseException) -> BaseException:
+    """Drop the frames of an error and of those behind it: they would keep the loader, its threads and workers alive."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
 
 
 def _check_alive(workers: Collection[BaseProcess]) -> None:
