@@ -66,9 +66,11 @@ class YamlFolder(ConfigSource):
         )
 
     def available(self) -> bool:
-        return self._inside("").is_dir()
+        return self.is_group("")
 
     def is_group(self, config_path: str) -> bool:
+        if not config_path:
+            return Path(self.path).is_dir()
         # A folder without YAML files is no group: in an installed package, recipes/ lies beside folders of code, and
         # gpipe_cli/run must not turn the key `run` into a group.
         return any(self._inside(config_path).glob("*.yaml"))
