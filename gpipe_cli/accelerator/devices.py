@@ -18,7 +18,7 @@ def choose_devices(devices: Iterable[Device] | None, partitions: int, *, repeats
     if devices is not None:
         chosen = [device_here(device) for device in devices]
     else:
-        chosen = _accelerators() or [torch.device("cpu")] * partitions
+        chosen = accelerators() or [torch.device("cpu")] * partitions
     needed = min(partitions, 1) if repeats else partitions
     if len(chosen) < needed:
         raise IndexError(
@@ -29,9 +29,9 @@ def choose_devices(devices: Iterable[Device] | None, partitions: int, *, repeats
 
 def device_here(device: Device) -> torch.device:
     """The device as torch knows it, if this machine has it; a number counts the accelerators."""
-    accelerators = _accelerators()
-    if isinstance(device, int) and 0 <= device < len(accelerators):
-        return accelerators[device]
+    present = accelerators()
+    if isinstance(device, int) and 0 <= device < len(present):
+        return present[device]
     if not isinstance(device, int):
         try:
             known = torch.device(device)
@@ -39,16 +39,21 @@ def device_here(device: Device) -> torch.device:
             raise ValueError(
                 f"device {device!r} does not exist; write 'cpu', 'cuda:0' or a number"
             ) from error
-        if known.type in ("cpu", "meta") or torch.device(known.type, known.index or 0) in accelerators:
+        if known.type in ("cpu", "meta") or torch.device(known.type, known.index or 0) in present:
             return known
-    cure = f"write 0 to {len(accelerators) - 1}" if accelerators else "write 'cpu' for a worker on the CPU"
+    cure = f"write 0 to {len(present) - 1}" if present else "write 'cpu' for a worker on the CPU"
     raise IndexError(
-        f"device {device!r} does not exist: this machine has {len(accelerators)} accelerators; {cure}"
+        f"device {device!r} does not exist: this machine has {len(present)} accelerators; {cure}"
     )
 
 
-def _accelerators() -> list[torch.device]:
-    """All of this machine."""
+def is_accelerator(device: torch.device) -> bool:
+    """Whether the device has memory of its own, and runs kernels after the call that queued them has returned."""
+    return device.type not in ("cpu", "meta")
+
+
+def accelerators() -> list[torch.device]:
+    """All accelerators of this machine, of the one kind that torch was built for."""
     kind = torch.accelerator.current_accelerator()
     count = torch.accelerator.device_count()
     return [] if kind is None else [torch.device(kind.type, index) for index in range(count)]
@@ -74,16 +79,16 @@ def available_devices(devices: Any) -> list[torch.device]:
     """The devices that a setting stands for; for `auto` a CPU counts once."""
     if isinstance(devices, list):
         return [_parse_device(device) for device in devices]
-    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    present = accelerators()
     if devices == "auto":
-        return gpus or [torch.device("cpu")]
-    if not gpus:
+        return present or [torch.device("cpu")]
+    if not present:
         return [torch.device("cpu")] * int(devices)
-    if devices > len(gpus):
+    if devices > len(present):
         raise ConfigError(
-            f"devices={devices}: this machine has {len(gpus)} CUDA devices; give at most that many"
+            f"devices={devices}: this machine has {len(present)} accelerators; give at most that many"
         )
-    return gpus[:devices]
+    return present[:devices]
 
 
 def default_partitions(devices: Any, replicas: int = 1) -> int:

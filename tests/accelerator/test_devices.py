@@ -66,11 +66,13 @@ def gpus(count: int) -> list[torch.device]:
 
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerators(monkeypatch, "cuda", 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerators(monkeypatch, None, 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
@@ -111,7 +113,7 @@ def test_with_gpus_they_are_used(devices: Any, partitions: int, resolved: list[t
 @pytest.mark.parametrize(
     ("devices", "says"),
     [
-        (5, "devices=5: this machine has 4 CUDA devices; give at most that many"),
+        (5, "devices=5: this machine has 4 accelerators; give at most that many"),
         (["cuda:4"], "'cuda:4' does not exist: this machine has 4 CUDA devices"),
         ([4], "'4' does not exist"),
         (["meta"], "'meta' is not supported; use cpu or cuda"),
