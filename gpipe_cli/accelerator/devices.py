@@ -59,6 +59,12 @@ def accelerators() -> list[torch.device]:
     return [] if kind is None else [torch.device(kind.type, index) for index in range(count)]
 
 
+def device_name(device: torch.device) -> str:
+    """The name of an accelerator's model, or its type if torch cannot tell."""
+    module = torch.get_device_module(device)
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
+
+
 def asks_for_device(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Whether arguments of `Module.to` ask for another device: a dtype alone may pass."""
     if kwargs.keys() & {"device", "tensor", "other"}:

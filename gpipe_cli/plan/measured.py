@@ -17,6 +17,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.balance.time import TimedLayer
 from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe
@@ -211,9 +212,9 @@ def _step(
     for parameter in module.parameters():
         parameter.grad = None
     input, target = moved(batch[0], devices[0]), batch[1].to(devices[used - 1])
+    # A step returns before accelerators have run it, and the copies of its input may still be under way.
+    synchronize(devices)
     begin = time.perf_counter()
     pipe.step(input, target, loss, key=0)
-    # Kernels run asynchronously: without this only their launches would be timed.
-    for device in {device for device in devices if device.type == "cuda"}:
-        torch.cuda.synchronize(device)
+    synchronize(devices)
     return time.perf_counter() - begin

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple, final
 
 import torch
 
+from gpipe_cli.accelerator.devices import is_accelerator
+from gpipe_cli.accelerator.streams import record_timing_event, synchronize
 from gpipe_cli.pipeline.gpipe import ThreadedPipe
 from gpipe_cli.schedule.action import Action
 
@@ -58,40 +60,37 @@ class ActionRecorder:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._pieces: list[tuple[Action, str, Any, Any, int]] = []
-        cuda = {device for device in devices if device.type == "cuda"}
-        for device in cuda:
-            torch.cuda.synchronize(device)
-        self._origin = time.perf_counter()
-        # CUDA gives only the time between two events, so each device needs one at the origin.
-        self._origins = {device: _event(device) for device in cuda}
+        self._accelerators = {device for device in devices if is_accelerator(device)}
+        self._began = time.perf_counter()
+        self.clear()
 
     def now(self, device: torch.device) -> Any:
-        # On a CUDA device a call returns before its work has run, so the moment is an event in the stream. Reading it
+        # On an accelerator a call returns before its work has run, so the moment is an event in the stream. Reading it
         # here would make the worker wait; `pieces` does so when all is done.
-        return time.perf_counter() if device.type != "cuda" else (device, _event(device))
+        return (device, record_timing_event(device)) if is_accelerator(device) else time.perf_counter()
 
     def __call__(self, action: Action, phase: str, begin: Any, end: Any) -> None:
         self._pieces.append((action, phase, begin, end, threading.get_native_id()))
 
     def pieces(self) -> list[Piece]:
-        """In the order in which they ended; for after the recording."""
+        """In the order in which they ended; waits until the devices have run them."""
+        synchronize(self._accelerators)
         return [
             Piece(action, phase, self._seconds(begin), self._seconds(end), thread)
             for action, phase, begin, end, thread in self._pieces
         ]
 
     def clear(self) -> None:
+        """Forget the pieces; call it before each step of a long recording, for the precision of its times."""
         self._pieces.clear()
+        # Events tell only the milliseconds since another event of their device, in single precision: 8 ms apart after a
+        # day. So the origin moves along, and it is one moment on all devices because none of them has anything to run.
+        synchronize(self._accelerators)
+        self._origin = time.perf_counter()
+        self._origins = {device: record_timing_event(device) for device in self._accelerators}
 
     def _seconds(self, moment: Any) -> float:
         if isinstance(moment, float):
-            return moment - self._origin
+            return moment - self._began
         device, event = moment
-        event.synchronize()
-        return float(self._origins[device].elapsed_time(event)) / 1000
-
-
-def _event(device: torch.device) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
+        return self._origin - self._began + float(self._origins[device].elapsed_time(event)) / 1000

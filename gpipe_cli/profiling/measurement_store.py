@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli import __version__
+from gpipe_cli.accelerator.devices import device_name, is_accelerator
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.sequential import layer_names
@@ -136,8 +137,8 @@ def fingerprint(module: nn.Sequential, sample: Sample) -> dict[str, Any]:
         "target": None if sample.target is None else _tensor(sample.target),
         "loss": None if sample.loss is None else _plain(repr(sample.loss)),
         "device": str(device),
-        "processor": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
+        "processor": device_name(device)
+        if is_accelerator(device)
         else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
         "autocast": str(torch.get_autocast_dtype(device.type))

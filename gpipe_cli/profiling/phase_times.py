@@ -22,6 +22,7 @@ from typing import final
 import torch
 from torch import nn
 
+from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pipeline.pytree import map_tensors
@@ -179,8 +180,11 @@ class _Steps:
                     # A training step begins without gradients; adding to old ones would cost another pass over all
                     # parameters.
                     pipe.zero_grad(set_to_none=True)
+                    synchronize(self.devices)
                     began = time.perf_counter()
                     pipe.step(input, target, loss, key=0)
+                    # A step returns before accelerators have run it.
+                    synchronize(self.devices)
                     steps.append(time.perf_counter() - began)
             for piece in record.pieces():
                 pieces[piece.action.partition, piece.phase, piece.action.kind].append(piece.end - piece.begin)

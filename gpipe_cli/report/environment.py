@@ -40,8 +40,16 @@ def _version(package: str) -> str | None:
 def _devices() -> dict[str, Any]:
     import torch
 
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"cuda": torch.version.cuda, "devices": names or ["cpu"], "threads": torch.get_num_threads()}
+    from gpipe_cli.accelerator.devices import accelerators, device_name
+
+    present = accelerators()
+    return {
+        "accelerator": present[0].type if present else None,
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
+        "devices": [device_name(device) for device in present] or ["cpu"],
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _processor_name() -> str:

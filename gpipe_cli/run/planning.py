@@ -17,8 +17,8 @@ from torch import nn
 
 from gpipe_cli.accelerator.devices import (
     available_cores,
-    available_devices,
     default_partitions,
+    is_accelerator,
     resolve_devices,
 )
 from gpipe_cli.balance.memory_objective import MemoryObjective
@@ -142,14 +142,7 @@ class Planner:
         settings = self._settings
         if self._estimated_device is not None:
             return [torch.device("cpu")] * int(settings.devices)
-        count = settings.partitions or default_partitions(settings.devices)
-        if isinstance(settings.devices, int) and not torch.cuda.is_available():
-            count = settings.devices
-        return (
-            resolve_devices(settings.devices, count)
-            if settings.devices == "auto"
-            else available_devices(settings.devices)
-        )
+        return resolve_devices(settings.devices, settings.partitions or default_partitions(settings.devices))
 
     def _space(self) -> SearchSpace:
         settings, most = self._settings, len(self.devices)
@@ -181,7 +174,9 @@ class Planner:
             profiles,
             cores=available_cores(),
             apart=self.separate_machines,
-            transfer_of=self._transfers if self.separate_machines or self.devices[0].type == "cuda" else None,
+            transfer_of=self._transfers
+            if self.separate_machines or is_accelerator(self.devices[0])
+            else None,
         )
         begin = time.monotonic()
         precision = autocast_of(self._settings, self.devices[0].type)

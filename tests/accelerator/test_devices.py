@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from gpipe_cli.accelerator.devices import (
     choose_devices,
     default_partitions,
     device_here,
+    device_name,
     resolve_devices,
     set_threads,
 )
@@ -143,3 +145,11 @@ def test_workers_that_share_the_cpu_get_one_thread_each(
     monkeypatch.setattr(torch, "set_num_threads", thread_counts.append)
     assert set_threads(threads, devices) == expected
     assert thread_counts == [expected]
+
+
+def test_a_device_is_named_by_the_module_of_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(get_device_name=lambda device: f"Accelerator {device.index}")
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert device_name(torch.device("xpu:1")) == "Accelerator 1"
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    assert device_name(torch.device("mps")) == "mps"
