@@ -150,6 +150,7 @@ def _train_spec(settings: TrainConfig, loader: BatchLoader) -> TrainSpec:
         lr=settings.optimizer["lr"],
         lr_schedule=instantiate(settings.lr_schedule, "lr_schedule", settings.allow),
         seed=settings.seed,
+        measure_every=settings.log.every,
     )
 
 

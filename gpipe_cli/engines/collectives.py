@@ -34,8 +34,11 @@ class Collectives(Protocol):
     def share_of(self, samples: int) -> float:
         """The fraction that `samples` is of the samples of all replicas."""
 
-    def facts(self, own: StepFacts | None) -> StepFacts:
-        """Facts summed over all replicas; `own` is None in a process without the last layer or without samples."""
+    def facts(self, own: StepFacts | None, *, measured: bool) -> StepFacts:
+        """Facts summed over all replicas; `own` is None in a process without the last layer or without samples.
+
+        measured: whether facts have sums; every process gives the same.
+        """
 
     def norms(self, own: Tensor) -> Tensor:
         """The norms of all gradients in the order of the model's names, from those of this process; -1: no gradient."""
@@ -58,7 +61,7 @@ class SingleProcess:
     def share_of(self, samples: int) -> float:
         return 1.0
 
-    def facts(self, own: StepFacts | None) -> StepFacts:
+    def facts(self, own: StepFacts | None, *, measured: bool) -> StepFacts:
         assert own is not None, "a single process has the last layer"
         return own
 
@@ -101,24 +104,29 @@ class RankCollectives:
         (total,) = sum_of_numbers(torch.tensor([samples]), self._coords.data, self._coords.device)
         return samples / float(total)
 
-    def facts(self, own: StepFacts | None) -> StepFacts:
+    def facts(self, own: StepFacts | None, *, measured: bool) -> StepFacts:
         coords = self._coords
-        # Once per run, because the names never change and sharing them takes two broadcasts.
-        if self._sum_names is None:
-            # In the last rank of the first replica if in any: a short batch leaves later replicas without samples.
-            names = sorted(own.sums) if own is not None else []
-            if coords.has_output and coords.replicas > 1:
-                names = share_json(names, 0, coords.data, coords.device)
-            self._sum_names = list(share_json(names, coords.last_rank, coords.pipe, coords.device))
-        values = [0.0] * (2 + len(self._sum_names))
+        names = self._shared_names(own) if measured else []
+        values = [0.0] * (2 + len(names))
         if own is not None:
-            values = [own.loss, own.samples, *(own.sums[name] for name in self._sum_names)]
+            values = [own.loss, own.samples, *(own.sums[name] for name in names)]
         # First summed over the replicas, among their last ranks, then handed to the other ranks of each pipe.
         numbers = torch.tensor(values, dtype=torch.float64)
         if coords.has_output and coords.replicas > 1:
             numbers = sum_of_numbers(numbers, coords.data, coords.device)
         loss, samples, *sums = share_numbers(numbers, coords.last_rank, coords.pipe, coords.device).tolist()
-        return StepFacts(loss, int(samples), dict(zip(self._sum_names, sums, strict=True)))
+        return StepFacts(loss, int(samples), dict(zip(names, sums, strict=True)))
+
+    def _shared_names(self, own: StepFacts | None) -> list[str]:
+        # Once per run, because the names never change and sharing them takes two broadcasts.
+        if self._sum_names is None:
+            coords = self._coords
+            # In the last rank of the first replica if in any: a short batch leaves later replicas without samples.
+            names = sorted(own.sums) if own is not None else []
+            if coords.has_output and coords.replicas > 1:
+                names = share_json(names, 0, coords.data, coords.device)
+            self._sum_names = list(share_json(names, coords.last_rank, coords.pipe, coords.device))
+        return self._sum_names
 
     def norms(self, own: Tensor) -> Tensor:
         padded = torch.cat([own, own.new_zeros(self._row_length - len(own))])

@@ -95,12 +95,12 @@ class OffloadEngine:
             update=self._update,
         )
 
-    def train_step(self, batch: Batch, key: int, lr: float) -> StepFacts:
+    def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> StepFacts:
         assert self._update is not None, "an engine without an optimizer cannot train"
         before = self._transfers()
         # Before the step: a slice is updated as soon as its backward is done, in the middle of it.
         self._update.lr = lr
-        facts = self._engine.train_step(batch, key, lr)
+        facts = self._engine.train_step(batch, key, lr, measure=measure)
         return replace(facts, transfers=self._transfers().since(before))
 
     def eval_step(self, batch: Batch) -> StepFacts:

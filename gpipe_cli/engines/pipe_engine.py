@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Literal, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
 
 from gpipe_cli.accelerator.memory import report_out_of_memory
+from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.engines.collectives import Collectives, NonfiniteOutput, SingleProcess
 from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts, Utilization, Value
 from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state
 from gpipe_cli.engines.state_check import check_scaler
+from gpipe_cli.engines.training_loss import DTYPES, TrainingLoss, unscaled_loss
 from gpipe_cli.engines.update import Update, UpdateFacts
 from gpipe_cli.errors import NumericError
 from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
@@ -31,8 +33,6 @@ from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.sequential import layer_names
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 class Pipe(Protocol):
     """What `GPipe`, `PlainPipe` and `RankPipe` have in common; a rank without the last partition returns ()."""
@@ -41,9 +41,7 @@ class Pipe(Protocol):
     training: bool
 
     def __call__(self, input: Any) -> Any: ...
-    def step(
-        self, input: Any, target: Any, loss_fn: Any, key: int | None = None, *, return_output: Literal[True]
-    ) -> tuple[Tensor, Any]: ...
+    def step(self, input: Any, target: Any, loss_fn: Any, key: int | None = None) -> Tensor: ...
     def train(self, mode: bool = True) -> Any: ...
     def close(self) -> None: ...
 
@@ -112,6 +110,7 @@ class PipeEngine:
         pipe.train()
         self._objective, self._balance, self._eval_chunks = spec.objective, spec.balance, spec.eval_chunks
         self._input_device, self._output_device = input_device, output_device
+        self._devices = spec.devices
         self._collectives = collectives or SingleProcess()
         self._meter = meter
         # Stands in where a process has no parameters, because torch creates no optimizer without any.
@@ -120,18 +119,28 @@ class PipeEngine:
         self._update: GradientUpdate | None = own if update is None else update
         self._optimizer_state = None if own is None else self._make_optimizer_state(own)
         # One function object for all steps: a pipe remembers whether the last loss function drew random numbers.
-        self._scaled_loss = None if self._update is None else _scaled(self._loss, self._update.scaler)
+        self._training_loss = (
+            None
+            if self._update is None
+            else TrainingLoss(self._objective, self._update.scaler, output_device)
+        )
 
-    def train_step(self, batch: Batch, key: int, lr: float) -> StepFacts:
-        assert self._update is not None, "an engine without an optimizer cannot train"
+    def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> StepFacts:
+        assert self._update is not None and self._training_loss is not None, (
+            "an engine without an optimizer cannot train"
+        )
         input, target = self._to_devices(batch)
         self._update.begin()
-        with nullcontext() if self._meter is None else self._meter.measure():
-            scaled, output = self._step(input, target, key)
+        self._training_loss.begin(measure=measure)
+        meter = self._meter if measure else None
+        with nullcontext() if meter is None else meter.measure():
+            scaled = self._step(input, target, key)
         # float() waits for the device. Scales are powers of two, so the division is exact.
         loss = float(scaled) / self._update.scaler.get_scale()
         # Only the last rank has a loss, but all have to judge it: either every rank updates or every rank raises.
-        facts = self._collectives.facts(self._facts(loss, output, target))
+        sums = self._training_loss.sums
+        own = None if sums is None else StepFacts(loss, len(target), sums)
+        facts = self._collectives.facts(own, measured=measure)
         try:
             with report_out_of_memory():
                 update = self._update.apply(facts.loss, lr)
@@ -141,17 +150,15 @@ class PipeEngine:
             for note in self._nonfinite_notes(input, target, key):
                 error.add_note(note)
             raise
-        utilization = None if self._meter is None else self._meter.last
+        if measure:
+            # The update is only queued; whoever measures the step takes the time when this call returns.
+            synchronize(self._devices)
+        utilization = None if meter is None else meter.last
         return replace(facts, grad_norm=update.grad_norm, skipped=update.skipped, utilization=utilization)
 
-    def _facts(self, loss: float, output: Any, target: Tensor) -> StepFacts | None:
-        if isinstance(output, tuple) and not output:
-            return None
-        return StepFacts(loss, len(target), self._objective.measure(output, target))
-
-    def _step(self, input: Value, target: Tensor, key: int) -> tuple[Tensor, Any]:
+    def _step(self, input: Value, target: Tensor, key: int) -> Tensor:
         with self._autocast(), report_out_of_memory():
-            return self._pipe.step(input, target, self._scaled_loss, key=key, return_output=True)
+            return self._pipe.step(input, target, self._training_loss, key=key)
 
     def _nonfinite_notes(self, input: Value, target: Tensor, key: int) -> Iterator[str]:
         """Where a loss or gradient that is not finite came from.
@@ -181,8 +188,9 @@ class PipeEngine:
             # A collective, so it is called by ranks without an output too.
             share = self._collectives.share_of(len(target))
             has_output = not (isinstance(output, tuple) and not output)
-            loss = float(self._loss(output, target)) * share if has_output else 0.0
-        return self._collectives.facts(self._facts(loss, output, target))
+            loss = float(unscaled_loss(self._objective, output, target)) * share if has_output else 0.0
+        own = StepFacts(loss, len(target), self._objective.measure(output, target)) if has_output else None
+        return self._collectives.facts(own, measured=True)
 
     def state(self) -> EngineState:
         state = module_state(self.module)
@@ -246,10 +254,6 @@ class PipeEngine:
         shapes = OptimizerStateShapes(self._objective.optimizer)
         return OptimizerState(update.optimizer, {**names, self._placeholder: ""}, shapes)
 
-    def _loss(self, output: Any, target: Tensor) -> Tensor:
-        # Under autocast scores are in half precision, in which a sum would lose most of its digits.
-        return self._objective.loss(_float(output), target)
-
     def _to_devices(self, batch: Batch) -> tuple[Value, Tensor]:
         input, target = batch
         moved = (
@@ -269,20 +273,6 @@ def load_scaler(scaler: torch.amp.GradScaler, state: EngineState) -> None:
     if saved != {} and scaler.is_enabled():  # a run may resume in another precision
         check_scaler(scaler.state_dict(), saved)
         scaler.load_state_dict(saved)
-
-
-def _scaled(
-    loss: Callable[[Any, Tensor], Tensor], scaler: torch.amp.GradScaler
-) -> Callable[[Any, Tensor], Tensor]:
-    return lambda output, target: scaler.scale(loss(output, target))
-
-
-def _float(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output.float() if output.dtype in DTYPES.values() else output
-    if isinstance(output, dict):
-        return {name: _float(value) for name, value in output.items()}
-    return tuple(_float(value) for value in output)
 
 
 def first_nonfinite_output(module: nn.Sequential, run: Callable[[], object]) -> NonfiniteOutput | None:

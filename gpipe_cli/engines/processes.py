@@ -40,7 +40,7 @@ def build(spec: EngineSpec, max_restarts: int = 0) -> Engine:
         register_layer_logging_hooks(pipe.partitions)
     return PipeEngine(
         pipe,
-        replace(spec, module=pipe.module),
+        replace(spec, module=pipe.module, devices=[coords.device]),
         input_device=coords.device,
         output_device=coords.device,
         collectives=RankCollectives(coords, pipe.module, pipe.rank_of_layer),

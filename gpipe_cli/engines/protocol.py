@@ -42,18 +42,19 @@ class Utilization:
 @final
 @dataclass(frozen=True)
 class StepFacts:
-    """The results of one step; sums are over the samples of the batch."""
+    """The results of one step."""
 
     loss: float
     samples: int
     sums: Mapping[str, float]
+    """Over the samples of the batch; empty if a training step was not measured."""
     grad_norm: float | None = None
     skipped: bool = False
     """The update was skipped because fp16 gradients overflowed."""
     transfers: Transfers | None = None
     """What it cost to move the model to its devices and back, where the model is offloaded."""
     utilization: Utilization | None = None
-    """How busy the partitions were, where the engine was asked to measure it."""
+    """How busy the partitions were, where the engine was asked to measure it and the step was measured."""
 
 
 @final
@@ -131,8 +132,12 @@ class Engine(Protocol):
     def module(self) -> nn.Module:
         """The model; its state_dict has the original names."""
 
-    def train_step(self, batch: Batch, key: int, lr: float) -> StepFacts:
-        """Make one update from one mini-batch."""
+    def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> StepFacts:
+        """Make one update from one mini-batch.
+
+        measure: also compute the sums of the facts, and return when the devices have run the step. Otherwise the last
+        part of it may still be queued, so that the next step need not wait.
+        """
 
     def eval_step(self, batch: Batch) -> StepFacts:
         """Compute loss and measures of one mini-batch; nothing changes."""

@@ -58,9 +58,9 @@ class HeartbeatEngine:
     def module(self) -> nn.Module:
         return self._engine.module
 
-    def train_step(self, batch: Batch, key: int, lr: float) -> StepFacts:
+    def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> StepFacts:
         with self._heartbeats.in_step(self._rank):
-            return self._engine.train_step(batch, key, lr)
+            return self._engine.train_step(batch, key, lr, measure=measure)
 
     def eval_step(self, batch: Batch) -> StepFacts:
         with self._heartbeats.in_step(self._rank):

@@ -15,7 +15,7 @@ from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.size import TrainedBytes, memory_objective
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import CostConfig, ModelConfig, RunConfig
-from gpipe_cli.engines.pipe_engine import DTYPES
+from gpipe_cli.engines.training_loss import DTYPES
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import tensors_of

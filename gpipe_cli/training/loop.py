@@ -27,13 +27,16 @@ EvalBatches = Callable[[int], Iterable[Batch]]
 @final
 @dataclass(frozen=True)
 class TrainSpec:
-    """How many steps to train, and at which learning rate."""
+    """How many steps to train, at which learning rate, and which of them to measure."""
 
     steps: int
     steps_per_epoch: int
     lr: float
     lr_schedule: LrSchedule
     seed: int
+    measure_every: int = 1
+    """Steps between two whose metrics are computed. Only their time is exact: the others return while a device may
+    still work on them, because waiting for it in every step would leave it idle between steps."""
 
     @property
     def epochs(self) -> int:
@@ -56,6 +59,7 @@ class StepResult:
     epoch: int
     loss: float
     means: dict[str, float]
+    """Empty if the step was not measured."""
     lr: float
     samples: int
     grad_norm: float | None
@@ -153,7 +157,8 @@ def train(
         for batch in train_batches(epoch, first):
             lr = spec.lr_at(step)
             try:
-                facts = engine.train_step(batch, step_key(spec.seed, step), lr)
+                measure = (step + 1) % spec.measure_every == 0
+                facts = engine.train_step(batch, step_key(spec.seed, step), lr, measure=measure)
             except NumericError as error:
                 error.add_note(f"step {step + 1}, epoch {epoch + 1}")
                 raise

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -106,6 +108,53 @@ def test_an_evaluation_is_that_of_the_plain_model(build: Callable[..., Engine]) 
         output = module(input)
     assert result.loss == pytest.approx(float(nn.functional.cross_entropy(output, target)), rel=1e-6)
     assert result.sums == accuracy(output, target)
+
+
+def test_a_step_kept_all_outputs_although_its_measures_need_one_micro_batch_at_a_time(
+    build: Callable[..., Engine],
+) -> None:
+    rows: list[int] = []
+    outputs: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def measure(output: Tensor, target: Tensor) -> dict[str, float]:
+        rows.append(len(target))
+        outputs.append(weakref.ref(output))
+        return accuracy(output, target)
+
+    class Last(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            alive.append(sum(output() is not None for output in outputs))
+            return super().forward(input)
+
+    module = nn.Sequential(nn.Linear(6, 8), Last(8, 3))
+    plain = copy.deepcopy(module)
+    engine = build(module, replace(objective(), measure=measure))
+    input, target = batch()
+    facts = engine.train_step((input, target), key=0, lr=0.1)
+    assert rows == [3, 3, 2] and facts.sums == accuracy(plain(input), target)
+    assert max(alive) <= 1, "backward of the micro-batch before may still be running"
+
+
+def test_a_step_that_nobody_looks_at_measures_nothing(build: Callable[..., Engine]) -> None:
+    engine = build(model(), objective())
+    facts = engine.train_step(batch(), key=0, lr=0.1, measure=False)
+    assert facts.sums == {} and facts.samples == 8
+    assert engine.train_step(batch(), key=0, lr=0.1).sums.keys() == {"top1", "top5"}
+
+
+def test_a_micro_batch_that_is_recomputed_counts_once() -> None:
+    calls: list[int] = []
+
+    def measure(output: Tensor, target: Tensor) -> dict[str, float]:
+        calls.append(len(target))
+        return {"top1": float(len(target))}
+
+    task = replace(objective(), measure=measure)
+    spec = EngineSpec(model(), task, [4, 1], [CPU, CPU], chunks=3, eval_chunks=2, checkpoint="always")
+    engine = threads.build(spec)
+    assert engine.train_step(batch(), key=0, lr=0.1).sums == {"top1": 8.0} and calls == [3, 3, 2]
+    engine.close()
 
 
 def test_inputs_may_be_several_tensors(build: Callable[..., Engine]) -> None:

@@ -34,7 +34,7 @@ class HeartbeatReader:
     def __init__(self, heartbeats: Heartbeats) -> None:
         self.heartbeats = heartbeats
 
-    def train_step(self, *_: object) -> list[float]:
+    def train_step(self, *_: object, measure: bool) -> list[float]:
         return self.heartbeats.read()
 
     def eval_step(self, *_: object) -> None:

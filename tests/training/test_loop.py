@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import pytest
@@ -37,13 +37,13 @@ class Fake:
     """Samples, key and rate of every step."""
     module: nn.Module = field(default_factory=nn.Identity)
 
-    def train_step(self, batch: Batch, key: int, lr: float) -> StepFacts:
+    def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> StepFacts:
         samples = len(batch[1])
         self.trained.append((samples, key, lr))
         loss = self.losses.get(samples, 1.0)
         if not math.isfinite(loss):
             raise NumericError("the loss is nan")
-        return StepFacts(loss, samples, {"top1": samples / 2})
+        return StepFacts(loss, samples, {"top1": samples / 2} if measure else {})
 
     def eval_step(self, batch: Batch) -> StepFacts:
         samples = len(batch[1])
@@ -162,3 +162,15 @@ def test_batches_weigh_by_their_samples() -> None:
     totals.add(loss=5.0, samples=1, sums={"top1": 0.0, "top5": 1.0})
     assert (totals.samples, totals.loss) == (4, 2.0)
     assert totals.means == {"top1": 0.75, "top5": 0.25}
+
+
+def test_only_every_nth_step_is_measured() -> None:
+    spec = replace(plan(steps=5, per_epoch=5), measure_every=2)
+    facts = list(train(Fake(), spec, lambda epoch, first: batches(4, 4, 4, 4, 4), lambda epoch: batches(4)))
+    assert [fact.means for fact in facts if isinstance(fact, StepResult)] == [
+        {},
+        {"top1": 0.5},
+        {},
+        {"top1": 0.5},
+        {},
+    ]

@@ -1,0 +1,74 @@
+"""The loss of a training step, and what is measured along with it, one micro-batch at a time.
+
+The outputs of a step are never together in memory: the scores of a language model for a whole mini-batch would take
+gigabytes, which no estimate of a partition's memory includes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from gpipe_cli.engines.protocol import TrainingObjective
+from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@final
+class TrainingLoss:
+    """The loss function of a pipe's steps. Only the worker of the last partition calls it."""
+
+    def __init__(
+        self, objective: TrainingObjective, scaler: torch.amp.GradScaler, device: torch.device
+    ) -> None:
+        """device: where outputs and targets are."""
+        self._objective, self._scaler, self._device_type = objective, scaler, device.type
+        self._measures = False
+        self._sums: dict[int, Mapping[str, float]] = {}
+
+    def begin(self, *, measure: bool) -> None:
+        """Forget the previous step."""
+        self._measures = measure
+        self._sums.clear()
+
+    @property
+    def sums(self) -> dict[str, float] | None:
+        """What the step measured, which may be nothing; None in a process whose partitions have no loss."""
+        if not self._sums:
+            return None
+        # In the order of the micro-batches, which decides the last bits of a sum.
+        totals = Counter[str]()
+        for _, sums in sorted(self._sums.items()):
+            totals.update(sums)
+        return dict(totals)
+
+    def __call__(self, output: Any, target: Tensor) -> Tensor:
+        loss = self._scaler.scale(unscaled_loss(self._objective, output, target))
+        micro_batch = current_microbatch()
+        assert micro_batch is not None, "a pipe calls its loss for a micro-batch"
+        if not is_recomputing():
+            # By index: a pipe may run its first step twice, and must not count its samples twice.
+            self._sums[micro_batch.index] = self._measured(output, target) if self._measures else {}
+        return loss
+
+    def _measured(self, output: Any, target: Tensor) -> Mapping[str, float]:
+        with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
+            return self._objective.measure(output, target)
+
+
+def unscaled_loss(objective: TrainingObjective, output: Any, target: Tensor) -> Tensor:
+    # Under autocast scores are in half precision, in which a sum would lose most of its digits.
+    return objective.loss(_float(output), target)
+
+
+def _float(output: Any) -> Any:
+    if isinstance(output, Tensor):
+        return output.float() if output.dtype in DTYPES.values() else output
+    if isinstance(output, dict):
+        return {name: _float(value) for name, value in output.items()}
+    return tuple(_float(value) for value in output)
