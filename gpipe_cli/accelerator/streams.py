@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import final
 
 import torch
+from torch import Tensor
 
 from gpipe_cli.accelerator.devices import is_accelerator
 
@@ -25,3 +28,52 @@ def record_timing_event(device: torch.device) -> torch.Event:
     event = torch.Event(device, enable_timing=True)
     event.record(current_stream(device))
     return event
+
+
+def record_event(device: torch.device) -> torch.Event | None:
+    """The end of what the calling thread has queued on its stream; None on a CPU, which has done it already."""
+    return current_stream(device).record_event() if is_accelerator(device) else None
+
+
+def finish_queued(device: torch.device) -> None:
+    """Wait on the host until the device has run what the calling thread has queued on its stream."""
+    event = record_event(device)
+    if event is not None:
+        event.synchronize()
+
+
+def wait_for_event(device: torch.device, event: torch.Event | None) -> None:
+    """Let the calling thread's stream wait for the event; the host does not wait."""
+    if event is not None:
+        current_stream(device).wait_event(event)
+
+
+def keep_alive(tensor: Tensor) -> None:
+    """Let nobody reuse the tensor's memory, once it is freed, before the calling thread's stream has run its work."""
+    if is_accelerator(tensor.device):
+        tensor.record_stream(current_stream(tensor.device))
+
+
+@final
+class SideStream:
+    """A stream of a device for work next to what its other streams run; on a CPU work simply runs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.Stream(device) if is_accelerator(device) else None
+
+    @contextmanager
+    def entered(self, *after: torch.Event | None) -> Iterator[None]:
+        """What the block queues runs on this stream, after the events."""
+        if self._stream is None:
+            yield
+            return
+        with self._stream:
+            for event in after:
+                if event is not None:
+                    self._stream.wait_event(event)
+            yield
+
+    def keep_alive(self, tensor: Tensor) -> None:
+        """Let nobody reuse the tensor's memory, once it is freed, before this stream has run what it has queued."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)

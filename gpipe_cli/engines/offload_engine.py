@@ -51,10 +51,9 @@ def make_tier(name: str, device: torch.device, spec: EngineSpec, boundary_bytes:
 
     boundary_bytes: the size of the inputs from which slices are recomputed.
     """
-    if name != "disk":
-        return CpuTier(device)
-    tier = DiskTier(spec.scratch)
-    tier.reserve(sum(layer_bytes(spec.module)) + sum(trained_bytes(spec)) + boundary_bytes())
+    state = sum(layer_bytes(spec.module)) + sum(trained_bytes(spec))
+    tier = CpuTier(device) if name == "cpu" else DiskTier(spec.scratch)
+    tier.reserve(state if name == "cpu" else state + boundary_bytes())
     return tier
 
 

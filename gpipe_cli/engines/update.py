@@ -143,7 +143,7 @@ class SliceUpdate:
         self._tour = tour
         self._clip = clip_grad_norm
         self._device = device
-        self._norms: dict[nn.Parameter, Tensor] = {}
+        self._norms: dict[nn.Parameter, float] = {}
         self._usable = True
         self._failed = False
 
@@ -181,7 +181,8 @@ class SliceUpdate:
         try:
             require_finite_loss(loss)
             self._record_norms(self._resident)
-            norm = global_norm(stack_norms([self._norms.get(parameter) for parameter in self._parameters]))
+            norms = [self._norms.get(parameter, NO_GRADIENT) for parameter in self._parameters]
+            norm = global_norm(torch.tensor(norms, dtype=torch.float64))
             finite = is_finite(norm, self.scaler)
         except NumericError:
             self._failed = True
@@ -196,14 +197,16 @@ class SliceUpdate:
         if group.optimizer is not None:
             # unscale_ also records overflows for each optimizer; scaler.update adapts the scale to all of them.
             self.scaler.unscale_(group.optimizer)
-        for parameter in group.trained:
-            if parameter.grad is not None:
-                norm = self._norms[parameter] = norm_of(parameter.grad)
-                # The norm of finite numbers may still overflow, which is no reason to lower the loss scale.
-                finite = bool(torch.isfinite(norm)) or (
-                    self.scaler.is_enabled() and bool(torch.isfinite(parameter.grad).all())
-                )
-                self._usable = self._usable and finite
+        gradients = {parameter: parameter.grad for parameter in group.trained if parameter.grad is not None}
+        # The one wait of the host in the update of a slice: it must know that the gradients are finite.
+        norms = dict(zip(gradients, norms_of(list(gradients.values())).tolist(), strict=True))
+        self._norms |= norms
+        # The norm of finite numbers may still overflow, which is no reason to lower the loss scale.
+        self._usable = self._usable and all(
+            math.isfinite(norm)
+            or (self.scaler.is_enabled() and bool(torch.isfinite(gradients[parameter]).all()))
+            for parameter, norm in norms.items()
+        )
 
     def _update_remaining(self, factor: float, lr: float) -> None:
         if not self._is_immediate:
@@ -248,11 +251,8 @@ def norm_of(gradient: Tensor) -> Tensor:
 
 
 def norms_of(gradients: Sequence[Tensor | None]) -> Tensor:
-    return stack_norms([None if gradient is None else norm_of(gradient) for gradient in gradients])
-
-
-def stack_norms(norms: Sequence[Tensor | None]) -> Tensor:
     """The norms in double precision on the CPU, with NO_GRADIENT for None."""
+    norms = [None if gradient is None else norm_of(gradient) for gradient in gradients]
     stacked = torch.full((len(norms),), NO_GRADIENT, dtype=torch.float64)
     present = [index for index, norm in enumerate(norms) if norm is not None]
     if not present:

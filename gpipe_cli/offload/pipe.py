@@ -17,6 +17,7 @@ from typing import Any, NoReturn, final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.accelerator.streams import finish_queued
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.offload.prefetcher import SlicePrefetcher
 from gpipe_cli.offload.sizing import layer_bytes
@@ -103,6 +104,7 @@ class OffloadModel(OffloadedPipeBase):
         parameters = SlicedParameters.of(sequence, balance)
         parameters.place_shared([self.device])
         tier = CpuTier(self.device)
+        tier.reserve(sum(layer_bytes(sequence)))
         self._prefetcher = SlicePrefetcher(parameters.store(tier), tier, self.device)
         self._set_up(balance, [self.device], [_WithGradients(self._prefetcher, self.device)])
 
@@ -114,14 +116,21 @@ class OffloadModel(OffloadedPipeBase):
             )
         return super().forward(moved(inputs[0] if len(inputs) == 1 else inputs, self.device))
 
-    # The caller's optimizer has updated the parameters in host memory since they were last loaded.
     def _forward(self, input: Value) -> Value:
-        self._prefetcher.invalidate()
-        return super()._forward(input)
+        with self._parameters_in_host_memory():
+            return super()._forward(input)
 
     def _step(self, batch: MiniBatch, loss: StepLoss) -> None:
+        with self._parameters_in_host_memory():
+            super()._step(batch, loss)
+
+    @contextmanager
+    def _parameters_in_host_memory(self) -> Iterator[None]:
+        # The caller's optimizer has updated the parameters in host memory since they were last loaded.
         self._prefetcher.invalidate()
-        super()._step(batch, loss)
+        yield
+        # The caller may write them next, so no copy may still read them.
+        finish_queued(self.device)
 
     def close(self) -> None:
         """End the threads that run and move slices."""
@@ -160,6 +169,8 @@ class _WithGradients:
         finally:
             _set_gradients(trained, [None] * len(trained))
             _set_gradients(trained, [_moved(*pair) for pair in zip(after, homes, strict=True)])
+            # The host reads the gradients next; one wait for all of them.
+            finish_queued(self._device)
 
 
 def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
@@ -168,7 +179,7 @@ def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tenso
 
 
 def _moved(gradient: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if gradient is None else gradient.to(device)
+    return None if gradient is None else gradient.to(device, non_blocking=True)
 
 
 def _check(

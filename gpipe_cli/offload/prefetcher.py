@@ -8,8 +8,8 @@ at the same address.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Protocol, final
@@ -17,10 +17,11 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
+from gpipe_cli.accelerator.streams import keep_alive
 from gpipe_cli.offload.slices import Part, Slice
 from gpipe_cli.offload.stored_tensors import ALIGNMENT, Layout, as_bytes
 from gpipe_cli.offload.tiers import Region, Tier
-from gpipe_cli.offload.transfers import TransferWorker
+from gpipe_cli.offload.transfers import Copy, TransferWorker
 from gpipe_cli.pipeline.action_loop import PartitionVisit
 from gpipe_cli.pipeline.boundary import PartitionInput
 
@@ -57,7 +58,7 @@ class SlicePrefetcher:
         weights = (slice.stored(Part.WEIGHTS) for slice in slices.values())
         largest = max((stored.layout.nbytes for stored in weights if stored is not None), default=0)
         count = min(buffers, len(slices))
-        self._buffers = [DeviceBuffer(device, largest) for _ in range(count)]
+        self._buffers = [DeviceBuffer(device, self.worker, largest) for _ in range(count)]
         # Neighbours get different buffers, whichever way the worker walks, so one can load while the other computes.
         self._buffer_of = {index: self._buffers[turn % count] for turn, index in enumerate(slices)}
 
@@ -82,10 +83,13 @@ class SlicePrefetcher:
                 to_store.update(changed)
 
     def wait_until_stored(self) -> None:
+        """Wait until the tier holds what was stored, for the host to read or write it."""
         for buffer in self._buffers:
-            self._wait(buffer)
+            buffer.finish_copies()
 
     def close(self) -> None:
+        if self._inputs is not None:
+            self._inputs.close()
         self.worker.close()
 
     def invalidate(self) -> None:
@@ -108,7 +112,7 @@ class SlicePrefetcher:
             # Mostly prefetched, so that this submits nothing. Stores of the slice that had this buffer before were
             # submitted earlier to the same thread: no load overwrites bytes that are still to be stored.
             self._load(index, parts)
-            self._wait(buffer)
+            buffer.wait_for_copies()
             for part in parts:  # weights first: torch requires a gradient to match its parameter
                 if part in buffer.parts:
                     slice.attach(part, buffer.memory(part))
@@ -143,23 +147,21 @@ class SlicePrefetcher:
             if stored is not None and part not in buffer.parts:
                 buffer.parts.add(part)
                 memory = buffer.memory(part, stored.layout.nbytes)
-                buffer.pending.append(self.worker.load(stored.region, memory))
-
-    def _wait(self, buffer: DeviceBuffer) -> None:
-        pending, buffer.pending = buffer.pending, []
-        self.worker.wait(pending)
+                # A slice always uses the same buffer, so only stores from this buffer can have filled its regions.
+                buffer.pending.append(self.worker.load(stored.region, memory, after=buffer.pending))
 
 
 @final
 class DeviceBuffer:
     """Memory on the device that holds one slice after another."""
 
-    def __init__(self, device: torch.device, weight_bytes: int) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, worker: TransferWorker, weight_bytes: int) -> None:
+        self._device, self._worker = device, worker
         self._memory: dict[Part, Tensor] = {}
         self.slice: int | None = None
         self.parts: set[Part] = set()
-        self.pending: list[Future[None]] = []
+        self.pending: list[Copy] = []
+        """Copies that no stream has waited for yet."""
         # Allocated once for the largest slice and never again, because autograd holds views of the weights.
         self.memory(Part.WEIGHTS, weight_bytes)
 
@@ -169,10 +171,30 @@ class DeviceBuffer:
         # Only weights are bound to one address. State and gradients are attached again in every visit, so they may
         # move.
         if memory is None or (nbytes is not None and len(memory) < nbytes):
+            # The memory to replace is freed first, and a copy that still reads it would keep it from being reused.
+            del memory
+            self.finish_copies()
+            self._memory.pop(part, None)
             memory = torch.empty(nbytes or 0, dtype=torch.uint8, device=self._device)
             assert memory.data_ptr() % ALIGNMENT == 0, "torch aligns memory at least as well"
+            self._worker.keep_alive(memory)
             self._memory[part] = memory
         return memory if nbytes is None else memory[:nbytes]
+
+    def wait_for_copies(self) -> None:
+        """Let what the calling thread queues from now on use the memory."""
+        pending, self.pending = self.pending, []
+        self._worker.wait(pending)
+        for memory in self._memory.values():
+            keep_alive(memory)
+
+    def finish_copies(self) -> None:
+        """Wait on the host until no copy uses the memory or the tier any more."""
+        pending, self.pending = self.pending, []
+        self._worker.finish(pending)
+
+
+MAX_INPUTS_IN_FLIGHT = 2
 
 
 @final
@@ -183,6 +205,8 @@ class InputStore:
         self._tier, self._device, self._worker = tier, device, worker
         self._free: dict[int, list[Region]] = {}
         """Regions to reuse, by their size in bytes."""
+        self._in_flight: deque[_StoredInput] = deque()
+        """The inputs whose memory the copies to the tier may still read."""
 
     def store(self, input: PartitionInput) -> _StoredInput | None:
         """None for an input that stays: a tensor with holes would come back with other strides."""
@@ -190,18 +214,25 @@ class InputStore:
         layout = Layout(tensors)
         if any(slot.stride != tensor.stride() for slot, tensor in zip(layout.slots, tensors, strict=True)):
             return None
+        while len(self._in_flight) >= MAX_INPUTS_IN_FLIGHT:
+            self._in_flight.popleft().release()
         size = min((size for size in self._free if size >= layout.nbytes and self._free[size]), default=None)
         free = self._free.setdefault(layout.nbytes if size is None else size, [])
         region = self._tier.region(layout.nbytes) if size is None else free.pop()
-        # Each copy holds on to its tensor until it has run, so the caller may drop the input at once.
         copies = [
             self._worker.store(region, as_bytes(tensor), slot.begin)
             for slot, tensor in zip(layout.slots, tensors, strict=True)
         ]
         stored = _StoredInput(input, layout, region, copies, self._device, self._worker)
+        self._in_flight.append(stored)
         # The region is free again once nobody can ask for the input any more.
         weakref.finalize(stored, free.append, region)
         return stored
+
+    def close(self) -> None:
+        for stored in self._in_flight:
+            self._worker.finish(stored.copies)
+        self._in_flight.clear()
 
 
 @final
@@ -213,17 +244,27 @@ class _StoredInput:
         input: PartitionInput,
         layout: Layout,
         region: Region,
-        copies: list[Future[None]],
+        copies: list[Copy],
         device: torch.device,
         worker: TransferWorker,
     ) -> None:
         self._present = [tensor is not None for tensor in input.tensors]
         self._without_tensors = input._replace(tensors=())
-        self._layout, self._region, self._copies = layout, region, copies
+        self._layout, self._region, self.copies = layout, region, copies
         self._device, self._worker = device, worker
+        # The host frees tensors long before the device has copied them. To free them after a wait in the stream that
+        # computes is to reuse their memory in a fixed order, whichever is faster: `record_stream` would leave it to
+        # timing how many inputs are in memory at a time.
+        self._source: tuple[Tensor | None, ...] = input.tensors
+
+    def release(self) -> None:
+        """Free the memory that the input had, once the copies have been done."""
+        if self._source:
+            self._worker.wait(self.copies)
+            self._source = ()
 
     def __call__(self) -> PartitionInput:
-        self._worker.wait(self._copies)
+        self.release()
         memory = torch.empty(self._layout.nbytes, dtype=torch.uint8, device=self._device)
         # Not on the worker's thread, where it would wait for the slice that is being prefetched.
         self._worker.load_now(self._region, memory)

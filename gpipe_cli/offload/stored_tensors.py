@@ -87,10 +87,10 @@ class StoredTensors:
         )
 
     def put(self, index: int, value: Tensor) -> None:
-        """Store a value, from whichever device it is on."""
+        """Store a value, from whichever device it is on; the host has it on return."""
         slot = self.layout.slots[index]
         dense = value if value.stride() == slot.stride else value.contiguous()
-        self.region.write(slot.begin, as_bytes(dense.detach()))
+        self.region.write(slot.begin, as_bytes(dense.detach().cpu()))
 
     def views(self, memory: Tensor) -> list[Tensor]:
         """The tensors, in memory that their bytes were loaded to."""

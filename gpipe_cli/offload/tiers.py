@@ -20,7 +20,9 @@ from typing import Protocol, TypeVar, final
 import torch
 from torch import Tensor
 
+from gpipe_cli.accelerator.devices import is_accelerator
 from gpipe_cli.errors import ResourceError
+from gpipe_cli.offload.staging import Staging
 
 TIERS = ("cpu", "disk")
 Result = TypeVar("Result")
@@ -34,15 +36,15 @@ class Region(Protocol):
         """The bytes, if they are in host memory."""
 
     def read(self, begin: int, into: Tensor) -> None:
-        """Fill `into`, bytes on any device, from offset `begin`."""
+        """Fill `into`, bytes on any device, from offset `begin`, in the order of the calling thread's stream."""
 
     def write(self, begin: int, source: Tensor) -> None:
-        """Write `source`, bytes on any device, at offset `begin`."""
+        """Write `source`, bytes on any device, at offset `begin`, in the order of the calling thread's stream."""
 
 
 class Tier(Protocol):
     def reserve(self, nbytes: int) -> None:
-        """Reserve space for this many more bytes; raises ResourceError if there is none."""
+        """Prepare for regions of this many more bytes in total; raises ResourceError if there is no space for them."""
 
     def region(self, nbytes: int) -> Region: ...
 
@@ -54,16 +56,31 @@ class Tier(Protocol):
 
 @final
 class CpuTier:
-    """Host memory; pinned for a CUDA device, because only then are copies fast."""
+    """Host memory; pinned for an accelerator, because only then are copies fast and need no host to wait for them.
+
+    torch rounds pinned memory up to a power of two. So regions share blocks of such sizes, as large as what is left
+    to store allows.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
+        self._pinned = is_accelerator(device)
+        self._reserved = 0
+        self._block = torch.empty(0, dtype=torch.uint8)
+        """What is left of the block allocated last."""
 
     def reserve(self, nbytes: int) -> None:
-        """Host memory is not reserved: an allocation that fails raises."""
+        """Nothing is allocated yet: an allocation that fails raises when a region is made."""
+        self._reserved += nbytes
 
     def region(self, nbytes: int) -> _CpuRegion:
-        return _CpuRegion(torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._pinned))
+        if not self._pinned:
+            return _CpuRegion(torch.empty(nbytes, dtype=torch.uint8))
+        if len(self._block) < nbytes:
+            size = max(_power_of_two(nbytes), _power_of_two(self._reserved // 2 + 1))
+            self._block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        memory, self._block = self._block[:nbytes], self._block[nbytes:]
+        self._reserved = max(0, self._reserved - nbytes)
+        return _CpuRegion(memory)
 
     def relieves(self, device: torch.device) -> bool:
         return device.type != "cpu"
@@ -72,16 +89,21 @@ class CpuTier:
         """Nothing to do: the memory is freed with its regions."""
 
 
+def _power_of_two(nbytes: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << max(0, nbytes - 1).bit_length()
+
+
 @final
 class _CpuRegion:
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
 
     def read(self, begin: int, into: Tensor) -> None:
-        into.copy_(self.memory[begin : begin + len(into)])
+        into.copy_(self.memory[begin : begin + len(into)], non_blocking=True)
 
     def write(self, begin: int, source: Tensor) -> None:
-        self.memory[begin : begin + len(source)].copy_(source)
+        self.memory[begin : begin + len(source)].copy_(source, non_blocking=True)
 
 
 @final
@@ -91,6 +113,7 @@ class DiskTier:
     def __init__(self, folder: Path) -> None:
         self._folder = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
         self._end = self._reserved = 0
+        self._staging = Staging()
         self._file = _disk_errors_as_resource_error(self._folder, lambda: _open_nameless_file(self._folder))
 
     def reserve(self, nbytes: int) -> None:
@@ -108,7 +131,7 @@ class DiskTier:
     def region(self, nbytes: int) -> _DiskRegion:
         self.reserve(nbytes)
         begin, self._end = self._end, self._end + nbytes
-        return _DiskRegion(self._file, begin, self._folder)
+        return _DiskRegion(self._file, begin, self._folder, self._staging)
 
     def relieves(self, device: torch.device) -> bool:
         return True
@@ -123,18 +146,22 @@ class DiskTier:
 class _DiskRegion:
     memory = None
 
-    def __init__(self, file: int, begin: int, folder: Path) -> None:
-        self._file, self._begin, self._folder = file, begin, folder
+    def __init__(self, file: int, begin: int, folder: Path, staging: Staging) -> None:
+        self._file, self._begin, self._folder, self._staging = file, begin, folder, staging
 
     def read(self, begin: int, into: Tensor) -> None:
-        # Pinned memory, from which devices copy fastest.
-        host = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu", pin_memory=True)
-        self._transfer_all(os.preadv, host, begin)
-        if host is not into:
-            into.copy_(host)
+        if into.device.type == "cpu":
+            self._transfer_all(os.preadv, into, begin)
+        else:
+            self._staging.load(into, lambda host, offset: self._transfer_all(os.preadv, host, begin + offset))
 
     def write(self, begin: int, source: Tensor) -> None:
-        self._transfer_all(os.pwritev, source.cpu(), begin)
+        if source.device.type == "cpu":
+            self._transfer_all(os.pwritev, source, begin)
+        else:
+            self._staging.store(
+                source, lambda host, offset: self._transfer_all(os.pwritev, host, begin + offset)
+            )
 
     def _transfer_all(
         self, move: Callable[[int, list[memoryview], int], int], host: Tensor, begin: int

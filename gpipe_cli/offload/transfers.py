@@ -1,4 +1,9 @@
-"""Copies between a tier and a device, on a thread next to the one that computes, and what they cost."""
+"""Copies between a tier and a device, next to the work that computes, and what they cost.
+
+On an accelerator copies run on two streams of their own, one per direction, ordered by events: the host waits only
+where it reads or writes bytes itself, for files. A thread queues them, because reading and writing a file blocks the
+thread that does it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,11 @@ from typing import final
 import torch
 from torch import Tensor
 
+from gpipe_cli.accelerator.streams import SideStream, record_event, wait_for_event
 from gpipe_cli.offload.tiers import Region
+
+Copy = Future[torch.Event | None]
+"""A copy that was submitted; its result is the event after which it is done, None where it is done already."""
 
 
 @final
@@ -36,8 +45,8 @@ class TransferWorker:
         """in_background: copy while the caller computes; otherwise each copy runs in the caller's thread."""
         self._device = device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpipe-offload") if in_background else None
-        cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if cuda else None  # type: ignore[no-untyped-call]
+        # Links to a device carry both directions at once: a load does not wait behind the store of another slice.
+        self._loading, self._storing = SideStream(device), SideStream(device)
         self._moved_bytes, self._waited_seconds = 0, 0.0
 
     @property
@@ -45,55 +54,64 @@ class TransferWorker:
         """All of them so far."""
         return Transfers(self._moved_bytes, self._waited_seconds)
 
-    def load(self, region: Region, memory: Tensor) -> Future[None]:
-        return self._submit(lambda: region.read(0, memory), len(memory))
+    def load(self, region: Region, memory: Tensor, after: Iterable[Copy] = ()) -> Copy:
+        """after: the copies out of this memory or into this region that must be done first."""
+        return self._submit(self._loading, lambda: region.read(0, memory), len(memory), list(after))
 
-    def store(self, region: Region, memory: Tensor, begin: int = 0) -> Future[None]:
-        """`memory` must not change before the copy is done."""
-        return self._submit(lambda: region.write(begin, memory), len(memory))
+    def store(self, region: Region, memory: Tensor, begin: int = 0) -> Copy:
+        """`memory` must neither change nor be freed before a stream that waits for the copy does it."""
+        return self._submit(self._storing, lambda: region.write(begin, memory), len(memory), [])
 
     def load_now(self, region: Region, memory: Tensor) -> None:
-        """Read in the calling thread, without waiting for the copies that were submitted before."""
+        """Read in the calling thread and its stream, without waiting for the copies that were submitted before."""
         region.read(0, memory)
         self._moved_bytes += len(memory)
 
-    def wait(self, copies: Iterable[Future[None]]) -> None:
-        """Wait for the copies; raises what one of them raised."""
+    def wait(self, copies: Iterable[Copy]) -> None:
+        """Let what the calling thread queues from now on see the copies; raises what one of them raised.
+
+        The host waits until they are queued, and the device until they are done.
+        """
         began = time.perf_counter()
         try:
             for copy in copies:
-                copy.result()
+                wait_for_event(self._device, copy.result())
         finally:
             self._waited_seconds += time.perf_counter() - began
+
+    def finish(self, copies: Iterable[Copy]) -> None:
+        """Wait on the host until the copies are done, to read, write or free their memory."""
+        for event in [copy.result() for copy in copies]:
+            if event is not None:
+                event.synchronize()
+
+    def keep_alive(self, memory: Tensor) -> None:
+        """Let nobody reuse freed memory before the copies from and to it are done."""
+        self._loading.keep_alive(memory)
+        self._storing.keep_alive(memory)
 
     def close(self) -> None:
         """End the thread; calling it twice is fine."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
 
-    def _submit(self, move: Callable[[], None], nbytes: int) -> Future[None]:
+    def _submit(self, stream: SideStream, move: Callable[[], None], nbytes: int, after: list[Copy]) -> Copy:
         # Counted where it is submitted: the copying thread never touches the counters, so they need no lock.
         self._moved_bytes += nbytes
         # Kernels that the computing thread has already launched may still read or write this memory: the copy stream
         # waits for them on the device, and the host thread goes on at once.
-        launched = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+        launched = record_event(self._device)
 
-        def copy() -> None:
-            if self._stream is None:
+        def copy() -> torch.Event | None:
+            # Earlier copies have run in this thread, so their results are there.
+            with stream.entered(launched, *(earlier.result() for earlier in after)):
                 move()
-                return
-            with torch.cuda.stream(self._stream):
-                assert launched is not None, "a device with streams has events"
-                self._stream.wait_event(launched)
-                move()
-                # The future must not complete before the bytes have arrived.
-                self._stream.synchronize()
+                return record_event(self._device)
 
         if self._thread is not None:
             return self._thread.submit(copy)
         began = time.perf_counter()
-        done: Future[None] = Future()
-        copy()
-        done.set_result(None)
+        done: Copy = Future()
+        done.set_result(copy())
         self._waited_seconds += time.perf_counter() - began
         return done
