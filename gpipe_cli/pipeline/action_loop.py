@@ -25,7 +25,7 @@ from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.schedule.action import Action, Kind, Order
 from gpipe_cli.torch_internals.thread_modes import CallerModes
 
-_NO_MODES = contextlib.nullcontext()
+_NO_MODES = _NO_LOCK = contextlib.nullcontext()
 logger = logging.getLogger("gpipe_cli.pipeline")
 
 
@@ -111,6 +111,7 @@ class ActionLoop:
         self._failure_lock = threading.Lock()
         self._failure: BaseException | None = None
         self._modes = modes
+        self._shared_modules = threading.Lock()
         self._logs = logger.isEnabledFor(logging.INFO)
         self._handlers: dict[Kind, Callable[[_Position, Action], None]] = {
             Kind.FORWARD: self._forward,
@@ -210,7 +211,7 @@ class ActionLoop:
             )
         self._check_no_failure()
         started = self._now(partition)
-        with self._caller_modes():
+        with self._caller_modes(), self._modules_of(partition):
             outputs, saved = partition.forward(inputs, task)
         started = self._record(action, position.phase, partition, started)
         # Saved before it is sent: the gradient can return as soon as the following partition has the output.
@@ -228,7 +229,7 @@ class ActionLoop:
             # Recompute before waiting for the gradient: this hides recompute in the idle time of the pipeline.
             position.phase = "recompute"
             started = self._now(partition)
-            with self._caller_modes():
+            with self._caller_modes(), self._modules_of(partition):
                 partition.recompute(saved)
             self._record(action, position.phase, partition, started)
         position.phase = "backward"
@@ -274,6 +275,10 @@ class ActionLoop:
     def _caller_modes(self) -> AbstractContextManager[object]:
         """The dispatch and function modes of the caller."""
         return _NO_MODES if self._modes is None else self._modes.entered()
+
+    def _modules_of(self, partition: Partition) -> AbstractContextManager[object]:
+        """Partitions that share modules run their layers in turn: each replaces tensors of the modules meanwhile."""
+        return self._shared_modules if partition.shares_modules else _NO_LOCK
 
     def _check_no_failure(self) -> None:
         if self._failure is not None:

@@ -63,6 +63,8 @@ class Partition:
     """Whether output tensors that share memory still do so in the following partition."""
     others: Sequence[nn.Module] = ()
     """The layers of all other partitions: their tensors may only arrive through a boundary."""
+    shares_modules: bool = False
+    """Whether another partition uses some of the same modules: both replace their tensors while they run."""
     sources: tuple[int, ...] = field(init=False)
     """The partitions that send to this one, the preceding one first: it sends the value."""
     destinations: tuple[int, ...] = field(init=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import final
@@ -47,6 +47,7 @@ def make_partitions(
     """Assign partitions to `devices` round robin."""
     layout = skip_layout(list(modules))
     ends = list(accumulate(balance))
+    uses = Counter(part for module in modules for part in module.modules())
     return [
         Partition(
             index=index,
@@ -56,6 +57,7 @@ def make_partitions(
             sends=_neighbour_first(layout.sends[index], index + 1),
             keeps_aliases=keep_aliases and index < len(balance) - 1,
             others=[module for module in modules if module is not modules[index]],
+            shares_modules=any(uses[part] > 1 for part in modules[index].modules()),
         )
         for index, length in enumerate(balance)
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -233,3 +234,40 @@ def test_the_bits_of_a_tied_gradient_do_not_depend_on_the_split(call: str) -> No
             run(pipe, call)
             results.append(pipe.module[0].weight.grad)
     assert all(torch.equal(results[0], result) for result in results)
+
+
+class Twice(nn.Module):
+    """Holds a module that another layer holds too."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared = shared
+
+    def forward(self, input: Tensor) -> Tensor:
+        time.sleep(0.002)  # lets the other partition begin meanwhile, if it may
+        output: Tensor = self.shared(input)
+        return output
+
+
+@every_call
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_module_that_two_partitions_use_keeps_its_parameters_and_gets_all_gradients(
+    call: str, checkpoint: str
+) -> None:
+    """Each worker put its own parameters into the module: one ran with those of the other, or left them there."""
+
+    def trained(balance: list[int]) -> nn.Linear:
+        torch.manual_seed(0)
+        shared = nn.Linear(4, 4).double()
+        weight = shared.weight
+        model = nn.Sequential(Twice(shared), nn.Tanh(), Twice(shared))
+        with GPipe(model, balance, chunks=6, checkpoint=checkpoint) as pipe:
+            pipe.step_timeout = 20
+            for _ in range(2):
+                run(pipe, call)
+        assert shared.weight is weight
+        return shared
+
+    shared, plain = trained([1, 2]), trained([3])
+    assert torch.equal(shared.weight.grad, plain.weight.grad)
+    assert torch.equal(shared.bias.grad, plain.bias.grad)
