@@ -34,7 +34,7 @@ from gpipe_cli.pipeline.gpipe import PipeBase
 from gpipe_cli.pipeline.layer import replica_key
 from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value
-from gpipe_cli.pipeline.module_state import Buffer, all_buffers, save_buffers
+from gpipe_cli.pipeline.module_state import Buffer, all_buffers, save_buffers, tensors_in
 from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
 from gpipe_cli.pipeline.tied import TiedParameters, Untied
 from gpipe_cli.schedule import traits
@@ -211,12 +211,7 @@ def keep_only(module: nn.Sequential, own: Sequence[nn.Module], device: torch.dev
     substitutes: dict[int, Tensor] = {}
     # Kept alive until all are replaced, because `id` has to recognize a tensor that several modules share.
     replaced: list[Tensor] = []
-    for part in module.modules():
-        held = chain(
-            part.named_parameters(recurse=False, remove_duplicate=False),
-            part.named_buffers(recurse=False, remove_duplicate=False),
-        )
-        for name, tensor in list(held):
-            if id(tensor) not in used and not tensor.is_meta:
-                replaced.append(tensor)
-                setattr(part, name, substitutes.setdefault(id(tensor), meta_like(tensor)))
+    for part, name, tensor in list(tensors_in(module)):
+        if id(tensor) not in used and not tensor.is_meta:
+            replaced.append(tensor)
+            setattr(part, name, substitutes.setdefault(id(tensor), meta_like(tensor)))

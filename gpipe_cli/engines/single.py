@@ -5,6 +5,7 @@ from __future__ import annotations
 from gpipe_cli.engines.pipe_engine import PipeEngine
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.partitioning import move_to_devices
 
 TRAITS = EngineTraits(
     has_partitions=False,
@@ -26,6 +27,6 @@ TRAITS = EngineTraits(
 
 def build(spec: EngineSpec) -> Engine:
     (device,) = spec.devices
-    spec.module.to(device)
+    move_to_devices([spec.module], [device])
     pipe = PlainPipe(spec.module, chunks=spec.chunks, deferred_batch_norm=spec.deferred_batch_norm)
     return PipeEngine(pipe, spec, input_device=device, output_device=device)

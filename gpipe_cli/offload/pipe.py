@@ -29,7 +29,12 @@ from gpipe_cli.pipeline.executor import Executor, MakeOrder
 from gpipe_cli.pipeline.gpipe import ThreadedPipe
 from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value, moved
-from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules, place_buffers
+from gpipe_cli.pipeline.partitioning import (
+    make_partitions,
+    move_to_devices,
+    partition_modules,
+    place_buffers,
+)
 from gpipe_cli.pipeline.pipe_module import Output
 from gpipe_cli.schedule import order as schedule_order
 from gpipe_cli.schedule.by_slice import order as slice_order
@@ -48,8 +53,7 @@ class OffloadedPipeBase(ThreadedPipe):
         self.devices = list(devices)
         modules = partition_modules(self.module, self._layers, balance)
         self._set_partitions(modules)
-        for index, module in enumerate(modules):
-            place_buffers(module, self.devices[index % len(self.devices)])
+        move_to_devices(modules, self.devices, place_buffers)
         partitions = make_partitions(modules, self._layers, balance, self.devices)
         self._executor = Executor(partitions, make_order, len(devices), self._batch_norms, stores=stores)
 

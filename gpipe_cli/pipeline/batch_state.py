@@ -73,7 +73,7 @@ class BatchState:
         sets = len(batch.micro_batches) if loss is not None and tied.any_hooks else 1
         untied = []
         for _ in range(sets):
-            layers = iter(tied.untied(enabled=batch.state.grad and not whole_graph))
+            layers = iter(tied.untied(tracked=batch.state.grad and not whole_graph))
             untied.append([tuple(islice(layers, length)) for length in lengths])
         return cls(batch, inputs, tied, untied, checkpoint_stops, loss, whole_graph)
 

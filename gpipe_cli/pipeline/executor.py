@@ -78,6 +78,8 @@ class Executor:
         self.timeout: float | None = None
         self.recorder: Recorder | None = None
         self._layers = [layer.module for partition in partitions for layer in partition.layers]
+        devices = [partition.device for partition in partitions for _ in partition.layers]
+        self._devices = devices if len(set(devices)) > 1 else ()
         self._lengths = [len(partition.layers) for partition in partitions]
         self._batch_norms = batch_norms
         self._make_order = make_order
@@ -169,7 +171,13 @@ class Executor:
         whole_graph: bool,
     ) -> BatchState:
         # Users may tie or replace parameters between two calls, so this is not done once in the constructor.
-        tied = TiedParameters(self._layers)
+        tied = TiedParameters(self._layers, self._devices)
+        if whole_graph and batch.state.grad and tied.any_copies:
+            raise RuntimeError(
+                "a layer uses a tensor of another partition that was not handed to it, and layers on several devices "
+                "share parameters or buffers, which needs a graph per partition. Hand the tensor over with @skippable "
+                "(see gpipe_cli.skip), or put the layers that share parameters on one device"
+            )
         return BatchState.of(batch, self._lengths, tied, checkpoint_stops, loss, whole_graph=whole_graph)
 
     def _orders(self, state: BatchState) -> _CallOrders:

@@ -17,7 +17,7 @@ from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.loss import LossFunction, StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value, moved, tensors_of
 from gpipe_cli.pipeline.partition import Partition
-from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
+from gpipe_cli.pipeline.partitioning import make_partitions, move_to_devices, partition_modules
 from gpipe_cli.pipeline.pipe_module import Output, PipeModule, refuse_hooks
 from gpipe_cli.schedule import order, traits
 from gpipe_cli.schedule.action import Action, Kind, Order
@@ -180,7 +180,7 @@ class GPipe(ThreadedPipe):
         self.devices = choose_devices(devices, len(self.balance), repeats=repeats_devices)
         modules = partition_modules(self.module, self._layers, self.balance)
         self._set_partitions(modules)
-        self._move_to_devices(modules)
+        move_to_devices(modules, self.devices)
         partitions = make_partitions(modules, self._layers, self.balance, self.devices)
         # Without layers a pipe is the identity, and so is a partition without layers.
         partitions = partitions or [Partition(index=0, layers=(), device=torch.device("cpu"))]
@@ -207,18 +207,6 @@ class GPipe(ThreadedPipe):
             )
         if any(layers <= 0 for layers in self.balance):
             raise ValueError(f"all balance numbers must be positive integer (balance: {self.balance})")
-
-    def _move_to_devices(self, modules: nn.ModuleList) -> None:
-        device_of: dict[nn.Parameter, torch.device] = {}
-        for index, module in enumerate(modules):
-            device = self.devices[index % len(self.devices)]
-            for name, parameter in module.named_parameters():
-                if device_of.setdefault(parameter, device) != device:
-                    raise ValueError(
-                        f"parameter '{name}' is shared by partitions on {device_of[parameter]} and {device}; "
-                        "partitions that share parameters must be on one device"
-                    )
-            module.to(device)
 
 
 @final

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -38,6 +39,14 @@ class SavedBuffer:
     buffer: Buffer
     original: Tensor
     value: Tensor
+
+
+def tensors_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Every parameter and buffer with the module that holds it and its name there: a shared one several times."""
+    for part in module.modules():
+        for name, tensor in chain(part._parameters.items(), part._buffers.items()):
+            if tensor is not None:
+                yield part, name, tensor
 
 
 def all_buffers(layers: Sequence[nn.Module]) -> list[Buffer]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, chain
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe_cli.pipeline.layer import Layer
+from gpipe_cli.pipeline.module_state import tensors_in
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.skip.layout import SkipRoute, skip_layout
 
@@ -34,6 +35,27 @@ def partition_modules(
         PartitionModule(named[end - length : end], layers[end - length : end])
         for end, length in zip(accumulate(balance), balance, strict=True)
     )
+
+
+def move_to_devices(
+    modules: Iterable[nn.Module],
+    devices: Sequence[torch.device],
+    move: Callable[[nn.Module, torch.device], object] = nn.Module.to,
+) -> None:
+    """Move each partition to its device, and what several share to the device of the first that uses it."""
+    partitions = list(modules)
+    uses: dict[Tensor, dict[tuple[nn.Module, str], None]] = {}
+    for part, name, tensor in chain.from_iterable(map(tensors_in, partitions)):
+        uses.setdefault(tensor, {})[part, name] = None
+    # The last one first: where partitions share a tensor, the first of them then decides.
+    for index, module in reversed(list(enumerate(partitions))):
+        move(module, devices[index % len(devices)])
+    # torch moves the buffers of each module on their own, and on some accelerators the parameters too.
+    for (owner, name), *others in uses.values():
+        shared = getattr(owner, name)
+        for other, other_name in others:
+            if getattr(other, other_name) is not shared:
+                setattr(other, other_name, shared)
 
 
 def make_partitions(

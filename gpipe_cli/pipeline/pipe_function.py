@@ -19,7 +19,7 @@ from gpipe_cli.pipeline.boundary import ANCHOR, Gradients
 from gpipe_cli.pipeline.microbatch import Value, gather
 from gpipe_cli.pipeline.partition_backward import GradientCollector
 from gpipe_cli.pipeline.pytree import unflatten
-from gpipe_cli.pipeline.tied import Untied, sum_present
+from gpipe_cli.pipeline.tied import Untied, sum_on
 from gpipe_cli.torch_internals.autograd_graph import (
     fills_leaf,
     has_hooks,
@@ -93,7 +93,7 @@ class _PipeBackward:
         if collector is None:
             return [None] * len(self.parameters)
         return [
-            sum_present([collector.take(leaf) for leaf in leaves.get(id(parameter), ())])
+            sum_on(parameter.device, [collector.take(leaf) for leaf in leaves.get(id(parameter), ())])
             for parameter in self.parameters
         ]
 

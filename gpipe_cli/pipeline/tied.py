@@ -1,23 +1,31 @@
 """Parameters that several layers share.
 
-Each layer uses a parameter of its own with the same memory, so no two workers add to one gradient. The pipe sums these
-gradients in the order of the layers, so the bits are the same for every balance: once per mini-batch, or, in a step,
-once per micro-batch if the parameter has hooks, because a hook need not be linear. The sum reaches the parameter
-through autograd: hooks run, and an existing `.grad` is added to. Users tie, load and parametrize at any time, so the
-pipe looks for shared parameters in every mini-batch.
+Each layer uses a parameter of its own, so no two workers add to one gradient: with the memory of the shared one, or a
+copy of it where the layer is on another device. The pipe sums these gradients in the order of the layers, so the bits
+are the same for every balance: once per mini-batch, or, in a step, once per micro-batch if the parameter has hooks,
+because a hook need not be linear. The sum reaches the parameter through autograd: hooks run, and an existing `.grad` is
+added to. Users tie, load, write and parametrize at any time, so the pipe looks for shared parameters, and copies those
+of other devices, in every mini-batch.
+
+Buffers that layers on several devices share are copied as well. Layers may not write such a copy: nobody would see it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import final
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from gpipe_cli.accelerator.copies import DeviceCopy, start_copy
+from gpipe_cli.pipeline.module_state import tensors_in
 from gpipe_cli.torch_internals.autograd_engine import run_backward
 from gpipe_cli.torch_internals.autograd_graph import has_hooks
+from gpipe_cli.torch_internals.tensor_memory import version_of
 
 
 @final
@@ -25,39 +33,82 @@ from gpipe_cli.torch_internals.autograd_graph import has_hooks
 class _Use:
     module: nn.Module
     name: str
-    parameter: nn.Parameter
+    tensor: Tensor
+
+
+@final
+class _Copies:
+    """Copies of shared tensors on a device that is not theirs, for one mini-batch."""
+
+    __slots__ = ("_copy", "_device", "_versions", "tensors")
+
+    def __init__(self, originals: Sequence[Tensor], device: torch.device) -> None:
+        self._device = device
+        self._copy: DeviceCopy = start_copy(tuple(tensor.detach() for tensor in originals), device)
+        self.tensors: Mapping[Tensor, Tensor] = dict(zip(originals, self._copy.tensors, strict=True))  # type: ignore[arg-type]
+        self._versions = {original: version_of(copy) for original, copy in self.tensors.items()}
+
+    def receive(self) -> None:
+        """Called by the thread that uses the copies: its current stream waits for them."""
+        self._copy.receive()
+
+    def refuse_write(self, use: _Use, own: Tensor) -> None:
+        """Raise if a layer wrote the copy, or replaced it."""
+        if getattr(use.module, use.name) is own and version_of(own) == self._versions[use.tensor]:
+            return
+        raise RuntimeError(
+            f"a layer on {self._device} wrote '{use.name}' of its {type(use.module).__name__}, which layers on "
+            f"{use.tensor.device} share and would not see. Put the layers that share it on one device"
+        )
 
 
 @final
 class Untied:
-    """Context manager: inside, the modules of one layer use parameters of their own in place of the shared ones.
+    """Context manager: inside, the modules of one layer use tensors of their own in place of the shared ones."""
 
-    They share the memory, so only the gradients are separate.
-    """
+    __slots__ = ("_before", "_copied", "_copies", "_own", "_uses")
 
-    __slots__ = ("_before", "_parameters", "_uses")
+    def __init__(self, uses: Sequence[_Use], copies: _Copies | None = None, *, tracked: bool = True) -> None:
+        """copies: on the layer's device, if some of the shared tensors are on another.
+        tracked: whether gradients are wanted; otherwise only copies take the place of anything.
+        """
+        copied = {} if copies is None else copies.tensors
+        self._uses = [use for use in uses if use.tensor in copied or (tracked and _is_parameter(use.tensor))]
+        self._own = {
+            use.tensor: _own(use.tensor, copied.get(use.tensor), tracked=tracked) for use in self._uses
+        }
+        self._copied = [use for use in self._uses if use.tensor in copied]
+        self._copies = copies if self._copied else None
 
-    def __init__(self, uses: Sequence[_Use]) -> None:
-        self._uses = uses
-        self._parameters = {use.parameter: _detached_parameter(use.parameter) for use in uses}
+    @property
+    def any(self) -> bool:
+        """Whether it replaces any tensor."""
+        return bool(self._uses)
 
     def __enter__(self) -> None:
-        # Not `use.parameter`: the user may have replaced it before a recompute.
-        self._before = [use.module._parameters[use.name] for use in self._uses]
-        # Only the worker that runs this layer touches its modules, so the swap needs no lock.
+        if self._copies is not None:
+            self._copies.receive()
+        # Not `use.tensor`: the user may have replaced it before a recompute.
+        self._before = [getattr(use.module, use.name) for use in self._uses]
+        # Only the worker that runs this layer touches its modules meanwhile, so the swap needs no lock.
         for use in self._uses:
-            setattr(use.module, use.name, self._parameters[use.parameter])
+            setattr(use.module, use.name, self._own[use.tensor])
 
-    def __exit__(self, *exception: object) -> None:
-        for use, before in zip(self._uses, self._before, strict=True):
-            setattr(use.module, use.name, before)
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if self._copies is not None and kind is None:
+                for use in self._copied:
+                    self._copies.refuse_write(use, self._own[use.tensor])
+        finally:
+            for use, before in zip(self._uses, self._before, strict=True):
+                setattr(use.module, use.name, before)
 
-    def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+    def of(self, parameter: nn.Parameter) -> Tensor | None:
         """The parameter that the layer uses instead; None if the layer does not share `parameter`."""
-        return self._parameters.get(parameter)
+        return self._own.get(parameter)
 
     def take_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        own = self._parameters.get(parameter)
+        own = self._own.get(parameter)
         if own is None or own.grad is None:
             return None
         gradient, own.grad = own.grad, None
@@ -71,7 +122,8 @@ NOTHING_TIED = Untied(())
 class TiedParameters:
     """Which layers share which parameters, as of now."""
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], devices: Sequence[torch.device] = ()) -> None:
+        """devices: of each layer; empty if all layers are on one device."""
         users: dict[nn.Parameter, list[int]] = {}
         for place, layer in enumerate(layers):
             for parameter in layer.parameters():
@@ -80,29 +132,46 @@ class TiedParameters:
         """All parameters that require grad, shared or not, once each."""
         self.users = [(parameter, places) for parameter, places in users.items() if len(places) > 1]
         """Each shared parameter and the layers that use it."""
-        shared = {parameter for parameter, _ in self.users}
+        shared: set[Tensor] = {parameter for parameter, _ in self.users}
+        if devices:
+            shared |= _buffers_on_several(devices, layers)
         self._uses = [_uses(layer, shared) for layer in layers] if shared else [[] for _ in layers]
+        self._devices = devices
+        self._copies: Mapping[torch.device | None, _Copies] = _start_copies(self._uses, devices)
 
     @property
     def any_hooks(self) -> bool:
         """Whether a hook runs when a gradient reaches a shared parameter."""
         return any(has_hooks(parameter) for parameter, _ in self.users)
 
-    def untied(self, *, enabled: bool = True) -> list[Untied]:
-        """A fresh set of separate parameters, one object per layer."""
-        return [Untied(uses) if uses and enabled else NOTHING_TIED for uses in self._uses]
+    @property
+    def any_copies(self) -> bool:
+        """Whether layers on several devices share a tensor."""
+        return bool(self._copies)
 
-    def total(self, parameter: nn.Parameter, untied: Sequence[Untied]) -> Tensor | None:
-        """The gradient of all uses of a shared parameter, in the order of the layers; None if no use has one."""
-        return sum_present([layer.take_gradient(parameter) for layer in untied])
+    def untied(self, *, tracked: bool = True) -> list[Untied]:
+        """A fresh set of separate parameters, one object per layer. tracked: whether gradients are wanted."""
+        if not tracked and not self._copies:
+            return [NOTHING_TIED] * len(self._uses)
+        untied = [
+            Untied(uses, self._copies.get(device), tracked=tracked) if uses else NOTHING_TIED
+            for uses, device in zip_longest(self._uses, self._devices)
+        ]
+        return [each if each.any else NOTHING_TIED for each in untied]
 
     def add_up(self, untied: Sequence[Untied], but: Sequence[nn.Parameter] = ()) -> None:
         """Give each shared parameter, except those in `but`, the gradient of all its uses."""
         excluded = set(but)
         for parameter, _ in self.users:
-            total = None if parameter in excluded else self.total(parameter, untied)
-            if total is not None:
-                accumulate(parameter, total)
+            if parameter not in excluded:
+                total = sum_on(parameter.device, [layer.take_gradient(parameter) for layer in untied])
+                if total is not None:
+                    accumulate(parameter, total)
+
+
+def sum_on(device: torch.device, gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """The sum of gradients from any devices, on `device`; None if there are none."""
+    return sum_present(start_copy(tuple(gradients), device).receive())
 
 
 def sum_present(gradients: Sequence[Tensor | None]) -> Tensor | None:
@@ -119,17 +188,39 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
     run_backward([get_gradient_edge(parameter)], [gradient], keep_graph=False)
 
 
-def _detached_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    detached = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+def _own(tensor: Tensor, copy: Tensor | None, *, tracked: bool) -> Tensor:
+    own = tensor.detach() if copy is None else copy
+    if _is_parameter(tensor):
+        own = nn.Parameter(own, requires_grad=tensor.requires_grad and tracked)
     # Layers may look for attributes that users set on a parameter.
-    detached.__dict__.update(parameter.__dict__)
-    return detached
+    own.__dict__.update(tensor.__dict__)
+    return own
 
 
-def _uses(layer: nn.Module, shared: set[nn.Parameter]) -> list[_Use]:
-    return [
-        _Use(module, name, parameter)
-        for module in layer.modules()
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-        if parameter in shared
-    ]
+def _uses(layer: nn.Module, shared: set[Tensor]) -> list[_Use]:
+    return [_Use(module, name, tensor) for module, name, tensor in tensors_in(layer) if tensor in shared]
+
+
+def _buffers_on_several(devices: Sequence[torch.device], layers: Sequence[nn.Module]) -> set[Tensor]:
+    """The buffers that layers on several devices share."""
+    users: dict[Tensor, set[torch.device]] = {}
+    for layer, device in zip(layers, devices, strict=True):
+        for buffer in layer.buffers():
+            users.setdefault(buffer, set()).add(device)
+    return {buffer for buffer, used_on in users.items() if len(used_on) > 1}
+
+
+def _start_copies(
+    uses: Sequence[Sequence[_Use]], devices: Sequence[torch.device]
+) -> dict[torch.device | None, _Copies]:
+    """By device, the copies of what its layers share with layers on others."""
+    wanted: dict[torch.device, dict[Tensor, None]] = {}
+    for uses_of_layer, device in zip(uses, devices, strict=False):
+        for use in uses_of_layer:
+            if use.tensor.device != device:
+                wanted.setdefault(device, {})[use.tensor] = None
+    return {device: _Copies(list(tensors), device) for device, tensors in wanted.items()}

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from gpipe_cli import GPipe
 from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pipeline.partitioning import move_to_devices
 
 CHUNKS = 2
 CALLS = ["step", "backward"]
@@ -271,3 +272,17 @@ def test_a_module_that_two_partitions_use_keeps_its_parameters_and_gets_all_grad
     shared, plain = trained([1, 2]), trained([3])
     assert torch.equal(shared.weight.grad, plain.weight.grad)
     assert torch.equal(shared.bias.grad, plain.bias.grad)
+
+
+def test_what_partitions_share_moves_to_the_device_of_the_first_and_stays_shared() -> None:
+    """The meta device stands for an accelerator: like some of them, it gives every module a parameter of its own."""
+    shared = nn.BatchNorm1d(4)
+    model = nn.Sequential(nn.Linear(4, 4), Twice(shared), nn.Linear(4, 4), Twice(shared)).double()
+    model[2].weight = model[0].weight
+    model[2].register_buffer("mean", shared.running_mean)
+    partitions = nn.ModuleList([model[:2], model[2:]])
+    move_to_devices(partitions, [torch.device("meta"), torch.device("cpu")])
+    assert model[2].weight is model[0].weight
+    assert model[2].mean is shared.running_mean
+    moved = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
+    assert moved == set(model.state_dict()) - {"2.bias"}
