@@ -117,7 +117,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("train engine=single device_memory=1GiB", 2, "device_memory: has no effect with engine=single"),
     ("train engine=single devices=2", 2, "devices=2: engine=single runs on one device"),
     ("train devices=[cuda:7]", 2, "'cuda:7' does not exist"),
-    ("train devices=[gpu]", 2, "'gpu' is not a device"),
+    ("train devices=[gpu]", 2, "device 'gpu' does not exist; write 'cpu'"),
     ("train run_dir=a(b", 2, "put it in quotes that the shell leaves alone: \"run_dir='a(b'\""),
     (
         "train model=mlp model.width=10000000000000",

@@ -6,79 +6,115 @@ nothing is copied.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from gpipe_cli.accelerator.stream_set import StreamSet
+from gpipe_cli.accelerator.streams import current_stream, has_side_streams
+
+Tensors: TypeAlias = tuple[Tensor | None, ...]
+
 
 class DeviceCopy(NamedTuple):
-    """Tensors on the destination device, and the event after which their memory is filled."""
+    """Tensors on the destination device, and the events after which their memory is filled."""
 
-    tensors: tuple[Tensor | None, ...]
-    arrived: torch.cuda.Event | None = None
+    tensors: Tensors
+    arrived: tuple[torch.Event, ...] = ()
+    destination: torch.device = torch.device("cpu")
 
-    def receive(self) -> tuple[Tensor | None, ...]:
-        """Called by the thread that uses the tensors: its current stream waits for the copy."""
-        if self.arrived is not None:
-            present = [tensor for tensor in self.tensors if tensor is not None and tensor.is_cuda]
-            for device in {tensor.device for tensor in present}:
-                torch.cuda.current_stream(device).wait_event(self.arrived)
-            for tensor in present:
-                # The allocator must not reuse memory of the copy stream while this stream still reads it.
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    def receive(self) -> Tensors:
+        """Called by the thread that uses the tensors: its current stream waits for the copies."""
+        if self.arrived:
+            self._wait()
         return self.tensors
 
+    def _wait(self) -> None:
+        if not has_side_streams(self.destination):
+            # The host reads the tensors next, and no stream can wait on its behalf. It waits here and not where the
+            # copies start, so that the sender can queue its next micro-batch.
+            for event in self.arrived:
+                event.synchronize()
+            return
+        stream = current_stream(self.destination)
+        for event in self.arrived:
+            stream.wait_event(event)
+        for tensor in self.tensors:
+            if tensor is not None:
+                # The allocator must not reuse memory of the copy stream while this stream still reads it.
+                tensor.record_stream(stream)
 
-def start_copy(tensors: tuple[Tensor | None, ...], destination: torch.device) -> DeviceCopy:
+
+def start_copy(tensors: Tensors, destination: torch.device) -> DeviceCopy:
     """Start to copy `tensors` to `destination`, after what the calling thread has queued on its streams."""
     for tensor in tensors:
         if tensor is not None and tensor.device != destination:
             break
     else:
         return DeviceCopy(tensors)
-    sources = {tensor.device for tensor in tensors if tensor is not None} - {destination}
-    if not uses_cuda([destination, *sources]):
-        return DeviceCopy(tuple(_moved(tensor, destination) for tensor in tensors))
-    return _copy_on_side_streams(tensors, sources, destination)
+    arrived: list[torch.Event] = []
+    for source in {tensor.device for tensor in tensors if tensor is not None} - {destination}:
+        streams = copy_streams(source, destination)
+        if streams:
+            tensors = _copy_on_side_streams(tensors, source, destination, streams)
+            # Everything up to here is only queued: the receiver waits for this event.
+            arrived.append(streams[-1].record_event())
+        else:
+            tensors = _moved(tensors, source, destination, non_blocking=False)
+    return DeviceCopy(tensors, tuple(arrived), destination)
+
+
+def wait_for_copies(devices: Iterable[torch.device]) -> None:
+    """Let the calling thread's streams wait for all copies from `devices`, so that it may write what was copied."""
+    for device in devices:
+        for (source, _), streams in list(_copy_streams.items()):
+            if source == device and streams and streams[0].device == source:
+                current_stream(source).wait_stream(streams[0])
+
+
+def copy_streams(source: torch.device, destination: torch.device) -> tuple[torch.Stream, ...]:
+    """Where copies between two devices run: a stream of the source, then one of the destination.
+
+    A device without side streams has none here. Each pair and direction has its own, so no copy waits for another one
+    without need.
+    """
+    streams = _copy_streams.get((source, destination))
+    if streams is None:
+        both = tuple(torch.Stream(device) for device in (source, destination) if has_side_streams(device))
+        # If two threads come here at once, both use the streams of the first.
+        streams = _copy_streams.setdefault((source, destination), both)
+    return streams
+
+
+_copy_streams: dict[tuple[torch.device, torch.device], tuple[torch.Stream, ...]] = {}
 
 
 def _copy_on_side_streams(
-    tensors: tuple[Tensor | None, ...], sources: set[torch.device], destination: torch.device
-) -> DeviceCopy:
+    tensors: Tensors, source: torch.device, destination: torch.device, streams: tuple[torch.Stream, ...]
+) -> Tensors:
+    outbound = streams[0]
+    if outbound.device == source:
+        outbound.wait_stream(current_stream(source))
+        for tensor in tensors:
+            if tensor is not None and tensor.device == source:
+                # The sender may drop the tensor while the copy still reads it.
+                tensor.record_stream(outbound)
     # torch copies on the current stream of the source and makes that of the destination wait. Both must be side
-    # streams, or the copy would delay the source's next micro-batch.
-    streams = {device: _copy_stream(device) for device in (*sources, destination) if device.type == "cuda"}
-    with contextlib.ExitStack() as entered:
-        for device, stream in streams.items():
-            if device != destination:
-                stream.wait_stream(torch.cuda.current_stream(device))
-            entered.enter_context(torch.cuda.stream(stream))
-        moved = tuple(_moved(tensor, destination) for tensor in tensors)
-    for tensor in tensors:
-        if tensor is not None and tensor.device in streams:
-            # The sender may drop the tensor while the copy still reads it.
-            tensor.record_stream(streams[tensor.device])
-    # Everything up to here is only queued: the stream that uses the tensors waits for this event.
-    arrived = streams[destination if destination in streams else next(iter(streams))].record_event()
-    if destination.type == "cuda":
-        return DeviceCopy(moved, arrived)
-    # The host reads the copy next, and no stream can make it wait.
-    arrived.synchronize()
-    return DeviceCopy(moved)
+    # streams, or the copy would delay the next micro-batch of either device.
+    with StreamSet(streams, outbound.device_index).entered():
+        return _moved(tensors, source, destination, non_blocking=True)
 
 
-def uses_cuda(devices: Sequence[torch.device]) -> bool:
-    return any(device.type == "cuda" for device in devices)
-
-
-def _moved(tensor: Tensor | None, destination: torch.device) -> Tensor | None:
-    return None if tensor is None else tensor.to(destination, non_blocking=True)
-
-
-@functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _moved(
+    tensors: Tensors, source: torch.device, destination: torch.device, *, non_blocking: bool
+) -> Tensors:
+    return tuple(
+        [
+            tensor.to(destination, non_blocking=non_blocking)
+            if tensor is not None and tensor.device == source
+            else tensor
+            for tensor in tensors
+        ]
+    )

@@ -28,7 +28,11 @@ def choose_devices(devices: Iterable[Device] | None, partitions: int, *, repeats
 
 
 def device_here(device: Device) -> torch.device:
-    """The device as torch knows it, if this machine has it; a number counts the accelerators."""
+    """The device as its tensors name it, if this machine has it; a number counts the accelerators.
+
+    An accelerator without an index is the calling thread's current one. Tensors give their device with an index, so
+    two names of one device would be taken for two devices.
+    """
     present = accelerators()
     if isinstance(device, int) and 0 <= device < len(present):
         return present[device]
@@ -37,14 +41,24 @@ def device_here(device: Device) -> torch.device:
             known = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ValueError(
-                f"device {device!r} does not exist; write 'cpu', 'cuda:0' or a number"
+                f"device {device!r} does not exist; write 'cpu', {_example(present)} or a number"
             ) from error
-        if known.type in ("cpu", "meta") or torch.device(known.type, known.index or 0) in present:
+        if not is_accelerator(known):
+            return torch.device(known.type)
+        index: int | None = known.index
+        if index is None and present and known.type == present[0].type:
+            return present[torch.accelerator.current_device_index()]
+        if known in present:
             return known
+    kind = f" of type {present[0].type}" if present else ""
     cure = f"write 0 to {len(present) - 1}" if present else "write 'cpu' for a worker on the CPU"
     raise IndexError(
-        f"device {device!r} does not exist: this machine has {len(present)} accelerators; {cure}"
+        f"device {device!r} does not exist: this machine has {len(present)} accelerators{kind}; {cure}"
     )
+
+
+def _example(present: list[torch.device]) -> str:
+    return f"'{present[0] if present else 'cuda:0'}'"
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -84,7 +98,7 @@ def resolve_devices(devices: Any, partitions: int) -> list[torch.device]:
 def available_devices(devices: Any) -> list[torch.device]:
     """The devices that a setting stands for; for `auto` a CPU counts once."""
     if isinstance(devices, list):
-        return [_parse_device(device) for device in devices]
+        return [_configured_device(device, devices) for device in devices]
     present = accelerators()
     if devices == "auto":
         return present or [torch.device("cpu")]
@@ -116,15 +130,18 @@ def set_threads(threads: Any, devices: list[torch.device]) -> int:
     return count
 
 
-def _parse_device(name: Any) -> torch.device:
+def _configured_device(device: Any, devices: list[Any]) -> torch.device:
     try:
-        device = torch.device("cuda", name) if isinstance(name, int) else torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"devices: '{name}' is not a device; write cpu, cuda:0 or a number") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        parsed = device_here(device)
+    except (ValueError, IndexError) as error:
+        raise ConfigError(f"devices={_shown(devices)}: {error}") from error
+    if parsed.type == "meta":
         raise ConfigError(
-            f"devices: '{name}' does not exist: this machine has {torch.cuda.device_count()} CUDA devices"
+            f"devices={_shown(devices)}: device 'meta' computes nothing; write 'cpu', "
+            f"{_example(accelerators())} or a number"
         )
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"devices: '{name}' is not supported; use cpu or cuda")
-    return device
+    return parsed
+
+
+def _shown(devices: list[Any]) -> str:
+    return f"[{','.join(map(str, devices))}]"

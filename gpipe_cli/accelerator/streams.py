@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import final
@@ -17,10 +18,28 @@ def current_stream(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
 
 
+def set_current_device(device: torch.device) -> None:
+    """Make an accelerator the one that the calling thread's `device="cuda"` means; a CPU changes nothing."""
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+
+
 def synchronize(devices: Iterable[torch.device]) -> None:
     """Wait until the accelerators among `devices` have run everything that any thread has queued."""
     for device in {device for device in devices if is_accelerator(device)}:
         torch.accelerator.synchronize(device)
+
+
+@functools.cache
+def has_side_streams(device: torch.device) -> bool:
+    """Whether the device can run work beside its default stream. MPS cannot: torch raises when asked for a stream."""
+    if not is_accelerator(device):
+        return False
+    try:
+        torch.Stream(device)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def record_timing_event(device: torch.device) -> torch.Event:

@@ -71,7 +71,7 @@ class ModelConfig:
     chunks: int = 4
     """Micro-batches per mini-batch."""
     devices: Any = "auto"
-    """auto (all GPUs, else the CPU), a number of devices, or a list such as [cpu,cpu] or [cuda:0,cuda:1]."""
+    """auto (all accelerators, else the CPU), a number of devices, or a list such as [cpu,cpu] or [cuda:0,cuda:1]."""
     partitions: int | None = None
     """Number of partitions; null: one per device, 2 on a CPU."""
     threads: Any = "auto"

@@ -28,5 +28,7 @@ TRAITS = EngineTraits(
 def build(spec: EngineSpec) -> Engine:
     (device,) = spec.devices
     move_to_devices([spec.module], [device])
-    pipe = PlainPipe(spec.module, chunks=spec.chunks, deferred_batch_norm=spec.deferred_batch_norm)
+    pipe = PlainPipe(
+        spec.module, chunks=spec.chunks, deferred_batch_norm=spec.deferred_batch_norm, device=device
+    )
     return PipeEngine(pipe, spec, input_device=device, output_device=device)

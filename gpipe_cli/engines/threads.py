@@ -28,7 +28,7 @@ def build(spec: EngineSpec, offload: str | None = None) -> Engine:
     pipe.step_timeout = spec.step_timeout
     if spec.log_layers:
         register_layer_logging_hooks(pipe.partitions)
-    input_device, output_device = pipe.devices[0], pipe.devices[-1]
+    input_device, output_device = pipe.devices[0], pipe.output_device
     if offloaded is not None:
         return OffloadEngine(pipe, spec, offloaded, input_device=input_device, output_device=output_device)
     meter = UtilizationMeter(pipe) if spec.measure_utilization else None

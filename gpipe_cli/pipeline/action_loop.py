@@ -12,11 +12,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import groupby, zip_longest
+from itertools import groupby
 from typing import Any, Protocol, final
 
 import torch
 
+from gpipe_cli.accelerator.stream_set import NO_STREAMS
+from gpipe_cli.accelerator.streams import set_current_device
 from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.boundary import PartitionInput
 from gpipe_cli.pipeline.channels import ChannelClosed, Channels
@@ -128,9 +130,9 @@ class ActionLoop:
             # Each partition belongs to one worker, which may look at its modules without a lock.
             for index in {action.partition for action in actions if action.kind is Kind.FORWARD}:
                 self._partitions[index].begin()
-            with self._state.batch.state.entered():
-                if self._stores:
-                    self._run_visits(position, worker)
+            with self._state.batch.state.entered(), self._state.streams.entered():
+                if self._stores or self._state.streams is not NO_STREAMS:
+                    self._run_visits(position, actions)
                 else:
                     for position.action in actions:  # kept in `position` for the note on an error
                         self._handlers[position.action.kind](position, position.action)
@@ -165,21 +167,30 @@ class ActionLoop:
         saved = self._state.saved.get((action.partition, action.micro_batch))
         return failure_note(action, phase, self._partitions[action.partition].locate(phase, saved, error))
 
-    def _run_visits(self, position: _Position, worker: int) -> None:
-        """Run the actions partition by partition, each brought to the device for its visit."""
-        store = self._stores[worker]
-        visits = partition_visits(self._order[worker])
-        for visit, following in zip_longest(visits, visits[1:]):
+    def _run_visits(self, position: _Position, actions: Sequence[Action]) -> None:
+        """Run the actions partition by partition, on its device, where its store brings it for the visit."""
+        visits = partition_visits(actions)
+        for place, visit in enumerate(visits):
+            # One thread may run the backward of all workers, so neither the device nor the store is always the same.
+            set_current_device(self._partitions[visit.partition].device)
+            store = self._store_of(visit)
+            following = next((later for later in visits[place + 1 :] if self._store_of(later) is store), None)
             with self._on_device(store, visit, following):
                 for position.action in visit.actions:
                     self._handlers[position.action.kind](position, position.action)
                     if not visit.completes_gradients and position.action.kind is Kind.FORWARD:
                         self._offload_inputs(position.action, store)
 
+    def _store_of(self, visit: PartitionVisit) -> PartitionStore | None:
+        return self._stores[visit.partition % len(self._stores)] if self._stores else None
+
     @contextmanager
     def _on_device(
-        self, store: PartitionStore, visit: PartitionVisit, following: PartitionVisit | None
+        self, store: PartitionStore | None, visit: PartitionVisit, following: PartitionVisit | None
     ) -> Iterator[None]:
+        if store is None:
+            yield
+            return
         partition = self._partitions[visit.partition]
         started = self._now(partition)
         with store.on_device(visit, following):
@@ -188,10 +199,10 @@ class ActionLoop:
             started = self._now(partition)
         self._record(visit.actions[-1], "drop", partition, started)
 
-    def _offload_inputs(self, action: Action, store: PartitionStore) -> None:
+    def _offload_inputs(self, action: Action, store: PartitionStore | None) -> None:
         # The input of the first partition belongs to the caller and stays in memory anyway.
         saved = self._state.saved.get((action.partition, action.micro_batch))
-        if saved is not None and action.partition > 0:
+        if saved is not None and store is not None and action.partition > 0:
             saved.offload(store.offload)
 
     def _forward(self, position: _Position, action: Action) -> None:

@@ -15,6 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from gpipe_cli.accelerator.stream_set import NO_STREAMS, StreamSet
 from gpipe_cli.pipeline.boundary import Gradients, PartitionInput
 from gpipe_cli.pipeline.forward_task import ForwardTask, MicroBatchLoss, SavedForBackward
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value, gather
@@ -37,6 +38,8 @@ class BatchState:
     """By partition: micro-batches before this one are checkpointed."""
     loss: MicroBatchLoss | None = None
     whole_graph: bool = False
+    streams: StreamSet = NO_STREAMS
+    """The caller's, of the accelerators in use: workers use them too."""
     saved: dict[tuple[int, int], SavedForBackward] = field(default_factory=dict)
     """By partition and micro-batch."""
     outputs: dict[int, PartitionInput] = field(default_factory=dict)
@@ -63,6 +66,7 @@ class BatchState:
         loss: MicroBatchLoss | None,
         *,
         whole_graph: bool = False,
+        streams: StreamSet = NO_STREAMS,
     ) -> BatchState:
         """lengths: the number of layers in each partition."""
         if whole_graph:
@@ -75,7 +79,7 @@ class BatchState:
         for _ in range(sets):
             layers = iter(tied.untied(tracked=batch.state.grad and not whole_graph))
             untied.append([tuple(islice(layers, length)) for length in lengths])
-        return cls(batch, inputs, tied, untied, checkpoint_stops, loss, whole_graph)
+        return cls(batch, inputs, tied, untied, checkpoint_stops, loss, whole_graph, streams)
 
     def forward_task(self, partition: int, micro_batch: int) -> ForwardTask:
         untied = self.untied[micro_batch % len(self.untied)]  # one set for all micro-batches, or one for each

@@ -129,7 +129,8 @@ class CallerState:
 
     @classmethod
     def capture(cls) -> CallerState:
-        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        accelerator = torch.accelerator.current_accelerator()
+        kinds = ("cpu",) if accelerator is None else ("cpu", accelerator.type)
         return cls(
             threads=torch.get_num_threads(),
             grad=torch.is_grad_enabled(),

@@ -14,7 +14,9 @@ from typing import final
 
 import torch
 
-from gpipe_cli.accelerator.copies import uses_cuda
+from gpipe_cli.accelerator.copies import wait_for_copies
+from gpipe_cli.accelerator.devices import is_accelerator
+from gpipe_cli.accelerator.stream_set import StreamSet
 from gpipe_cli.pipeline.action_loop import ActionLoop, PartitionStore, Recorder
 from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, commit_or_discard
@@ -88,9 +90,10 @@ class Executor:
         self._pool = WorkerPool(workers)
         self._whole_graph = whole_graph
         self._has_graph_leak = False
+        self._accelerators = [device for device in dict.fromkeys(devices) if is_accelerator(device)]
         # A Python autograd function runs in the autograd thread of its device. The backward of a worker on that device
         # needs the same thread, so waiting there for a worker would never end: run the backward there instead.
-        self._backward_in_caller = uses_cuda([partition.device for partition in partitions])
+        self._backward_in_caller = bool(self._accelerators)
 
     def forward(self, batch: MiniBatch, checkpoint_stops: Sequence[int]) -> Value:
         """The joined output, attached to the input and the parameters for `loss.backward()`."""
@@ -148,7 +151,7 @@ class Executor:
             return
         loop = self._action_loop(state, orders.backward_in_one_thread, keep_graph)
         loop.run(0)
-        loop.raise_failure()
+        self._end(loop)
 
     def close(self) -> None:
         self._pool.close()
@@ -178,7 +181,10 @@ class Executor:
                 "share parameters or buffers, which needs a graph per partition. Hand the tensor over with @skippable "
                 "(see gpipe_cli.skip), or put the layers that share parameters on one device"
             )
-        return BatchState.of(batch, self._lengths, tied, checkpoint_stops, loss, whole_graph=whole_graph)
+        streams = StreamSet.current(self._accelerators)
+        return BatchState.of(
+            batch, self._lengths, tied, checkpoint_stops, loss, whole_graph=whole_graph, streams=streams
+        )
 
     def _orders(self, state: BatchState) -> _CallOrders:
         return _call_orders(
@@ -209,6 +215,11 @@ class Executor:
                 self._pool.run(jobs, loop.fail, self.timeout)
             else:
                 loop.run(0)
+        self._end(loop)
+
+    def _end(self, loop: ActionLoop) -> None:
+        # Copies run beside the caller's streams, and may read memory that the caller writes next.
+        wait_for_copies(self._accelerators)
         loop.raise_failure()
 
 

@@ -15,7 +15,7 @@ from gpipe_cli.accelerator.devices import Device, asks_for_device, choose_device
 from gpipe_cli.pipeline.action_loop import Recorder
 from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.loss import LossFunction, StepLoss
-from gpipe_cli.pipeline.microbatch import MiniBatch, Value, moved, tensors_of
+from gpipe_cli.pipeline.microbatch import MiniBatch, Value
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.partitioning import make_partitions, move_to_devices, partition_modules
 from gpipe_cli.pipeline.pipe_module import Output, PipeModule, refuse_hooks
@@ -95,12 +95,7 @@ class ThreadedPipe(PipeBase):
 
     def _forward(self, input: Value) -> Value:
         batch = MiniBatch.of(input, self.chunks, key=None)
-        output = self._executor.forward(batch, self._checkpoint_stops(batch))
-        # Interleaved partitions may end on another device than the last one.
-        device = self.devices[-1] if self.devices else None
-        if device is None or all(tensor.device == device for tensor in tensors_of(output)):
-            return output
-        return moved(output, device)
+        return self._executor.forward(batch, self._checkpoint_stops(batch))
 
     def _step(self, batch: MiniBatch, loss: StepLoss) -> None:
         self._executor.step(batch, loss, self._checkpoint_stops(batch))
@@ -116,6 +111,11 @@ class ThreadedPipe(PipeBase):
 
     def _layer_containers(self) -> list[Iterable[nn.Module]]:
         return [self.module, chain(*self.partitions)]
+
+    @property
+    def output_device(self) -> torch.device:
+        """The device of the last partition. The targets of a step must be there."""
+        return self._executor.partitions[-1].device
 
     @property
     def step_timeout(self) -> float | None:
@@ -154,7 +154,7 @@ class GPipe(ThreadedPipe):
         loss = pipe.step(input, target, loss_fn)    # forward and backward by the whole schedule
 
     `balance` is the number of layers per partition, `checkpoint` a mode for all of them or one for each. The input
-    must be on `devices[0]`; the output is on `devices[-1]`. Parameters keep the names they have in `module`.
+    must be on `devices[0]`; the output is on `output_device`. Parameters keep the names they have in `module`.
     """
 
     def __init__(
@@ -217,12 +217,20 @@ class PlainPipe(ThreadedPipe):
     ascending order.
     """
 
-    def __init__(self, module: nn.Sequential, *, chunks: int = 1, deferred_batch_norm: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Sequential,
+        *,
+        chunks: int = 1,
+        deferred_batch_norm: bool = False,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+    ) -> None:
+        """device: where the module is; the current device while its layers run."""
         super().__init__(module, chunks, deferred_batch_norm)
         self.checkpoint = "never"
-        self.devices = []
+        self.devices = [device]
         self._set_partitions(partition_modules(self.module, self._layers, [len(self)]))
-        partition = Partition(index=0, layers=self._layers, device=torch.device("cpu"))
+        partition = Partition(index=0, layers=self._layers, device=device)
         self._executor = Executor(
             [partition], _one_by_one, workers=0, batch_norms=self._batch_norms, whole_graph=True
         )

@@ -126,8 +126,9 @@ class _PipeFunction(Function):
                 "create_graph=True does not work through a pipe: its partitions' graphs are detached from each other"
             )
         pipe_backward: _PipeBackward = ctx.pipe_backward
-        parameter_gradients = pipe_backward.run(gradients, keep_graph=keeps_graph())
-        return (None, None, None, *pipe_backward.state.joined_input_gradients(), *parameter_gradients)
+        with pipe_backward.state.streams.entered_in_backward():
+            parameter_gradients = pipe_backward.run(gradients, keep_graph=keeps_graph())
+            return (None, None, None, *pipe_backward.state.joined_input_gradients(), *parameter_gradients)
 
 
 def _split(gradients: tuple[Tensor | None, ...], rows: list[list[int]]) -> list[Gradients]:

@@ -179,7 +179,7 @@ def verify_plans(
                 if time.monotonic() > deadline:
                     break
                 with intra_op_threads(cores if plan.shape.devices == 1 else 1):
-                    seconds_taken = _step(pipe, module, batch, loss, devices, plan.shape.devices)
+                    seconds_taken = _step(pipe, module, batch, loss, devices)
                 if number > 0:  # the first one warms up
                     taken.append(1000 * seconds_taken)
     return [
@@ -190,7 +190,7 @@ def verify_plans(
 
 def _pipe(plan: Prediction, module: nn.Sequential, devices: Sequence[torch.device]) -> GPipe | PlainPipe:
     if plan.is_plain:
-        return PlainPipe(module, chunks=plan.shape.chunks)
+        return PlainPipe(module, chunks=plan.shape.chunks, device=devices[0])
     return GPipe(
         module,
         plan.balance,
@@ -207,11 +207,10 @@ def _step(
     batch: tuple[Value, Tensor],
     loss: LossFunction,
     devices: Sequence[torch.device],
-    used: int,
 ) -> float:
     for parameter in module.parameters():
         parameter.grad = None
-    input, target = moved(batch[0], devices[0]), batch[1].to(devices[used - 1])
+    input, target = moved(batch[0], devices[0]), batch[1].to(pipe.output_device)
     # A step returns before accelerators have run it, and the copies of its input may still be under way.
     synchronize(devices)
     begin = time.perf_counter()

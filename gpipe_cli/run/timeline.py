@@ -58,7 +58,7 @@ def record_timeline(
     unit = "partition" if traits_of_engine(settings).has_partitions else "slice"
     input, target = next(parts.loader.in_order("train"))
     with _recorded_pipe(settings, parts, sample) as pipe:
-        input, target = moved(input, pipe.devices[0]), moved(target, pipe.devices[-1])
+        input, target = moved(input, pipe.devices[0]), moved(target, pipe.output_device)
         steps = record_steps(pipe, input, target, sample.loss, settings.steps)
     names = [f"{unit} {index} ({row['device']})" for index, row in enumerate(parts.partitions)]
     summary = _summary(median_step(steps), ideal, parts, activations)

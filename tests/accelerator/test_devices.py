@@ -27,6 +27,7 @@ def accelerators(monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int) 
     device = None if kind is None else torch.device(kind)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
 
 
 @pytest.mark.parametrize(("kind", "count"), [(None, 0), ("cuda", 0)])
@@ -44,7 +45,9 @@ def test_the_devices_that_are_here_are_counted(
     monkeypatch: pytest.MonkeyPatch, device: int | str | torch.device
 ) -> None:
     accelerators(monkeypatch, "cuda", 2)
-    with pytest.raises(IndexError, match=r"does not exist: this machine has 2 accelerators; write 0 to 1"):
+    with pytest.raises(
+        IndexError, match="does not exist: this machine has 2 accelerators of type cuda; write 0 to 1"
+    ):
         device_here(device)
 
 
@@ -54,6 +57,26 @@ def test_numbers_count_the_accelerators_whatever_they_are(monkeypatch: pytest.Mo
     both = [torch.device(kind, 0), torch.device(kind, 1)]
     assert choose_devices(None, 2, repeats=False) == choose_devices([0, 1], 2, repeats=False) == both
     assert choose_devices([f"{kind}:1", "cpu"], 2, repeats=False) == [both[1], torch.device("cpu")]
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
+def test_a_device_without_an_index_was_another_device_than_its_own_tensors(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A tensor names its device with an index, so each boundary between "cuda" and "cuda:0" was a copy."""
+    accelerators(monkeypatch, kind, 2)
+    first, second = torch.device(kind, 0), torch.device(kind, 1)
+    assert choose_devices([kind, first, "cpu:0"], 3, repeats=False) == [first, first, CPU]
+    assert available_devices([kind, f"{kind}:0", 0, "cpu:0"]) == [first, first, first, CPU]
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    assert device_here(kind) == second
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps", "cuda"])
+def test_a_configuration_takes_accelerators_of_every_kind(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    accelerators(monkeypatch, kind, 2)
+    both = [torch.device(kind, 0), torch.device(kind, 1)]
+    assert available_devices("auto") == available_devices([0, f"{kind}:1"]) == available_devices(2) == both
 
 
 @pytest.mark.parametrize("device", ["nonsense", "cpu:x", None, 1.5])
@@ -69,13 +92,11 @@ def gpus(count: int) -> list[torch.device]:
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerators(monkeypatch, "cuda", 4)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerators(monkeypatch, None, 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -116,11 +137,19 @@ def test_with_gpus_they_are_used(devices: Any, partitions: int, resolved: list[t
     ("devices", "says"),
     [
         (5, "devices=5: this machine has 4 accelerators; give at most that many"),
-        (["cuda:4"], "'cuda:4' does not exist: this machine has 4 CUDA devices"),
-        ([4], "'4' does not exist"),
-        (["meta"], "'meta' is not supported; use cpu or cuda"),
-        (["nonsense"], "'nonsense' is not a device; write cpu, cuda:0 or a number"),
-        (["cpu", "cpu:x"], "'cpu:x' is not a device"),
+        (
+            ["cpu", "cuda:4"],
+            r"devices=\[cpu,cuda:4\]: device 'cuda:4' does not exist: this machine has 4 accelerators of type cuda; "
+            "write 0 to 3",
+        ),
+        ([4], r"devices=\[4\]: device 4 does not exist"),
+        (
+            ["xpu"],
+            r"devices=\[xpu\]: device 'xpu' does not exist: this machine has 4 accelerators of type cuda",
+        ),
+        (["meta"], r"devices=\[meta\]: device 'meta' computes nothing; write 'cpu', 'cuda:0' or a number"),
+        (["nonsense"], "device 'nonsense' does not exist; write 'cpu', 'cuda:0' or a number"),
+        (["cpu", "cpu:x"], "device 'cpu:x' does not exist"),
     ],
 )
 def test_what_is_not_there_is_named(devices: Any, says: str) -> None:
