@@ -78,6 +78,17 @@ COMMANDS = {
             "gpipe plan model=resnet101 device=a100 devices=8     # estimate for a machine you do not have",
         ),
     ),
+    "check": Command(
+        "test this machine: devices, links, equal bits, overlap, ranks and speed-up",
+        "gpipe check [devices=...] [run_dir=<directory>] [--json]",
+        (
+            "gpipe check                                  # all accelerators, or the CPU if there is none",
+            "gpipe check devices=2                        # the first two",
+            "gpipe check devices=[cuda:0,cuda:3] run_dir=checked",
+            "gpipe check --json                           # one JSON document on stdout",
+        ),
+        configured=False,
+    ),
     "report": Command(
         "rebuild the report of a run, or compare several runs",
         "gpipe report <directory> [<directory> ...] [out=<file>] [--json]",

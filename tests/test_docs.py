@@ -38,6 +38,7 @@ LONG = (
     "gpipe train model=resnet101 chunks=8",
     "gpipe train -m chunks=2,4,8",
     "gpipe train run_dir=first",
+    "gpipe check",
 )
 """Commands of the README that run with `-m slow`: tests of models, sweeps and resuming prove the same."""
 

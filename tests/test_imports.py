@@ -23,7 +23,7 @@ LEVELS = """
     completion
     help
     commands
-    run
+    run check
     arguments
     config
     launch

@@ -22,9 +22,9 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: _version(name) for name in PACKAGES},
         "platform": platform.platform(),
-        "processor": _processor_name(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
-        "memory_gib": _memory_gib(),
+        "memory_gib": memory_gib(),
         **_devices(),
         **_checkout(),
     }
@@ -52,7 +52,7 @@ def _devices() -> dict[str, Any]:
     }
 
 
-def _processor_name() -> str:
+def processor_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
@@ -60,7 +60,7 @@ def _processor_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _memory_gib() -> float | None:
+def memory_gib() -> float | None:
     if sys.platform != "linux":
         return None
     return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)

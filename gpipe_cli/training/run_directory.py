@@ -6,6 +6,7 @@ metrics.jsonl                                      training/metrics
 snapshots/                                         training/snapshot/manager
 summary.json report.html                           run/summary, commands/report
 trace.json                                         commands/profile
+check.json                                         commands/check
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from importlib.resources import files
 
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.page.charts import metric_charts, step_timelines
+from gpipe_cli.report.page.check_section import check_table, verdict_counts
 from gpipe_cli.report.page.cost_tables import layer_table, partition_table
 from gpipe_cli.report.page.html import Child, Html, color_dot, join, table, tag
 from gpipe_cli.report.page.run_facts import MetricCurve, RunFacts
@@ -84,7 +85,10 @@ def _run_content(run: RunFacts) -> list[Child]:
         summary_cards(run),
         metrics,
         *_details(run),
-        _section("Repeat or continue this run", reproduction(run)),
+        _section(
+            "Repeat this check" if run.command == "check" else "Repeat or continue this run",
+            reproduction(run),
+        ),
     ]
 
 
@@ -111,6 +115,8 @@ def _comparison_content(runs: Sequence[RunFacts]) -> list[Child]:
 
 def _details(run: RunFacts) -> list[Child]:
     """The sections that a run and a comparison have in common."""
+    if run.command == "check":
+        return [_checks(run)]
     timelines = step_timelines(run) or _missing_command(
         run, "This run recorded no step. To record one, run", PROFILE
     )
@@ -132,7 +138,14 @@ def _details(run: RunFacts) -> list[Child]:
         _section("Timeline of a step", timelines),
         _section("Partitions", partitions),
         _section("Layers", layers),
+        _checks(run) if run.checks else None,
     ]
+
+
+def _checks(run: RunFacts) -> Html:
+    return _section(
+        "Check of the machine", check_table(run.checks) if run.checks else _missing("No check was recorded.")
+    )
 
 
 def _section(title: str, content: Html) -> Html:
@@ -174,6 +187,7 @@ def headline(run: RunFacts) -> dict[str, str]:
         results["recorded bubble"] = format_value("bubble", run.measured.bubble)
     known = {TITLES[name]: format_value(name, numbers[name]) for name in TITLES if name in numbers}
     results |= known or _latest_metrics(run.curves)
+    results |= {verdict: str(count) for verdict, count in verdict_counts(run.checks).items()}
     for curve in run.curves:
         if (curve.metric, curve.split) == ("loss", "eval"):
             step, loss = min(curve.points, key=lambda point: point[1])
@@ -222,7 +236,8 @@ def _latest_metrics(curves: Sequence[MetricCurve]) -> dict[str, str]:
 
 def reproduction(run: RunFacts) -> Html:
     """The commands that repeat and continue a run, its configuration and its environment."""
-    purpose = "Repeat the run, in this order" if len(run.commands) > 1 else "Repeat the run"
+    noun = "check" if run.command == "check" else "run"
+    purpose = "Repeat the run, in this order" if len(run.commands) > 1 else f"Repeat the {noun}"
     commands = {purpose: "\n".join(run.commands), **run.next_commands}
     return join(
         [

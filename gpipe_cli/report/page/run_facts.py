@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, final
 
 from gpipe_cli.errors import RunError
+from gpipe_cli.report.page.check_section import CheckRow, read_check_rows
 from gpipe_cli.report.page.run_files import (
     RunFiles,
     as_int,
@@ -23,8 +24,10 @@ from gpipe_cli.report.page.run_files import (
 )
 from gpipe_cli.report.timeline import IDEAL, MEASURED
 
-RUN_FILES = ("launch.json", "config.yaml", "metrics.jsonl", "profile.json", "summary.json")
+RUN_FILES = ("launch.json", "config.yaml", "metrics.jsonl", "profile.json", "summary.json", "check.json")
 """A directory with none of these is not a run."""
+TABLES = ("layers", "timeline", "rows")
+"""What a result contains besides its summary."""
 POSITION_COLUMNS = ("step", "epoch", "seconds")
 """Numbers in a row of metrics that say where it stands, not what was measured."""
 MEMORY_PURPOSES = ("parameter", "gradient", "optimizer", "activation")
@@ -126,6 +129,8 @@ class RunFacts:
     """The commands that made it, in this order."""
     next_commands: Mapping[str, str] = field(default_factory=dict)
     """What you can do with the run, each purpose with its command."""
+    checks: tuple[CheckRow, ...] = ()
+    """The rows of a check of the machine."""
     problems: tuple[str, ...] = ()
     """What is wrong with its files."""
 
@@ -136,16 +141,18 @@ def read_run(directory: Path) -> RunFacts:
     if not any(os.path.lexists(directory / name) for name in RUN_FILES):
         raise RunError(f"{directory}: not a run directory: it has none of {', '.join(RUN_FILES)}")
     files = RunFiles(directory)
-    launch, summary, profile = (files.json(f"{name}.json") for name in ("launch", "summary", "profile"))
+    launch, summary, profile, check = (
+        files.json(f"{name}.json") for name in ("launch", "summary", "profile", "check")
+    )
+    result = summary or profile or check
     timeline = as_mapping(profile.get("timeline"))
     trace = files.json("trace.json")
     layers = as_rows(profile.get("layers"))
     unit = "ms" if any("forward_ms" in row for row in layers) else "flops"
     return RunFacts(
         path=directory,
-        command="profile" if profile and not summary else "train",
-        summary=summary
-        or {key: value for key, value in profile.items() if key not in ("layers", "timeline")},
+        command="train" if summary else "profile" if profile else "check" if check else "train",
+        summary={key: value for key, value in result.items() if key not in TABLES},
         curves=_curves(files.json_lines("metrics.jsonl")),
         layers=tuple(_layer_cost(row, unit) for row in layers),
         unit=unit,
@@ -156,8 +163,9 @@ def read_run(directory: Path) -> RunFacts:
         device_memory=as_number(launch.get("device_memory")),
         config=files.text("config.yaml"),
         environment=files.json("env.json"),
-        commands=_commands(launch, summary or profile),
-        next_commands={} if profile else _next_commands(directory, launch),
+        commands=_commands(launch, result),
+        next_commands={} if profile or check else _next_commands(directory, launch),
+        checks=read_check_rows(check),
         problems=tuple(files.problems),
     )
 

@@ -89,3 +89,15 @@ def write_training(directory: Path, length: int = 20, **summary: Any) -> Path:
     (directory / "config.yaml").write_text(f"chunks: {length}\nmodel:\n  width: 3\n", encoding="utf-8")
     (directory / "env.json").write_text('{"torch": "2.13.0", "devices": ["cpu"]}', encoding="utf-8")
     return directory
+
+
+def write_check(directory: Path, result: str = "24.0 GB/s") -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"name": "links", "verdict": "ok", "result": result, "figures": {}, "to_do": ""},
+        {"name": "ranks", "verdict": "problem", "result": result, "figures": {}, "to_do": f"repair {result}"},
+        {"name": "races", "verdict": "unheard of", "result": result},
+    ]
+    check = {"verdict": "problem", "rows": rows, "seconds": 40.0, "command": "gpipe check"}
+    (directory / "check.json").write_text(json.dumps(check), encoding="utf-8")
+    return directory

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gpipe_cli.report.page.document import GENERATOR, render_page
 from gpipe_cli.report.page.run_facts import read_run
-from tests.report.page.runs import HOSTILE, write_profile, write_training
+from tests.report.page.runs import HOSTILE, write_check, write_profile, write_training
 
 
 def test_a_page_is_small_whole_and_names_no_other_place(tmp_path: Path) -> None:
@@ -52,3 +52,31 @@ def test_a_run_whose_activations_are_unknown_says_what_counts_them(tmp_path: Pat
         launch = {"command": "train", "commands": [], "partitions": [{**sizes, **known}]}
         (run / "launch.json").write_text(json.dumps(launch), encoding="utf-8")
         assert ("The memory above does not include activations." in render_page([read_run(run)])) == warns
+
+
+def test_a_check_has_its_rows_and_no_sections_of_a_run(tmp_path: Path) -> None:
+    text = render_page([read_run(write_check(tmp_path / "check"))])
+    assert re.findall(r'class="verdict ?(\w*)">(.*?)<', text) == [
+        ("ok", "ok"),
+        ("problem", "problem"),
+        ("", "-"),
+    ]
+    assert '24.0 GB/s<p class="to-do">repair 24.0 GB/s</p>' in text
+    assert "<dt>time</dt><dd>40.0 s</dd>" in text and "<dt>problem</dt><dd>1</dd>" in text
+    assert "Repeat this check" in text and "<pre>gpipe check</pre>" in text and "gpipe profile" not in text
+
+
+def test_a_run_shows_a_check_that_lies_beside_it(tmp_path: Path) -> None:
+    run = write_check(write_training(tmp_path))
+    text = render_page([read_run(run)])
+    assert text.index("Metrics by step") < text.index("Check of the machine") and "<dt>loss</dt>" in text
+
+
+def test_hostile_text_in_a_check_stays_text(tmp_path: Path) -> None:
+    text = render_page([read_run(write_check(tmp_path, HOSTILE))])
+    assert text.count("<script>") == 1 and "<img" not in text and "\u202e" not in text and "\x1b" not in text
+
+
+def test_a_damaged_check_is_named(tmp_path: Path) -> None:
+    (tmp_path / "check.json").write_text("[", encoding="utf-8")
+    assert "check.json: damaged" in render_page([read_run(tmp_path)])

@@ -10,7 +10,7 @@ import pytest
 from gpipe_cli.report.page.document import render_page
 from gpipe_cli.report.page.run_facts import read_run
 from tests.report.page.browser import CHROMIUM, Browser, browser
-from tests.report.page.runs import HOSTILE, write_profile, write_training
+from tests.report.page.runs import HOSTILE, write_check, write_profile, write_training
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 
@@ -75,7 +75,11 @@ def test_hostile_names_stay_text(chromium: Browser, tmp_path: Path, name: str) -
 @pytest.mark.parametrize("width", [360, 1280])
 def test_the_page_is_as_wide_as_the_screen(chromium: Browser, tmp_path: Path, width: int) -> None:
     path = tmp_path / "page.html"
-    runs = [read_run(write_profile(tmp_path / "profile")), read_run(write_training(tmp_path / "training"))]
+    runs = [
+        read_run(write_profile(tmp_path / "profile")),
+        read_run(write_training(tmp_path / "training")),
+        read_run(write_check(tmp_path / "check", "24.0 GB/s " * 20)),
+    ]
     path.write_text(render_page(runs), encoding="utf-8")
     chromium.open(path, width=width)
     assert chromium.value("document.documentElement.scrollWidth <= document.documentElement.clientWidth")

@@ -13,7 +13,7 @@ from gpipe_cli.report.page.document import render_page
 from gpipe_cli.report.page.run_facts import read_run
 from tests.report.page.runs import steps, write_profile, write_training
 
-JSON_FILES = ("launch.json", "summary.json", "profile.json", "trace.json", "env.json")
+JSON_FILES = ("launch.json", "summary.json", "profile.json", "trace.json", "env.json", "check.json")
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
@@ -81,7 +81,7 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [*JSON_FILES, "metrics.jsonl"])
 @given(
     content=st.dictionaries(
-        st.sampled_from(["layers", "timeline", "traceEvents", "partitions", "step"]), anything
+        st.sampled_from(["layers", "timeline", "traceEvents", "partitions", "step", "rows"]), anything
     )
 )
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])

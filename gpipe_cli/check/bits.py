@@ -1,0 +1,173 @@
+"""Whether a pipeline over the devices gives the results of one device, to the bit, in every schedule and mode.
+
+Devices of one kind run the same kernels, so with deterministic algorithms every bit must agree. The kernels of an
+accelerator and of the CPU round differently: they must agree within a tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from gpipe_cli.accelerator.devices import device_name
+from gpipe_cli.check.row import Machine, Row, Verdict
+from gpipe_cli.check.small_model import small_batch, small_model
+from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe, ThreadedPipe
+from gpipe_cli.schedule import names, traits
+from gpipe_cli.schedule.checkpoint import MODES
+
+CHUNKS, SAMPLES = 4, 16
+KEY = 1
+DROPOUT = 0.1
+STEP_TIMEOUT = 60.0
+"""Seconds; a step takes milliseconds, but the first on a device loads its kernels."""
+TOLERANCE = 1e-3
+"""The largest difference from the CPU that rounding explains, relative to the largest value of a tensor."""
+CPU = torch.device("cpu")
+
+Results = Mapping[str, Tensor]
+"""The loss, every gradient and every buffer after one step, on the CPU."""
+
+
+@final
+@dataclass(frozen=True)
+class Difference:
+    tensor: str
+    relative: float
+    """The largest difference, relative to the largest expected value; infinite if it is not a number."""
+
+    def __str__(self) -> str:
+        return f"{self.tensor} by {self.relative:.1e} of its largest value"
+
+
+def check_bits(machine: Machine) -> Iterator[Row]:
+    # Enough layers for two partitions per worker.
+    first, blocks = machine.workers[0], 2 * len(machine.workers)
+    with _deterministic():
+        alone = run_alone(first, small_model(blocks, dropout=DROPOUT))
+        for schedule in names():
+            differing = {
+                mode: found
+                for mode in MODES
+                if (found := differences(alone, _run_pipelined(machine.workers, blocks, schedule, mode)))
+            }
+            yield judge_schedule(machine, schedule, alone, differing)
+        if machine.accelerators:
+            here, there = (run_alone(device, small_model(blocks, dropout=0.0)) for device in (first, CPU))
+            yield judge_against_cpu(first, differences(there, here))
+
+
+def run_alone(device: torch.device, model: nn.Sequential) -> Results:
+    """One step without a pipeline."""
+    return _step(PlainPipe(model.to(device), chunks=CHUNKS), device, device)
+
+
+def _run_pipelined(workers: Sequence[torch.device], blocks: int, schedule: str, checkpoint: str) -> Results:
+    partitions = (2 if traits(schedule).several_per_device else 1) * len(workers)
+    model = small_model(blocks, dropout=DROPOUT)
+    layers, larger = divmod(len(model), partitions)
+    with GPipe(
+        model,
+        [layers + (partition < larger) for partition in range(partitions)],
+        devices=workers,
+        chunks=CHUNKS,
+        checkpoint=checkpoint,
+        schedule=schedule,
+        step_timeout=STEP_TIMEOUT,
+    ) as pipe:
+        return _step(pipe, workers[0], workers[-1])
+
+
+def _step(pipe: ThreadedPipe, input_device: torch.device, output_device: torch.device) -> Results:
+    images, classes = small_batch(SAMPLES)
+    loss = pipe.step(images.to(input_device), classes.to(output_device), cross_entropy, key=KEY)
+    gradients = {f"gradient of {name}": parameter.grad for name, parameter in pipe.named_parameters()}
+    buffers = {f"buffer {name}": buffer for name, buffer in pipe.named_buffers()}
+    results = {"loss": loss, **gradients, **buffers}
+    return {name: tensor.detach().to(CPU) for name, tensor in results.items() if tensor is not None}
+
+
+def differences(expected: Results, results: Results) -> list[Difference]:
+    """The tensors that differ in any bit."""
+    if expected.keys() != results.keys():
+        missing = ", ".join(sorted(expected.keys() ^ results.keys()))
+        return [Difference(f"{missing}, which only one of the two has,", math.inf)]
+    return [
+        Difference(name, _relative_difference(expected[name], results[name]))
+        for name in expected
+        if not torch.equal(expected[name], results[name])
+    ]
+
+
+def _relative_difference(expected: Tensor, result: Tensor) -> float:
+    largest = float((expected.double() - result.double()).abs().max())
+    scale = float(expected.double().abs().max())
+    return largest / scale if scale and math.isfinite(largest) else math.inf
+
+
+def judge_schedule(
+    machine: Machine, schedule: str, expected: Results, differing: Mapping[str, Sequence[Difference]]
+) -> Row:
+    """differing: what differs, by checkpoint mode; a mode without a difference is missing."""
+    name, first = f"bits of schedule={schedule}", machine.workers[0]
+    figures = {
+        "tensors": len(expected),
+        "differing": {
+            mode: {each.tensor: _finite(each.relative) for each in found} for mode, found in differing.items()
+        },
+    }
+    if not differing:
+        result = f"loss, gradients and buffers equal to one {first.type} in checkpoint={', '.join(MODES)}"
+        return Row(name, Verdict.OK, result, figures)
+    mode, found = next(iter(differing.items()))
+    result = f"checkpoint={', '.join(differing)}: {len(found)} of {len(expected)} tensors differ from {first}"
+    result += f", the first {found[0]} (checkpoint={mode})"
+    kinds = {device_name(device) for device in machine.devices}
+    if len(kinds) > 1:
+        to_do = f"{' and '.join(sorted(kinds))} round differently; for equal bits give devices of one kind"
+        return Row(name, Verdict.NOTE, result, figures, to_do)
+    to_do = (
+        "the pipeline changes results on this machine: open an issue with this output and that of gpipe env"
+    )
+    return Row(name, Verdict.PROBLEM, result, figures, to_do)
+
+
+def judge_against_cpu(device: torch.device, differing: Sequence[Difference]) -> Row:
+    name = f"{device} and the CPU"
+    largest = max(differing, key=lambda difference: difference.relative, default=None)
+    if largest is None:
+        return Row(name, Verdict.OK, "equal to the bit", {"largest": 0.0, "tensor": None})
+    figures = {"largest": _finite(largest.relative), "tensor": largest.tensor}
+    if largest.relative <= TOLERANCE:
+        result = f"equal but for rounding; the most differs {largest}"
+        return Row(name, Verdict.OK, result, figures)
+    to_do = (
+        "more than rounding explains: check that the build of torch supports this device (gpipe env), and run the "
+        "vendor's memory test"
+    )
+    return Row(name, Verdict.PROBLEM, f"differ: {largest}", figures, to_do)
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no infinity."""
+    return number if math.isfinite(number) else None
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

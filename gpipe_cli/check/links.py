@@ -1,0 +1,149 @@
+"""How fast tensors move between devices, and between devices and the host; and whether they arrive unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import permutations
+from typing import Any, final
+
+import torch
+
+from gpipe_cli.accelerator.device_facts import has_peer_access
+from gpipe_cli.check.row import Machine, Row, Verdict, worst
+from gpipe_cli.check.timing import median_seconds
+
+LARGE, SMALL = 64 * 2**20, 4 * 2**10
+"""Bytes of the copies that bandwidth and latency are measured with."""
+MOST_IN_PAIRS = 8
+"""With more devices only neighbors are measured: a pipeline copies between neighbors."""
+SLOW_HOST_LINK = 3.0
+"""In GB/s; four PCIe 3.0 lanes reach as much."""
+SLOW_SHARE = 0.75
+"""Of the host's links: direct copies between two devices are at least as fast, apart from noise."""
+CPU = torch.device("cpu")
+
+
+@final
+@dataclass(frozen=True)
+class Link:
+    """One direction between two devices."""
+
+    source: torch.device
+    destination: torch.device
+    latency_us: float
+    gb_per_second: float
+    intact: bool = True
+    """Whether every byte arrived as it was sent."""
+    peer_access: bool | None = None
+    """Between accelerators: whether the devices can copy without the host; None if torch cannot tell."""
+    pinned: bool | None = None
+    """With the host: whether its memory was pinned."""
+
+    def __str__(self) -> str:
+        return f"{self.gb_per_second:.1f} GB/s, {self.latency_us:.0f} us"
+
+    def figures(self) -> dict[str, Any]:
+        return {**asdict(self), "source": str(self.source), "destination": str(self.destination)}
+
+
+def check_links(machine: Machine) -> Iterator[Row]:
+    if not machine.accelerators:
+        yield _memory_row(measure_link(CPU, CPU))
+        return
+    host: dict[torch.device, float] = {}
+    for device in machine.accelerators:
+        links = [
+            measure_link(*ends, pinned=pinned)
+            for ends in ((CPU, device), (device, CPU))
+            for pinned in (True, False)
+        ]
+        host[device] = min(link.gb_per_second for link in links if link.pinned)
+        yield judge_host_links(device, links)
+    pairs = list(pairs_to_measure(machine.accelerators))
+    for source in machine.accelerators:
+        destinations = [destination for first, destination in pairs if first == source]
+        if destinations:
+            yield judge_pairs(source, [measure_link(source, each) for each in destinations], host)
+
+
+def pairs_to_measure(devices: Sequence[torch.device]) -> Iterator[tuple[torch.device, torch.device]]:
+    """Every ordered pair; of many devices only neighbors, where the last and the first are neighbors too."""
+    apart = (1, len(devices) - 1)
+    for first, second in permutations(range(len(devices)), 2):
+        if len(devices) <= MOST_IN_PAIRS or abs(first - second) in apart:
+            yield devices[first], devices[second]
+
+
+def measure_link(source: torch.device, destination: torch.device, *, pinned: bool | None = None) -> Link:
+    """pinned: whether the host's side of the copy is pinned memory; None if neither side is the host."""
+    # Each number occurs once, so that a piece in the wrong place is noticed too.
+    sent = _allocate(source, pinned).copy_(torch.arange(LARGE // 4, dtype=torch.int32))
+    received = _allocate(destination, pinned).zero_()
+    ends = (source, destination)
+    seconds = median_seconds(lambda: received.copy_(sent, non_blocking=True), ends)
+    intact = torch.equal(received.to(CPU), sent.to(CPU))
+    few, few_received = sent[: SMALL // 4], received[: SMALL // 4]
+    latency = median_seconds(lambda: few_received.copy_(few, non_blocking=True), ends, repeats=25)
+    peers = None if CPU in ends else has_peer_access(source, destination)
+    return Link(source, destination, 1e6 * latency, LARGE / seconds / 1e9, intact, peers, pinned)
+
+
+def _allocate(device: torch.device, pinned: bool | None) -> torch.Tensor:
+    pin = bool(pinned) and device == CPU
+    return torch.empty(LARGE // 4, dtype=torch.int32, device=device, pin_memory=pin)
+
+
+def _memory_row(link: Link) -> Row:
+    result = f"workers on one CPU hand tensors over without a copy; its memory copies {link}"
+    if link.intact:
+        return Row("links of cpu", Verdict.OK, result, {"links": [link.figures()]})
+    return Row("links of cpu", Verdict.PROBLEM, result, {"links": [link.figures()]}, _changed([link]))
+
+
+def judge_host_links(device: torch.device, links: Sequence[Link]) -> Row:
+    name, figures = f"host and {device}", {"links": [link.figures() for link in links]}
+    result = "; ".join(
+        f"{'to' if link.source == CPU else 'from'} it {'pinned' if link.pinned else 'pageable'} {link}"
+        for link in links
+    )
+    if not all(link.intact for link in links):
+        return Row(name, Verdict.PROBLEM, result, figures, _changed(links))
+    if min(link.gb_per_second for link in links if link.pinned) < SLOW_HOST_LINK:
+        to_do = (
+            f"pinned copies below {SLOW_HOST_LINK:g} GB/s: check the slot's PCIe generation and lanes "
+            "(NVIDIA: nvidia-smi -q -d PCIE), and that no other process uses the link"
+        )
+        return Row(name, Verdict.NOTE, result, figures, to_do)
+    return Row(name, Verdict.OK, result, figures)
+
+
+def judge_pairs(
+    source: torch.device, links: Sequence[Link], host_gb_per_second: Mapping[torch.device, float]
+) -> Row:
+    """host_gb_per_second: by device, the slower direction of its link with pinned memory."""
+    verdicts, results = [], []
+    for link in links:
+        through_host = SLOW_SHARE * min(host_gb_per_second[end] for end in (source, link.destination))
+        slow = link.peer_access is False or link.gb_per_second < through_host
+        verdicts.append(Verdict.PROBLEM if not link.intact else Verdict.NOTE if slow else Verdict.OK)
+        without = " without peer access" if link.peer_access is False else ""
+        results.append(f"to {link.destination} {link}{without}")
+    verdict = worst(verdicts)
+    cures = {
+        Verdict.PROBLEM: _changed(links),
+        Verdict.NOTE: (
+            "copies seem to go through the host: see which devices share a switch or NVLink (nvidia-smi topo -m), "
+            "order devices=[...] so that neighbors do, and check that PCIe access control (ACS) is off"
+        ),
+    }
+    figures = {"links": [link.figures() for link in links]}
+    return Row(f"links from {source}", verdict, "; ".join(results), figures, cures.get(verdict, ""))
+
+
+def _changed(links: Sequence[Link]) -> str:
+    broken = ", ".join(f"{link.source} to {link.destination}" for link in links if not link.intact)
+    return (
+        f"copies from {broken} arrive changed, and training would be wrong: turn the IOMMU or PCIe access control off, "
+        "update the driver, or leave one of the devices out of devices=[...]"
+    )

@@ -1,0 +1,73 @@
+"""The small model that the checks train: convolution, norms, dropout, attention and linear layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, SIZE, CLASSES = 16, 8, 10
+"""Of the tokens, of the images, and of the output."""
+
+
+def small_model(blocks: int, *, dropout: float) -> nn.Sequential:
+    """At least 7 layers; the values of its parameters are always the same."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, WIDTH, 3, padding=1),
+        nn.BatchNorm2d(WIDTH),
+        nn.ReLU(inplace=True),
+        _Tokens(),
+        *(_Attention(dropout) if block % 2 == 0 else _FeedForward(dropout) for block in range(blocks)),
+        _Mean(),
+        nn.Linear(WIDTH, CLASSES),
+    ]
+    model = nn.Sequential(*layers)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+def small_batch(samples: int) -> tuple[Tensor, Tensor]:
+    """Images and their classes, always the same."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(samples, 3, SIZE, SIZE, generator=generator)
+    return images, torch.randint(CLASSES, (samples,), generator=generator)
+
+
+class _Tokens(nn.Module):
+    def forward(self, image: Tensor) -> Tensor:
+        return image.flatten(2).transpose(1, 2)
+
+
+class _Attention(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, num_heads=2, dropout=dropout, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        normed = self.norm(tokens)
+        attended: Tensor = self.attention(normed, normed, normed, need_weights=False)[0]
+        return tokens + attended
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        transformed: Tensor = self.layers(tokens)
+        return tokens + transformed
+
+
+class _Mean(nn.Module):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens.mean(dim=1)

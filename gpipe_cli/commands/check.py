@@ -1,0 +1,124 @@
+"""gpipe check: test this machine, with a verdict and what to do in each row, ready to paste into an issue.
+
+Writes check.json, env.json and report.html to a directory of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gpipe_cli.accelerator.devices import default_partitions, resolve_devices
+from gpipe_cli.arguments import Invocation
+from gpipe_cli.check.bits import check_bits
+from gpipe_cli.check.device_list import check_devices
+from gpipe_cli.check.links import check_links
+from gpipe_cli.check.memory_counters import check_counters
+from gpipe_cli.check.overlap import check_overlap
+from gpipe_cli.check.races import check_races
+from gpipe_cli.check.ranks import check_ranks
+from gpipe_cli.check.row import Check, Machine, Row, Verdict, run_check, worst
+from gpipe_cli.check.speed import check_speed
+from gpipe_cli.errors import ConfigError, GpipeError, or_list
+from gpipe_cli.report.check_rows import print_check_rows
+from gpipe_cli.report.environment import environment
+from gpipe_cli.report.output import print_status
+from gpipe_cli.report.page.document import PAGE
+from gpipe_cli.report.tables import print_facts
+from gpipe_cli.run.summary import write_report
+from gpipe_cli.training.run_directory import check_run_dir, make_run_directory, write_json
+
+CHECKS: dict[str, Check] = {
+    "devices": check_devices,
+    "memory counters": check_counters,
+    "links": check_links,
+    "bits": check_bits,
+    "stream races": check_races,
+    "overlap": check_overlap,
+    "speed-up": check_speed,
+    "ranks": check_ranks,
+}
+"""In this order: a row explains those below it."""
+KEYS = ("devices", "run_dir")
+MOST_DEVICES = 1024
+
+
+def run(invocation: Invocation) -> None:
+    keys = _parse(invocation.words)
+    devices = _parse_devices(keys.get("devices", "auto"))
+    machine = Machine.of(resolve_devices(devices, default_partitions(devices)))
+    check_run_dir(keys.get("run_dir"), None)
+
+    began = time.monotonic()
+    rows: list[Row] = []
+    for name, check in CHECKS.items():
+        print_status(f"checking {name}")
+        rows += run_check(name, check, machine, debug=invocation.debug)
+    summary: dict[str, Any] = {
+        "verdict": str(worst(row.verdict for row in rows)),
+        "devices": [str(device) for device in machine.workers],
+        "rows": [row.facts() for row in rows],
+        "seconds": time.monotonic() - began,
+        "command": shlex.join(["gpipe", "check", *invocation.words]),
+    }
+
+    directory = make_run_directory(keys.get("run_dir"), "check", machine.workers[0].type, None)
+    facts = environment()
+    write_json(directory / "env.json", facts)
+    write_json(directory / "check.json", summary)
+    write_report(directory)
+    if invocation.json:
+        sys.stdout.write(f"{json.dumps({**summary, 'environment': facts, 'run_dir': str(directory)})}\n")
+    else:
+        _print(summary, facts, directory)
+    _raise_problems(rows)
+
+
+def _parse(words: Sequence[str]) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key not in KEYS:
+            raise ConfigError(f"unknown key '{key}'; {or_list(key, KEYS)}")
+        if not equals or not value:
+            raise ConfigError(f"{key}: give {key}=<{'devices' if key == 'devices' else 'directory'}>")
+        given[key] = value
+    return given
+
+
+def _parse_devices(text: str) -> str | int | list[str | int]:
+    """The value of `devices` as the other commands take it."""
+    if text == "auto":
+        return text
+    if text.isdecimal() and 1 <= int(text) <= MOST_DEVICES:
+        return int(text)
+    names = [name.strip(" '\"") for name in text[1:-1].split(",")]
+    if (text[0], text[-1]) != ("[", "]") or not all(names) or len(names) > MOST_DEVICES:
+        raise ConfigError(
+            f"devices={text}: must be auto, a number of devices from 1 to {MOST_DEVICES}, or a list such as [cpu,cpu] "
+            "or [cuda:0,cuda:1]"
+        )
+    return [int(name) if name.isdecimal() else name for name in names]
+
+
+def _print(summary: dict[str, Any], facts: dict[str, Any], directory: Path) -> None:
+    print_check_rows(summary["rows"])
+    versions = {
+        name: facts[name] for name in ("gpipe", "torch", "python", "platform", "cuda", "rocm") if facts[name]
+    }
+    files = {"run_dir": str(directory), "report": str(directory / PAGE)}
+    print_facts("", {**versions, "seconds": summary["seconds"], **files})
+
+
+def _raise_problems(rows: Sequence[Row]) -> None:
+    problems = [row.name for row in rows if row.verdict is Verdict.PROBLEM]
+    if problems:
+        raise GpipeError(
+            f"{len(problems)} of {len(rows)} rows report a problem: {', '.join(problems)}; "
+            "each row says what to do"
+        )

@@ -1,0 +1,109 @@
+"""Checks that run in processes of their own: ranks, and the sanitizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpipe_cli.check import children, races, ranks
+from gpipe_cli.check.races import check_races, judge_races
+from gpipe_cli.check.ranks import check_ranks, judge_exchange
+from gpipe_cli.check.row import Machine, Verdict
+from gpipe_cli.errors import Interrupted, PeerError
+from gpipe_cli.launch.rank_group import RankGroup, RanksFailed
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+FIGURES = {"backend": "nccl", "intact": True, "all_reduce_ms": 0.31, "send_gb_per_second": 20.5}
+
+
+def living_children() -> list[str]:
+    """Of this process; a finished one that nobody has waited for yet counts too."""
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+
+def test_two_ranks_on_a_cpu_exchange_tensors_and_are_gone_afterwards(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    before = living_children()
+    (row,) = check_ranks(Machine.of([CPU]))
+    assert row.verdict is Verdict.OK, row
+    assert row.result.startswith("2 ranks with gloo: a sum takes ") and row.figures["intact"] is True
+    assert living_children() == before
+    assert capfd.readouterr().out == ""
+
+
+def failing(error: BaseException) -> Any:
+    def run(*arguments: object) -> Mapping[str, Any]:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(("devices", "nccl"), [([CPU], False), ([GPU, torch.device("cuda", 1)], True)])
+def test_a_rank_that_does_not_answer_is_a_problem_with_a_cure(
+    devices: Sequence[torch.device], nccl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "run_in_children", failing(PeerError("rank 1 (cuda:1): no answer")))
+    (row,) = check_ranks(Machine.of(devices))
+    assert (row.verdict, row.result) == (Verdict.PROBLEM, "rank 1 (cuda:1): no answer")
+    assert "engine=processes will fail" in row.to_do and ("NCCL_DEBUG=INFO" in row.to_do) == nccl
+
+
+def test_values_that_arrive_changed_are_a_problem() -> None:
+    assert judge_exchange(2, FIGURES).result == (
+        "2 ranks with nccl: a sum takes 0.3 ms for 16 MiB, a ring of sends 20.5 GB/s"
+    )
+    assert judge_exchange(2, {**FIGURES, "intact": False}).verdict is Verdict.PROBLEM
+
+
+def test_ctrl_c_while_children_run_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankGroup, "run", failing(RanksFailed(Interrupted("stopped at once"), None)))
+    with pytest.raises(KeyboardInterrupt):
+        children.run_in_children("ranks", [CPU])
+
+
+@pytest.mark.parametrize("check", [check_ranks, check_races])
+def test_a_system_without_supervision_skips_the_check(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (ranks, races):
+        monkeypatch.setattr(module, "can_start_children", lambda: False)
+    monkeypatch.setattr(races, "offers_sanitizer", lambda device: True)
+    (row,) = check(Machine.of([GPU, torch.device("cuda", 1)]))
+    assert row.verdict is Verdict.SKIPPED and "on Linux only" in row.result
+
+
+def test_one_accelerator_has_no_second_rank() -> None:
+    (row,) = check_ranks(Machine.of([GPU]))
+    assert (row.verdict, row.result) == (Verdict.SKIPPED, "needs a second accelerator beside cuda:0")
+
+
+def test_the_sanitizer_is_for_cuda_only() -> None:
+    (row,) = check_races(Machine.of([CPU]))
+    assert row.verdict is Verdict.SKIPPED and "CUDA devices only, not for cpu" in row.result
+
+
+@pytest.mark.parametrize(
+    ("finds", "found", "verdict", "result"),
+    [
+        (True, [], Verdict.OK, "reports none in copies and in a pipeline"),
+        (True, ["Access by stream 1"], Verdict.PROBLEM, "reports 1 on cuda:0: Access by stream 1"),
+        (False, [], Verdict.NOTE, "its silence proves nothing"),
+    ],
+)
+def test_the_report_of_the_sanitizer_is_judged(
+    finds: bool, found: list[str], verdict: Verdict, result: str
+) -> None:
+    row = judge_races(GPU, {"finds_deliberate_race": finds, "races": found})
+    assert row.verdict is verdict and result in row.result and bool(row.to_do) == (verdict is not Verdict.OK)
+
+
+@pytest.mark.slow
+def test_children_that_hang_are_ended_and_named() -> None:
+    before = living_children()
+    with pytest.raises(PeerError, match=r"rank 0 \(cpu\).*within step_timeout=0.01 seconds"):
+        children.run_in_children("ranks", [CPU, CPU], timeout=0.01)
+    assert living_children() == before
