@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -71,3 +72,14 @@ class Listing(nn.Module):
 
 def returns_a_list(num_classes: int = 10) -> nn.Module:
     return Listing(num_classes)
+
+
+class Scatter(nn.Module):
+    """torch has no deterministic kernel for `put_`, not even on the CPU."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.clone().put_(torch.tensor([0]), torch.ones(1))
+
+
+def has_no_deterministic_kernel(num_classes: int = 10) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, num_classes), Scatter())

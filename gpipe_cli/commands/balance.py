@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.balance.solver import sums
 from gpipe_cli.config.schema import BalanceConfig
 from gpipe_cli.errors import ConfigError
@@ -18,6 +19,11 @@ from gpipe_cli.run.training_step import make_memory, make_sample, sample_must_fi
 
 
 def run(settings: BalanceConfig, job: Job) -> Summary:
+    with deterministic_algorithms(enabled=settings.deterministic):
+        return _balance(settings, job)
+
+
+def _balance(settings: BalanceConfig, job: Job) -> Summary:
     parts = build_parts(settings, job.overrides, storage=measures_layers(settings))
     balanced = parts.partitioning.balanced
     memory = _memory(settings, parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.config.compose import settings_of
 from gpipe_cli.config.schema import EvalConfig
 from gpipe_cli.distributed.world import World
@@ -48,7 +49,7 @@ def run(settings: EvalConfig, job: Job) -> Summary:
     settings = _with_saved_settings(settings, job)
     snapshot = _select_snapshot(settings)
     settings = settings_for_rank(settings, job)
-    with connect(settings, job) as world:
+    with deterministic_algorithms(enabled=settings.deterministic), connect(settings, job) as world:
         summary = _evaluate(settings, job, snapshot, world)
     if job.shows_result and is_main_process() and not job.dry_run:
         print_facts("", summary)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.accelerator.devices import available_cores
 from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import PlanConfig
@@ -36,6 +37,11 @@ LARGEST_PICTURE = 16
 
 
 def run(settings: PlanConfig, job: Job) -> Summary:
+    with deterministic_algorithms(enabled=settings.deterministic):
+        return _plan(settings, job)
+
+
+def _plan(settings: PlanConfig, job: Job) -> Summary:
     if job.dry_run:
         raise ConfigError("--dry-run: gpipe plan changes nothing and writes nothing; leave it out")
     if sets_key(job.overrides, "balance"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.balance.time import partition_costs
 from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.errors import ConfigError
@@ -34,6 +35,11 @@ TABLES = ("layers", "timeline")
 
 
 def run(settings: ProfileConfig, job: Job) -> Summary:
+    with deterministic_algorithms(enabled=settings.deterministic):
+        return _profile(settings, job)
+
+
+def _profile(settings: ProfileConfig, job: Job) -> Summary:
     check_run_dir(settings.run_dir, job.number)
     parts = build_parts(settings, job.overrides, storage=settings.measure and not job.dry_run)
     parts = partition_for_timeline(settings, parts)

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
+from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
@@ -63,6 +64,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
         if resumed is None and is_main_process():
             check_run_dir(settings.run_dir, job.number)
         settings = replace(settings, resume=None) if resumed is None else resumed.settings
+        cleanup.enter_context(deterministic_algorithms(enabled=settings.deterministic))
         if settings.plan.auto:
             settings, job = with_best_plan(settings, job)
         settings = settings_for_rank(settings, job)

@@ -76,6 +76,8 @@ class ModelConfig:
     """Number of partitions; null: one per device, 2 on a CPU."""
     threads: Any = "auto"
     """Intra-op threads per worker; auto: 1 where several partitions share the CPU, else all cores."""
+    deterministic: bool = False
+    """Same bits on every run, on GPUs too: deterministic kernels, no TF32, no kernel choice by benchmark; slower."""
     batch_size: int = 64
     """Samples per mini-batch."""
     allow: list[str] = field(default_factory=list)

@@ -141,6 +141,7 @@ def fingerprint(module: nn.Sequential, sample: Sample) -> dict[str, Any]:
         if is_accelerator(device)
         else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
         "autocast": str(torch.get_autocast_dtype(device.type))
         if torch.is_autocast_enabled(device.type)
         else None,

@@ -174,4 +174,6 @@ def _changes(saved: DictConfig, tree: DictConfig) -> list[str]:
 
 
 def _yaml_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     return "null" if value is None else str(value)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpipe_cli.accelerator.determinism import report_nondeterministic_operator
 from gpipe_cli.accelerator.devices import available_cores
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.size import TrainedBytes, memory_objective
@@ -71,7 +72,8 @@ def make_loss(settings: ModelConfig) -> LossFunction:
 def sample_must_fit(sample: Sample) -> Iterator[None]:
     """Report what torch raises over a sample of the wrong shape as an error in the settings, not in a layer."""
     try:
-        yield
+        with report_nondeterministic_operator():
+            yield
     except RuntimeError as error:
         shapes = " ".join("x".join(map(str, tensor.shape)) for tensor in tensors_of(sample.input))
         raise ConfigError(
