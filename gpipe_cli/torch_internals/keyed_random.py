@@ -4,10 +4,14 @@ torch's dispatcher has a key above autograd and autocast that no tensor carries 
 itself: TESTING_ONLY_GenericMode. Every random operator gets a kernel for that key which passes the thread's generator
 on; every other operator falls through the key at no cost. A TorchDispatchMode would not do: below it, autocast no
 longer reaches composite kernels, and every operator would pay for it.
+
+Fused kernels of accelerators (attention, dropout) take no generator and draw from the default one of their device. It
+gets the state of the thread's generator for the time of the call, so the fast kernels stay in use.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -39,6 +43,8 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_default_locks: dict[torch.device, threading.Lock] = {}
+"""Held while the default generator of a device has the state of a key."""
 _NO_SOURCE = object()
 BACKWARD = object()
 
@@ -54,6 +60,7 @@ class KeyedRandom:
     """
 
     __slots__ = (
+        "_default_on",
         "_generators",
         "_outer",
         "_seed_of",
@@ -71,6 +78,7 @@ class KeyedRandom:
         self._generators: dict[torch.device, torch.Generator] = {}
         self._seeded: set[torch.device] = set()
         self._seeded_for: Any = _NO_SOURCE
+        self._default_on: torch.device | None = None
 
     def __reduce__(self) -> tuple[type[KeyedRandom], tuple[Callable[..., Any], ...]]:
         # Generators are created when needed and seeded before use: there is nothing to copy.
@@ -104,6 +112,28 @@ class KeyedRandom:
             generator.manual_seed(self._seed_of(source))
             self._seeded.add(device)
         return generator
+
+    @contextlib.contextmanager
+    def as_default(self, device: torch.device) -> Iterator[None]:
+        """Inside, the default generator of an accelerator draws what the running source's generator would."""
+        generator = self.generator(device)
+        module = torch.get_device_module(device)
+        # The state of a generator is in host memory, and a kernel gets its part of it when it is queued: nothing here
+        # waits for the device. Only workers on one device wait for each other.
+        with _default_locks.setdefault(device, threading.Lock()):
+            outside = module.get_rng_state(device)
+            module.set_rng_state(generator.get_state(), device)
+            self._default_on = device
+            try:
+                yield
+            finally:
+                self._default_on = None
+                generator.set_state(module.get_rng_state(device))
+                module.set_rng_state(outside, device)
+
+    def is_default(self, device: torch.device) -> bool:
+        """Whether the thread is inside `as_default`: a kernel may call other random operators."""
+        return self._default_on == device
 
     def owns(self, generator: Any) -> bool:
         """Whether `generator` is keyed already: one random operator may be made of another."""
@@ -163,6 +193,8 @@ def _random_operators() -> Iterator[OpOverload]:
         op: OpOverload | None = getattr(packet, overload or "default", None)
         if op is None or torch.Tag.nondeterministic_seeded not in op.tags or op in _DRAW_NOTHING:
             continue
+        if any("seed" in argument.name for argument in op._schema.arguments):
+            continue  # such as the backward of fused attention, which gets the seed of its forward
         if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
             yield op
 
@@ -181,10 +213,12 @@ def _traces() -> bool:
 
 
 def _kernel(op: OpOverload) -> Kernel:
-    if op is torch.ops.aten.native_dropout.default:
-        return _native_dropout
     target = _with_generator(op)
-    return functools.partial(_unkeyed, op) if target is None else functools.partial(_keyed, op, target)
+    if target is not None:
+        return functools.partial(_keyed, op, target)
+    if "dropout_state" in [argument.name for argument in op._schema.arguments]:
+        return functools.partial(_recurrent, op)
+    return functools.partial(_keyed_by_default, op)
 
 
 def _with_generator(op: OpOverload) -> OpOverload | None:
@@ -212,33 +246,67 @@ def _keyed(
         if not random.owns(named["generator"]):
             random.report("a torch.Generator of its own")
         return op.redispatch(below, *args, **kwargs)
-    named["generator"] = random.generator(_device_of(named))
+    device = _device_of(named)
+    if random.is_default(device):
+        return op.redispatch(below, *args, **kwargs)
+    named["generator"] = random.generator(device)
     return target.redispatch(below, **named) if target is op else target(**named)
 
 
-def _unkeyed(
+def _keyed_by_default(
     op: OpOverload, random: KeyedRandom, below: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    # What equals its default is left out of a dispatched call.
-    defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
-    named = defaults | _named_arguments(op, args, kwargs)
-    # Attention and recurrent kernels carry the tag for their dropout; without it they draw nothing.
-    if named.get("dropout_p", named.get("dropout")) != 0 and named.get("train") is not False:
-        random.report(f"the operator {op}, which takes no generator")
+    named = _named_arguments(op, args, kwargs)
+    device = _device_of(named)
+    if not _draws(op, named) or random.is_default(device):
+        return op.redispatch(below, *args, **kwargs)
+    if device.type != "cpu":
+        with random.as_default(device):
+            return op.redispatch(below, *args, **kwargs)
+    # All workers share the CPU and its default generator, so they would wait for each other.
+    if op is torch.ops.aten.native_dropout.default:
+        return _native_dropout(random, named["input"], named["p"])
+    random.report(f"the operator {op}, which takes no generator")
     return op.redispatch(below, *args, **kwargs)
 
 
-def _native_dropout(random: KeyedRandom, below: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The fused dropout takes no generator: the same function from operators that do."""
-    op = torch.ops.aten.native_dropout.default
-    named = _named_arguments(op, args, kwargs)
-    input, probability, train = named["input"], named["p"], named.get("train")
-    if train is False or probability == 0:
-        return op.redispatch(below, *args, **kwargs)
+def _native_dropout(random: KeyedRandom, input: Tensor, probability: float) -> tuple[Tensor, Tensor]:
+    """The fused dropout as operators that take a generator."""
     mask = torch.empty_like(input, dtype=torch.bool)
     mask.bernoulli_(1 - probability, generator=random.generator(input.device))
     scale = 0.0 if probability == 1 else 1 / (1 - probability)
     return input * mask * scale, mask
+
+
+def _recurrent(
+    op: OpOverload, random: KeyedRandom, below: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """cuDNN draws from a state that torch keeps from call to call: give it one of the source's own."""
+    named = _named_arguments(op, args, kwargs)
+    if not _draws(op, named):
+        return op.redispatch(below, *args, **kwargs)
+    if op is not torch.ops.aten._cudnn_rnn.default:
+        random.report(f"the operator {op}, which takes no generator")
+        return op.redispatch(below, *args, **kwargs)
+    # Drawn on the CPU: the host needs the number, and must not wait for the device.
+    seed = torch.empty((), dtype=torch.int64).random_(generator=random.generator(torch.device("cpu")))
+    named["dropout_state"] = torch.ops.aten._cudnn_init_dropout_state(
+        named["dropout"], True, int(seed), dtype=torch.uint8, device=_device_of(named)
+    )
+    return op.redispatch(below, **named)
+
+
+def _draws(op: OpOverload, named: dict[str, Any]) -> bool:
+    """Attention and recurrent kernels count as random for their dropout; without it they draw nothing."""
+    # What equals its default is left out of a dispatched call.
+    defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
+    values = defaults | named
+    probability = next(values[name] for name in PROBABILITIES if name in values)
+    return probability != 0 and values.get("train") is not False
+
+
+PROBABILITIES = ("dropout_p", "dropout", "p")
+"""What operators without a generator call the probability of their dropout."""
 
 
 def _named_arguments(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

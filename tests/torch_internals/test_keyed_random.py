@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.torch_internals.keyed_random import (
     BACKWARD,
+    PROBABILITIES,
     KeyedRandom,
     UnkeyedRandomError,
     _random_operators,
@@ -184,7 +185,7 @@ def test_every_operator_that_draws_is_keyed_or_says_whether_it_would_draw() -> N
         name
         for name, op in operators.items()
         if _with_generator(op) is None
-        and not {"dropout_p", "dropout", "train"} & {argument.name for argument in op._schema.arguments}
+        and not set(PROBABILITIES) & {argument.name for argument in op._schema.arguments}
     }
     assert silent == set()
 
@@ -327,3 +328,43 @@ def test_a_compiled_layer_draws_under_its_key_without_being_compiled_anew() -> N
 
     compiled = losses()
     assert compiled[0] == compiled[2] != compiled[1]
+
+
+@pytest.fixture
+def fake_cudnn() -> Iterator[list[int]]:
+    """cuDNN's kernels for tensors of the CPU; the list receives the seeds of the dropout states they draw from."""
+    seeds: list[int] = []
+
+    def init_dropout_state(dropout: float, train: bool, dropout_seed: int, **options: Any) -> Tensor:
+        return torch.tensor([dropout_seed])
+
+    def rnn(input: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        state = arguments[-1]
+        if state is not None:
+            seeds.append(int(state))
+        return (input.clone(), *(torch.empty(0) for _ in range(4)))
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_cudnn_init_dropout_state", init_dropout_state, "CPU")
+        library.impl("_cudnn_rnn", rnn, "CPU")
+        yield seeds
+
+
+def test_recurrent_layers_of_cudnn_draw_from_a_state_of_the_key(fake_cudnn: list[int]) -> None:
+    """cuDNN keeps its state from call to call, so recompute and other splits drew other masks."""
+
+    def call(dropout: float) -> None:
+        input = torch.ones(2, 2)
+        torch.ops.aten._cudnn_rnn(
+            input, [], 4, None, input, None, 2, 2, 0, 2, False, dropout, True, False, [], None
+        )
+
+    for seed in (1, 1, 2):
+        with keyed(seed):
+            call(0.5)
+            call(0.5)
+            call(0.0)
+    first, second = fake_cudnn[:2]
+    assert first != second
+    assert fake_cudnn[2:4] == [first, second]
+    assert len({*fake_cudnn}) == 4
