@@ -66,7 +66,7 @@ def check_bits(machine: Machine) -> Iterator[Row]:
 
 def run_alone(device: torch.device, model: nn.Sequential) -> Results:
     """One step without a pipeline."""
-    return _step(PlainPipe(model.to(device), chunks=CHUNKS), device, device)
+    return _step(PlainPipe(model.to(device), chunks=CHUNKS, device=device))
 
 
 def _run_pipelined(workers: Sequence[torch.device], blocks: int, schedule: str, checkpoint: str) -> Results:
@@ -82,12 +82,12 @@ def _run_pipelined(workers: Sequence[torch.device], blocks: int, schedule: str, 
         schedule=schedule,
         step_timeout=STEP_TIMEOUT,
     ) as pipe:
-        return _step(pipe, workers[0], workers[-1])
+        return _step(pipe)
 
 
-def _step(pipe: ThreadedPipe, input_device: torch.device, output_device: torch.device) -> Results:
+def _step(pipe: ThreadedPipe) -> Results:
     images, classes = small_batch(SAMPLES)
-    loss = pipe.step(images.to(input_device), classes.to(output_device), cross_entropy, key=KEY)
+    loss = pipe.step(images.to(pipe.devices[0]), classes.to(pipe.output_device), cross_entropy, key=KEY)
     gradients = {f"gradient of {name}": parameter.grad for name, parameter in pipe.named_parameters()}
     buffers = {f"buffer {name}": buffer for name, buffer in pipe.named_buffers()}
     results = {"loss": loss, **gradients, **buffers}
@@ -124,7 +124,7 @@ def judge_schedule(
         },
     }
     if not differing:
-        result = f"loss, gradients and buffers equal to one {first.type} in checkpoint={', '.join(MODES)}"
+        result = f"loss, gradients and buffers equal to {first} alone in checkpoint={', '.join(MODES)}"
         return Row(name, Verdict.OK, result, figures)
     mode, found = next(iter(differing.items()))
     result = f"checkpoint={', '.join(differing)}: {len(found)} of {len(expected)} tensors differ from {first}"

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from gpipe_cli.accelerator.devices import available_cores
-from gpipe_cli.accelerator.streams import current_stream
+from gpipe_cli.accelerator.streams import SideStream, has_side_streams, record_event
 from gpipe_cli.check.row import Machine, Row, Verdict
 from gpipe_cli.check.timing import median_seconds
 from gpipe_cli.check.workload import square_product
@@ -25,7 +25,10 @@ LEAST_OVERLAP = 0.5
 
 def check_overlap(machine: Machine) -> Iterator[Row]:
     for device in machine.accelerators:
-        yield judge_copies(device, *time_copy_and_compute(device))
+        if has_side_streams(device):
+            yield judge_copies(device, *time_copy_and_compute(device))
+        else:
+            yield Row(f"overlap on {device}", Verdict.SKIPPED, "torch offers one stream for this device")
     if not machine.accelerators:
         yield _threads_row()
 
@@ -40,11 +43,10 @@ def time_copy_and_compute(device: torch.device) -> tuple[float, float, float]:
     product = square_product(device)
     source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
     destination = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
-    stream = torch.Stream(device)
-    stream.wait_stream(current_stream(device))
+    stream, filled = SideStream(device), record_event(device)
 
     def copy() -> None:
-        with stream:
+        with stream.entered(filled):
             destination.copy_(source, non_blocking=True)
 
     copying, computing = (median_seconds(work, [device]) for work in (copy, product))

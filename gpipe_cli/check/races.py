@@ -69,7 +69,7 @@ def _race(device: torch.device) -> None:
 def _copy_and_train(device: torch.device) -> None:
     images, classes = (_copied(tensor, device) for tensor in small_batch(samples=16))
     model = small_model(blocks=4, dropout=0.1)
-    with GPipe(model, [5, 5], devices=[device, device], chunks=4, schedule="1f1b") as pipe:
+    with GPipe(model, [6, 6], devices=[device, device], chunks=4, schedule="1f1b") as pipe:
         loss = pipe.step(images, classes, cross_entropy, key=1)
     _copied(loss, torch.device("cpu"))
 

@@ -31,10 +31,21 @@ def check_ranks(machine: Machine) -> Iterator[Row]:
         yield Row(NAME, Verdict.SKIPPED, "gpipe starts its ranks on Linux only")
     elif len(devices) == 1:
         yield Row(NAME, Verdict.SKIPPED, f"needs a second accelerator beside {devices[0]}")
-    elif not distributed.is_available():
-        yield Row(NAME, Verdict.SKIPPED, "this build of torch has no torch.distributed")
+    elif (backend := missing_backend(devices[0])) is not None:
+        to_do = (
+            "engine=threads does not need it; for engine=processes install a build of torch for this device"
+        )
+        yield Row(NAME, Verdict.NOTE, f"this build of torch has no {backend}", to_do=to_do)
     else:
         yield _exchange(devices)
+
+
+def missing_backend(device: torch.device) -> str | None:
+    """What ranks on this device would need and torch does not have."""
+    if not distributed.is_available():
+        return "torch.distributed"
+    backend = distributed.get_default_backend_for_device(device)
+    return None if distributed.is_backend_available(backend) else backend
 
 
 def _exchange(devices: Sequence[torch.device]) -> Row:

@@ -1,4 +1,4 @@
-"""The small model that the checks train: convolution, norms, dropout, attention and linear layers."""
+"""The small model that the checks train: convolution, norms, dropout, attention and linear layers, two of them tied."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ WIDTH, SIZE, CLASSES = 16, 8, 10
 
 
 def small_model(blocks: int, *, dropout: float) -> nn.Sequential:
-    """At least 7 layers; the values of its parameters are always the same."""
+    """8 layers and the blocks, with one parameter tied; the values of its parameters are always the same."""
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    # In the first and in a last partition, as the embedding of a language model.
+    second.weight = first.weight
     layers: list[nn.Module] = [
         nn.Conv2d(3, WIDTH, 3, padding=1),
         nn.BatchNorm2d(WIDTH),
         nn.ReLU(inplace=True),
         _Tokens(),
+        first,
         *(_Attention(dropout) if block % 2 == 0 else _FeedForward(dropout) for block in range(blocks)),
         _Mean(),
+        second,
         nn.Linear(WIDTH, CLASSES),
     ]
     model = nn.Sequential(*layers)

@@ -42,7 +42,7 @@ def time_both(devices: Sequence[torch.device]) -> tuple[float, float]:
     torch.set_num_threads(1)
     try:
         width = suitable_width(devices[0])
-        alone = PlainPipe(heavy_model(width, LAYERS).to(devices[0]), chunks=CHUNKS)
+        alone = PlainPipe(heavy_model(width, LAYERS).to(devices[0]), chunks=CHUNKS, device=devices[0])
         seconds_alone = _step_seconds(alone, devices[:1], width)
         del alone  # its memory is not needed any more
         with GPipe(
