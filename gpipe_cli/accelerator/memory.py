@@ -1,21 +1,31 @@
-"""Report memory that ran out as a ResourceError: how much was asked for, while doing what, and what to try.
+"""Report memory that ran out as a ResourceError: on which device, how much was asked for and is free, what to try.
 
-torch raises its own class for CUDA, but a bare RuntimeError for the CPU, which only its text identifies. The system
-raises an OSError, or an ImportError while loading a library. Imports no torch, whose own import may be what fails.
+torch raises its own class for accelerators, but a bare RuntimeError for the CPU, which only its text identifies. The
+system raises an OSError, or an ImportError while loading a library. Imports torch only for errors of torch: its own
+import may be what fails.
 """
 
 from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from gpipe_cli.errors import ResourceError
+from gpipe_cli.values import format_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 STEP_CURE = "try more chunks, checkpoint=always, balance=size or more devices"
+EVAL_CURE = "try more eval_chunks or a smaller batch_size"
 CPU_ERROR = re.compile(r"DefaultCPUAllocator: .*?memory: you tried to allocate (\d+) bytes")
-CUDA_ERROR = re.compile(r"Tried to allocate ([\d.]+ \w+)")
+REQUEST = re.compile(r"Tried to allocate ([\d.]+) ?(\w+)")
+DRIVER_ERROR = re.compile(r"MPS backend out of memory|\b(?:CUDA|HIP|XPU|NPU) error: out of memory")
+INDEX = re.compile(r"\b[GNX]PU (\d+)\b")
+"""How the messages of CUDA, ROCm, XPU and NPU name the device."""
 OTHER_ERRORS = (
     "Cannot allocate memory",
     "failed to map segment",
@@ -27,18 +37,68 @@ OTHER_ERRORS = (
 
 
 @contextmanager
-def report_out_of_memory(doing: str = "", cure: str = STEP_CURE) -> Iterator[None]:
-    """Turn a failed allocation inside into a ResourceError with the notes of the original error."""
+def report_out_of_memory(
+    doing: str = "", cure: str = STEP_CURE, partitions: Sequence[torch.device] = ()
+) -> Iterator[None]:
+    """Turn a failed allocation inside into a ResourceError with the notes of the original error.
+
+    partitions: the device of each, to name those on the device that is full.
+    """
     try:
         yield
     except (MemoryError, RuntimeError, OSError, ImportError) as error:
         request = _failed_request(error)
         if request is None:
             raise
-        out_of_memory = ResourceError(f"out of memory{doing and f' while {doing}'}{request}; {cure}")
-        for note in getattr(error, "__notes__", ()):
+        notes = getattr(error, "__notes__", ())
+        place = _place(error, notes, partitions)
+        out_of_memory = ResourceError(f"out of memory{doing and f' while {doing}'}{place}{request}; {cure}")
+        for note in notes:
             out_of_memory.add_note(note)
         raise out_of_memory from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return _failed_request(error) is not None
+
+
+def memory_of(device: torch.device) -> str:
+    """`cuda:1 (0.5GiB of 16GiB free)`; only the name where the device does not tell."""
+    from gpipe_cli.accelerator.device_facts import free_and_total_bytes
+
+    facts = free_and_total_bytes(device)
+    return (
+        str(device)
+        if facts is None
+        else f"{device} ({format_bytes(facts[0])} of {format_bytes(facts[1])} free)"
+    )
+
+
+def _place(error: BaseException, notes: Sequence[str], partitions: Sequence[torch.device]) -> str:
+    """` on cuda:1 (0.5GiB of 16GiB free), which holds partition 1`; empty if a note names the device already."""
+    device = _full_device(error) if _is_of_accelerator(error) else None
+    if device is None or any(str(device) in note for note in notes):
+        return ""
+    own = [str(index) for index, each in enumerate(partitions) if each == device]
+    holds = f", which holds partition{'s' if len(own) > 1 else ''} {', '.join(own)}" if own else ""
+    return f" on {memory_of(device)}{holds}"
+
+
+def _full_device(error: BaseException) -> torch.device | None:
+    """The device that the message names, or the only one there is."""
+    from gpipe_cli.accelerator.devices import accelerators
+
+    devices = accelerators()
+    if match := INDEX.search(str(error)):
+        return next((device for device in devices if device.index == int(match[1])), None)
+    return devices[0] if len(devices) == 1 else None
+
+
+def _is_of_accelerator(error: BaseException) -> bool:
+    # torch's own class, or the driver's error: of pinned memory, or outside of torch's allocator.
+    return type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError) and DRIVER_ERROR.search(str(error)) is not None
+    )
 
 
 def _failed_request(error: BaseException) -> str | None:
@@ -47,9 +107,10 @@ def _failed_request(error: BaseException) -> str | None:
         return ""
     if isinstance(error, OSError):
         return "" if error.errno == errno.ENOMEM else None
-    if match := CPU_ERROR.search(str(error)):
+    text = str(error)
+    if match := CPU_ERROR.search(text):
         return f": cannot allocate {int(match[1]):,} bytes"
-    if type(error).__name__ == "OutOfMemoryError":  # torch's own
-        match = CUDA_ERROR.search(str(error))
-        return f": cannot allocate {match[1]}" if match else ""
-    return next((f": {text}" for text in OTHER_ERRORS if text in str(error)), None)
+    if _is_of_accelerator(error):
+        match = REQUEST.search(text)
+        return f": cannot allocate {match[1]} {match[2]}" if match else ""
+    return next((f": {known}" for known in OTHER_ERRORS if known in text), None)

@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
+from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
@@ -99,7 +100,8 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             )
             cleanup.callback(engine.close)
             warning = warning if traits_of_engine(settings).needs_processes else disk_check()
-            _restore(engine, resumed)
+            with report_out_of_memory("loading the snapshot", traits_of_engine(settings).build_memory_cure):
+                _restore(engine, resumed)
             # From here on a signal waits for the next step boundary: the run has a directory and a state to save.
             cleanup.enter_context(defer_signals())
             setup = set_up_run(settings, job, resumed, cleanup, world)

@@ -28,6 +28,10 @@ TRAITS = EngineTraits(
     has_partitions=False,
     has_timeline=True,
     one_checkpoint_mode=True,
+    step_memory_cure=(
+        "try more engine.slices or a smaller engine.memory, checkpoint=always, more chunks, or a smaller batch_size"
+    ),
+    build_memory_cure="try more engine.slices or a smaller engine.memory; engine.to=disk needs the least host memory",
     ignored_keys=frozenset({"balance", "partitions", "device_memory", "schedule", "data_parallel"}),
 )
 DEFAULT_SLICES = 8
@@ -50,7 +54,9 @@ def build(
         register_layer_logging_hooks(pipe.partitions)
     (device,) = spec.devices
     spec = replace(spec, balance=balance)
-    return OffloadEngine(pipe, spec, offloaded, input_device=device, output_device=device)
+    return OffloadEngine(
+        pipe, spec, offloaded, input_device=device, output_device=device, memory_cure=TRAITS.step_memory_cure
+    )
 
 
 @final

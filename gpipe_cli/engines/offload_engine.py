@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.accelerator.memory import is_out_of_memory
 from gpipe_cli.engines.pipe_engine import Pipe, PipeEngine, load_scaler
 from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts, TrainingObjective
 from gpipe_cli.engines.state import (
@@ -76,6 +77,7 @@ class OffloadEngine:
         *,
         input_device: torch.device,
         output_device: torch.device,
+        memory_cure: str,
     ) -> None:
         self.module = spec.module
         self._prefetchers = offloaded.prefetchers
@@ -92,6 +94,7 @@ class OffloadEngine:
             input_device=input_device,
             output_device=output_device,
             update=self._update,
+            memory_cure=memory_cure,
         )
 
     def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> StepFacts:
@@ -210,6 +213,8 @@ class OffloadEngine:
         try:
             self.module.load_state_dict({key: state.value(state.model[key]) for key in keys}, strict=False)
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             raise RunError(f"does not fit the model: {' '.join(str(error).split())}") from error
 
     def _load_optimizer(self, state: EngineState, group: Slice | ResidentParameters) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.accelerator.memory import report_out_of_memory
+from gpipe_cli.accelerator.memory import EVAL_CURE, STEP_CURE, report_out_of_memory
 from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.engines.collectives import Collectives, NonfiniteOutput, SingleProcess
 from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts, Utilization, Value
@@ -101,8 +101,11 @@ class PipeEngine:
         collectives: Collectives | None = None,
         update: GradientUpdate | None = None,
         meter: UtilizationMeter | None = None,
+        memory_cure: str = STEP_CURE,
     ) -> None:
-        """update: None makes one from the spec, and includes its optimizer in the engine's state."""
+        """update: None makes one from the spec, and includes its optimizer in the engine's state.
+        memory_cure: what to try if memory runs out in a training step.
+        """
         self.module = spec.module
         self._pipe = pipe
         # Only here, not in every step: an evaluation restores the mode of every module, and setting it again would
@@ -111,6 +114,10 @@ class PipeEngine:
         self._objective, self._balance, self._eval_chunks = spec.objective, spec.balance, spec.eval_chunks
         self._input_device, self._output_device = input_device, output_device
         self._devices = spec.devices
+        self._partition_devices = [
+            spec.devices[index % len(spec.devices)] for index in range(len(spec.balance))
+        ]
+        self._memory_cure = memory_cure
         self._collectives = collectives or SingleProcess()
         self._meter = meter
         # Stands in where a process has no parameters, because torch creates no optimizer without any.
@@ -126,6 +133,10 @@ class PipeEngine:
         )
 
     def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> StepFacts:
+        with self._reports_out_of_memory("", self._memory_cure):
+            return self._train_step(batch, key, lr, measure)
+
+    def _train_step(self, batch: Batch, key: int, lr: float, measure: bool) -> StepFacts:
         assert self._update is not None and self._training_loss is not None, (
             "an engine without an optimizer cannot train"
         )
@@ -142,7 +153,7 @@ class PipeEngine:
         own = None if sums is None else StepFacts(loss, len(target), sums)
         facts = self._collectives.facts(own, measured=measure)
         try:
-            with report_out_of_memory():
+            with self._reports_out_of_memory("updating the parameters", self._memory_cure):
                 update = self._update.apply(facts.loss, lr)
         except NumericError as error:
             # All ranks are here, since loss and norms are equal in all of them: the collectives below find their
@@ -157,7 +168,7 @@ class PipeEngine:
         return replace(facts, grad_norm=update.grad_norm, skipped=update.skipped, utilization=utilization)
 
     def _step(self, input: Value, target: Tensor, key: int) -> Tensor:
-        with self._autocast(), report_out_of_memory():
+        with self._autocast():
             return self._pipe.step(input, target, self._training_loss, key=key)
 
     def _nonfinite_notes(self, input: Value, target: Tensor, key: int) -> Iterator[str]:
@@ -182,8 +193,12 @@ class PipeEngine:
             yield f"all layers' outputs are finite; first gradient that is not: {gradient}"
 
     def eval_step(self, batch: Batch) -> StepFacts:
+        with self._reports_out_of_memory("evaluating", EVAL_CURE):
+            return self._eval_step(batch)
+
+    def _eval_step(self, batch: Batch) -> StepFacts:
         input, target = self._to_devices(batch)
-        with self._evaluating(), self._autocast(), report_out_of_memory():
+        with self._evaluating(), self._autocast():
             output = self._pipe(input)
             # A collective, so it is called by ranks without an output too.
             share = self._collectives.share_of(len(target))
@@ -210,6 +225,9 @@ class PipeEngine:
 
     def close(self) -> None:
         self._pipe.close()
+
+    def _reports_out_of_memory(self, doing: str, cure: str) -> AbstractContextManager[None]:
+        return report_out_of_memory(doing, cure, self._partition_devices)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

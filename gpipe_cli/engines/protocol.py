@@ -14,6 +14,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.accelerator.memory import STEP_CURE
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.transfers import Transfers
@@ -113,6 +114,12 @@ class EngineTraits:
     """Whether `gpipe profile timeline=true` can record its steps."""
     one_checkpoint_mode: bool = False
     """Whether `checkpoint` must be one mode for the whole model, not a list of modes per partition."""
+    step_memory_cure: str = STEP_CURE
+    """What to try if memory runs out in a training step."""
+    build_memory_cure: str = (
+        "try balance=size, more devices, or engine=offload (engine.to=disk if host memory is full)"
+    )
+    """What to try if the model does not fit on its devices."""
 
 
 def engine_traits(target: str) -> EngineTraits:

@@ -9,6 +9,8 @@ from gpipe_cli.pipeline.partitioning import move_to_devices
 
 TRAITS = EngineTraits(
     has_partitions=False,
+    step_memory_cure="try more chunks, a smaller batch_size, or engine=threads checkpoint=always on more devices",
+    build_memory_cure="try engine=threads on more devices, or engine=offload (engine.to=disk if host memory is full)",
     ignored_keys=frozenset(
         {
             "balance",
@@ -31,4 +33,6 @@ def build(spec: EngineSpec) -> Engine:
     pipe = PlainPipe(
         spec.module, chunks=spec.chunks, deferred_batch_norm=spec.deferred_batch_norm, device=device
     )
-    return PipeEngine(pipe, spec, input_device=device, output_device=device)
+    return PipeEngine(
+        pipe, spec, input_device=device, output_device=device, memory_cure=TRAITS.step_memory_cure
+    )

@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.accelerator.memory import is_out_of_memory
 from gpipe_cli.engines.state_check import check_numbers, check_parameter_state, check_tensors
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
@@ -66,6 +67,8 @@ def load_module(module: nn.Module, state: EngineState) -> None:
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
             module.load_state_dict(state.model)
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         raise RunError(f"does not fit the model: {' '.join(str(error).split())}") from error
     for name, buffer in _nonpersistent_buffers(module, module.state_dict()).items():
         buffer.copy_(state.buffers[name])

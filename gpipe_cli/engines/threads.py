@@ -30,7 +30,14 @@ def build(spec: EngineSpec, offload: str | None = None) -> Engine:
         register_layer_logging_hooks(pipe.partitions)
     input_device, output_device = pipe.devices[0], pipe.output_device
     if offloaded is not None:
-        return OffloadEngine(pipe, spec, offloaded, input_device=input_device, output_device=output_device)
+        return OffloadEngine(
+            pipe,
+            spec,
+            offloaded,
+            input_device=input_device,
+            output_device=output_device,
+            memory_cure=TRAITS.step_memory_cure,
+        )
     meter = UtilizationMeter(pipe) if spec.measure_utilization else None
     return PipeEngine(pipe, spec, input_device=input_device, output_device=output_device, meter=meter)
 

@@ -34,7 +34,7 @@ from gpipe_cli.run.components import (
     traits_of_engine,
 )
 from gpipe_cli.run.data import BatchLoader, make_loader
-from gpipe_cli.run.model import FEWER_PARAMETERS, build_without_storage, make_model
+from gpipe_cli.run.model import build_without_storage, make_model
 from gpipe_cli.run.training_step import (
     autocast_of,
     checkpoint_mode,
@@ -47,6 +47,9 @@ from gpipe_cli.run.training_step import (
 )
 from gpipe_cli.schedule import names, one_f_one_b, traits
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+
+
+MEASURE_CURE = "try more chunks, a smaller batch_size, or balance=size, which runs nothing"
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,9 @@ def build_parts(settings: ModelConfig, overrides: Sequence[str], *, storage: boo
     return RunParts(loader, model, partition_model(settings, model, loader))
 
 
-@report_out_of_memory("balancing the model")
+@report_out_of_memory(
+    "balancing the model", "try more chunks, a smaller batch_size, or balance=size, which runs nothing"
+)
 def partition_model(settings: ModelConfig, model: nn.Sequential, loader: BatchLoader) -> Partitioning:
     """Choose the devices of the partitions, and balance the layers between them."""
     if isinstance(settings, EngineConfig) and not traits_of_engine(settings).has_partitions:
@@ -167,7 +172,6 @@ def _balance(
     return Partitioning(balanced, devices, spec, memory, profiles.origin)
 
 
-@report_out_of_memory("building engine and optimizer", FEWER_PARAMETERS)
 def make_engine(settings: RunConfig, parts: RunParts, *, measure_utilization: bool = False) -> Engine:
     """Build the engine from what the settings say and from the parts of the run."""
     partitioning = parts.partitioning
@@ -189,7 +193,9 @@ def make_engine(settings: RunConfig, parts: RunParts, *, measure_utilization: bo
         make_sample=lambda: make_sample(settings, parts.loader),
         value_of=None if parts.built is None else parts.built.value_of,
     )
-    engine: Engine = instantiate(settings.engine, "engine", settings.allow, spec=spec)
+    cure = traits_of_engine(settings).build_memory_cure
+    with report_out_of_memory("building engine and optimizer", cure):
+        engine: Engine = instantiate(settings.engine, "engine", settings.allow, spec=spec)
     if parts.built is not None:
         parts.built.close()  # the engine has copied the values to its own file
     return engine

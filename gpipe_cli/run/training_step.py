@@ -12,6 +12,7 @@ from torch import nn
 
 from gpipe_cli.accelerator.determinism import report_nondeterministic_operator
 from gpipe_cli.accelerator.devices import available_cores
+from gpipe_cli.accelerator.memory import is_out_of_memory
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.size import TrainedBytes, memory_objective
 from gpipe_cli.config.instantiate import instantiate
@@ -75,6 +76,8 @@ def sample_must_fit(sample: Sample) -> Iterator[None]:
         with report_nondeterministic_operator():
             yield
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         shapes = " ".join("x".join(map(str, tensor.shape)) for tensor in tensors_of(sample.input))
         raise ConfigError(
             f"the model does not accept a micro-batch of {shapes}: {describe(error)}; choose data and a model that "

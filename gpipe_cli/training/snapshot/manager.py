@@ -17,7 +17,7 @@ import torch
 
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import EngineState
-from gpipe_cli.errors import ConfigError, GpipeError, ResourceError, RunError
+from gpipe_cli.errors import ConfigError, ResourceError, RunError
 from gpipe_cli.safe_files import open_directory, writing
 from gpipe_cli.training.loop import EvalResult, Position, TrainFact, TrainSpec
 from gpipe_cli.training.signals import StopRequested, StopRequests
@@ -190,7 +190,7 @@ class SnapshotManager:
         if kind is None:
             self._writer.wait()
         elif issubclass(kind, Exception):  # a save that began before the failure is still good
-            with suppress(GpipeError):  # the failure under way came first, so it is the one to report
+            with suppress(Exception):  # the failure under way came first, so it is the one to report
                 self._writer.wait()
         else:  # a second Ctrl-C: end now
             self._writer.abandon()
