@@ -1,38 +1,36 @@
 """Errors of kernels: an accelerator reports them at a later call than the one that queued the kernel.
 
-After one the process cannot use the device any more, so nothing may be saved from it.
+After such an error the process cannot use the device any more. Imports torch only for errors of torch.
 """
 
 from __future__ import annotations
 
 import re
 
-import torch
-
-from gpipe_cli.accelerator.memory import is_out_of_memory
-
+DEVICE_ERROR = re.compile(
+    r"\b(?:CUDA|HIP|XPU|NPU|MPS) error\b(?!: out of memory)|device-side assert", re.IGNORECASE
+)
 SYNCHRONOUS_LAUNCHES = {"cuda": "CUDA_LAUNCH_BLOCKING=1", "npu": "ASCEND_LAUNCH_BLOCKING=1"}
 """Environment variables that make the host wait for every kernel, by device type."""
 ROCM_SYNCHRONOUS_LAUNCHES = "AMD_SERIALIZE_KERNEL=3"
-DEVICE_ERROR = re.compile(r"\b(?:CUDA|HIP|XPU|NPU|MPS|\w+ runtime) error\b|device-side assert", re.IGNORECASE)
 
 
-def kernel_error_note(error: BaseException) -> str | None:
-    """What to do about an error that the device, not the call that raised, has caused; None for any other error."""
-    raised_by_device = isinstance(error, torch.AcceleratorError) or (
-        isinstance(error, RuntimeError) and DEVICE_ERROR.search(str(error)) is not None
-    )
-    if not raised_by_device or is_out_of_memory(error):
-        return None
-    note = (
-        "the device runs kernels after the call that queued them: the cause may be an earlier layer or action"
-    )
+def note_kernel_error(error: BaseException) -> None:
+    """Note on an error that a device has raised where to look for its cause; once, and on no other error."""
+    if not isinstance(error, RuntimeError) or DEVICE_ERROR.search(str(error)) is None:
+        return
+    note = "the device reports errors of its kernels at a later call: the cause may be an earlier layer or action"
     switch = _synchronous_launches()
-    return note if switch is None else f"{note}; run it again with {switch} in the environment to see which"
+    if switch is not None:
+        note += f"; to see which, run it again with {switch} in the environment"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 def _synchronous_launches() -> str | None:
-    kind = torch.accelerator.current_accelerator()
+    import torch
+
     if torch.version.hip is not None:
         return ROCM_SYNCHRONOUS_LAUNCHES
+    kind = torch.accelerator.current_accelerator()
     return SYNCHRONOUS_LAUNCHES.get("cuda" if kind is None else kind.type)

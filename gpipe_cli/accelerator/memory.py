@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from gpipe_cli.accelerator.kernel_errors import note_kernel_error
 from gpipe_cli.errors import ResourceError
 from gpipe_cli.values import format_bytes
 
@@ -42,6 +43,7 @@ def report_out_of_memory(
 ) -> Iterator[None]:
     """Turn a failed allocation inside into a ResourceError with the notes of the original error.
 
+    An error of a kernel gets a note instead: no memory is missing, but its place is as unsure here as anywhere.
     partitions: the device of each, to name those on the device that is full.
     """
     try:
@@ -49,6 +51,7 @@ def report_out_of_memory(
     except (MemoryError, RuntimeError, OSError, ImportError) as error:
         request = _failed_request(error)
         if request is None:
+            note_kernel_error(error)
             raise
         notes = getattr(error, "__notes__", ())
         place = _place(error, notes, partitions)
@@ -62,7 +65,27 @@ def is_out_of_memory(error: BaseException) -> bool:
     return _failed_request(error) is not None
 
 
-def memory_of(device: torch.device) -> str:
+@contextmanager
+def note_device(doing: str, device: torch.device) -> Iterator[None]:
+    """Note on an error what was done, and on which device."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"while {doing}{on_device(device, error)}")
+        raise
+
+
+def on_device(device: torch.device, error: BaseException) -> str:
+    """` on cuda:1`, with its free memory if `error` says that memory ran out; empty for a CPU.
+
+    To be called where the error is raised: when it has reached the caller, memory is free again.
+    """
+    if device.type == "cpu":
+        return ""
+    return f" on {_memory_of(device) if is_out_of_memory(error) else device}"
+
+
+def _memory_of(device: torch.device) -> str:
     """`cuda:1 (0.5GiB of 16GiB free)`; only the name where the device does not tell."""
     from gpipe_cli.accelerator.device_facts import free_and_total_bytes
 
@@ -81,7 +104,7 @@ def _place(error: BaseException, notes: Sequence[str], partitions: Sequence[torc
         return ""
     own = [str(index) for index, each in enumerate(partitions) if each == device]
     holds = f", which holds partition{'s' if len(own) > 1 else ''} {', '.join(own)}" if own else ""
-    return f" on {memory_of(device)}{holds}"
+    return f" on {_memory_of(device)}{holds}"
 
 
 def _full_device(error: BaseException) -> torch.device | None:

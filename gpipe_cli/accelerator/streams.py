@@ -50,8 +50,8 @@ def record_timing_event(device: torch.device) -> torch.Event:
 
 
 def record_event(device: torch.device) -> torch.Event | None:
-    """The end of what the calling thread has queued on its stream; None on a CPU, which has done it already."""
-    return current_stream(device).record_event() if is_accelerator(device) else None
+    """The end of what the calling thread has queued; None where nothing can run beside it or before its end."""
+    return current_stream(device).record_event() if has_side_streams(device) else None
 
 
 def finish_queued(device: torch.device) -> None:
@@ -59,6 +59,8 @@ def finish_queued(device: torch.device) -> None:
     event = record_event(device)
     if event is not None:
         event.synchronize()
+    elif is_accelerator(device):
+        torch.accelerator.synchronize(device)
 
 
 def wait_for_event(device: torch.device, event: torch.Event | None) -> None:
@@ -69,16 +71,16 @@ def wait_for_event(device: torch.device, event: torch.Event | None) -> None:
 
 def keep_alive(tensor: Tensor) -> None:
     """Let nobody reuse the tensor's memory, once it is freed, before the calling thread's stream has run its work."""
-    if is_accelerator(tensor.device):
+    if has_side_streams(tensor.device):
         tensor.record_stream(current_stream(tensor.device))
 
 
 @final
 class SideStream:
-    """A stream of a device for work next to what its other streams run; on a CPU work simply runs."""
+    """A stream of a device for work next to what its other streams run; without such streams, work simply runs."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.Stream(device) if is_accelerator(device) else None
+        self._stream = torch.Stream(device) if has_side_streams(device) else None
 
     @contextmanager
     def entered(self, *after: torch.Event | None) -> Iterator[None]:

@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from gpipe_cli.accelerator.streams import SideStream, record_event, wait_for_event
+from gpipe_cli.accelerator.streams import SideStream, finish_queued, record_event, wait_for_event
 from gpipe_cli.offload.tiers import Region
 
 Copy = Future[torch.Event | None]
@@ -81,9 +81,12 @@ class TransferWorker:
 
     def finish(self, copies: Iterable[Copy]) -> None:
         """Wait on the host until the copies are done, to read, write or free their memory."""
-        for event in [copy.result() for copy in copies]:
+        events = [copy.result() for copy in copies]
+        for event in events:
             if event is not None:
                 event.synchronize()
+        if None in events:
+            finish_queued(self._device)
 
     def keep_alive(self, memory: Tensor) -> None:
         """Let nobody reuse freed memory before the copies from and to it are done."""

@@ -17,6 +17,8 @@ from typing import Any, Protocol, final
 
 import torch
 
+from gpipe_cli.accelerator.kernel_errors import note_kernel_error
+from gpipe_cli.accelerator.memory import on_device
 from gpipe_cli.accelerator.stream_set import NO_STREAMS
 from gpipe_cli.accelerator.streams import set_current_device
 from gpipe_cli.pipeline.batch_state import BatchState
@@ -143,6 +145,7 @@ class ActionLoop:
             self.fail(error)
             if position.action is not None:
                 add_note(error, functools.partial(self._describe, position.action, position.phase, error))
+            note_kernel_error(error)
 
     def fail(self, error: BaseException) -> None:
         """Keep the first failure and wake up every worker that waits."""
@@ -165,7 +168,9 @@ class ActionLoop:
 
     def _describe(self, action: Action, phase: str, error: BaseException) -> str:
         saved = self._state.saved.get((action.partition, action.micro_batch))
-        return failure_note(action, phase, self._partitions[action.partition].locate(phase, saved, error))
+        partition = self._partitions[action.partition]
+        layer = partition.locate(phase, saved, error)
+        return failure_note(action, phase, layer, on_device(partition.device, error))
 
     def _run_visits(self, position: _Position, actions: Sequence[Action]) -> None:
         """Run the actions partition by partition, on its device, where its store brings it for the visit."""
@@ -175,11 +180,13 @@ class ActionLoop:
             set_current_device(self._partitions[visit.partition].device)
             store = self._store_of(visit)
             following = next((later for later in visits[place + 1 :] if self._store_of(later) is store), None)
+            position.action, position.phase = visit.actions[0], "load"
             with self._on_device(store, visit, following):
                 for position.action in visit.actions:
                     self._handlers[position.action.kind](position, position.action)
                     if not visit.completes_gradients and position.action.kind is Kind.FORWARD:
                         self._offload_inputs(position.action, store)
+                position.phase = "update" if visit.completes_gradients else "store"
 
     def _store_of(self, visit: PartitionVisit) -> PartitionStore | None:
         return self._stores[visit.partition % len(self._stores)] if self._stores else None
@@ -228,6 +235,7 @@ class ActionLoop:
         # Saved before it is sent: the gradient can return as soon as the following partition has the output.
         if saved is not None:
             self._state.saved[action.partition, action.micro_batch] = saved
+        position.phase = "copy"
         self._channels.send(partition, action.micro_batch, outputs)
         if action.partition < len(self._partitions) - 1:
             self._record(action, "copy", partition, started)
@@ -260,6 +268,7 @@ class ActionLoop:
         # Free the graph before the gradient leaves, so that the activations of two micro-batches do not add up.
         if action.kind is Kind.BACKWARD:
             self._release(action)
+        position.phase = "copy"
         self._channels.send_gradients(partition, gradients, saved)
         if action.partition > 0:
             self._record(action, "copy", partition, started)

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import Any, final
 
 from gpipe_cli.accelerator.copies import DeviceCopy, start_copy
+from gpipe_cli.accelerator.memory import on_device
 from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.boundary import Gradients, PartitionInput
 from gpipe_cli.pipeline.forward_task import SavedForBackward
@@ -87,7 +88,7 @@ class Channels:
             if destination > self._last:
                 self._state.outputs[micro_batch] = output
                 continue
-            copy = start_copy(output.tensors, self._partitions[destination].device)
+            copy = self._start_copy(output.tensors, destination)
             # Only a skip that passes by other partitions can be written before it arrives.
             passes_by = destination > partition.index + 1
             versions = [skip_version(tensor) for tensor in output.tensors] if passes_by else []
@@ -110,5 +111,14 @@ class Channels:
         # The sink holds the gradients of all inputs in one list, in the order of the sources.
         remaining = iter(gradients)
         for source, size in zip(partition.sources, saved.sizes, strict=True):
-            copy = start_copy(tuple(islice(remaining, size)), self._partitions[source].device)
+            copy = self._start_copy(tuple(islice(remaining, size)), source)
             self._backward[source, partition.index].put(copy)
+
+    def _start_copy(self, tensors: Gradients, partition: int) -> DeviceCopy:
+        device = self._partitions[partition].device
+        try:
+            return start_copy(tensors, device)
+        except BaseException as error:
+            # Memory ran out where the copy goes to, not where the running action is.
+            error.add_note(f"while copying to partition {partition}{on_device(device, error)}")
+            raise

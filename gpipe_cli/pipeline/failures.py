@@ -23,6 +23,9 @@ from gpipe_cli.torch_internals.autograd_graph import Node, complaint, has_run, n
 
 logger = logging.getLogger("gpipe_cli.pipeline")
 
+OFFLOAD_PHASES = {"load": "loading", "update": "updating", "store": "storing"}
+"""What is done with a whole partition that is offloaded, and not with one of its layers."""
+
 
 def add_note(error: BaseException, describe: Callable[[], str]) -> None:
     """Add the text that `describe` returns to the notes of `error`."""
@@ -32,8 +35,13 @@ def add_note(error: BaseException, describe: Callable[[], str]) -> None:
         logger.debug("gpipe could not describe an error", exc_info=True)
 
 
-def failure_note(action: Action, phase: str, layer: str) -> str:
-    note = f"in partition {action.partition}, {layer}, micro-batch {action.micro_batch}, action {action} ({phase})"
+def failure_note(action: Action, phase: str, layer: str, on_device: str = "") -> str:
+    if phase == "copy":  # where it goes to is in another note
+        return f"sent by partition {action.partition}, micro-batch {action.micro_batch}, action {action}"
+    if phase in OFFLOAD_PHASES:
+        return f"in partition {action.partition}{on_device}, while {OFFLOAD_PHASES[phase]} its parameters"
+    place = f"in partition {action.partition}{on_device}, {layer}, micro-batch {action.micro_batch}"
+    note = f"{place}, action {action} ({phase})"
     if phase == "recompute":
         note += (
             ". The forward succeeded: something that the layer keeps outside of itself may be gone by now; "

@@ -10,6 +10,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.accelerator.memory import note_device
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.module_state import tensors_in
 from gpipe_cli.pipeline.partition import Partition
@@ -49,7 +50,9 @@ def move_to_devices(
         uses.setdefault(tensor, {})[part, name] = None
     # The last one first: where partitions share a tensor, the first of them then decides.
     for index, module in reversed(list(enumerate(partitions))):
-        move(module, devices[index % len(devices)])
+        device = devices[index % len(devices)]
+        with note_device(f"moving partition {index}", device):
+            move(module, device)
     # torch moves the buffers of each module on their own, and on some accelerators the parameters too.
     for (owner, name), *others in uses.values():
         shared = getattr(owner, name)

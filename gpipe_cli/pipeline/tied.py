@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gpipe_cli.accelerator.copies import DeviceCopy, start_copy
+from gpipe_cli.accelerator.memory import note_device
 from gpipe_cli.pipeline.module_state import tensors_in
 from gpipe_cli.torch_internals.autograd_engine import run_backward
 from gpipe_cli.torch_internals.autograd_graph import has_hooks
@@ -44,7 +45,8 @@ class _Copies:
 
     def __init__(self, originals: Sequence[Tensor], device: torch.device) -> None:
         self._device = device
-        self._copy: DeviceCopy = start_copy(tuple(tensor.detach() for tensor in originals), device)
+        with note_device("copying tensors that layers on several devices share", device):
+            self._copy: DeviceCopy = start_copy(tuple(tensor.detach() for tensor in originals), device)
         self.tensors: Mapping[Tensor, Tensor] = dict(zip(originals, self._copy.tensors, strict=True))  # type: ignore[arg-type]
         self._versions = {original: version_of(copy) for original, copy in self.tensors.items()}
 

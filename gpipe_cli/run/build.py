@@ -48,7 +48,6 @@ from gpipe_cli.run.training_step import (
 from gpipe_cli.schedule import names, one_f_one_b, traits
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
-
 MEASURE_CURE = "try more chunks, a smaller batch_size, or balance=size, which runs nothing"
 
 

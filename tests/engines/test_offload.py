@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gpipe_cli.engines import offload, single, threads
 from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.engines.state import EngineState
-from gpipe_cli.errors import ConfigError, NumericError, RunError
+from gpipe_cli.errors import ConfigError, NumericError, ResourceError, RunError
 from gpipe_cli.losses.measures import accuracy
 from gpipe_cli.models import gpt, resnet, unet
 from gpipe_cli.offload import tiers
@@ -464,3 +464,18 @@ def test_all_that_a_step_keeps_on_the_disk_is_reserved_before_the_first(
         for count in (8, 6, 7):
             input, target = rows(count)
             engine.train_step((input[:count], target[:count]), key=count, lr=0.1)
+
+
+class Hungry(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        if any(parameter.shape == (3, 5) for parameter in self.param_groups[0]["params"]):
+            raise torch.OutOfMemoryError("out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_memory_that_runs_out_in_an_update_is_not_blamed_on_a_layer(tmp_path: Path) -> None:
+    """It used to be reported as the backward of the slice's first layer, with the cures of a pipeline."""
+    task = objective(optimizer=partial(Hungry, lr=0.1))
+    with closing(offloaded(small(), task, tmp_path)) as engine, pytest.raises(ResourceError) as caught:
+        engine.train_step(rows(0), key=0, lr=0.1)
+    assert str(caught.value).startswith("out of memory: cannot allocate 2.00 GiB; try more engine.slices or")
+    assert caught.value.__notes__ == ["in partition 2, while updating its parameters"]
