@@ -100,8 +100,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             )
             cleanup.callback(engine.close)
             warning = warning if traits_of_engine(settings).needs_processes else disk_check()
-            with report_out_of_memory("loading the snapshot", traits_of_engine(settings).build_memory_cure):
-                _restore(engine, resumed)
+            _restore(engine, resumed, traits_of_engine(settings).build_memory_cure)
             # From here on a signal waits for the next step boundary: the run has a directory and a state to save.
             cleanup.enter_context(defer_signals())
             setup = set_up_run(settings, job, resumed, cleanup, world)
@@ -163,11 +162,12 @@ def _retention(settings: TrainConfig) -> Retention:
     return Retention(None if every == "epoch" else every, settings.snapshot.keep, settings.snapshot.monitor)
 
 
-def _restore(engine: Engine, resumed: ResumedRun | None) -> None:
+def _restore(engine: Engine, resumed: ResumedRun | None, memory_cure: str) -> None:
     if resumed is None or resumed.snapshot is None:
         return
     try:
-        engine.load_state(resumed.snapshot.state)
+        with report_out_of_memory("loading the snapshot", memory_cure):
+            engine.load_state(resumed.snapshot.state)
     except RunError as error:
         raise RunError(f"{resumed.snapshot.path}: {error}") from error
 
