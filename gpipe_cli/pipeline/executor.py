@@ -174,7 +174,9 @@ class Executor:
         whole_graph: bool,
     ) -> BatchState:
         # Users may tie or replace parameters between two calls, so this is not done once in the constructor.
-        tied = TiedParameters(self._layers, self._devices)
+        # Not while the workers of another caller run: they put parameters of their own into the modules.
+        with self._pool.one_caller:
+            tied = TiedParameters(self._layers, self._devices)
         if whole_graph and batch.state.grad and tied.any_copies:
             raise RuntimeError(
                 "a layer uses a tensor of another partition that was not handed to it, and layers on several devices "
