@@ -1,0 +1,120 @@
+"""A model of a backend that blocks: it decides whether the operations that ranks post can all complete.
+
+NCCL copies nothing aside: a send ends when it is received. The operations of one rank on one communicator run in the
+order in which they were posted, except that those of a batch start together. This model is stricter: it has one queue
+per rank, over all communicators, collectives included. So whatever it lets pass also completes where the host waits
+for an operation at once, as it does while NCCL connects two ranks for the first time.
+
+Between two ranks, messages of one direction match in order. Nothing depends on timing then: each operation has one
+possible counterpart, so one run of the model decides for all of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+SEND, RECEIVE = "send", "recv"
+
+
+class Operation(NamedTuple):
+    kind: str
+    """SEND, RECEIVE, or the name of a collective."""
+    group: str
+    members: tuple[int, ...]
+    """The ranks of a collective's group; of a send or receive, the peer."""
+    content: str
+    """The dtype and the number of elements, which both ends must agree on."""
+
+
+Batch = tuple[Operation, ...]
+"""Operations that a rank starts together; more than one only by `batch_isend_irecv`."""
+Program = Sequence[Batch]
+"""What one rank posts, in order."""
+
+
+class Deadlock(Exception):
+    """The ranks wait for each other in a circle, or one waits for a rank that has ended."""
+
+
+class Mismatch(Exception):
+    """Two operations meet that do not belong together."""
+
+
+@dataclass
+class _Rank:
+    program: Program
+    position: int = -1
+    unmatched: int = 0
+    """Operations of the current batch that wait for their counterpart."""
+
+    @property
+    def current(self) -> Batch:
+        return self.program[self.position]
+
+
+def run(programs: Sequence[Program], *, communicator_per_pair: bool = False) -> int:
+    """Run the programs to their end and return the number of operations; raise Deadlock or Mismatch.
+
+    communicator_per_pair: as NCCL without a bound device, where a send or receive outside a batch has a communicator
+    of its pair, and cannot meet one inside a batch.
+    """
+    model = _Model(programs, communicator_per_pair)
+    model.run()
+    return sum(len(batch) for program in programs for batch in program)
+
+
+class _Model:
+    def __init__(self, programs: Sequence[Program], communicator_per_pair: bool) -> None:
+        self._per_pair = communicator_per_pair
+        self._ranks = [_Rank(program) for program in programs]
+        self._offered: dict[object, dict[int | str, deque[tuple[int, str]]]] = defaultdict(
+            lambda: defaultdict(deque)
+        )
+        """By channel and end, the operations that wait there: their rank and content."""
+
+    def run(self) -> None:
+        ready = deque(range(len(self._ranks)))
+        while ready:
+            ready.extend(self._advance(ready.popleft()))
+        stuck = [rank for rank, state in enumerate(self._ranks) if state.position < len(state.program)]
+        if stuck:
+            raise Deadlock("; ".join(f"rank {rank} waits in {self._ranks[rank].current}" for rank in stuck))
+
+    def _advance(self, rank: int) -> list[int]:
+        """Start the next batch of a rank; the ranks whose current batch is complete by that."""
+        state = self._ranks[rank]
+        state.position += 1
+        if state.position == len(state.program):
+            return []
+        state.unmatched = len(state.current)
+        completed = []
+        for operation in state.current:
+            for other in self._offer(rank, operation, batched=len(state.current) > 1):
+                self._ranks[other].unmatched -= 1
+                if not self._ranks[other].unmatched:
+                    completed.append(other)
+        return completed
+
+    def _offer(self, rank: int, operation: Operation, *, batched: bool) -> list[int]:
+        """Add an operation; the ranks of all that are matched now: none, or every end of this one."""
+        kind, group, members, content = operation
+        if kind in (SEND, RECEIVE):
+            (peer,) = members
+            way = (rank, peer) if kind == SEND else (peer, rank)
+            own_communicator = self._per_pair and not batched
+            channel: object = (group, way, own_communicator)
+            end: int | str = kind
+            ends: Iterable[int | str] = (SEND, RECEIVE)
+        else:
+            channel, end, ends, content = (group, members), rank, members, f"{kind} {content}"
+        waiting = self._offered[channel]
+        waiting[end].append((rank, content))
+        if not all(waiting[other] for other in ends):
+            return []
+        matched = [waiting[other].popleft() for other in ends]
+        if len({content for _, content in matched}) > 1:
+            raise Mismatch(f"{group}: {', '.join(f'{content} of rank {rank}' for rank, content in matched)}")
+        return [rank for rank, _ in matched]
