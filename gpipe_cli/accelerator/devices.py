@@ -79,6 +79,20 @@ def device_name(device: torch.device) -> str:
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
 
 
+def current_device() -> torch.device:
+    """The accelerator that new tensors of this thread go to if it is given by its type alone, or the CPU."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return torch.device("cpu")
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def set_current_device(device: torch.device) -> None:
+    """Make an accelerator the current one of this thread; a CPU needs no such thing."""
+    if is_accelerator(device):
+        torch.accelerator.set_device_index(device)
+
+
 def asks_for_device(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Whether arguments of `Module.to` ask for another device: a dtype alone may pass."""
     if kwargs.keys() & {"device", "tensor", "other"}:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from gpipe_cli.distributed.backends import device_of
 from gpipe_cli.distributed.groups import DATA, PIPE, get_group
 from gpipe_cli.distributed.messages import sum_of_numbers
 from gpipe_cli.distributed.replicas import summed_gradients
@@ -37,15 +38,15 @@ def average_gradients(parameters: Tensor | Iterable[Tensor], rows: int | None = 
             "average_gradients: these parameters are sharded, by fully_shard for example, "
             "which averages gradients itself; leave average_gradients out"
         )
-    group, device = get_group(DATA), own[0].device
+    group = get_group(DATA)
     share = 1 / distributed.get_world_size(group)
     if rows is not None:
-        share = rows / float(sum_of_numbers(torch.tensor([rows]), group, device))
+        share = rows / float(sum_of_numbers(torch.tensor([rows]), group))
     for parameter in own:
         # Scaled before the sum, because replicas with unequal rows have unequal shares.
         if parameter.grad is not None:
             parameter.grad.mul_(share)
-    for parameter, gradient in summed_gradients(own, group, device):
+    for parameter, gradient in summed_gradients(own, group):
         if parameter.grad is None:
             parameter.grad = gradient.clone()
         else:
@@ -93,8 +94,11 @@ def clip_grad_norm_(
 def _pipe_norm(norm: Tensor, norm_type: float) -> Tensor:
     """Combine the norms of all processes: powers add up, norms do not; infinity norms take the maximum."""
     largest = math.isinf(norm_type)
-    # In double precision: the square of a large float32 norm overflows.
-    powers = norm.to(torch.float64) if largest else norm.to(torch.float64) ** norm_type
+    group = get_group(PIPE)
+    # On the device of the group, because a process without gradients has its norm on the CPU. In double precision: the
+    # square of a large float32 norm overflows.
+    powers = norm.to(device_of(group), torch.float64)
+    powers = powers if largest else powers**norm_type
     operation = distributed.ReduceOp.MAX if largest else distributed.ReduceOp.SUM
-    distributed.all_reduce(powers, op=operation, group=get_group(PIPE))
+    distributed.all_reduce(powers, op=operation, group=group)
     return (powers if largest else powers ** (1 / norm_type)).to(norm.dtype)

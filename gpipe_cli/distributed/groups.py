@@ -18,6 +18,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed import ProcessGroup
 
+from gpipe_cli.distributed.backends import device_of, with_cpu_backend
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.sequential import by_list
 
@@ -52,13 +53,19 @@ def setup_process_groups(axes: Sequence[Axis], *, timeout: timedelta | None = No
     world = _default_group("setup_process_groups")
     _check(axes, distributed.get_world_size())
     rank = distributed.get_rank()
+    # Numbers and text are sent from the CPU, whichever backend the caller chose for tensors.
+    backends = with_cpu_backend(distributed.get_backend_config())
     members = {}
     for name, _ in axes:
         for ranks in ranks_along(axes, name):
             # torch requires every process to take part in the creation of every group.
-            group = distributed.new_group(ranks, timeout=timeout)
+            group = distributed.new_group(ranks, timeout=timeout, backend=backends)
             if rank in ranks:
                 members[name] = AxisGroup(group, ranks)
+    for member in members.values():
+        # Creates what a backend creates with its first operation. NCCL requires all processes of a group to take part
+        # in that, and a send has only two.
+        distributed.all_reduce(torch.zeros(1, device=device_of(member.group)), group=member.group)
     _meshes[:] = [ProcessMesh(world, members)]
 
 

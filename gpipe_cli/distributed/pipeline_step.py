@@ -13,12 +13,10 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from torch import Tensor, distributed
-from torch.distributed import ProcessGroup
+from torch import Tensor
 
 from gpipe_cli.distributed.gradients import refusing_reducers
-from gpipe_cli.distributed.groups import PIPE, get_group
-from gpipe_cli.distributed.messages import Sending, begin_sending, receive_on_device, share_numbers
+from gpipe_cli.distributed.p2p_link import P2PLink
 from gpipe_cli.errors import ConfigError, PeerError
 from gpipe_cli.pipeline.boundary import Gradients, GradSink, PartitionInput, enter
 from gpipe_cli.pipeline.context import MicroBatch
@@ -110,8 +108,12 @@ class _Step:
     dtype: torch.dtype | None
 
     def forward_all(self) -> Any:
+        outputs = []
         with torch.no_grad():
-            outputs = [self._run(part).output for part in self.parts]
+            for part in self.parts:
+                output = self._run(part, self.link.receive_forward()).output
+                outputs.append(output)
+                self.link.send_forward(output)
         if not self.link.is_last:
             return None
         if isinstance(outputs[0], Tensor) and outputs[0].dim() == 0:
@@ -120,25 +122,36 @@ class _Step:
         return unflatten(template, tensors)
 
     def train(self, backward: Backward) -> Tensor | None:
-        waiting: deque[_ForwardResult] = deque()
-        losses = []
+        link = self.link
         # The warm-up of 1f1b: a micro-batch has that many processes still to pass before its gradient starts back. A
         # longer one would only keep more activations alive.
-        ahead = self.link.ranks - self.link.rank - 1
-        for part in self.parts:
-            result = self._run(part)
+        ahead = min(link.ranks - link.rank - 1, len(self.parts))
+        waiting: deque[_ForwardResult] = deque()
+        for part in self.parts[:ahead]:
+            waiting.append(self._run(part, link.receive_forward()))
+            link.send_forward(waiting[-1].output)
+        losses = []
+        received = link.receive_forward() if ahead < len(self.parts) else None
+        for part in self.parts[ahead:]:
+            assert received is not None, "received before the loop, or with the last gradient sent"
+            result = self._run(part, received)
             waiting.append(result)
-            if self.link.is_last:
+            if link.is_last:
                 losses.append(_loss(result.output).detach())
-            if len(waiting) > ahead:
-                # Oldest first in every process: receives match sends without tags, and gradients add up in one order.
-                self._run_backward(waiting.popleft(), backward)
+            # The next process has a gradient to send by now, and the previous one its next output. `peer` says why
+            # sending and receiving must not follow each other here.
+            gradients = link.send_forward_receive_backward(result.output)
+            # Oldest first in every process: receives match sends without tags, and gradients add up in one order.
+            sent = self._run_backward(waiting.popleft(), gradients, backward)
+            if part is self.parts[-1]:
+                link.send_backward(sent)
+            else:
+                received = link.send_backward_receive_forward(sent)
         while waiting:
-            self._run_backward(waiting.popleft(), backward)
+            link.send_backward(self._run_backward(waiting.popleft(), link.receive_backward(), backward))
         return self._mean(losses) if losses else None
 
-    def _run(self, part: MicroBatch) -> _ForwardResult:
-        received = PartitionInput((), ()) if self.link.is_first else self.link.receive_forward()
+    def _run(self, part: MicroBatch, received: PartitionInput) -> _ForwardResult:
         sink = GradSink(received.needs_grad)
         given = [*enter((received,), sink)[0], *self.inputs[part.index]]
         # The first micro-batch shows whether a wrapper reduces gradients; without gradients any wrapper is fine.
@@ -146,21 +159,17 @@ class _Step:
         with refusing_reducers() if checks_wrappers else nullcontext():
             output = self.forward(given[0] if len(given) == 1 else given)
         value = _checked(tuple(output) if isinstance(output, list) else output)
-        if not self.link.is_last:
-            value = self._as_sent(value)
-            self.link.send_forward(_members(value))
-        return _ForwardResult(part, sink, value)
+        return _ForwardResult(part, sink, value if self.link.is_last else self._as_sent(value))
 
-    def _run_backward(self, result: _ForwardResult, backward: Backward) -> None:
+    def _run_backward(self, result: _ForwardResult, gradients: Gradients, backward: Backward) -> Gradients:
+        """Run the backward: from the gradients of the output to those of what was received."""
         with result.sink:
             if self.link.is_last:
                 backward(_loss(result.output) * (result.part.size / self.rows), None)
             else:
-                gradients = self.link.receive_backward()
                 single = isinstance(result.output, Tensor)
                 backward(result.output, gradients[0] if single else gradients)
-        if not self.link.is_first:
-            self.link.send_backward(result.sink.take())
+        return result.sink.take()
 
     def _as_sent(self, value: Value) -> Value:
         def cast(tensor: Tensor) -> Tensor:
@@ -201,69 +210,3 @@ def _backward(output: Any, gradient: Any) -> None:
     used = [pair for pair in pairs if pair[1] is not None or gradient is None]
     if used:
         torch.autograd.backward([tensor for tensor, _ in used], [grad for _, grad in used])
-
-
-@final
-class P2PLink:
-    """The connection to the previous and the next process of the pipe: values one way, gradients the other.
-
-    Every message says what it holds, so shapes, dtypes and the number of tensors may differ from one to the next.
-    Use it in a `with` statement, which waits until everything sent has arrived.
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self._sent: list[Sending] = []
-        self.rank, self.ranks = distributed.get_rank(group), distributed.get_world_size(group)
-        on_cuda = "nccl" in distributed.get_backend(group)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-
-    @classmethod
-    def current(cls) -> P2PLink:
-        return cls(get_group(PIPE))
-
-    @property
-    def is_first(self) -> bool:
-        return self.rank == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.ranks - 1
-
-    def __enter__(self) -> P2PLink:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # after a failure the neighbour may never receive it
-            for sending in self._sent:
-                sending.work.wait()
-
-    def from_first(self, number: int) -> int:
-        """The number of the first process; that of the others is ignored."""
-        return int(share_numbers(torch.tensor([number]), 0, self._group, self.device))
-
-    def send_forward(self, tensors: Sequence[Tensor]) -> None:
-        needs_grad = [tensor.requires_grad for tensor in tensors]
-        # Whether a tensor needs a gradient travels along: the receiver decides by it what to send back.
-        self._send(tuple(tensor.detach() for tensor in tensors), needs_grad, self.rank + 1)
-
-    def receive_forward(self) -> PartitionInput:
-        tensors, needs_grad = self._received(self.rank - 1)
-        return PartitionInput(tensors, tuple(needs_grad))
-
-    def send_backward(self, gradients: Gradients) -> None:
-        self._send(gradients, None, self.rank - 1)
-
-    def receive_backward(self) -> Gradients:
-        return self._received(self.rank + 1)[0]
-
-    def _send(self, tensors: Gradients, notes: Any, to: int) -> None:
-        # Never waits: the neighbour may be sending to us at this moment, and two blocking sends would never end. What
-        # has arrived is dropped, and its memory with it.
-        self._sent = [sending for sending in self._sent if not sending.work.is_completed()]
-        present = {str(index): tensor for index, tensor in enumerate(tensors) if tensor is not None}
-        self._sent += begin_sending(present, [len(tensors), notes], to, self._group, self.device)
-
-    def _received(self, source: int) -> tuple[tuple[Tensor | None, ...], Any]:
-        present, (count, notes) = receive_on_device(source, self._group, self.device)
-        return tuple(present.get(str(index)) for index in range(count)), notes

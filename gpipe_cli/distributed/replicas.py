@@ -41,7 +41,7 @@ class Replicas:
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replace each gradient by the sum over all replicas; those that no replica has stay None."""
         if self.several:
-            for parameter, gradient in summed_gradients(parameters, self._coords.data, self._coords.device):
+            for parameter, gradient in summed_gradients(parameters, self._coords.data):
                 parameter.grad = gradient
 
     @torch.no_grad()
@@ -49,7 +49,8 @@ class Replicas:
         """Merge the buffers that a step changed; share: this replica's fraction of all samples."""
         if not before:
             return
-        changed = torch.tensor([not torch.equal(saved.buffer.get(), saved.value) for saved in before])
+        # Compared on the device and read at once: torch.equal would make the host wait for every buffer.
+        changed = torch.stack([(saved.buffer.get() != saved.value).any() for saved in before])
         # What any replica changed is merged by all: one without samples changed nothing, but must join the same
         # collectives.
         flags = self._sum(changed).tolist()
@@ -68,7 +69,7 @@ class Replicas:
         if not self.several or not batch_norms:
             return
         own = torch.cat([_numbers(batch_norm) for batch_norm in batch_norms])
-        rows = gather_numbers(own, self._coords.data, self._coords.device)
+        rows = gather_numbers(own, self._coords.data)
         sizes = [1 + 2 * batch_norm.num_features for batch_norm in batch_norms]
         for batch_norm, *of_replicas in zip(
             batch_norms, *(torch.split(row, sizes) for row in rows), strict=True
@@ -76,16 +77,12 @@ class Replicas:
             batch_norm.pending = _merged(batch_norm, of_replicas)
 
     def _sum(self, numbers: Tensor) -> Tensor:
-        return sum_of_numbers(numbers, self._coords.data, self._coords.device)
+        return sum_of_numbers(numbers, self._coords.data)
 
 
-def summed_gradients(
-    parameters: Sequence[Tensor], group: ProcessGroup, device: torch.device
-) -> Iterator[tuple[Tensor, Tensor]]:
+def summed_gradients(parameters: Sequence[Tensor], group: ProcessGroup) -> Iterator[tuple[Tensor, Tensor]]:
     """Each parameter that has a gradient in some process of the group, with the sum over all of them."""
-    present = sum_of_numbers(
-        torch.tensor([parameter.grad is not None for parameter in parameters]), group, device
-    )
+    present = sum_of_numbers(torch.tensor([parameter.grad is not None for parameter in parameters]), group)
     # Replicas may have gradients of different parameters, but must reduce tensors of one length: zeros fill the gaps.
     wanted = [
         parameter for parameter, is_present in zip(parameters, present.tolist(), strict=True) if is_present

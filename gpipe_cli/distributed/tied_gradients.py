@@ -13,6 +13,7 @@ from typing import final
 import torch
 from torch import Tensor, distributed, nn
 
+from gpipe_cli.distributed.messages import sum_of_numbers
 from gpipe_cli.distributed.rank_coords import RankCoords
 from gpipe_cli.pipeline.tied import TiedParameters, Untied, accumulate
 
@@ -94,10 +95,8 @@ class TiedGradients:
         flags = [[gradient is not None for gradient in of_uses] for of_uses in gradients]
         if not self._between_ranks:
             return flags
-        flat = torch.tensor([flag for of_uses in flags for flag in of_uses], dtype=torch.int32)
-        flat = flat.to(self._coords.device)
-        distributed.all_reduce(flat, group=self._coords.pipe)
-        values = iter(flat.tolist())
+        flat = torch.tensor([flag for of_uses in flags for flag in of_uses])
+        values = iter(sum_of_numbers(flat, self._coords.pipe).tolist())
         return [[bool(next(values)) for _ in of_uses] for of_uses in flags]
 
     def _uses(self, users: Sequence[int]) -> bool:

@@ -11,14 +11,8 @@ from typing import Protocol, final
 import torch
 from torch import Tensor, distributed, nn
 
-from gpipe_cli.distributed.messages import (
-    gather_numbers,
-    receive_tensors,
-    send_tensors,
-    share_json,
-    share_numbers,
-    sum_of_numbers,
-)
+from gpipe_cli.distributed.messages import gather_numbers, share_json, share_numbers, sum_of_numbers
+from gpipe_cli.distributed.peer import Message, Peer
 from gpipe_cli.distributed.rank_coords import RankCoords
 from gpipe_cli.engines.protocol import StepFacts
 from gpipe_cli.engines.state import EngineState, merged_numbers
@@ -101,7 +95,7 @@ class RankCollectives:
     def share_of(self, samples: int) -> float:
         if self._coords.replicas == 1:
             return 1.0
-        (total,) = sum_of_numbers(torch.tensor([samples]), self._coords.data, self._coords.device)
+        (total,) = sum_of_numbers(torch.tensor([samples]), self._coords.data)
         return samples / float(total)
 
     def facts(self, own: StepFacts | None, *, measured: bool) -> StepFacts:
@@ -113,8 +107,8 @@ class RankCollectives:
         # First summed over the replicas, among their last ranks, then handed to the other ranks of each pipe.
         numbers = torch.tensor(values, dtype=torch.float64)
         if coords.has_output and coords.replicas > 1:
-            numbers = sum_of_numbers(numbers, coords.data, coords.device)
-        loss, samples, *sums = share_numbers(numbers, coords.last_rank, coords.pipe, coords.device).tolist()
+            numbers = sum_of_numbers(numbers, coords.data)
+        loss, samples, *sums = share_numbers(numbers, coords.last_rank, coords.pipe).tolist()
         return StepFacts(loss, int(samples), dict(zip(names, sums, strict=True)))
 
     def _shared_names(self, own: StepFacts | None) -> list[str]:
@@ -124,15 +118,15 @@ class RankCollectives:
             # In the last rank of the first replica if in any: a short batch leaves later replicas without samples.
             names = sorted(own.sums) if own is not None else []
             if coords.has_output and coords.replicas > 1:
-                names = share_json(names, 0, coords.data, coords.device)
-            self._sum_names = list(share_json(names, coords.last_rank, coords.pipe, coords.device))
+                names = share_json(names, 0, coords.data)
+            self._sum_names = list(share_json(names, coords.last_rank, coords.pipe))
         return self._sum_names
 
     def norms(self, own: Tensor) -> Tensor:
         padded = torch.cat([own, own.new_zeros(self._row_length - len(own))])
         # Gathered, not reduced: a sum over ranks would add in an order that depends on the partitioning.
         # `_norm_positions` leaves the padding out.
-        rows = gather_numbers(padded, self._coords.pipe, self._coords.device)
+        rows = gather_numbers(padded, self._coords.pipe)
         return rows.flatten()[self._norm_positions]
 
     def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
@@ -146,14 +140,14 @@ class RankCollectives:
     def first_nonfinite_output(self, own: NonfiniteOutput | None) -> NonfiniteOutput | None:
         numbers = torch.tensor(own or (_NO_LAYER, _NO_LAYER), dtype=torch.float64)
         for group in (self._coords.pipe, self._coords.data):
-            rows = gather_numbers(numbers, group, self._coords.device)
+            rows = gather_numbers(numbers, group)
             numbers = torch.tensor(min(rows.tolist()), dtype=torch.float64)
         layer, micro_batch = numbers.tolist()
         return None if layer == _NO_LAYER else (int(layer), int(micro_batch))
 
     def last_name(self, names: Sequence[str]) -> str | None:
         own = self._names.index(names[-1]) if names else -1
-        rows = gather_numbers(torch.tensor([own]), self._coords.pipe, self._coords.device)
+        rows = gather_numbers(torch.tensor([own]), self._coords.pipe)
         last = int(rows.max())
         return None if last < 0 else self._names[last]
 
@@ -162,20 +156,27 @@ class RankCollectives:
         # Replicas are equal to the bit, so the first one alone is saved.
         if coords.replica:
             return EngineState({})
+        # Over the CPU, where the state is saved: the device of rank 0 may have no room for the whole model.
+        cpu = torch.device("cpu")
         if coords.rank:
+            first = Peer(0, coords.pipe, cpu)
             for tensors in (own.model, own.buffers, own.optimizer):
-                send_tensors(tensors, own.numbers, 0, coords.pipe, coords.device)
+                first.send(Message(tensors, own.numbers))
+            first.wait()
             return EngineState({})
         model, buffers, optimizer = dict(own.model), dict(own.buffers), dict(own.optimizer)
         numbers = dict(own.numbers)
         # One rank after another, in the order in which it sends: messages between two ranks arrive in order.
         for rank in range(1, coords.ranks):
+            peer = Peer(rank, coords.pipe, cpu)
             for gathered in (model, buffers, optimizer):
-                received, their_numbers = receive_tensors(rank, coords.pipe, coords.device)
+                received = peer.receive()
                 # A tensor that several ranks hold is equal in all of them.
-                gathered.update({name: tensor for name, tensor in received.items() if name not in gathered})
+                gathered.update(
+                    {name: tensor for name, tensor in received.tensors.items() if name not in gathered}
+                )
             if numbers:
-                numbers["optimizer"] = merged_numbers([numbers["optimizer"], their_numbers["optimizer"]])
+                numbers["optimizer"] = merged_numbers([numbers["optimizer"], received.notes["optimizer"]])
         ordered = {name: model[name] for name in self._module.state_dict() if name in model}
         assert len(ordered) == len(model), "every rank has the same model"
         return EngineState(ordered, buffers, optimizer, numbers)

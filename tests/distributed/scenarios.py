@@ -20,7 +20,6 @@ from gpipe_cli.distributed import (
     average_gradients,
     clip_grad_norm_,
     forward_backward,
-    get_group,
     is_first_in_pipeline_group,
     is_last_in_pipeline_group,
     setup_process_groups,
@@ -129,7 +128,9 @@ MODELS: dict[str, Callable[[int], list[nn.Module]]] = {
 }
 
 
-def record(scenarios: Sequence[Scenario], folder: Path, seconds: float) -> Iterator[tuple[Scenario, list[Program]]]:
+def record(
+    scenarios: Sequence[Scenario], folder: Path, seconds: float
+) -> Iterator[tuple[Scenario, list[Program]]]:
     """Run the scenarios on real ranks; what each rank posted."""
     for ranks, group in itertools.groupby(scenarios, key=lambda scenario: scenario.ranks):
         own, of_ranks = list(group), folder / f"{ranks}-ranks"
@@ -141,10 +142,7 @@ def record(scenarios: Sequence[Scenario], folder: Path, seconds: float) -> Itera
 
 def _load(path: Path) -> Program:
     return [
-        tuple(
-            Operation(kind, group, tuple(members), content)
-            for kind, group, members, content in batch
-        )
+        tuple(Operation(kind, group, tuple(members), content) for kind, group, members, content in batch)
         for batch in json.loads(path.read_text())
     ]
 
