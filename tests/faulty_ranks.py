@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from gpipe_cli.engines import collectives
+from gpipe_cli.distributed.peer import Peer
 from gpipe_cli.training.signals import STOP_SIGNALS
 from gpipe_cli.training.snapshot import contents
 from tests import faulty
@@ -152,7 +152,7 @@ def model(num_classes: int, width: int = 4) -> nn.Module:
     if fault:
         watch_stop_signals()
     if fault == "raises while saving":
-        collectives.send_tensors = raises_while_saving
+        Peer.send = raises_while_saving  # type: ignore[method-assign]
     if fault == "full disk":
         contents.write_directory = full_disk
     return faulty.model(num_classes, width)

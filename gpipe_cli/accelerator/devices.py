@@ -87,12 +87,6 @@ def current_device() -> torch.device:
     return torch.device(kind.type, torch.accelerator.current_device_index())
 
 
-def set_current_device(device: torch.device) -> None:
-    """Make an accelerator the current one of this thread; a CPU needs no such thing."""
-    if is_accelerator(device):
-        torch.accelerator.set_device_index(device)
-
-
 def asks_for_device(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
     """Whether arguments of `Module.to` ask for another device: a dtype alone may pass."""
     if kwargs.keys() & {"device", "tensor", "other"}:

@@ -74,10 +74,7 @@ def judge_exchange(ranks: int, figures: Mapping[str, Any]) -> Row:
 def run_part(files: RankFiles, devices: Sequence[torch.device]) -> Mapping[str, Any]:
     rank, size = int(os.environ["RANK"]), len(devices)
     device = devices[rank]
-    on_accelerator = is_accelerator(device)
-    if on_accelerator:
-        torch.accelerator.set_device_index(device)
-    with connect_ranks(files, data_parallel=1, step_timeout=TIMEOUT, on_cuda=on_accelerator) as world:
+    with connect_ranks(files, data_parallel=1, step_timeout=TIMEOUT, device=device) as world:
         mine = torch.full((SIZE // 4,), float(rank + 1), device=device)
         total, received = mine.clone(), torch.empty_like(mine)
         distributed.all_reduce(total)

@@ -14,6 +14,9 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
+from gpipe_cli.accelerator.devices import is_accelerator
+from gpipe_cli.accelerator.streams import set_current_device
+from gpipe_cli.distributed.backends import backends_for
 from gpipe_cli.distributed.groups import setup_process_groups
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, PeerError, Stopped
@@ -39,11 +42,12 @@ def is_main_process() -> bool:
 
 @contextmanager
 def connect_ranks(
-    files: RankFiles | None, *, data_parallel: int, step_timeout: float | None, on_cuda: bool
+    files: RankFiles | None, *, data_parallel: int, step_timeout: float | None, device: torch.device
 ) -> Iterator[World]:
     """Connect the ranks of a job, in the process groups `data` and `pipe`; a process that is no rank has none.
 
     files: those of the launcher; None under torchrun, which tells the ranks how to meet by environment variables.
+    device: that of this rank; an accelerator becomes the current one.
     """
     if not is_rank():
         yield World()
@@ -56,13 +60,23 @@ def connect_ranks(
     timeout = _timeout(step_timeout, has_supervisor=files is not None)
     if files is not None:  # all ranks are on this machine: listen on no other interface
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    backends = backends_for(device)
+    # Before the backend starts: what is given no device, by the backend or by a layer, goes to the current one, and all
+    # ranks of a machine would use the first.
+    set_current_device(device)
+    # torch warns that NCCL runs single sends of a bound device in the order of posting. Every order that ranks post
+    # allows that (docs/how-to/more-machines.md).
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
     with _lost_peer_as_peer_error():
         distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+            backends,
             init_method="env://" if files is None else files.init_method,
             rank=int(os.environ["RANK"]),
             world_size=size,
             timeout=timeout,
+            # Binds the process to its device: one communicator per group then, made at once by all of its ranks,
+            # instead of one per pair of ranks when these first meet.
+            device_id=device if is_accelerator(device) else None,
         )
         try:
             groups = [("data", data_parallel), ("pipe", size // data_parallel)]

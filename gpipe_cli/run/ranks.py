@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ from typing import TypeVar
 import torch
 from omegaconf import OmegaConf
 
-from gpipe_cli.accelerator.devices import available_devices
+from gpipe_cli.accelerator.devices import accelerators, available_devices, is_accelerator, resolve_devices
 from gpipe_cli.config.schema import EvalConfig, RunConfig, TrainConfig
 from gpipe_cli.distributed.torch_schedule import check_placement
 from gpipe_cli.distributed.world import World
@@ -78,9 +79,48 @@ def settings_for_rank(settings: Settings, job: Job) -> Settings:
     if settings.devices == "auto":
         if settings.partitions is not None and not traits(settings.schedule.name).several_per_device:
             _check_size(settings, settings.partitions, settings.partitions, int(os.environ["WORLD_SIZE"]))
-        own = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
-        return replace(settings, devices=[own] * int(os.environ["WORLD_SIZE"]))
+        return replace(settings, devices=[str(_device_of_local_rank())] * int(os.environ["WORLD_SIZE"]))
+    first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
+    of_machine = available_devices(settings.devices)[first : first + int(os.environ["LOCAL_WORLD_SIZE"])]
+    _check_devices(settings, of_machine)
     return settings
+
+
+def _device_of_local_rank() -> torch.device:
+    """The accelerator with the number of this rank on its machine, or the CPU where there is no accelerator."""
+    present, rank = accelerators(), int(os.environ["LOCAL_RANK"])
+    if present and rank >= len(present):
+        raise ConfigError(
+            f"devices=auto: torchrun started {os.environ['LOCAL_WORLD_SIZE']} processes on a machine with "
+            f"{len(present)} accelerators; give --nproc-per-node={len(present)}, or devices=[cpu,...]"
+        )
+    return present[rank] if present else torch.device("cpu")
+
+
+def _check_devices(settings: RunConfig, of_machine: Sequence[torch.device]) -> None:
+    """Raise ConfigError if the ranks of one machine cannot have these devices."""
+    if len({device.type for device in of_machine}) > 1:
+        raise ConfigError(
+            f"devices={settings.devices}: ranks need devices of one type to send tensors to each other; "
+            "use engine=threads to mix types"
+        )
+    for device in of_machine:
+        if is_accelerator(device) and of_machine.count(device) > 1:
+            raise ConfigError(
+                f"devices={settings.devices}: gives {device} to {of_machine.count(device)} ranks, and each needs a "
+                "device of its own; use engine=threads to share one"
+            )
+
+
+def _own_device(settings: RunConfig) -> torch.device:
+    """The device of this rank."""
+    size = int(os.environ["WORLD_SIZE"])
+    devices = resolve_devices(settings.devices, size)
+    if len(devices) < size:
+        raise ConfigError(
+            f"devices={settings.devices}: {len(devices)} devices for {size} processes; give one for each"
+        )
+    return devices[int(os.environ["RANK"])]
 
 
 def _with_balance(settings: Settings, layers: list[int]) -> Settings:
@@ -93,7 +133,7 @@ def connect(settings: RunConfig, job: Job) -> AbstractContextManager[World]:
         None if job.rank is None else job.rank.files,
         data_parallel=settings.data_parallel,
         step_timeout=settings.step_timeout,
-        on_cuda=is_rank() and any(device.type == "cuda" for device in available_devices(settings.devices)),
+        device=_own_device(settings) if is_rank() else torch.device("cpu"),
     )
 
 
@@ -109,6 +149,9 @@ def build_parts_in_ranks(settings: RunConfig, job: Job, world: World) -> RunPart
     partitioning = parts.partitioning
     if traits_of_engine(settings).needs_processes:
         check_placement(settings.schedule.name, len(partitioning.balance), len(partitioning.devices))
+    if starts_ranks(settings):
+        ranks = len(partitioning.devices) * settings.data_parallel
+        _check_devices(settings, resolve_devices(settings.devices, ranks))
     if is_rank():
         _check_size(settings, len(partitioning.balance), len(partitioning.devices), world.size)
     return parts

@@ -11,7 +11,7 @@ possible counterpart, so one run of the model decides for all of them.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -74,6 +74,7 @@ class _Model:
             lambda: defaultdict(deque)
         )
         """By channel and end, the operations that wait there: their rank and content."""
+        self._posted: Counter[tuple[str, tuple[int, int], str]] = Counter()
 
     def run(self) -> None:
         ready = deque(range(len(self._ranks)))
@@ -107,6 +108,9 @@ class _Model:
             own_communicator = self._per_pair and not batched
             channel: object = (group, way, own_communicator)
             end: int | str = kind
+            # gloo matches all messages of one direction in order. A communicator per pair must not match others.
+            content = f"{content}, number {self._posted[group, way, kind]}"
+            self._posted[group, way, kind] += 1
             ends: Iterable[int | str] = (SEND, RECEIVE)
         else:
             channel, end, ends, content = (group, members), rank, members, f"{kind} {content}"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ def settings(engine: str = "processes", **more: Any) -> TrainConfig:
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of the second of four."""
-    given = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}
+    given = {"TORCHELASTIC_RUN_ID": "x", **ranks}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
 
@@ -39,9 +41,62 @@ def test_under_torchrun_rank_0_is_the_main_process_and_each_rank_has_a_device_of
     torchrun: None,
 ) -> None:
     assert not is_main_process()
-    own = "cuda:1" if torch.cuda.is_available() else "cpu"
-    assert settings_for_rank(settings(), JOB).devices == [own] * 4
+    assert settings_for_rank(settings(), JOB).devices == ["cpu"] * 4
     assert settings_for_rank(settings(devices=["cpu"] * 4), JOB).devices == ["cpu"] * 4
+
+
+@pytest.fixture
+def two_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+
+
+def test_under_torchrun_a_rank_gets_the_accelerator_with_its_local_number(
+    torchrun: None, two_accelerators: None
+) -> None:
+    assert settings_for_rank(settings(), JOB).devices == ["cuda:1"] * 4
+
+
+def test_more_ranks_than_accelerators_on_a_machine_are_refused(
+    torchrun: None, two_accelerators: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    says = r"devices=auto: torchrun started 4 processes on a machine with 2 accelerators; give --nproc-per-node=2"
+    with pytest.raises(ConfigError, match=says):
+        settings_for_rank(settings(), JOB)
+
+
+@pytest.mark.parametrize(
+    ("devices", "says"),
+    [
+        (
+            ["cuda:0", "cuda:1", "cuda:1", "cuda:0"],
+            r"gives cuda:0 to 2 ranks, and each needs a device of its own",
+        ),
+        (["cpu", "cuda:1", "cpu", "cuda:0"], "ranks need devices of one type"),
+    ],
+)
+def test_devices_that_ranks_of_one_machine_cannot_have_are_refused(
+    torchrun: None, two_accelerators: None, devices: list[str], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        settings_for_rank(settings(devices=devices), JOB)
+
+
+def test_two_machines_may_have_devices_of_the_same_names(
+    torchrun: None, two_accelerators: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    devices = ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert settings_for_rank(settings(devices=devices), JOB).devices == devices
+
+
+def test_the_launcher_refuses_a_shared_accelerator_before_it_starts_a_rank(
+    gpipe: Callable[..., Any], two_accelerators: None
+) -> None:
+    words = ("engine=processes", "devices=[cuda:0,cuda:0]", "model=mlp", "data=digits", "--dry-run")
+    answer = gpipe("train", *words)
+    assert answer.code == 2 and "gives cuda:0 to 2 ranks" in answer.err
 
 
 def test_a_rank_uses_the_balance_that_its_launcher_found(torchrun: None) -> None:
