@@ -66,6 +66,11 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+def reads_pinned_memory(devices: Iterable[torch.device]) -> bool:
+    """Whether one of the devices copies from pinned memory of the host by itself; MPS has no such memory."""
+    return any(is_accelerator(device) and device.type != "mps" for device in devices)
+
+
 def accelerators() -> list[torch.device]:
     """All accelerators of this machine, of the one kind that torch was built for."""
     kind = torch.accelerator.current_accelerator()

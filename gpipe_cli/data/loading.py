@@ -40,11 +40,13 @@ def batches(
     timeout: float | None = None,
     replica: int = 0,
     replicas: int = 1,
+    pin_memory: bool = False,
 ) -> Generator[Batch, None, None]:
     """Yield the epoch's batches from number `start` on, without loading those before it.
 
     timeout: seconds that a worker may take for a batch.
     replica: the index of this replica; each of the `replicas` reads its own part of every batch.
+    pin_memory: put batches where an accelerator can read them while the host does something else.
 
     Close the generator, or drop it, to stop its workers early.
     """
@@ -64,8 +66,13 @@ def batches(
         requests.append(BatchRequest(epoch, own or indices[:1], without_rows=not own))
     fetch = BatchFetcher(samples, transform, seed)
     if workers and requests:
-        return load_in_workers(fetch, requests, workers, timeout)
-    return (fetch(request) for request in requests)
+        return load_in_workers(fetch, requests, workers, timeout, pin_memory=pin_memory)
+    return (_pinned(fetch(request)) if pin_memory else fetch(request) for request in requests)
+
+
+def _pinned(batch: Batch) -> Batch:
+    input, target = batch
+    return input.pin_memory(), target.pin_memory()
 
 
 def replica_part(indices: list[int], replica: int, replicas: int) -> list[int]:

@@ -32,8 +32,14 @@ _DEFAULT_TIMEOUT = 120.0
 
 
 def load_in_workers(
-    load: Callable[[Any], Batch], requests: list[Any], workers: int, timeout: float | None
+    load: Callable[[Any], Batch],
+    requests: list[Any],
+    workers: int,
+    timeout: float | None,
+    *,
+    pin_memory: bool = False,
 ) -> Generator[Batch, None, None]:
+    """pin_memory: a thread of this process copies each batch to pinned memory, which no worker can share."""
     seconds = timeout or _DEFAULT_TIMEOUT
     loader: DataLoader[Any] = DataLoader(
         _WorkerDataset(load),  # type: ignore[arg-type]  # has the methods of a dataset, which is all torch needs
@@ -43,6 +49,7 @@ def load_in_workers(
         collate_fn=_unchanged,
         worker_init_fn=partial(_set_up_worker, os.getpid()),
         timeout=seconds,
+        pin_memory=pin_memory,
         generator=torch.Generator(),  # the loader draws a seed, by default from torch's default generator
     )
     # torch keeps its worker processes private; those that appear while the loader starts are its own.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import final
 
+from gpipe_cli.accelerator.devices import available_devices, reads_pinned_memory
 from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import ModelConfig, RunConfig, TrainConfig
@@ -29,6 +30,7 @@ class BatchLoader:
     seed: int
     replica: int = 0
     replicas: int = 1
+    pin_memory: bool = False
 
     @property
     def steps_per_epoch(self) -> int:
@@ -72,6 +74,7 @@ class BatchLoader:
             transform=transform,
             replica=self.replica,
             replicas=self.replicas,
+            pin_memory=self.pin_memory,
         ):
             check_batch(input, target)
             if not target.is_floating_point():
@@ -98,4 +101,5 @@ def make_loader(settings: ModelConfig) -> BatchLoader:
     replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
     world = World.current()
     replica = world.rank // max(1, world.size // replicas)  # ranks of one replica are consecutive
-    return BatchLoader(data, transforms, classes, settings.batch_size, seed, replica, replicas)
+    pin_memory = isinstance(settings, RunConfig) and reads_pinned_memory(available_devices(settings.devices))
+    return BatchLoader(data, transforms, classes, settings.batch_size, seed, replica, replicas, pin_memory)

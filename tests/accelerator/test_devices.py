@@ -15,6 +15,7 @@ from gpipe_cli.accelerator.devices import (
     default_partitions,
     device_here,
     device_name,
+    reads_pinned_memory,
     resolve_devices,
     set_threads,
 )
@@ -182,3 +183,10 @@ def test_a_device_is_named_by_the_module_of_its_type(monkeypatch: pytest.MonkeyP
     assert device_name(torch.device("xpu:1")) == "Accelerator 1"
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
     assert device_name(torch.device("mps")) == "mps"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pinned"), [("cpu", False), ("cpu cuda", True), ("xpu", True), ("mps", False)]
+)
+def test_only_accelerators_read_pinned_memory(kinds: str, pinned: bool) -> None:
+    assert reads_pinned_memory([torch.device(kind) for kind in kinds.split()]) == pinned

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterable
 
@@ -187,9 +188,39 @@ class Broken(Counting):
         return super().__getitem__(index)
 
 
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As on a machine with an accelerator: the names of the threads that pinned a tensor."""
+    threads: list[str] = []
+
+    def pin_memory(tensor: Tensor) -> Tensor:
+        threads.append(threading.current_thread().name)
+        return tensor.clone()
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    return threads
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_for_an_accelerator_were_not_pinned(pinned: list[str], workers: int) -> None:
+    keys = {"batch_size": 3, "seed": 0, "epoch": 0, "shuffle": True, "workers": workers}
+    assert_equal_batches(batches(Counting(8), pin_memory=True, **keys), batches(Counting(8), **keys))
+    main = threading.main_thread().name
+    assert len(pinned) == 6 and all((name == main) == (workers == 0) for name in pinned)
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.usefixtures("pinned")
+@pytest.mark.parametrize("pin_memory", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_broken_sample_is_named_by_its_index(workers: int) -> None:
-    loaded = batches(Broken(5), batch_size=2, seed=0, epoch=0, shuffle=False, workers=workers)
+def test_a_broken_sample_is_named_by_its_index(workers: int, pin_memory: bool) -> None:
+    loaded = batches(
+        Broken(5), batch_size=2, seed=0, epoch=0, shuffle=False, workers=workers, pin_memory=pin_memory
+    )
     next(loaded)
     with pytest.raises(DataError, match="sample 3") as caught:
         next(loaded)
@@ -199,22 +230,25 @@ def test_a_broken_sample_is_named_by_its_index(workers: int) -> None:
     assert not multiprocessing.active_children()
 
 
-def assert_worker_failure(index: int, message: str) -> None:
-    loaded = batches(
-        Broken(10), batch_size=1, seed=0, epoch=0, shuffle=False, workers=1, start=index, timeout=1
-    )
+def assert_worker_failure(index: int, message: str, pin_memory: bool) -> None:
+    keys = {"batch_size": 1, "seed": 0, "epoch": 0, "shuffle": False, "timeout": 1}
+    loaded = batches(Broken(10), workers=1, start=index, pin_memory=pin_memory, **keys)
     with pytest.raises(DataError, match=f"loading data in workers failed: .*({message})") as caught:
         next(loaded)
     assert "\n" not in str(caught.value)
     assert not multiprocessing.active_children()
 
 
-def test_a_worker_that_is_killed_is_an_error_at_once() -> None:
-    assert_worker_failure(7, "killed by signal|exited unexpectedly")
+@pytest.mark.usefixtures("pinned")
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_a_worker_that_is_killed_is_an_error_at_once(pin_memory: bool) -> None:
+    assert_worker_failure(7, "killed by signal|exited unexpectedly", pin_memory)
 
 
-def test_a_worker_that_hangs_is_an_error_after_the_timeout() -> None:
-    assert_worker_failure(9, "no mini-batch for data.timeout=1 seconds")
+@pytest.mark.usefixtures("pinned")
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_a_worker_that_hangs_is_an_error_after_the_timeout(pin_memory: bool) -> None:
+    assert_worker_failure(9, "no mini-batch for data.timeout=1 seconds", pin_memory)
 
 
 def test_too_little_data_is_an_error_at_once() -> None:
