@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.accelerator.stream_set import StreamSet
-from gpipe_cli.accelerator.streams import current_stream, has_side_streams
+from gpipe_cli.accelerator.streams import current_stream, has_side_streams, record_timing_event
 
 Tensors: TypeAlias = tuple[Tensor | None, ...]
+CopyTime: TypeAlias = tuple[torch.Event, torch.Event]
+"""Begin and end."""
 
 
 class DeviceCopy(NamedTuple):
@@ -24,6 +26,8 @@ class DeviceCopy(NamedTuple):
     tensors: Tensors
     arrived: tuple[torch.Event, ...] = ()
     destination: torch.device = torch.device("cpu")
+    times: tuple[CopyTime, ...] = ()
+    """Of each copy, if they were asked for and the copies run on side streams."""
 
     def receive(self) -> Tensors:
         """Called by the thread that uses the tensors: its current stream waits for the copies."""
@@ -47,7 +51,7 @@ class DeviceCopy(NamedTuple):
                 tensor.record_stream(stream)
 
 
-def start_copy(tensors: Tensors, destination: torch.device) -> DeviceCopy:
+def start_copy(tensors: Tensors, destination: torch.device, *, timed: bool = False) -> DeviceCopy:
     """Start to copy `tensors` to `destination`, after what the calling thread has queued on its streams."""
     for tensor in tensors:
         if tensor is not None and tensor.device != destination:
@@ -55,15 +59,16 @@ def start_copy(tensors: Tensors, destination: torch.device) -> DeviceCopy:
     else:
         return DeviceCopy(tensors)
     arrived: list[torch.Event] = []
+    times: list[CopyTime] = []
     for source in {tensor.device for tensor in tensors if tensor is not None} - {destination}:
         streams = copy_streams(source, destination)
         if streams:
-            tensors = _copy_on_side_streams(tensors, source, destination, streams)
+            tensors = _copy_on_side_streams(tensors, source, destination, streams, times if timed else None)
             # Everything up to here is only queued: the receiver waits for this event.
             arrived.append(streams[-1].record_event())
         else:
             tensors = _moved(tensors, source, destination, non_blocking=False)
-    return DeviceCopy(tensors, tuple(arrived), destination)
+    return DeviceCopy(tensors, tuple(arrived), destination, tuple(times))
 
 
 def wait_for_copies(devices: Iterable[torch.device]) -> None:
@@ -92,8 +97,13 @@ _copy_streams: dict[tuple[torch.device, torch.device], tuple[torch.Stream, ...]]
 
 
 def _copy_on_side_streams(
-    tensors: Tensors, source: torch.device, destination: torch.device, streams: tuple[torch.Stream, ...]
+    tensors: Tensors,
+    source: torch.device,
+    destination: torch.device,
+    streams: tuple[torch.Stream, ...],
+    times: list[CopyTime] | None,
 ) -> Tensors:
+    """times: gets the time of the copy."""
     outbound = streams[0]
     if outbound.device == source:
         outbound.wait_stream(current_stream(source))
@@ -103,8 +113,12 @@ def _copy_on_side_streams(
                 tensor.record_stream(outbound)
     # torch copies on the current stream of the source and makes that of the destination wait. Both must be side
     # streams, or the copy would delay the next micro-batch of either device.
+    begin = None if times is None else record_timing_event(outbound)
     with StreamSet(streams, outbound.device_index).entered():
-        return _moved(tensors, source, destination, non_blocking=True)
+        moved = _moved(tensors, source, destination, non_blocking=True)
+    if times is not None and begin is not None:
+        times.append((begin, record_timing_event(outbound)))
+    return moved
 
 
 def _moved(

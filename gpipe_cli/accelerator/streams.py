@@ -42,10 +42,10 @@ def has_side_streams(device: torch.device) -> bool:
     return True
 
 
-def record_timing_event(device: torch.device) -> torch.Event:
-    """An event on the calling thread's stream of an accelerator, for `elapsed_time`."""
-    event = torch.Event(device, enable_timing=True)
-    event.record(current_stream(device))
+def record_timing_event(stream: torch.Stream) -> torch.Event:
+    """An event for `elapsed_time`, after what is queued on the stream; only events of one device can be compared."""
+    event = torch.Event(stream.device, enable_timing=True)
+    event.record(stream)
     return event
 
 

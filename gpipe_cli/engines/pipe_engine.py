@@ -7,7 +7,6 @@ engine runs the failed step again to name the layer it came from.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -78,12 +77,9 @@ class UtilizationMeter:
         finally:
             self._pipe.recorder = None
         step = StepTimeline(tuple(self._record.pieces()))
-        seconds: dict[int, float] = defaultdict(float)
-        for piece in step.pieces:
-            seconds[piece.action.partition] += piece.end - piece.begin
         partitions, devices = range(len(self._pipe.partitions)), self._pipe.devices
         self.last = Utilization(
-            busy=tuple(seconds[index] / step.seconds for index in partitions),
+            busy=tuple(step.partition(index).busy for index in partitions),
             bubble=step.bubble,
             memory=tuple(_peak_bytes(devices[index % len(devices)]) for index in partitions),
         )

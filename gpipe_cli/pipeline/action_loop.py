@@ -17,6 +17,7 @@ from typing import Any, Protocol, final
 
 import torch
 
+from gpipe_cli.accelerator.copies import CopyTime
 from gpipe_cli.accelerator.kernel_errors import note_kernel_error
 from gpipe_cli.accelerator.memory import on_device
 from gpipe_cli.accelerator.stream_set import NO_STREAMS
@@ -41,7 +42,7 @@ class Recorder(Protocol):
     """
 
     def now(self, device: torch.device) -> Any:
-        """This moment in the work of a device, in the recorder's own form."""
+        """This moment in the work of a device; on an accelerator an event for `elapsed_time`."""
 
     def __call__(self, action: Action, phase: str, begin: Any, end: Any) -> None: ...
 
@@ -111,7 +112,7 @@ class ActionLoop:
         self._keep_graph = keep_graph
         self._recorder = recorder
         self._stores = stores
-        self._channels = Channels(partitions, state)
+        self._channels = Channels(partitions, state, timed=recorder is not None)
         self._failure_lock = threading.Lock()
         self._failure: BaseException | None = None
         self._modes = modes
@@ -236,9 +237,9 @@ class ActionLoop:
         if saved is not None:
             self._state.saved[action.partition, action.micro_batch] = saved
         position.phase = "copy"
-        self._channels.send(partition, action.micro_batch, outputs)
+        times = self._channels.send(partition, action.micro_batch, outputs)
         if action.partition < len(self._partitions) - 1:
-            self._record(action, "copy", partition, started)
+            self._record_copies(action, partition, started, times)
 
     def _backward(self, position: _Position, action: Action) -> None:
         self._check_no_failure()
@@ -269,9 +270,9 @@ class ActionLoop:
         if action.kind is Kind.BACKWARD:
             self._release(action)
         position.phase = "copy"
-        self._channels.send_gradients(partition, gradients, saved)
+        times = self._channels.send_gradients(partition, gradients, saved)
         if action.partition > 0:
-            self._record(action, "copy", partition, started)
+            self._record_copies(action, partition, started, times)
 
     def _backward_weights(self, position: _Position, action: Action) -> None:
         self._check_no_failure()
@@ -314,3 +315,11 @@ class ActionLoop:
         end = self._recorder.now(partition.device)
         self._recorder(action, phase, started, end)
         return end
+
+    def _record_copies(
+        self, action: Action, partition: Partition, started: Any, times: Sequence[CopyTime]
+    ) -> None:
+        """Copies on side streams have times of their own; other copies took the worker's time until now."""
+        if self._recorder is not None:
+            for begin, end in times or ((started, self._recorder.now(partition.device)),):
+                self._recorder(action, "copy", begin, end)

@@ -10,7 +10,7 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import Any, final
 
-from gpipe_cli.accelerator.copies import DeviceCopy, start_copy
+from gpipe_cli.accelerator.copies import CopyTime, DeviceCopy, start_copy
 from gpipe_cli.accelerator.memory import on_device
 from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.boundary import Gradients, PartitionInput
@@ -45,9 +45,11 @@ class _Channel:
 class Channels:
     """All channels of one pass over the actions, and the way to the pipe's own input and output."""
 
-    def __init__(self, partitions: Sequence[Partition], state: BatchState) -> None:
+    def __init__(self, partitions: Sequence[Partition], state: BatchState, *, timed: bool = False) -> None:
+        """timed: `send` and `send_gradients` return when copies on side streams begin and end."""
         self._partitions = partitions
         self._state = state
+        self._timed = timed
         self._last = len(partitions) - 1
         pairs = [
             (partition.index, destination)
@@ -82,17 +84,22 @@ class Channels:
         tensors = copy.receive()
         return input if tensors is input.tensors else input._replace(tensors=tensors)
 
-    def send(self, partition: Partition, micro_batch: int, outputs: tuple[PartitionInput, ...]) -> None:
+    def send(
+        self, partition: Partition, micro_batch: int, outputs: tuple[PartitionInput, ...]
+    ) -> tuple[CopyTime, ...]:
+        times: tuple[CopyTime, ...] = ()
         # Skips first: once the following partition has the value, it may write it in place.
         for destination, output in zip(reversed(partition.destinations), reversed(outputs), strict=True):
             if destination > self._last:
                 self._state.outputs[micro_batch] = output
                 continue
             copy = self._start_copy(output.tensors, destination)
+            times += copy.times
             # Only a skip that passes by other partitions can be written before it arrives.
             passes_by = destination > partition.index + 1
             versions = [skip_version(tensor) for tensor in output.tensors] if passes_by else []
             self._forward[partition.index, destination].put((output, copy, versions))
+        return times
 
     def receive_gradients(self, partition: Partition, micro_batch: int) -> Gradients:
         """One gradient per tensor that `partition` sent, in that order."""
@@ -104,20 +111,25 @@ class Channels:
         ]
         return received[0] if len(received) == 1 else tuple(g for gradients in received for g in gradients)
 
-    def send_gradients(self, partition: Partition, gradients: Gradients, saved: SavedForBackward) -> None:
+    def send_gradients(
+        self, partition: Partition, gradients: Gradients, saved: SavedForBackward
+    ) -> tuple[CopyTime, ...]:
+        times: tuple[CopyTime, ...] = ()
         if partition.index == 0:
             self._state.input_gradients[saved.task.micro_batch.index] = gradients
-            return
+            return times
         # The sink holds the gradients of all inputs in one list, in the order of the sources.
         remaining = iter(gradients)
         for source, size in zip(partition.sources, saved.sizes, strict=True):
             copy = self._start_copy(tuple(islice(remaining, size)), source)
+            times += copy.times
             self._backward[source, partition.index].put(copy)
+        return times
 
     def _start_copy(self, tensors: Gradients, partition: int) -> DeviceCopy:
         device = self._partitions[partition].device
         try:
-            return start_copy(tensors, device)
+            return start_copy(tensors, device, timed=self._timed)
         except BaseException as error:
             # Memory ran out where the copy goes to, not where the running action is.
             error.add_note(f"while copying to partition {partition}{on_device(device, error)}")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from gpipe_cli.accelerator.devices import is_accelerator
-from gpipe_cli.accelerator.streams import record_timing_event, synchronize
+from gpipe_cli.accelerator.streams import current_stream, record_timing_event, synchronize
 from gpipe_cli.pipeline.gpipe import ThreadedPipe
 from gpipe_cli.schedule.action import Action
 
@@ -67,7 +67,7 @@ class ActionRecorder:
     def now(self, device: torch.device) -> Any:
         # On an accelerator a call returns before its work has run, so the moment is an event in the stream. Reading it
         # here would make the worker wait; `pieces` does so when all is done.
-        return (device, record_timing_event(device)) if is_accelerator(device) else time.perf_counter()
+        return record_timing_event(current_stream(device)) if is_accelerator(device) else time.perf_counter()
 
     def __call__(self, action: Action, phase: str, begin: Any, end: Any) -> None:
         self._pieces.append((action, phase, begin, end, threading.get_native_id()))
@@ -87,10 +87,9 @@ class ActionRecorder:
         # day. So the origin moves along, and it is one moment on all devices because none of them has anything to run.
         synchronize(self._accelerators)
         self._origin = time.perf_counter()
-        self._origins = {device: record_timing_event(device) for device in self._accelerators}
+        self._origins = {device: record_timing_event(current_stream(device)) for device in self._accelerators}
 
     def _seconds(self, moment: Any) -> float:
         if isinstance(moment, float):
             return moment - self._began
-        device, event = moment
-        return self._origin - self._began + float(self._origins[device].elapsed_time(event)) / 1000
+        return self._origin - self._began + self._origins[moment.device].elapsed_time(moment) / 1000

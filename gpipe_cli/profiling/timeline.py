@@ -6,9 +6,9 @@ and the part of it between the worker's first and last piece of work is waiting 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import final
 
 from gpipe_cli.pipeline.gpipe import ThreadedPipe
@@ -60,7 +60,8 @@ class StepTimeline:
     def bubble(self) -> float:
         """The share of all workers' time in which they do nothing."""
         threads = {piece.thread for piece in self.pieces}
-        return 1 - _busy(self.pieces) / (len(threads) * self.seconds)
+        busy = sum(_busy(piece for piece in self.pieces if piece.thread == thread) for thread in threads)
+        return 1 - busy / (len(threads) * self.seconds)
 
     def partition(self, index: int) -> PartitionTime:
         own = [piece for piece in self.pieces if piece.action.partition == index]
@@ -69,10 +70,7 @@ class StepTimeline:
             busy=_busy(own) / self.seconds,
             recompute=_busy(piece for piece in own if piece.phase == "recompute") / self.seconds,
             bubble=1 - _busy(worker) / self.seconds,
-            waiting=sum(
-                after.begin - before.end
-                for before, after in pairwise(sorted(worker, key=lambda piece: piece.begin))
-            ),
+            waiting=StepTimeline(tuple(worker)).seconds - _covered(worker),
         )
 
 
@@ -99,7 +97,16 @@ def median_step(steps: Sequence[StepTimeline]) -> StepTimeline:
 
 
 def _busy(pieces: Iterable[Piece]) -> float:
-    return sum(piece.end - piece.begin for piece in pieces if piece.phase not in TRANSFERS)
+    return _covered(piece for piece in pieces if piece.phase not in TRANSFERS)
+
+
+def _covered(pieces: Iterable[Piece]) -> float:
+    """Seconds in which at least one of the pieces runs: accelerators copy while they compute."""
+    covered, until = 0.0, -math.inf
+    for piece in sorted(pieces, key=lambda piece: piece.begin):
+        covered += max(0.0, piece.end - max(piece.begin, until))
+        until = max(until, piece.end)
+    return covered
 
 
 @final

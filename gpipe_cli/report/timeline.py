@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -74,8 +75,22 @@ def trace_events(
     steps: Sequence[StepTimeline], rows: Sequence[str], process: int = MEASURED
 ) -> list[dict[str, Any]]:
     """Metadata events (`M`) with the names, then complete events (`X`) in microseconds since recording began."""
-    pieces = (event for number, step in enumerate(steps) for event in _complete_events(number, step))
-    return [{**event, "pid": process} for event in (*_name_events(rows, PROCESS_NAMES[process]), *pieces)]
+    # Events of one row may not overlap, but accelerators copy while they compute: such copies get rows of their own.
+    copy_rows = len(rows) if any(_copies_beside(step.pieces) for step in steps) else 0
+    names = [*rows, *(f"{row}, copies" for row in rows)] if copy_rows else rows
+    pieces = (
+        event for number, step in enumerate(steps) for event in _complete_events(number, step, copy_rows)
+    )
+    return [{**event, "pid": process} for event in (*_name_events(names, PROCESS_NAMES[process]), *pieces)]
+
+
+def _copies_beside(pieces: Iterable[Piece]) -> bool:
+    """Whether a partition copies while it computes."""
+    by_partition = sorted(pieces, key=lambda piece: (piece.action.partition, piece.begin, piece.end))
+    return any(
+        before.action.partition == after.action.partition and after.begin < before.end
+        for before, after in pairwise(by_partition)
+    )
 
 
 def _name_events(rows: Sequence[str], process_name: str) -> Iterator[dict[str, Any]]:
@@ -85,13 +100,14 @@ def _name_events(rows: Sequence[str], process_name: str) -> Iterator[dict[str, A
         yield {"ph": "M", "name": "thread_sort_index", "tid": index, "args": {"sort_index": index}}
 
 
-def _complete_events(number: int, step: StepTimeline) -> Iterator[dict[str, Any]]:
+def _complete_events(number: int, step: StepTimeline, copy_rows: int) -> Iterator[dict[str, Any]]:
+    """copy_rows: how many rows further down the copies of a partition are."""
     for piece in sorted(step.pieces, key=lambda piece: piece.begin):
         yield {
             "ph": "X",
             "name": piece.label,
             "cat": piece.phase,
-            "tid": piece.action.partition,
+            "tid": piece.action.partition + (copy_rows if piece.phase == "copy" else 0),
             "ts": 1e6 * piece.begin,
             "dur": 1e6 * (piece.end - piece.begin),
             "args": {

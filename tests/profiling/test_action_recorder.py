@@ -19,6 +19,8 @@ GPU = torch.device("cuda:0")
 class Event:
     """An event of a device, which has the clock of the host; as torch, it answers in milliseconds of float32."""
 
+    device = GPU
+
     def __init__(self) -> None:
         self.at = time.perf_counter()
 
@@ -30,7 +32,8 @@ class Event:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     now = SimpleNamespace(seconds=0.0, synchronized=count())
     monkeypatch.setattr(action_recorder.time, "perf_counter", lambda: now.seconds)
-    monkeypatch.setattr(action_recorder, "record_timing_event", lambda device: Event())
+    monkeypatch.setattr(action_recorder, "record_timing_event", lambda stream: Event())
+    monkeypatch.setattr(action_recorder, "current_stream", lambda device: None)
     monkeypatch.setattr(action_recorder, "synchronize", lambda devices: next(now.synchronized))
     return now
 

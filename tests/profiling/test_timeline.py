@@ -91,6 +91,14 @@ def test_busy_bubble_and_waiting_are_shares_of_the_step() -> None:
     assert (second.busy, second.recompute, second.bubble, second.waiting) == pytest.approx((0.6, 0, 0.4, 0))
 
 
+def test_a_copy_that_runs_beside_the_computation_is_no_more_work() -> None:
+    first = [piece(Kind.FORWARD, 0, 0, 4), piece(Kind.FORWARD, 0, 4, 8), piece(Kind.BACKWARD, 0, 12, 16)]
+    copies = [piece(Kind.FORWARD, 0, 4, 7, "copy"), piece(Kind.FORWARD, 0, 8, 10, "copy")]
+    step = StepTimeline((*first, *copies))
+    assert step.bubble == pytest.approx(2 / 16)
+    assert (step.partition(0).busy, step.partition(0).waiting) == pytest.approx((14 / 16, 2))
+
+
 def test_the_median_step_is_the_one_in_the_middle() -> None:
     steps = [StepTimeline((piece(Kind.FORWARD, 0, 0, length),)) for length in (5, 1, 3)]
     assert median_step(steps).seconds == 3

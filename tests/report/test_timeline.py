@@ -12,7 +12,14 @@ from torch import nn
 from gpipe_cli import GPipe
 from gpipe_cli.profiling.action_recorder import Piece
 from gpipe_cli.profiling.timeline import StepTimeline, record_steps
-from gpipe_cli.report.timeline import IDEAL, MEASURED, print_step_timeline, timeline_lines, trace_json
+from gpipe_cli.report.timeline import (
+    IDEAL,
+    MEASURED,
+    print_step_timeline,
+    timeline_lines,
+    trace_events,
+    trace_json,
+)
 from gpipe_cli.schedule.action import Action, Kind
 
 
@@ -137,3 +144,12 @@ def test_the_ideal_step_is_a_process_of_its_own(document: dict[str, Any]) -> Non
         if event["tid"] == 0 and event["name"] == "process_name"
     }
     assert names == {MEASURED: "gpipe", IDEAL: "gpipe, ideal"}
+
+
+def test_copies_that_run_beside_the_computation_have_rows_of_their_own() -> None:
+    beside = StepTimeline((*STEP.pieces, piece(Kind.FORWARD, 0, 0, 1.4, 1.6, "copy")))
+    events = trace_events([beside], ["partition 0 (cuda:0)", "partition 1 (cuda:1)"])
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert rows[2] == "partition 0 (cuda:0), copies" and len(rows) == 4
+    copies = [event for event in events if event.get("cat") == "copy"]
+    assert [event["tid"] for event in copies] == [2, 2] and {e["args"]["partition"] for e in copies} == {0}
