@@ -11,16 +11,18 @@ from functools import partial
 from typing import Any, final
 
 from gpipe_cli.balance.solver import solve
-from gpipe_cli.engines.offload_engine import OffloadedParameters, OffloadEngine, make_tier, trained_bytes
+from gpipe_cli.engines.offload_engine import OffloadedParameters, OffloadEngine, make_tier, update_waits
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.pipe import OffloadedPipe
 from gpipe_cli.offload.prefetcher import SlicePrefetcher
-from gpipe_cli.offload.sizing import DeviceDemand, boundary_bytes, layer_bytes
+from gpipe_cli.offload.sizing import DeviceDemand, boundary_bytes, device_demand, layer_bytes
 from gpipe_cli.offload.slices import SlicedParameters
 from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
+from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
+from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.schedule.checkpoint import checkpoint_stops
 from gpipe_cli.values import parse_bytes
 
@@ -102,14 +104,7 @@ class Slicing:
         """Layers per slice."""
         module = self.spec.module
         if self.memory is not None:
-            demand = DeviceDemand(
-                layer_bytes(module),
-                trained_bytes(self.spec),
-                self._facts(),
-                self._buffers,
-                self.spec.chunks - self._recomputed,
-            )
-            return demand.slices(self._costs(), parse_bytes(self.memory))
+            return self._demand().slices(self._costs(), parse_bytes(self.memory))
         if self.slices is not None and self.slices > len(module):
             raise ConfigError(
                 f"engine.slices={self.slices}: the model has only {len(module)} layers; give at most that many"
@@ -140,6 +135,21 @@ class Slicing:
         )
         return pipe, OffloadedParameters(tier, [prefetcher], list(parameters.shared))
 
+    def _demand(self) -> DeviceDemand:
+        spec, sample = self.spec, self._sample()
+        return device_demand(
+            spec.module,
+            spec.objective.optimizer,
+            spec.devices[0],
+            self._facts(),
+            buffers=self._buffers,
+            stores_gradients=update_waits(spec.objective),
+            micro_batches=spec.chunks,
+            recomputed=self._recomputed,
+            batch_bytes=spec.chunks
+            * sum(tensor.nbytes for tensor in tensors_of((sample.input, sample.target))),
+        )
+
     def _costs(self) -> list[float]:
         """Per layer. `by=time` counts operations: to measure them the whole model would have to be in memory."""
         if self.by == "bytes":
@@ -147,7 +157,10 @@ class Slicing:
         return [float(flops.forward + flops.backward) for flops in self._facts().flops]
 
     def _facts(self) -> ModelFacts:
+        return model_facts(self.spec.module, self._sample(), count_flops=self.by == "time")
+
+    def _sample(self) -> Sample:
         assert self.spec.make_sample is not None, (
             "an engine that offloads needs to know the sizes of activations"
         )
-        return model_facts(self.spec.module, self.spec.make_sample(), count_flops=self.by == "time")
+        return self.spec.make_sample()

@@ -58,12 +58,16 @@ def make_tier(name: str, device: torch.device, spec: EngineSpec, boundary_bytes:
     return tier
 
 
+def update_waits(objective: TrainingObjective) -> bool:
+    """Whether the update waits for the gradients of all slices, which are stored until then."""
+    return objective.clip_grad_norm is not None or objective.precision == "fp16"
+
+
 def trained_bytes(spec: EngineSpec) -> list[int]:
     """For each layer the bytes that training stores in addition to its weights."""
     states = optimizer_bytes(spec.module, spec.objective.optimizer)
-    if spec.objective.clip_grad_norm is None and spec.objective.precision != "fp16":
+    if not update_waits(spec.objective):
         return states
-    # The update waits for the gradients of all slices, which are stored until then.
     return [state + gradients for state, gradients in zip(states, layer_bytes(spec.module), strict=True)]
 
 

@@ -1,24 +1,28 @@
-"""How much memory slices need on a device, and the fewest slices that fit; nothing is run.
+"""How much memory slices need on a device, and the fewest slices that fit; no layer is run.
 
-A slice needs its weights and optimizer state once per buffer, its gradients, the activations that its layers save for
-backward, and those of micro-batches that are not recomputed.
+A slice needs its weights, optimizer state and stored gradients once per buffer. While the step is in it, it also needs
+its gradients, and then either the activations that its layers save for backward, or what its update takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import final
 
+import torch
 from torch import nn
 
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.offload.prefetcher import MAX_INPUTS_IN_FLIGHT
+from gpipe_cli.offload.slices import SlicedParameters
 from gpipe_cli.offload.stored_tensors import ALIGNMENT, padded
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes
+from gpipe_cli.profiling.update_memory import update_bytes
 from gpipe_cli.values import format_bytes
 
 
@@ -35,25 +39,69 @@ def layer_bytes(module: nn.Sequential) -> list[int]:
 
 @final
 @dataclass(frozen=True)
+class LayerBytes:
+    """The bytes of a layer's own parameters, and of what comes with them."""
+
+    weights: int
+    gradients: int
+    state: int
+    """Of the optimizer."""
+    update: int
+    """What an update takes beyond these: temporaries, and in the first one a state that is not in its buffer yet."""
+
+
+@final
+@dataclass(frozen=True)
 class DeviceDemand:
     """The bytes that slices need on the device at the same time."""
 
-    weights: Sequence[int]
-    """Bytes of each layer's parameters."""
-    trained: Sequence[int]
-    """Bytes that training adds to each layer: optimizer state, and gradients that are stored."""
+    layers: Sequence[LayerBytes]
+    resident: int
+    """What stays on the device: the mini-batch, buffers, and parameters that several layers share."""
     facts: ModelFacts
     buffers: int
-    saved_micro_batches: int
-    """How many are not recomputed, and so save all their activations between forward and backward."""
+    stores_gradients: bool
+    """Whether the update waits for the gradients of all slices."""
+    micro_batches: int
+    recomputed: int
+    """How many micro-batches; the others save all their activations between forward and backward."""
 
     def of(self, balance: Sequence[int]) -> int:
         ranges = list(pairwise([0, *accumulate(balance)]))
-        moved = max(sum(self.weights[begin:end]) + sum(self.trained[begin:end]) for begin, end in ranges)
-        gradients = max(sum(self.weights[begin:end]) for begin, end in ranges)
-        saved = max(self.facts.saved_bytes(begin, end) for begin, end in ranges)
-        always_saved = self.saved_micro_batches * self.facts.saved_bytes(0, len(self.weights))
-        return self.buffers * moved + gradients + saved + always_saved
+        slices = [_added(self.layers[begin:end]) for begin, end in ranges]
+        gradients = max(slice.gradients for slice in slices)
+        # Each part has its own memory in a buffer, as large as in the largest slice.
+        moved = max(slice.weights for slice in slices) + max(slice.state for slice in slices)
+        moved += gradients if self.stores_gradients else 0
+        always_saved = (self.micro_batches - self.recomputed) * self.facts.saved_bytes(0, len(self.layers))
+        # The activations are gone when the update begins.
+        working = max(
+            max(self._backward(begin, end), slice.update)
+            for (begin, end), slice in zip(ranges, slices, strict=True)
+        )
+        return (
+            self.resident
+            + self.buffers * moved
+            + gradients
+            + working
+            + always_saved
+            + self._boundaries(ranges)
+        )
+
+    def _backward(self, begin: int, end: int) -> int:
+        """What forward and backward of one micro-batch need in a slice: activations, and gradients on their way."""
+        layers = range(begin, end)
+        flowing = max(self.facts.layers[layer].saved_bytes for layer in layers)
+        outputs = 2 * max(self.facts.layers[layer].output_bytes for layer in layers)
+        # Autograd adds the gradient of a second micro-batch to the first when it is complete.
+        added = max(self.layers[layer].gradients for layer in layers) if self.micro_batches > 1 else 0
+        return self.facts.saved_bytes(begin, end) + flowing + outputs + added
+
+    def _boundaries(self, ranges: Sequence[tuple[int, int]]) -> int:
+        """A slice runs all micro-batches, so at some moment all that enters or leaves it is on the device."""
+        largest = max((self.facts.partition_input(*layers).bytes for layers in ranges[1:]), default=0)
+        # One more is loaded for its recomputation.
+        return (self.micro_batches + MAX_INPUTS_IN_FLIGHT + 1) * largest
 
     def slices(self, costs: Sequence[float], limit: int) -> list[int]:
         """The balance with the fewest slices that stay within the limit."""
@@ -67,6 +115,63 @@ class DeviceDemand:
             f"engine.memory={format_bytes(limit)}: is too little, {format_bytes(least)} are needed with one layer in "
             "each slice; try more chunks, checkpoint=always or more memory"
         )
+
+
+def device_demand(
+    module: nn.Sequential,
+    make: MakeOptimizer | None,
+    device: torch.device,
+    facts: ModelFacts,
+    *,
+    buffers: int,
+    stores_gradients: bool,
+    micro_batches: int,
+    recomputed: int,
+    batch_bytes: int,
+) -> DeviceDemand:
+    """batch_bytes: of a mini-batch, which stays on the device during its step."""
+    parameters = SlicedParameters.of(module, [1] * len(module))
+    groups = [list(parameters.shared), *parameters.slices]
+    shared, *layers = _bytes_of(groups, make, device)
+    # Each of the layers that share a parameter has a gradient of its own; hardly ever are there more than two.
+    shared_bytes = shared.weights + shared.state + 3 * shared.gradients + shared.update
+    return DeviceDemand(
+        layers=layers,
+        resident=batch_bytes + sum(buffer.nbytes for buffer in module.buffers()) + shared_bytes,
+        facts=facts,
+        buffers=buffers,
+        stores_gradients=stores_gradients,
+        micro_batches=micro_batches,
+        recomputed=recomputed,
+    )
+
+
+def _bytes_of(
+    groups: Sequence[Sequence[nn.Parameter]], make: MakeOptimizer | None, device: torch.device
+) -> list[LayerBytes]:
+    parameters = list(chain.from_iterable(groups))
+    none = [0] * len(parameters)
+    states = none if make is None else state_bytes(make, parameters)
+    updates = none if make is None else update_bytes(make, parameters, device)
+    each = {
+        parameter: LayerBytes(
+            weights=padded(parameter.nbytes),
+            gradients=padded(parameter.nbytes) if parameter.requires_grad and make is not None else 0,
+            state=padded(state),
+            update=padded(update),
+        )
+        for parameter, state, update in zip(parameters, states, updates, strict=True)
+    }
+    return [_added([each[parameter] for parameter in group]) for group in groups]
+
+
+def _added(layers: Sequence[LayerBytes]) -> LayerBytes:
+    return LayerBytes(
+        sum(layer.weights for layer in layers),
+        sum(layer.gradients for layer in layers),
+        sum(layer.state for layer in layers),
+        sum(layer.update for layer in layers),
+    )
 
 
 def optimizer_bytes(module: nn.Sequential, make: MakeOptimizer | None) -> list[int]:
