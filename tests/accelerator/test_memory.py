@@ -113,7 +113,7 @@ def test_a_copy_that_does_not_fit_is_blamed_on_the_partition_that_receives_it(
 ) -> None:
     """Its memory is allocated while the sender's action runs, which the note on the error used to name."""
 
-    def full(tensors: Any, device: torch.device) -> Any:
+    def full(tensors: Any, device: torch.device, *, timed: bool) -> Any:
         raise OutOfMemoryError(FULL)
 
     monkeypatch.setattr(channels, "start_copy", full)
