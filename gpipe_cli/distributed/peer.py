@@ -18,6 +18,11 @@ from torch.distributed import P2POp, ProcessGroup, Work
 
 from gpipe_cli.distributed.messages import decode, encode
 
+_LENGTH_BYTES = 8
+_HEADER_BYTES = 1024
+"""A header up to this size is one message: enough for a dozen tensors."""
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -70,14 +75,13 @@ class Peer:
         self._sendings.clear()
 
     def _transfer(self, message: Message | None, *, receives: bool) -> Message:
-        # The receiver allocates by the length, reads the table, then takes the tensors in its order. Only the tensors
-        # are on the device: reading a length from there would make the host wait for everything queued before.
-        text = [] if message is None else [_table(message)]
-        lengths = [torch.zeros(1, dtype=torch.int64)] if receives else []
-        self._post([torch.tensor([len(part)]) for part in text], lengths)
-        received = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
-        self._post(text, received)
-        table, notes = decode(received[0]) if receives else ([], None)
+        # Only the tensors are on the device: the host would have to wait for it to read what they are.
+        header = _header(message) if message is not None else _NO_BYTES
+        received = torch.empty(_HEADER_BYTES if receives else 0, dtype=torch.uint8)
+        self._post([header[:_HEADER_BYTES]], [received])
+        rest = torch.empty(_rest_length(received), dtype=torch.uint8)
+        self._post([header[_HEADER_BYTES:]], [rest])
+        table, notes = _content(torch.cat([received, rest])) if receives else ([], None)
         tensors = {
             name: torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
             for name, dtype, shape in table
@@ -87,32 +91,50 @@ class Peer:
         return Message(tensors, notes)
 
     def _post(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Send and receive in one batch. Wait for what is received; what is only sent arrives on its own."""
+        """Send and receive in one batch, without empty tensors. Wait unless nothing is received."""
         # What has arrived is dropped, and its memory with it.
         self._sendings = [sending for sending in self._sendings if not sending.has_arrived]
         operation = partial(P2POp, group=self._group, group_peer=self._rank)
         operations = [
-            *(operation(distributed.isend, tensor) for tensor in outgoing),
-            *(operation(distributed.irecv, tensor) for tensor in incoming),
+            operation(kind, tensor)
+            for kind, tensors in ((distributed.isend, outgoing), (distributed.irecv, incoming))
+            for tensor in tensors
+            if tensor.numel()
         ]
         if not operations:
             return
         sending = _Sending(distributed.batch_isend_irecv(operations), outgoing)
-        if incoming:
+        if any(tensor.numel() for tensor in incoming):
             # Only once: gloo would wait a second time for a message that never comes.
             sending.wait()
         else:
             self._sendings.append(sending)
 
 
-def _table(message: Message) -> Tensor:
+def _header(message: Message) -> Tensor:
+    """The names, dtypes and shapes of the tensors, and the notes; before them their length, after them zeros."""
     table = [
         [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
         for name, tensor in message.tensors.items()
     ]
-    return encode([table, message.notes])
+    text = encode([table, message.notes])
+    length = torch.tensor([len(text)]).view(torch.uint8)
+    return torch.cat([length, text, text.new_zeros(max(0, _HEADER_BYTES - len(length) - len(text)))])
+
+
+def _rest_length(header: Tensor) -> int:
+    """How many bytes of the header follow in another message."""
+    return max(0, _LENGTH_BYTES + _text_length(header) - _HEADER_BYTES) if len(header) else 0
+
+
+def _content(header: Tensor) -> Any:
+    return decode(header[_LENGTH_BYTES : _LENGTH_BYTES + _text_length(header)])
+
+
+def _text_length(header: Tensor) -> int:
+    return int(header[:_LENGTH_BYTES].view(torch.int64))
 
 
 def _as_bytes(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The bytes of each tensor that has any, on both sides: backends do not support every dtype."""
-    return [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+    """Backends do not support every dtype."""
+    return [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]

@@ -28,6 +28,7 @@ from gpipe_cli.distributed.groups import DATA, PIPE
 from gpipe_cli.engines import processes
 from gpipe_cli.engines.protocol import EngineSpec, TrainingObjective
 from gpipe_cli.losses.cross_entropy import CrossEntropy
+from gpipe_cli.schedule import traits
 from gpipe_cli.sequential.by_list import partition_uniform
 from gpipe_cli.skip import pop, skippable, stash
 from tests.distributed.forked_ranks import run_ranks
@@ -46,6 +47,8 @@ class Scenario:
     ranks: int
     chunks: int
     replicas: int = 1
+    several: int = 2
+    """Partitions per rank, where the schedule allows several."""
 
     @property
     def name(self) -> str:
@@ -53,7 +56,8 @@ class Scenario:
 
     @property
     def partitions(self) -> int:
-        return self.ranks // self.replicas * (2 if self.schedule == "interleaved" else 1)
+        per_rank = self.several if traits(self.schedule).several_per_device else 1
+        return self.ranks // self.replicas * per_rank
 
 
 @skippable(stash=["far", "near"])

@@ -119,6 +119,9 @@ def test_whatever_ranks_post_completes_on_a_backend_that_blocks(
     ranks: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     chunks = sorted({1, 2, 3, ranks - 1, ranks, ranks + 1, 2 * ranks, 2 * ranks + 1} - {0})
-    cases = list(scenarios(ranks, chunks, list(MODELS)))
+    cases = [
+        *scenarios(ranks, chunks, list(MODELS)),
+        *(Scenario("interleaved", "plain", ranks, count, several=3) for count in chunks),
+    ]
     record_property("scenarios", len(cases))
     record_property("operations", check(cases, tmp_path, 900))
