@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gpipe_cli.distributed.peer import Message, Peer
 from gpipe_cli.schedule import names, traits
 from tests.distributed.rendezvous import RECEIVE, SEND, Batch, Deadlock, Mismatch, Operation, run
 from tests.distributed.scenarios import MODELS, OWN_LOOP, Scenario, record
@@ -103,6 +104,20 @@ def check(cases: list[Scenario], folder: Path, seconds: float) -> int:
                 error.add_note(f"{scenario}, communicator per pair: {communicator_per_pair}")
                 raise
     return count // 2
+
+
+def test_ranks_that_send_to_each_other_before_they_receive_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What forward_backward did: its outputs and gradients crossed one after the other."""
+
+    def send_then_receive(peer: Peer, message: Message) -> Message:
+        peer.send(message)
+        return peer.receive()
+
+    monkeypatch.setattr(Peer, "exchange", send_then_receive)
+    with pytest.raises(Deadlock, match=r"rank 0 waits in .*send.*; rank 1 waits in .*send"):
+        check([Scenario(OWN_LOOP, "plain", ranks=2, chunks=3)], tmp_path, 60)
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, [3]), (3, [4]), (4, [2])])
