@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -20,7 +20,13 @@ from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.launch.rank_setup import is_main_process
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.partition_memory import partition_memory
-from gpipe_cli.report.model_tables import flop_rows, print_layers, print_partition_memory, print_partitions
+from gpipe_cli.report.model_tables import (
+    flop_rows,
+    measured_memory_rows,
+    print_layers,
+    print_partition_memory,
+    print_partitions,
+)
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.progress import on_terminal
 from gpipe_cli.report.tables import print_facts
@@ -78,10 +84,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
         if job.dry_run:
             return _dry_run(settings, job, parts, spec.steps)
         summary = None if resumed is None else summary_if_finished(resumed, spec, parts.loader, job)
-        directory = (
-            planned_run_directory(settings.run_dir, job.number) if resumed is None else resumed.directory
-        )
-        disk_check = partial(check_disk_space, directory, settings, parts.model, spec, _retention(settings))
+        disk_check = _disk_check(settings, job, resumed, parts, spec)
         # A rank's engine keeps only its part of the model, so ranks check before they have one. An engine in this
         # process may itself take space on that disk (engine.to=disk), so the check comes after it.
         warning = disk_check() if summary is None and traits_of_engine(settings).needs_processes else None
@@ -113,11 +116,19 @@ def run(settings: TrainConfig, job: Job) -> Summary:
                 _record_start(recorder, settings, setup, warning, parts.partitioning, launch["partitions"])
                 last = _train(settings, parts.loader, spec, engine, setup, started, recorder, world)
             summary = summarize(last, spec, parts.loader, setup.directory, job)
+            summary["partitions"] = measured_memory_rows(launch["partitions"], engine.peak_bytes())
             if world.is_rank_zero:
                 write_summary(setup.directory, summary)
     if job.shows_result and is_main_process():
         print_summary(summary, settings)
     return summary
+
+
+def _disk_check(
+    settings: TrainConfig, job: Job, resumed: ResumedRun | None, parts: RunParts, spec: TrainSpec
+) -> Callable[[], str | None]:
+    directory = planned_run_directory(settings.run_dir, job.number) if resumed is None else resumed.directory
+    return partial(check_disk_space, directory, settings, parts.model, spec, _retention(settings))
 
 
 def _train(

@@ -46,6 +46,9 @@ class Collectives(Protocol):
     def last_name(self, names: Sequence[str]) -> str | None:
         """The last parameter name over all processes, in the order of the model's names."""
 
+    def peak_bytes(self, own: list[int | None]) -> list[int | None]:
+        """Of the devices of all processes of a pipe, from those of this process."""
+
     def gather_state(self, own: EngineState) -> EngineState:
         """The state of the whole model in the process that saves it, an empty state in the others."""
 
@@ -70,6 +73,9 @@ class SingleProcess:
 
     def last_name(self, names: Sequence[str]) -> str | None:
         return names[-1] if names else None
+
+    def peak_bytes(self, own: list[int | None]) -> list[int | None]:
+        return own
 
     def gather_state(self, own: EngineState) -> EngineState:
         return own
@@ -150,6 +156,10 @@ class RankCollectives:
         rows = gather_numbers(torch.tensor([own]), self._coords.pipe)
         last = int(rows.max())
         return None if last < 0 else self._names[last]
+
+    def peak_bytes(self, own: list[int | None]) -> list[int | None]:
+        rows = gather_numbers(torch.tensor([-1 if peak is None else peak for peak in own]), self._coords.pipe)
+        return [None if peak < 0 else int(peak) for peak in rows.flatten().tolist()]
 
     def gather_state(self, own: EngineState) -> EngineState:
         coords = self._coords

@@ -112,6 +112,9 @@ class OffloadEngine:
     def eval_step(self, batch: Batch) -> StepFacts:
         return self._engine.eval_step(batch)
 
+    def peak_bytes(self) -> list[int | None]:
+        return self._engine.peak_bytes()
+
     def state(self) -> EngineState:
         # Stores run in the background: only now does the tier hold the values of the last step.
         self._wait_until_stored()

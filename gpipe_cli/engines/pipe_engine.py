@@ -16,6 +16,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.accelerator.counters import peak_bytes, reset_peaks
 from gpipe_cli.accelerator.memory import EVAL_CURE, STEP_CURE, report_out_of_memory
 from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.engines.collectives import Collectives, NonfiniteOutput, SingleProcess
@@ -81,7 +82,7 @@ class UtilizationMeter:
         self.last = Utilization(
             busy=tuple(step.partition(index).busy for index in partitions),
             bubble=step.bubble,
-            memory=tuple(_peak_bytes(devices[index % len(devices)]) for index in partitions),
+            memory=tuple(peak_bytes(devices[index % len(devices)]) for index in partitions),
         )
 
 
@@ -110,6 +111,7 @@ class PipeEngine:
         self._objective, self._balance, self._eval_chunks = spec.objective, spec.balance, spec.eval_chunks
         self._input_device, self._output_device = input_device, output_device
         self._devices = spec.devices
+        reset_peaks(self._devices)
         self._partition_devices = [
             spec.devices[index % len(spec.devices)] for index in range(len(spec.balance))
         ]
@@ -219,6 +221,9 @@ class PipeEngine:
             self._optimizer_state.put(state.optimizer, state.numbers.get("optimizer", {}))
         load_scaler(self._update.scaler, state)
 
+    def peak_bytes(self) -> list[int | None]:
+        return self._collectives.peak_bytes([peak_bytes(device) for device in self._devices])
+
     def close(self) -> None:
         self._pipe.close()
 
@@ -322,7 +327,3 @@ def _is_finite(value: Any) -> bool:
     if isinstance(value, Tensor):
         return not value.is_floating_point() or bool(torch.isfinite(value).all())
     return all(_is_finite(member) for member in value) if isinstance(value, tuple) else True
-
-
-def _peak_bytes(device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

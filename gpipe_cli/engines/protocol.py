@@ -155,5 +155,11 @@ class Engine(Protocol):
     def load_state(self, state: EngineState) -> None:
         """Continue from a state."""
 
+    def peak_bytes(self) -> list[int | None]:
+        """The most bytes allocated at once on the device of each worker since the engine was built.
+
+        None where the device does not report them. All ranks call it together.
+        """
+
     def close(self) -> None:
         """End the workers; calling it twice is fine."""

@@ -70,6 +70,9 @@ class HeartbeatEngine:
         # Without a heartbeat: gathering the state of a large model may well take longer than step_timeout.
         return self._engine.state()
 
+    def peak_bytes(self) -> list[int | None]:
+        return self._engine.peak_bytes()
+
     def load_state(self, state: EngineState) -> None:
         self._engine.load_state(state)
 

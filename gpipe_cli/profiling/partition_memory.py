@@ -57,9 +57,9 @@ def partition_memory(
 
 
 def resident_memory(
-    module: nn.Sequential, balance: Sequence[int], optimizer: MakeOptimizer
+    module: nn.Sequential, balance: Sequence[int], optimizer: MakeOptimizer | None
 ) -> list[PartitionMemory]:
-    """The same without activations, which needs no facts about the layers."""
+    """The same without activations, which needs no facts about the layers; optimizer: None if there is no update."""
     partitions = []
     for begin, end in _layer_ranges(balance):
         layers = list(module)[begin:end]
@@ -70,7 +70,7 @@ def resident_memory(
             PartitionMemory(
                 parameter_bytes=sum(tensor.nbytes for tensor in (*parameters, *buffers)),
                 gradient_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
-                optimizer_bytes=sum(state_bytes(optimizer, parameters)),
+                optimizer_bytes=0 if optimizer is None else sum(state_bytes(optimizer, parameters)),
                 activation_bytes=0,
             )
         )

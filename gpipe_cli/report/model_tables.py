@@ -172,6 +172,43 @@ def print_partition_memory(rows: Sequence[Mapping[str, int]]) -> None:
     )
 
 
+def measured_memory_rows(partitions: Sequence[Row], peaks: Sequence[int | None]) -> list[dict[str, Any]]:
+    """A row per partition: what stays allocated between steps by estimate, and the measured peak of its device.
+
+    peaks: one per device, on which partitions take turns; None where the device does not report it.
+    """
+    rows = []
+    for index, partition in enumerate(partitions):
+        sizes = [partition.get(f"{purpose}_bytes") for purpose in ("parameter", "gradient", "optimizer")]
+        known = [size for size in sizes if size is not None]
+        rows.append(
+            {
+                "partition": index,
+                "device": partition["device"],
+                "estimated_bytes": sum(known) if known else None,
+                "device_peak_bytes": peaks[index % len(peaks)],
+            }
+        )
+    return rows
+
+
+def print_measured_memory(rows: Sequence[Row]) -> None:
+    """Only for devices that report their memory: otherwise there is nothing to compare the estimate with."""
+    if any(row["device_peak_bytes"] is not None for row in rows):
+        print_rows(
+            "memory: estimate without activations, and measured peak of the whole device",
+            ["partition", "device", "estimated", "device peak"],
+            [
+                [
+                    row["partition"],
+                    row["device"],
+                    *(format_value(key, row[key]) for key in ("estimated_bytes", "device_peak_bytes")),
+                ]
+                for row in rows
+            ],
+        )
+
+
 def print_plans(title: str, plans: Sequence[Row]) -> None:
     """The plans in the given order, the best one first."""
     columns = [key for key in PLAN_COLUMNS if any(key in plan for plan in plans)]

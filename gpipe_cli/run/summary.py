@@ -13,6 +13,7 @@ from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import DataError, ResourceError, RunError, Stopped
 from gpipe_cli.report.formatting import describe
+from gpipe_cli.report.model_tables import print_measured_memory
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.document import PAGE, render_page
 from gpipe_cli.report.page.run_facts import read_run
@@ -92,7 +93,9 @@ def print_summary(summary: Summary, settings: TrainConfig) -> None:
         "train_longer": shlex.join(["gpipe", "train", f"resume={run}", longer, *allow]),
         "export": shlex.join(["gpipe", "export", f"run={run}"]),
     }
-    print_facts("", {**summary, **_best_epoch(run), "report": str(run / PAGE), **next_commands})
+    print_measured_memory(summary.get("partitions", []))
+    facts = {key: value for key, value in summary.items() if key != "partitions"}
+    print_facts("", {**facts, **_best_epoch(run), "report": str(run / PAGE), **next_commands})
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
+from gpipe_cli.accelerator.counters import peak_bytes, reset_peaks
 from gpipe_cli.balance.result import BalanceResult
 from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.engines.offload import Slicing
@@ -22,6 +23,7 @@ from gpipe_cli.pipeline.gpipe import ThreadedPipe
 from gpipe_cli.pipeline.microbatch import moved
 from gpipe_cli.profiling.action_recorder import Piece
 from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.partition_memory import resident_memory
 from gpipe_cli.profiling.timeline import StepTimeline, diagnose, median_step, record_steps
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.tables import print_facts, print_rows
@@ -59,9 +61,11 @@ def record_timeline(
     input, target = next(parts.loader.in_order("train"))
     with _recorded_pipe(settings, parts, sample) as pipe:
         input, target = moved(input, pipe.devices[0]), moved(target, pipe.output_device)
+        reset_peaks(pipe.devices)
         steps = record_steps(pipe, input, target, sample.loss, settings.steps)
+        peaks = [peak_bytes(device) for device in pipe.devices]
     names = [f"{unit} {index} ({row['device']})" for index, row in enumerate(parts.partitions)]
-    summary = _summary(median_step(steps), ideal, parts, activations)
+    summary = _summary(median_step(steps), ideal, parts, activations, peaks)
     return Timeline(steps, as_step(ideal), names, summary)
 
 
@@ -73,11 +77,14 @@ def print_timeline(timeline: Timeline) -> None:
         bubble = format_value("bubble", step.bubble)
         caption = f"{title}: {1000 * step.seconds:.1f} ms, bubble {bubble}"
         print_step_timeline(caption, step, len(timeline.row_names), longest)
-    columns = list(summary["partitions"][0])
+    rows = summary["partitions"]
+    counted = any(row["device_peak_bytes"] is not None for row in rows)
+    hidden = () if counted else ("estimated_bytes", "device_peak_bytes")
+    columns = [column for column in rows[0] if column not in hidden]
     print_rows(
         "where the time goes",
         [column.replace("_", " ") for column in columns],
-        [[format_value(column, row[column]) for column in columns] for row in summary["partitions"]],
+        [[format_value(column, row[column]) for column in columns] for row in rows],
         optional=("recompute", "waiting ms"),
     )
     print_facts(
@@ -149,8 +156,17 @@ def _engine_spec(settings: ProfileConfig, parts: RunParts, sample: Sample) -> En
 
 
 def _summary(
-    step: StepTimeline, ideal: Simulation, parts: RunParts, activations: Sequence[int] | None
+    step: StepTimeline,
+    ideal: Simulation,
+    parts: RunParts,
+    activations: Sequence[int] | None,
+    peaks: Sequence[int | None],
 ) -> dict[str, Any]:
+    """peaks: the measured bytes of each device. The recorded steps update nothing, and neither does their estimate."""
+    estimates = None
+    if activations is not None:
+        resident = resident_memory(parts.model, parts.partitioning.balance, optimizer=None)
+        estimates = [row.total_bytes + saved for row, saved in zip(resident, activations, strict=True)]
     spec = parts.partitioning.spec
     times = [step.partition(index) for index in range(spec.partitions)]
     bottleneck = diagnose(
@@ -169,6 +185,8 @@ def _summary(
                 "bubble": partition.bubble,
                 "waiting_ms": 1000 * partition.waiting,
                 "peak_saved_bytes": None if activations is None else activations[index],
+                "estimated_bytes": None if estimates is None else estimates[index],
+                "device_peak_bytes": peaks[index % len(peaks)],
             }
             for index, partition in enumerate(times)
         ],

@@ -56,10 +56,14 @@ def partition_table(run: RunFacts) -> Html | None:
         purposes = dict.fromkeys(purpose for partition in run.partitions for purpose in partition.memory)
         bound = "" if limit is None else f"; limit {format_value('bytes', limit)}"
         headings.append(f"estimated memory: {', '.join(purposes)}{bound}")
+    counted = any(partition.device_peak is not None for partition in run.partitions)
+    if counted:
+        headings.append("measured peak of the whole device")
     rows = [
         [
             *_partition_cells(index, partition, timed=timed),
             *([_memory_bar(index, partition, longest, limit)] if longest else []),
+            *([format_value("bytes", partition.device_peak)] if counted else []),
         ]
         for index, partition in enumerate(run.partitions)
     ]

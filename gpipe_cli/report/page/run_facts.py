@@ -8,6 +8,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, final
 
@@ -26,7 +27,7 @@ from gpipe_cli.report.timeline import IDEAL, MEASURED
 
 RUN_FILES = ("launch.json", "config.yaml", "metrics.jsonl", "profile.json", "summary.json", "check.json")
 """A directory with none of these is not a run."""
-TABLES = ("layers", "timeline", "rows")
+TABLES = ("layers", "timeline", "rows", "partitions")
 """What a result contains besides its summary."""
 POSITION_COLUMNS = ("step", "epoch", "seconds")
 """Numbers in a row of metrics that say where it stands, not what was measured."""
@@ -98,7 +99,9 @@ class PartitionUsage:
     """How many, and the names of the first and the last."""
     parameters: float | None = None
     memory: Mapping[str, float] = field(default_factory=dict)
-    """Bytes by purpose."""
+    """Estimated bytes by purpose."""
+    device_peak: float | None = None
+    """The measured bytes of everything on its device."""
     busy: float | None = None
     recompute: float | None = None
     waiting_ms: float | None = None
@@ -159,7 +162,7 @@ def read_run(directory: Path) -> RunFacts:
         measured=_median_step(trace, MEASURED, as_number(timeline.get("bubble"))),
         ideal=_median_step(trace, IDEAL, as_number(timeline.get("ideal_bubble"))),
         advice=tuple(map(as_text, as_list(timeline.get("advice")))),
-        partitions=_partitions(launch, timeline),
+        partitions=_partitions(launch, timeline or summary),
         device_memory=as_number(launch.get("device_memory")),
         config=files.text("config.yaml"),
         environment=files.json("env.json"),
@@ -193,28 +196,29 @@ def _layer_cost(row: Mapping[str, Any], unit: str) -> LayerCost:
     )
 
 
-def _partitions(launch: Mapping[str, Any], timeline: Mapping[str, Any]) -> tuple[PartitionUsage, ...]:
-    """Devices and layers come from launch.json, how busy a partition was from the recorded steps."""
-    placed, timed = (as_rows(source.get("partitions"))[:MAX_PARTITIONS] for source in (launch, timeline))
-    count = max(len(placed), len(timed))
-    rows = zip(placed + [{}] * (count - len(placed)), timed + [{}] * (count - len(timed)), strict=True)
-    return tuple(_partition(place, time) for place, time in rows)
+def _partitions(launch: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[PartitionUsage, ...]:
+    """Devices and layers come from launch.json, time and peak memory from recorded steps or the end of a training."""
+    rows = zip_longest(
+        *(as_rows(source.get("partitions"))[:MAX_PARTITIONS] for source in (launch, measured)), fillvalue={}
+    )
+    return tuple(_partition(place, own) for place, own in rows)
 
 
-def _partition(place: Mapping[str, Any], time: Mapping[str, Any]) -> PartitionUsage:
+def _partition(place: Mapping[str, Any], measured: Mapping[str, Any]) -> PartitionUsage:
     first, last = as_text(place.get("first")), as_text(place.get("last"))
     count = as_number(place.get("layers"))
     memory = {purpose: as_number(place.get(f"{purpose}_bytes")) for purpose in MEMORY_PURPOSES}
     if memory["activation"] is None:
-        memory["activation"] = as_number(time.get("peak_saved_bytes"))
+        memory["activation"] = as_number(measured.get("peak_saved_bytes"))
     return PartitionUsage(
         device=as_text(place.get("device")),
         layers="" if count is None else f"{count:.0f}: {first}" + (f" to {last}" if last != first else ""),
         parameters=as_number(place.get("parameters")),
         memory={purpose: max(0.0, size) for purpose, size in memory.items() if size is not None},
-        busy=as_number(time.get("busy")),
-        recompute=as_number(time.get("recompute")),
-        waiting_ms=as_number(time.get("waiting_ms")),
+        device_peak=as_number(measured.get("device_peak_bytes")),
+        busy=as_number(measured.get("busy")),
+        recompute=as_number(measured.get("recompute")),
+        waiting_ms=as_number(measured.get("waiting_ms")),
     )
 
 

@@ -41,6 +41,23 @@ def test_a_training_run_is_read_whole(tmp_path: Path) -> None:
     assert run.next_commands["Evaluate it"] == f"gpipe eval run={tmp_path}"
 
 
+def test_the_measured_memory_of_a_device_is_beside_the_estimate_of_its_partitions(tmp_path: Path) -> None:
+    partitions = [
+        {"partition": index, "device": "cuda:0", "device_peak_bytes": 3 * 2**20} for index in (0, 1)
+    ]
+    write_training(tmp_path, partitions=partitions)
+    sizes = {"device": "cuda:0", "parameter_bytes": 2**20}
+    launch = {"command": "train", "commands": ["gpipe train"], "partitions": [sizes] * 2}
+    (tmp_path / "launch.json").write_text(json.dumps(launch), encoding="utf-8")
+    run = read_run(tmp_path)
+    assert [(usage.memory, usage.device_peak) for usage in run.partitions] == [
+        ({"parameter": 2**20}, 3 * 2**20)
+    ] * 2
+    page = render_page([run])
+    assert "measured peak of the whole device" in page and page.count("3.00 MiB") == 2
+    assert "measured peak" not in render_page([read_run(write_profile(tmp_path / "cpu"))])
+
+
 def test_the_median_step_is_drawn(tmp_path: Path) -> None:
     write_profile(tmp_path)
     events = [event for step in range(3) for event in steps(1, step)]
