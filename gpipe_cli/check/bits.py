@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import final
 
@@ -16,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.accelerator.devices import device_name
 from gpipe_cli.check.row import Machine, Row, Verdict
 from gpipe_cli.check.small_model import small_batch, small_model
 from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe, ThreadedPipe
+from gpipe_cli.pipeline.partitioning import move_to_devices
 from gpipe_cli.schedule import names, traits
 from gpipe_cli.schedule.checkpoint import MODES
 
@@ -41,16 +42,18 @@ Results = Mapping[str, Tensor]
 class Difference:
     tensor: str
     relative: float
-    """The largest difference, relative to the largest expected value; infinite if it is not a number."""
+    """The largest difference, relative to the largest expected value; infinite if it cannot be told."""
 
     def __str__(self) -> str:
+        if math.isinf(self.relative):
+            return f"{self.tensor}, which is missing or not finite"
         return f"{self.tensor} by {self.relative:.1e} of its largest value"
 
 
 def check_bits(machine: Machine) -> Iterator[Row]:
     # Enough layers for two partitions per worker.
     first, blocks = machine.workers[0], 2 * len(machine.workers)
-    with _deterministic():
+    with deterministic_algorithms(enabled=True):
         alone = run_alone(first, small_model(blocks, dropout=DROPOUT))
         for schedule in names():
             differing = {
@@ -66,7 +69,8 @@ def check_bits(machine: Machine) -> Iterator[Row]:
 
 def run_alone(device: torch.device, model: nn.Sequential) -> Results:
     """One step without a pipeline."""
-    return _step(PlainPipe(model.to(device), chunks=CHUNKS, device=device))
+    move_to_devices([model], [device])
+    return _step(PlainPipe(model, chunks=CHUNKS, device=device))
 
 
 def _run_pipelined(workers: Sequence[torch.device], blocks: int, schedule: str, checkpoint: str) -> Results:
@@ -96,13 +100,13 @@ def _step(pipe: ThreadedPipe) -> Results:
 
 def differences(expected: Results, results: Results) -> list[Difference]:
     """The tensors that differ in any bit."""
-    if expected.keys() != results.keys():
-        missing = ", ".join(sorted(expected.keys() ^ results.keys()))
-        return [Difference(f"{missing}, which only one of the two has,", math.inf)]
     return [
-        Difference(name, _relative_difference(expected[name], results[name]))
-        for name in expected
-        if not torch.equal(expected[name], results[name])
+        *(Difference(name, math.inf) for name in sorted(expected.keys() ^ results.keys())),
+        *(
+            Difference(name, _relative_difference(expected[name], results[name]))
+            for name in expected
+            if name in results and not torch.equal(expected[name], results[name])
+        ),
     ]
 
 
@@ -158,16 +162,3 @@ def judge_against_cpu(device: torch.device, differing: Sequence[Difference]) -> 
 def _finite(number: float) -> float | None:
     """JSON has no infinity."""
     return number if math.isfinite(number) else None
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

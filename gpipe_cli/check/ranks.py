@@ -16,7 +16,8 @@ from gpipe_cli.accelerator.devices import is_accelerator
 from gpipe_cli.check.children import TIMEOUT, can_start_children, run_in_children
 from gpipe_cli.check.row import Machine, Row, Verdict
 from gpipe_cli.check.timing import median_seconds
-from gpipe_cli.errors import GpipeError
+from gpipe_cli.distributed.backends import backends_for
+from gpipe_cli.errors import ConfigError, GpipeError
 from gpipe_cli.launch.rank_files import RankFiles
 from gpipe_cli.launch.rank_setup import connect_ranks
 
@@ -31,24 +32,16 @@ def check_ranks(machine: Machine) -> Iterator[Row]:
         yield Row(NAME, Verdict.SKIPPED, "gpipe starts its ranks on Linux only")
     elif len(devices) == 1:
         yield Row(NAME, Verdict.SKIPPED, f"needs a second accelerator beside {devices[0]}")
-    elif (backend := missing_backend(devices[0])) is not None:
-        to_do = (
-            "engine=threads does not need it; for engine=processes install a build of torch for this device"
-        )
-        yield Row(NAME, Verdict.NOTE, f"this build of torch has no {backend}", to_do=to_do)
     else:
         yield _exchange(devices)
 
 
-def missing_backend(device: torch.device) -> str | None:
-    """What ranks on this device would need and torch does not have."""
-    if not distributed.is_available():
-        return "torch.distributed"
-    backend = distributed.get_default_backend_for_device(device)
-    return None if distributed.is_backend_available(backend) else backend
-
-
 def _exchange(devices: Sequence[torch.device]) -> Row:
+    try:
+        backends_for(devices[0])
+    except ConfigError as error:
+        result, _, to_do = str(error).partition("; ")
+        return Row(NAME, Verdict.NOTE, result, to_do=f"engine=processes cannot be used: {to_do}")
     try:
         return judge_exchange(len(devices), run_in_children("ranks", devices))
     except GpipeError as error:

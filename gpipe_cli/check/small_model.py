@@ -15,7 +15,7 @@ def small_model(blocks: int, *, dropout: float) -> nn.Sequential:
     # In the first and in a last partition, as the embedding of a language model.
     second.weight = first.weight
     layers: list[nn.Module] = [
-        nn.Conv2d(3, WIDTH, 3, padding=1),
+        nn.Conv2d(3, WIDTH, 3, padding=1, bias=False),  # batch norm takes the mean out: no gradient but noise
         nn.BatchNorm2d(WIDTH),
         nn.ReLU(inplace=True),
         _Tokens(),

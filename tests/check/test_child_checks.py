@@ -48,7 +48,7 @@ def failing(error: BaseException) -> Any:
 def test_a_rank_that_does_not_answer_is_a_problem_with_a_cure(
     devices: Sequence[torch.device], nccl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks, "missing_backend", lambda device: None)
+    monkeypatch.setattr(ranks, "backends_for", lambda device: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(ranks, "run_in_children", failing(PeerError("rank 1 (cuda:1): no answer")))
     (row,) = check_ranks(Machine.of(devices))
     assert (row.verdict, row.result) == (Verdict.PROBLEM, "rank 1 (cuda:1): no answer")
@@ -59,8 +59,11 @@ def test_a_build_without_nccl_is_a_note() -> None:
     if torch.distributed.is_nccl_available():
         pytest.skip("this build has NCCL")
     (row,) = check_ranks(Machine.of([GPU, torch.device("cuda", 1)]))
-    assert (row.verdict, row.result) == (Verdict.NOTE, "this build of torch has no nccl")
-    assert "engine=threads does not need it" in row.to_do
+    assert (
+        row.verdict is Verdict.NOTE
+        and "needs the backend nccl, which this build of torch does not" in row.result
+    )
+    assert row.to_do.startswith("engine=processes cannot be used: use engine=threads")
 
 
 def test_values_that_arrive_changed_are_a_problem() -> None:
