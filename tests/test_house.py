@@ -18,6 +18,9 @@ UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal
 UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen"}
 UNSAFE_ARGUMENTS = {("shell", True), ("weights_only", False), ("allow_pickle", True)}
 VAGUE_NAMES = {"utils", "helpers", "common", "misc"}
+DEVICE_TYPES = {"cuda", "hip", "xpu", "mps", "npu", "mtia"}
+KNOWS_DEVICE_TYPES = ("accelerator", "torch_internals/cuda_sanitizer.py")
+"""The sanitizer is a private part of torch.cuda, and no other kind of device has one."""
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
@@ -65,18 +68,34 @@ def private_torch(node: ast.AST) -> Iterator[str]:
             yield f"uses {name}"
 
 
+def device_types(node: ast.AST) -> Iterator[str]:
+    for name in [*imported(node), dotted(node)]:
+        first, second, *_ = [*name.split("."), "", ""]
+        if first == "torch" and second in DEVICE_TYPES:
+            yield f"uses {name}"
+    match node:
+        case ast.Attribute(_, name) if name.removeprefix("is_") in DEVICE_TYPES and name.startswith("is_"):
+            yield f"asks {name}"
+        case ast.Call(ast.Attribute(_, name)) if name in DEVICE_TYPES:
+            yield f"calls {name}()"
+        case ast.Compare(left, _, others):
+            constants = (part for side in (left, *others) for part in ast.walk(side))
+            compared = {part.value for part in constants if isinstance(part, ast.Constant)}
+            yield from (f"compares with '{name}'" for name in sorted(DEVICE_TYPES & compared))
+
+
 def problems(tree: ast.Module, check: Check) -> list[str]:
     return [
         f"line {getattr(node, 'lineno', 0)} {problem}" for node in ast.walk(tree) for problem in check(node)
     ]
 
 
-def problems_by_file(check: Check, outside: str | None = None) -> dict[str, list[str]]:
-    """The problems of every file of the package that has any, except the files in the folder `outside`."""
+def problems_by_file(check: Check, *outside: str) -> dict[str, list[str]]:
+    """The problems of every file of the package that has any, except those of the files and folders `outside`."""
     return {
         name: problems_of_file
         for name, tree in TREES.items()
-        if Path(name).parts[0] != outside and (problems_of_file := problems(tree, check))
+        if not {name, Path(name).parts[0]} & {*outside} and (problems_of_file := problems(tree, check))
     }
 
 
@@ -92,7 +111,11 @@ def test_no_file_does_anything_unsafe() -> None:
 
 
 def test_only_torch_internals_uses_private_names_of_torch() -> None:
-    assert problems_by_file(private_torch, outside="torch_internals") == {}
+    assert problems_by_file(private_torch, "torch_internals") == {}
+
+
+def test_only_the_accelerator_folder_knows_types_of_accelerators() -> None:
+    assert problems_by_file(device_types, *KNOWS_DEVICE_TYPES) == {}
 
 
 def test_every_file_has_a_docstring() -> None:
@@ -133,6 +156,28 @@ def test_unsafe_code_is_recognized(source: str, expected: str) -> None:
 )
 def test_private_names_of_torch_are_recognized(source: str) -> None:
     assert problems(ast.parse(source), private_torch)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.cuda",
+        "from torch import cuda",
+        "from torch.cuda import Event",
+        "torch.cuda.synchronize()",
+        "torch.xpu.is_available",
+        "tensor.is_cuda",
+        "model.cuda()",
+        "device.type == 'cuda'",
+        "device.type in ('cpu', 'mps')",
+    ],
+)
+def test_code_for_one_type_of_accelerator_is_recognized(source: str) -> None:
+    assert problems(ast.parse(source), device_types)
+
+
+def test_reporting_a_version_of_cuda_is_fine() -> None:
+    assert problems(ast.parse("facts = {'cuda': torch.version.cuda}"), device_types) == []
 
 
 def test_calling_eval_of_a_model_is_fine() -> None:
