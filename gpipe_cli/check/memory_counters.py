@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from gpipe_cli.accelerator.counters import peak_bytes, reset_peaks
 from gpipe_cli.check.row import Machine, Row, Verdict
 from gpipe_cli.report.formatting import format_value
 
@@ -16,22 +17,28 @@ SLACK = 2 * 2**20
 
 def check_counters(machine: Machine) -> Iterator[Row]:
     for device in machine.accelerators:
-        yield judge_counters(device, *count_allocation(device))
+        counts = count_allocation(device)
+        if counts is None:
+            yield Row(
+                f"memory counters of {device}", Verdict.SKIPPED, "torch counts no memory on this device"
+            )
+        else:
+            yield judge_counters(device, *counts)
     if not machine.accelerators:
         yield Row("memory counters", Verdict.SKIPPED, "a CPU has none: gpipe estimates memory there")
 
 
-def count_allocation(device: torch.device) -> tuple[int, int, int]:
-    """By how many bytes the counters rose: with the tensor, after it was freed, and at the peak."""
-    torch.accelerator.synchronize(device)
-    torch.accelerator.reset_peak_memory_stats(device)
-    before = torch.accelerator.memory_allocated(device)
+def count_allocation(device: torch.device) -> tuple[int, int, int] | None:
+    """By how many bytes the counters rose: with the tensor, after it was freed, and at the peak; None without any."""
+    reset_peaks([device])
+    before = peak_bytes(device)
+    if before is None:
+        return None
     tensor = torch.empty(SIZE, dtype=torch.uint8, device=device)
     held = torch.accelerator.memory_allocated(device)
     del tensor
-    after = torch.accelerator.memory_allocated(device)
-    peak = torch.accelerator.max_memory_allocated(device)
-    return held - before, after - before, peak - before
+    after, peak = torch.accelerator.memory_allocated(device), peak_bytes(device)
+    return held - before, after - before, (peak or 0) - before
 
 
 def judge_counters(device: torch.device, held: int, after: int, peak: int) -> Row:

@@ -91,6 +91,12 @@ def test_a_cpu_has_no_memory_counters() -> None:
     assert row.verdict is Verdict.SKIPPED and row.result.startswith("a CPU has none")
 
 
+def test_an_accelerator_without_memory_counters_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_counters, "count_allocation", lambda device: None)
+    (row,) = check_counters(Machine.of([GPU]))
+    assert (row.verdict, row.result) == (Verdict.SKIPPED, "torch counts no memory on this device")
+
+
 @pytest.mark.parametrize(
     ("counts", "verdict"),
     [

@@ -123,7 +123,7 @@ def test_ctrl_c_ends_the_command(gpipe: Gpipe, checks: dict[str, Callable[[Machi
         ("devices=all", "devices=all: must be auto, a number"),
         ("devices=[]", "devices=[]: must be auto, a number"),
         ("devices=[cpu,]", "devices=[cpu,]: must be auto, a number"),
-        ("devices=[tpu9]", "devices: 'tpu9'"),
+        ("devices=[tpu9]", "device 'tpu9' does not exist"),
         ("--dry-run", "unknown flag --dry-run"),
     ],
 )
