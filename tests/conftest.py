@@ -23,6 +23,7 @@ import torch
 from hypothesis import settings
 
 from gpipe_cli.cli import main
+from tests.accelerator import simulator
 
 # No deadlines, because timing must not fail a test, and the same examples in every run. To search for new ones, run
 # `pytest --hypothesis-profile=default`.
@@ -31,6 +32,12 @@ settings.load_profile("gpipe")
 # A shell starts background jobs with these signals ignored, and processes that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+# tests/accelerator/test_on_simulated_devices.py starts pytest with this variable. Autograd starts a thread per device
+# at the first backward, so the devices must exist before it.
+if build := os.environ.get("GPIPE_TESTS_SIMULATE"):
+    simulator.load(build)
 
 
 def pytest_collection_finish() -> None:
@@ -104,6 +111,40 @@ def one_intra_op_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def accelerators_are_hidden(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests see a machine without accelerators unless they are marked, in this process and in those they start."""
+    if request.node.get_closest_marker("accelerator") is None:
+        for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
+            monkeypatch.setenv(variable, "")
+        monkeypatch.setenv("ONEAPI_DEVICE_SELECTOR", "*:cpu")
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+
+
+@pytest.fixture
+def accelerators(request: pytest.FixtureRequest) -> Iterator[list[torch.device]]:
+    """All accelerators, for tests marked `accelerator`. Where they are simulated, the test must be free of races."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        pytest.skip("this machine has no accelerator")
+    simulated = simulator.loaded()
+    if simulated is not None:
+        simulated.reset()
+    yield [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+    if simulated is not None:
+        assert simulated.races() == []
+
+
+@pytest.fixture
+def simulated(accelerators: list[torch.device]) -> simulator.Simulator:
+    """The simulated accelerator, for tests that ask it about races, host synchronizations or memory limits."""
+    found = simulator.loaded()
+    if found is None:
+        pytest.skip("only the simulated accelerator can tell")
+    return found
 
 
 @pytest.fixture

@@ -27,25 +27,26 @@ def test_between_kinds_of_devices_tensors_are_moved() -> None:
     assert nothing is None
 
 
-def devices() -> list[str]:
-    return ["cuda:0", f"cuda:{torch.cuda.device_count() - 1}"]
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.accelerator
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-@pytest.mark.parametrize("kinds", ["both on GPUs", "from GPU to CPU", "from CPU to GPU"])
-def test_a_pipe_over_cuda_devices_gives_the_gradients_of_the_plain_sequence(
-    kinds: str, checkpoint: str, schedule: str
+@pytest.mark.parametrize("kinds", ["both accelerators", "from accelerator to CPU", "from CPU to accelerator"])
+def test_a_pipe_over_accelerators_gives_the_gradients_of_the_plain_sequence(
+    accelerators: list[torch.device], kinds: str, checkpoint: str, schedule: str
 ) -> None:
     torch.manual_seed(0)
-    mixed = {"from GPU to CPU": ["cuda", "cpu"], "from CPU to GPU": ["cpu", "cuda"]}
+    first, last = accelerators[0], accelerators[-1]
+    mixed = {"from accelerator to CPU": [first, "cpu"], "from CPU to accelerator": ["cpu", last]}
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Linear(8, 4)).double()
     plain = PlainPipe(copy.deepcopy(model), chunks=4)
     input, target = torch.randn(16, 8).double(), torch.randn(16, 4).double()
     with GPipe(
-        model, [2, 2], devices=mixed.get(kinds, devices()), chunks=4, checkpoint=checkpoint, schedule=schedule
+        model,
+        [2, 2],
+        devices=mixed.get(kinds, [first, last]),
+        chunks=4,
+        checkpoint=checkpoint,
+        schedule=schedule,
     ) as pipe:
         pipe.step_timeout = 120
         pipe.step(input.to(pipe.devices[0]), target.to(pipe.devices[-1]), functional.mse_loss)
@@ -56,10 +57,10 @@ def test_a_pipe_over_cuda_devices_gives_the_gradients_of_the_plain_sequence(
         torch.testing.assert_close(mine.grad.cpu(), theirs.grad, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_dropout_on_cuda_is_keyed() -> None:
-    with GPipe(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), [1, 1], devices=devices(), chunks=4) as pipe:
+@pytest.mark.accelerator
+def test_dropout_on_accelerators_is_keyed(accelerators: list[torch.device]) -> None:
+    devices = [accelerators[0], accelerators[-1]]
+    with GPipe(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)), [1, 1], devices=devices, chunks=4) as pipe:
         input = torch.ones(16, 16, device=pipe.devices[0], requires_grad=True)
         output = pipe(input)
         output.sum().backward()

@@ -92,11 +92,10 @@ def test_a_frozen_layer_has_no_backward_of_its_own() -> None:
     assert layers[1].backward_ms > 0
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_layers_are_timed_by_events_and_come_home() -> None:
+@pytest.mark.accelerator
+def test_on_an_accelerator_layers_are_timed_by_events_and_come_home(accelerators: list[torch.device]) -> None:
     module = nn.Sequential(nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2048))
-    layers = profile_layers(module, Sample(torch.randn(4096, 2048)).to(torch.device("cuda")), seconds=0)
+    layers = profile_layers(module, Sample(torch.randn(4096, 2048)).to(accelerators[0]), seconds=0)
     # Launching takes microseconds, the work itself much longer.
     assert layers[0].forward_ms > 0.1 and layers[2].backward_ms > 0.1
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())

@@ -104,12 +104,11 @@ def test_the_median_step_is_the_one_in_the_middle() -> None:
     assert median_step(steps).seconds == 3
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_work_on_a_gpu_is_timed_by_its_events() -> None:
-    module = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)).cuda()
-    sample = torch.randn(4096, 2048, device="cuda")
-    with GPipe(module, [1, 1], devices=["cuda", "cuda"], chunks=2) as pipe:
+@pytest.mark.accelerator
+def test_work_on_an_accelerator_is_timed_by_its_events(accelerators: list[torch.device]) -> None:
+    module = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048))
+    sample = torch.randn(4096, 2048, device=accelerators[0])
+    with GPipe(module, [1, 1], devices=[accelerators[0]] * 2, chunks=2) as pipe:
         (step,) = record_steps(pipe, sample, sample, nn.functional.mse_loss, steps=1)
     # Launching takes microseconds, the work itself much longer.
     assert all(piece.end - piece.begin > 1e-4 for piece in step.pieces if piece.phase == "forward")

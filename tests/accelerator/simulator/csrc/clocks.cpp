@@ -1,0 +1,165 @@
+#include "clocks.h"
+
+#include <Python.h>
+
+#include <algorithm>
+#include <mutex>
+#include <sstream>
+
+namespace sim {
+namespace {
+
+std::mutex mutex;
+std::array<Clock, kStreams> streams;
+// One clock for all threads: threads order each other's work by means that are invisible here.
+Clock host;
+std::vector<std::string> found_races;
+std::vector<std::string> found_host_syncs;
+
+constexpr int kFrames = 12;
+constexpr size_t kMaxRaces = 200;
+
+std::string stream_name(int stream) {
+  std::ostringstream name;
+  if (stream < kDevices) {
+    name << "the default stream of device " << stream;
+  } else {
+    name << "stream " << stream << " of device " << (stream - kDevices) / kPoolStreams;
+  }
+  return name.str();
+}
+
+bool before(const Access& access, const Clock& clock) {
+  return access.kernel <= clock.kernels[access.stream];
+}
+
+void report(const std::string& kind, const Access& earlier, const std::string& now, int stream) {
+  if (found_races.size() < kMaxRaces) {
+    found_races.push_back(
+        kind + ": on " + stream_name(stream) + "\n" + now + "\nnothing orders it after the access on " +
+        stream_name(earlier.stream) + "\n" + earlier.where);
+  }
+}
+
+}  // namespace
+
+void Clock::join(const Clock& other) {
+  for (int stream = 0; stream < kStreams; ++stream) {
+    kernels[stream] = std::max(kernels[stream], other.kernels[stream]);
+  }
+}
+
+Kernel::Kernel(int stream, std::string name) : stream_(stream) {
+  // Before the lock: reading Python frames takes the GIL.
+  auto where = std::move(name) + python_stack();
+  std::lock_guard lock(mutex);
+  // The host launches this kernel after everything it has waited for.
+  streams[stream].join(host);
+  access_ = {stream, ++streams[stream].kernels[stream], std::move(where)};
+}
+
+void Kernel::read(History& history) const {
+  std::lock_guard lock(mutex);
+  if (history.write && !before(*history.write, streams[stream_])) {
+    report("read after write", *history.write, access_.where, stream_);
+  }
+  auto same_stream = [this](const Access& read) { return read.stream == stream_; };
+  std::erase_if(history.reads, same_stream);
+  history.reads.push_back(access_);
+}
+
+void Kernel::write(History& history) const {
+  std::lock_guard lock(mutex);
+  if (history.write && !before(*history.write, streams[stream_])) {
+    report("write after write", *history.write, access_.where, stream_);
+  }
+  for (const auto& read : history.reads) {
+    if (!before(read, streams[stream_])) {
+      report("write after read", read, access_.where, stream_);
+    }
+  }
+  history.reads.clear();
+  history.write = access_;
+}
+
+namespace clocks {
+
+Clock of_stream(int stream) {
+  std::lock_guard lock(mutex);
+  streams[stream].join(host);
+  return streams[stream];
+}
+
+void wait(int stream, const Clock& clock) {
+  std::lock_guard lock(mutex);
+  streams[stream].join(clock);
+}
+
+void host_waits(const Clock& clock) {
+  std::lock_guard lock(mutex);
+  host.join(clock);
+}
+
+void check_free(const History& history, int owner, const std::vector<int>& recorded) {
+  auto check = [&](const Access& access) {
+    bool was_recorded = std::find(recorded.begin(), recorded.end(), access.stream) != recorded.end();
+    if (!was_recorded && !before(access, streams[owner])) {
+      report("memory reused without record_stream", access, "(the tensor was dropped)", owner);
+    }
+  };
+  std::lock_guard lock(mutex);
+  streams[owner].join(host);
+  if (history.write) {
+    check(*history.write);
+  }
+  for (const auto& read : history.reads) {
+    check(read);
+  }
+}
+
+std::vector<std::string> races() {
+  std::lock_guard lock(mutex);
+  return found_races;
+}
+
+std::vector<std::string> host_syncs() {
+  std::lock_guard lock(mutex);
+  return found_host_syncs;
+}
+
+void count_host_sync(const std::string& what) {
+  auto where = what + python_stack();
+  std::lock_guard lock(mutex);
+  found_host_syncs.push_back(std::move(where));
+}
+
+void reset() {
+  std::lock_guard lock(mutex);
+  found_races.clear();
+  found_host_syncs.clear();
+}
+
+}  // namespace clocks
+
+std::string python_stack() {
+  if (!Py_IsInitialized()) {
+    return "";
+  }
+  std::ostringstream lines;
+  auto gil = PyGILState_Ensure();
+  auto* frame = PyThreadState_GetFrame(PyThreadState_Get());
+  for (int depth = 0; frame != nullptr && depth < kFrames; ++depth) {
+    auto* code = PyFrame_GetCode(frame);
+    lines << "\n    " << PyUnicode_AsUTF8(code->co_filename) << ":" << PyFrame_GetLineNumber(frame) << " "
+          << PyUnicode_AsUTF8(code->co_name);
+    Py_DECREF(code);
+    auto* back = PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    frame = back;
+  }
+  Py_XDECREF(frame);
+  PyGILState_Release(gil);
+  return lines.str();
+}
+
+}  // namespace sim

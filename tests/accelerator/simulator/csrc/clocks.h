@@ -1,0 +1,71 @@
+// Vector clocks: finds two kernels that touch the same memory although nothing orders their streams.
+//
+// Every stream counts its kernels. A clock says, for each stream, how many of its kernels have certainly ended before a
+// point in a program. Streams learn from each other through events, and the host learns by synchronizing.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "device.h"
+
+namespace sim {
+
+// torch takes the streams of a CUDA device in turn from a pool of 32.
+constexpr int kPoolStreams = 32;
+constexpr int kStreams = kDevices * (1 + kPoolStreams);
+
+struct Clock {
+  std::array<uint64_t, kStreams> kernels{};
+
+  void join(const Clock& other);
+};
+
+struct Access {
+  int stream;
+  uint64_t kernel;
+  std::string where;
+};
+
+// What kernels did to one block of memory since its last write.
+struct History {
+  std::optional<Access> write;
+  std::vector<Access> reads;  // the last one of each stream
+};
+
+// One kernel: its place in the order of all kernels.
+class Kernel {
+ public:
+  Kernel(int stream, std::string name);
+
+  void read(History& history) const;
+  void write(History& history) const;
+
+ private:
+  int stream_;
+  Access access_;
+};
+
+namespace clocks {
+
+Clock of_stream(int stream);
+void wait(int stream, const Clock& clock);
+void host_waits(const Clock& clock);
+
+// The allocator gives the memory to the next tensor of `owner` at once; streams in `recorded` delay that.
+void check_free(const History& history, int owner, const std::vector<int>& recorded);
+
+std::vector<std::string> races();
+std::vector<std::string> host_syncs();
+void count_host_sync(const std::string& what);
+void reset();
+
+}  // namespace clocks
+
+// The Python frames of the calling thread, innermost first; empty in a thread without any.
+std::string python_stack();
+
+}  // namespace sim

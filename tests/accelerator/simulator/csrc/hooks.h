@@ -1,0 +1,7 @@
+#pragma once
+
+namespace sim::hooks {
+
+void register_hooks();
+
+}  // namespace sim::hooks

@@ -1,0 +1,60 @@
+"""Runs the tests marked `accelerator` on simulated devices, each build in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.accelerator import simulator
+
+TESTS = Path(__file__).parent.parent
+MARKED = [path for path in sorted(TESTS.rglob("test_*.py")) if "mark.accelerator" in path.read_text()]
+
+
+# A test that waits for ever, as it would on a device, must end before the one that runs it.
+TIMEOUT = 120
+
+
+def run_marked_tests(build: str, expression: str) -> str:
+    """The summary of a run of pytest on simulated devices, which must pass."""
+    if reason := simulator.missing_requirement():
+        pytest.skip(reason)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-m",
+        expression,
+    ]
+    environment = {**os.environ, "GPIPE_TESTS_SIMULATE": build}
+    answer = subprocess.run(
+        [*command, *map(str, MARKED)],
+        cwd=TESTS.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("build", ["cuda", "sim"])
+def test_the_marked_tests_pass(build: str) -> None:
+    assert " passed" in run_marked_tests(build, "accelerator and not slow")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("build", ["cuda", "sim"])
+def test_the_slow_marked_tests_pass(build: str) -> None:
+    assert " passed" in run_marked_tests(build, "accelerator and slow")
