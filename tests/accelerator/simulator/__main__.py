@@ -12,10 +12,6 @@ if __name__ == "__main__":
     from gpipe_cli.cli import main
 
     code = main(words)
-    for race in simulator.races():
-        print(race, file=sys.stderr)
-    print(
-        f"races: {len(simulator.races())}, host synchronizations: {len(simulator.host_syncs())}",
-        file=sys.stderr,
-    )
+    counts = f"races: {len(simulator.races())}, host synchronizations: {len(simulator.host_syncs())}"
+    sys.stderr.write("\n\n".join([*simulator.races(), counts]) + "\n")
     sys.exit(code)

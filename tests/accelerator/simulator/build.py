@@ -45,7 +45,7 @@ def compiled(build: Build) -> ModuleType:
     directory.mkdir(parents=True, exist_ok=True)
     name = f"gpipe_simulator_{build}"
     library = directory / f"{name}.so"
-    with (directory / "lock").open("w") as lock:
+    with (directory / "compiling.lock").open("w") as lock:
         # The first process compiles; the others wait and find the library complete.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():

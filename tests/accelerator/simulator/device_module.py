@@ -53,6 +53,7 @@ def _functions(name: str, generators: Sequence[torch.Generator]) -> dict[str, An
         "get_device_capability": lambda device=None: (8, 0),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "is_bf16_supported": lambda including_emulation=True: True,
+        "can_device_access_peer": lambda device, peer: True,
         "current_stream": lambda device=None: accelerator.current_stream(index(device)),
         "default_stream": lambda device=None: torch.Stream(torch.device(name, index(device)), stream_id=0),
         "set_stream": accelerator.set_stream,

@@ -7,8 +7,7 @@
 namespace sim {
 namespace {
 
-at::Tensor with_shape_of(const at::Tensor& tensor, c10::Storage storage, c10::DispatchKey key) {
-  auto result = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), tensor.dtype());
+at::Tensor with_shape_of(const at::Tensor& tensor, at::Tensor result) {
   auto* impl = result.unsafeGetTensorImpl();
   impl->set_storage_offset(tensor.storage_offset());
   impl->set_sizes_and_strides(tensor.sizes(), tensor.strides());
@@ -31,7 +30,9 @@ at::Tensor Aliases::of(const at::Tensor& tensor) {
       return alias;
     }
   }
-  auto alias = with_shape_of(tensor, storage_of(tensor), c10::DispatchKey::CPU);
+  auto alias = with_shape_of(
+      tensor, at::detail::make_tensor<c10::TensorImpl>(
+                  storage_of(tensor), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype()));
   pairs_.emplace_back(tensor, alias);
   return alias;
 }
@@ -47,13 +48,19 @@ at::Tensor Aliases::back(const at::Tensor& result, int device) const {
   }
   for (const auto& [original, alias] : pairs_) {
     if (alias.storage().is_alias_of(result.storage())) {
-      return with_shape_of(result, original.storage(), kDispatchKey);
+      // Like the tensor it is a view of, also where inference mode would make another kind of tensor.
+      auto view = c10::Storage(original.storage());
+      return with_shape_of(
+          result, at::detail::make_tensor<c10::TensorImpl>(
+                      c10::TensorImpl::VIEW, std::move(view), original.key_set(), result.dtype()));
     }
   }
   c10::Storage storage(
       c10::Storage::use_byte_size_t(), result.storage().nbytes(), memory::adopt(device, result.storage()),
       c10::GetAllocator(kDeviceType), /*resizable=*/true);
-  return with_shape_of(result, std::move(storage), kDispatchKey);
+  return with_shape_of(
+      result, at::detail::make_tensor<c10::TensorImpl>(
+                  std::move(storage), c10::DispatchKeySet(kDispatchKey), result.dtype()));
 }
 
 void Aliases::take_resizes(int device) const {

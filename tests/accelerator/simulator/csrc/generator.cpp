@@ -5,7 +5,6 @@
 #include <c10/core/GeneratorImpl.h>
 
 #include <array>
-#include <mutex>
 
 #include "device.h"
 
@@ -81,6 +80,26 @@ c10::IValue host_generator(const c10::IValue& argument, int device) {
   const auto& given = argument.isNone() ? default_of(device) : argument.toGenerator();
   TORCH_CHECK(given.device().type() == kDeviceType, "Expected a '", kDeviceType, "' device type for generator");
   return given.get<SimGenerator>()->host();
+}
+
+namespace {
+
+std::mutex lending;
+
+c10::GeneratorImpl& default_of_host() {
+  return *at::detail::getDefaultCPUGenerator().unsafeGetGeneratorImpl();
+}
+
+}  // namespace
+
+LentToHost::LentToHost(int device)
+    : lock_(lending), lender_(default_of(device).get<SimGenerator>()->host()), before_(default_of_host().get_state()) {
+  default_of_host().set_state(*lender_.unsafeGetGeneratorImpl()->get_state());
+}
+
+LentToHost::~LentToHost() {
+  lender_.unsafeGetGeneratorImpl()->set_state(*default_of_host().get_state());
+  default_of_host().set_state(*before_);
 }
 
 }  // namespace sim::generator

@@ -31,10 +31,15 @@ struct Effects {
   std::vector<bool> writes;
   bool is_view = false;
   bool reads_on_host = false;
+  bool takes_generator = false;
+  bool draws = false;
 
-  explicit Effects(const c10::FunctionSchema& schema) : reads_on_host(kHostReads.count(schema.name()) > 0) {
+  explicit Effects(const c10::OperatorHandle& op) : draws(op.hasTag(at::Tag::nondeterministic_seeded)) {
+    const auto& schema = op.schema();
+    reads_on_host = kHostReads.count(schema.name()) > 0;
     bool any_write = false;
     for (const auto& argument : schema.arguments()) {
+      takes_generator = takes_generator || generator::is_generator(*argument.type());
       writes.push_back(argument.alias_info() != nullptr && argument.alias_info()->isWrite());
       any_write = any_write || writes.back();
     }
@@ -91,7 +96,7 @@ void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
 class Call {
  public:
   Call(const c10::OperatorHandle& op, Stack* stack)
-      : op_(op), stack_(stack), effects_(op.schema()), arguments_(torch::jit::last(*stack, effects_.writes.size()).vec()) {
+      : op_(op), stack_(stack), effects_(op), arguments_(torch::jit::last(*stack, effects_.writes.size()).vec()) {
     for (const auto& argument : arguments_) {
       visit_tensors(argument, [this](const at::Tensor& tensor) { check_device(tensor); });
       if (argument.isDevice() && device_ < 0 && argument.toDevice().type() == kDeviceType) {
@@ -186,6 +191,10 @@ class Call {
         stack.push_back(map_tensors(arguments[place], [&](const at::Tensor& tensor) { return aliases.of(tensor); }));
       }
     }
+    std::optional<generator::LentToHost> lent;
+    if (effects_.draws && !effects_.takes_generator) {
+      lent.emplace(device_);
+    }
     run_on_cpu(op_, &stack);
     return stack;
   }
@@ -241,11 +250,8 @@ class Call {
 
   // Fresh tensors with the shapes that the meta kernel gives, or the arguments that the operator writes.
   std::optional<Stack> outputs_without_running() {
-    bool draws = false;
-    for (const auto& argument : op_.schema().arguments()) {
-      draws = draws || generator::is_generator(*argument.type());
-    }
-    if (draws || !op_.hasKernelForDispatchKey(c10::DispatchKey::Meta)) {
+    // A generator must be in its next state when the launch returns.
+    if (effects_.draws || effects_.takes_generator || !op_.hasKernelForDispatchKey(c10::DispatchKey::Meta)) {
       return std::nullopt;
     }
     std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
