@@ -101,14 +101,17 @@ void host_waits(const Clock& clock) {
 }
 
 void check_free(const History& history, int owner, const std::vector<int>& recorded) {
+  std::lock_guard lock(mutex);
+  auto reuse = streams[owner];
+  reuse.join(host);
+  for (int stream : recorded) {
+    reuse.join(streams[stream]);
+  }
   auto check = [&](const Access& access) {
-    bool was_recorded = std::find(recorded.begin(), recorded.end(), access.stream) != recorded.end();
-    if (!was_recorded && !before(access, streams[owner])) {
+    if (!before(access, reuse)) {
       report("memory reused without record_stream", access, "(the tensor was dropped)", owner);
     }
   };
-  std::lock_guard lock(mutex);
-  streams[owner].join(host);
   if (history.write) {
     check(*history.write);
   }

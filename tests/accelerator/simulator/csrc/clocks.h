@@ -55,7 +55,8 @@ Clock of_stream(int stream);
 void wait(int stream, const Clock& clock);
 void host_waits(const Clock& clock);
 
-// The allocator gives the memory to the next tensor of `owner` at once; streams in `recorded` delay that.
+// A tensor is dropped. The allocator gives its memory to the next tensor of the stream `owner`, after what the streams
+// in `recorded` have been given so far.
 void check_free(const History& history, int owner, const std::vector<int>& recorded);
 
 std::vector<std::string> races();

@@ -125,7 +125,7 @@ class SimAllocator final : public c10::DeviceAllocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     std::lock_guard lock(mutex);
-    return {limit - usage[device].current, limit};
+    return {limit - std::min(limit, usage[device].current), limit};
   }
 };
 
