@@ -23,6 +23,7 @@ from gpipe_cli.balance.time import TimedLayer
 from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value, moved
+from gpipe_cli.pipeline.partitioning import move_to_devices
 from gpipe_cli.plan.costs import BackwardSplit, LayerCosts
 from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.plan.search_space import PlanShape
@@ -210,6 +211,8 @@ def _step(
 ) -> float:
     for parameter in module.parameters():
         parameter.grad = None
+    # The plan before this one had the same layers on devices of its own choice.
+    move_to_devices(pipe.partitions, pipe.devices)
     input, target = moved(batch[0], devices[0]), batch[1].to(pipe.output_device)
     # A step returns before accelerators have run it, and the copies of its input may still be under way.
     synchronize(devices)

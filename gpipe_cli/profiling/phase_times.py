@@ -173,6 +173,7 @@ class _Steps:
             checkpoint=checkpoint,
             schedule=schedule,
         ) as pipe:
+            target = target.to(pipe.output_device)
             for _ in range(WARM_UP):
                 pipe.step(input, target, loss, key=0)
             with recording(pipe) as record:

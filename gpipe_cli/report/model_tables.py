@@ -196,8 +196,8 @@ def print_measured_memory(rows: Sequence[Row]) -> None:
     """Only for devices that report their memory: otherwise there is nothing to compare the estimate with."""
     if any(row["device_peak_bytes"] is not None for row in rows):
         print_rows(
-            "memory: estimate without activations, and measured peak of the whole device",
-            ["partition", "device", "estimated", "device peak"],
+            "memory",
+            ["partition", "device", "estimated without activations", "measured on the device"],
             [
                 [
                     row["partition"],
