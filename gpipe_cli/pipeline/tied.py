@@ -7,12 +7,13 @@ because a hook need not be linear. The sum reaches the parameter through autogra
 added to. Users tie, load, write and parametrize at any time, so the pipe looks for shared parameters, and copies those
 of other devices, in every mini-batch.
 
-Buffers that layers on several devices share are copied as well. Layers may not write such a copy: nobody would see it.
+Buffers that layers on several devices share are copied as well. No layer may write what is copied: layers on other
+devices would not see it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import final
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gpipe_cli.accelerator.copies import DeviceCopy, start_copy
-from gpipe_cli.accelerator.memory import note_device
 from gpipe_cli.pipeline.module_state import tensors_in
 from gpipe_cli.torch_internals.autograd_engine import run_backward
 from gpipe_cli.torch_internals.autograd_graph import has_hooks
@@ -41,51 +41,47 @@ class _Use:
 class _Copies:
     """Copies of shared tensors on a device that is not theirs, for one mini-batch."""
 
-    __slots__ = ("_copy", "_device", "_versions", "tensors")
+    __slots__ = ("_copy", "tensors")
 
     def __init__(self, originals: Sequence[Tensor], device: torch.device) -> None:
-        self._device = device
-        with note_device("copying tensors that layers on several devices share", device):
-            self._copy: DeviceCopy = start_copy(tuple(tensor.detach() for tensor in originals), device)
+        self._copy: DeviceCopy = start_copy(tuple(tensor.detach() for tensor in originals), device)
         self.tensors: Mapping[Tensor, Tensor] = dict(zip(originals, self._copy.tensors, strict=True))  # type: ignore[arg-type]
-        self._versions = {original: version_of(copy) for original, copy in self.tensors.items()}
 
     def receive(self) -> None:
         """Called by the thread that uses the copies: its current stream waits for them."""
         self._copy.receive()
-
-    def refuse_write(self, use: _Use, own: Tensor) -> None:
-        """Raise if a layer wrote the copy, or replaced it."""
-        if getattr(use.module, use.name) is own and version_of(own) == self._versions[use.tensor]:
-            return
-        raise RuntimeError(
-            f"a layer on {self._device} wrote '{use.name}' of its {type(use.module).__name__}, which layers on "
-            f"{use.tensor.device} share and would not see. Put the layers that share it on one device"
-        )
 
 
 @final
 class Untied:
     """Context manager: inside, the modules of one layer use tensors of their own in place of the shared ones."""
 
-    __slots__ = ("_before", "_copied", "_copies", "_own", "_uses")
+    __slots__ = ("_before", "_copied", "_copies", "_own", "_uses", "_versions")
 
-    def __init__(self, uses: Sequence[_Use], copies: _Copies | None = None, *, tracked: bool = True) -> None:
+    def __init__(
+        self,
+        uses: Sequence[_Use],
+        copies: _Copies | None = None,
+        copied: Collection[Tensor] = (),
+        *,
+        tracked: bool = True,
+    ) -> None:
         """copies: on the layer's device, if some of the shared tensors are on another.
+        copied: all tensors of which some device has a copy.
         tracked: whether gradients are wanted; otherwise only copies take the place of anything.
         """
-        copied = {} if copies is None else copies.tensors
-        self._uses = [use for use in uses if use.tensor in copied or (tracked and _is_parameter(use.tensor))]
+        here = {} if copies is None else copies.tensors
+        self._uses = [use for use in uses if use.tensor in here or (tracked and _is_parameter(use.tensor))]
         self._own = {
-            use.tensor: _own(use.tensor, copied.get(use.tensor), tracked=tracked) for use in self._uses
+            use.tensor: _own(use.tensor, here.get(use.tensor), tracked=tracked) for use in self._uses
         }
-        self._copied = [use for use in self._uses if use.tensor in copied]
-        self._copies = copies if self._copied else None
+        self._copied = [use for use in uses if use.tensor in copied]
+        self._copies = copies if any(use.tensor in here for use in uses) else None
 
     @property
     def any(self) -> bool:
-        """Whether it replaces any tensor."""
-        return bool(self._uses)
+        """Whether it does anything."""
+        return bool(self._uses or self._copied)
 
     def __enter__(self) -> None:
         if self._copies is not None:
@@ -95,15 +91,23 @@ class Untied:
         # Only the worker that runs this layer touches its modules meanwhile, so the swap needs no lock.
         for use in self._uses:
             setattr(use.module, use.name, self._own[use.tensor])
+        self._versions = self._versions_of_copied() if self._copied else []
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        try:
-            if self._copies is not None and kind is None:
-                for use in self._copied:
-                    self._copies.refuse_write(use, self._own[use.tensor])
-        finally:
-            for use, before in zip(self._uses, self._before, strict=True):
-                setattr(use.module, use.name, before)
+        written = self._copied and kind is None and self._versions != self._versions_of_copied()
+        for use, before in zip(self._uses, self._before, strict=True):
+            setattr(use.module, use.name, before)
+        if written:
+            names = ", ".join(f"'{use.name}' of a {type(use.module).__name__}" for use in self._copied)
+            raise RuntimeError(
+                f"a layer wrote or replaced a tensor that it shares with layers on another device ({names}), which "
+                "would not see it. Put the layers that share it on one device"
+            )
+
+    def _versions_of_copied(self) -> list[tuple[int, int]]:
+        """What changes if the layer writes or replaces a tensor of which there are copies."""
+        tensors = [getattr(use.module, use.name) for use in self._copied]
+        return [(id(tensor), version_of(tensor)) for tensor in tensors]
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:
         """The parameter that the layer uses instead; None if the layer does not share `parameter`."""
@@ -140,6 +144,7 @@ class TiedParameters:
         self._uses = [_uses(layer, shared) for layer in layers] if shared else [[] for _ in layers]
         self._devices = devices
         self._copies: Mapping[torch.device | None, _Copies] = _start_copies(self._uses, devices)
+        self._copied = {tensor for copies in self._copies.values() for tensor in copies.tensors}
 
     @property
     def any_hooks(self) -> bool:
@@ -156,7 +161,7 @@ class TiedParameters:
         if not tracked and not self._copies:
             return [NOTHING_TIED] * len(self._uses)
         untied = [
-            Untied(uses, self._copies.get(device), tracked=tracked) if uses else NOTHING_TIED
+            Untied(uses, self._copies.get(device), self._copied, tracked=tracked) if uses else NOTHING_TIED
             for uses, device in zip_longest(self._uses, self._devices)
         ]
         return [each if each.any else NOTHING_TIED for each in untied]
