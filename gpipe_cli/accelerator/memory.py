@@ -25,6 +25,7 @@ EVAL_CURE = "try more eval_chunks or a smaller batch_size"
 CPU_ERROR = re.compile(r"DefaultCPUAllocator: .*?memory: you tried to allocate (\d+) bytes")
 REQUEST = re.compile(r"Tried to allocate ([\d.]+) ?(\w+)")
 DRIVER_ERROR = re.compile(r"MPS backend out of memory|\b(?:CUDA|HIP|XPU|NPU) error: out of memory")
+FREE = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
 INDEX = re.compile(r"\b[GNX]PU (\d+)\b")
 """How the messages of CUDA, ROCm, XPU and NPU name the device."""
 OTHER_ERRORS = (
@@ -82,19 +83,20 @@ def on_device(device: torch.device, error: BaseException) -> str:
     """
     if device.type == "cpu":
         return ""
-    return f" on {_memory_of(device) if is_out_of_memory(error) else device}"
+    return f" on {_memory_of(device, error) if is_out_of_memory(error) else device}"
 
 
-def _memory_of(device: torch.device) -> str:
-    """`cuda:1 (0.5GiB of 16GiB free)`; only the name where the device does not tell."""
+def _memory_of(device: torch.device, error: BaseException) -> str:
+    """`cuda:1 (0.5GiB of 16GiB free)`; only the name where nobody tells."""
     from gpipe_cli.accelerator.device_facts import free_and_total_bytes
 
+    # The message is older: by now temporaries of the operator that failed are free again.
+    if match := FREE.search(str(error)):
+        return f"{device} ({match[2]} of {match[1]} free)"
     facts = free_and_total_bytes(device)
-    return (
-        str(device)
-        if facts is None
-        else f"{device} ({format_bytes(facts[0])} of {format_bytes(facts[1])} free)"
-    )
+    if facts is None:
+        return str(device)
+    return f"{device} ({format_bytes(facts[0])} of {format_bytes(facts[1])} free)"
 
 
 def _place(error: BaseException, notes: Sequence[str], partitions: Sequence[torch.device]) -> str:
@@ -104,7 +106,7 @@ def _place(error: BaseException, notes: Sequence[str], partitions: Sequence[torc
         return ""
     own = [str(index) for index, each in enumerate(partitions) if each == device]
     holds = f", which holds partition{'s' if len(own) > 1 else ''} {', '.join(own)}" if own else ""
-    return f" on {_memory_of(device)}{holds}"
+    return f" on {_memory_of(device, error)}{holds}"
 
 
 def _full_device(error: BaseException) -> torch.device | None:

@@ -81,7 +81,7 @@ class DeviceDemand:
         )
         return (
             self.resident
-            + self.buffers * moved
+            + min(self.buffers, len(balance)) * moved
             + gradients
             + working
             + always_saved

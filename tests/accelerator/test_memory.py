@@ -81,10 +81,14 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
             OutOfMemoryError(FULL),
             "on cuda:1 (1GiB of 16GiB free), which holds partitions 1, 3: cannot allocate 2.00 GiB; ",
         ),
+        (
+            OutOfMemoryError(f"{FULL[:-1]} of which 0.25 GiB is free."),
+            "on cuda:1 (0.25 GiB of 16.00 GiB free), which holds partitions 1, 3: cannot allocate 2.00 GiB; ",
+        ),
         (RuntimeError("CUDA error: out of memory"), "out of memory; "),
         (OutOfMemoryError("sim out of memory. Tried to allocate 5.00 MiB."), ": cannot allocate 5.00 MiB; "),
     ],
-    ids=["cuda", "driver", "another kind"],
+    ids=["cuda", "its own count", "driver", "another kind"],
 )
 def test_an_accelerator_that_is_full_is_named_with_its_partitions(error: Exception, says: str) -> None:
     with pytest.raises(ResourceError, match=re.escape(says)), report_out_of_memory(partitions=DEVICES * 2):
