@@ -17,7 +17,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.pipe import OffloadedPipe
 from gpipe_cli.offload.prefetcher import SlicePrefetcher
 from gpipe_cli.offload.sizing import DeviceDemand, boundary_bytes, device_demand, layer_bytes
-from gpipe_cli.offload.slices import SlicedParameters
+from gpipe_cli.offload.slices import SlicedParameters, put_parameters_on
 from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
 from gpipe_cli.pipeline.microbatch import tensors_of
@@ -119,9 +119,10 @@ class Slicing:
         reserve = partial(boundary_bytes, spec.module, balance, recomputed, spec.make_sample)
         # Space is reserved before a parameter moves, so a disk that is too small fails with the model still intact.
         tier = make_tier(self.to, device, spec, reserve)
+        value_of = put_parameters_on(device, spec.module, spec.value_of)
         parameters = SlicedParameters.of(spec.module, balance)
-        parameters.place_shared([device], spec.value_of)
-        slices = parameters.store(tier, spec.value_of)
+        parameters.place_shared([device], value_of)
+        slices = parameters.store(tier, value_of)
         prefetcher = SlicePrefetcher(slices, tier, device, buffers=self._buffers, in_background=self.prefetch)
         assert isinstance(spec.checkpoint, str), "slices share one checkpoint mode"
         pipe = OffloadedPipe(

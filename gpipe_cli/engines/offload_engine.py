@@ -124,8 +124,8 @@ class OffloadEngine:
             numbers = merged_numbers([own for _, own in states]) if states else {"state": {}, "groups": []}
             tensors = dict(chain.from_iterable(own.items() for own, _ in states))
             state = replace(state, optimizer=tensors, numbers={**state.numbers, "optimizer": numbers})
-        on_disk = any(stored.region.memory is None for slice in self._slices() for stored in slice.all_stored)
-        return replace(state, fetch=self._fetch) if on_disk else state
+        away = any(stored.has_placeholders for slice in self._slices() for stored in slice.all_stored)
+        return replace(state, fetch=self._fetch) if away else state
 
     def load_state(self, state: EngineState) -> None:
         """Load slice by slice, so that no more of the model is in memory than while it trains."""

@@ -12,7 +12,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.pipe import OffloadedPipe
 from gpipe_cli.offload.prefetcher import SlicePrefetcher
 from gpipe_cli.offload.sizing import boundary_bytes
-from gpipe_cli.offload.slices import SlicedParameters
+from gpipe_cli.offload.slices import SlicedParameters, put_parameters_on
 from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.gpipe import GPipe, ThreadedPipe
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
@@ -65,9 +65,10 @@ def offload_partitions(spec: EngineSpec, tier_name: str) -> OffloadedParameters:
     recomputed = checkpoint_stops(spec.checkpoint, len(balance), spec.chunks)
     reserve = partial(boundary_bytes, spec.module, balance, recomputed, spec.make_sample)
     tier = make_tier(tier_name, devices[0], spec, reserve)
+    value_of = put_parameters_on(devices[0], spec.module, None)
     parameters = SlicedParameters.of(spec.module, balance)
-    parameters.place_shared(devices)
-    slices = parameters.store(tier)
+    parameters.place_shared(devices, value_of)
+    slices = parameters.store(tier, value_of)
     prefetchers = []
     for worker, device in enumerate(devices):
         own = partitions_of(worker, len(balance), len(devices))

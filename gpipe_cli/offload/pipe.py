@@ -39,6 +39,7 @@ from gpipe_cli.pipeline.pipe_module import Output
 from gpipe_cli.schedule import order as schedule_order
 from gpipe_cli.schedule.by_slice import order as slice_order
 from gpipe_cli.schedule.checkpoint import Checkpoint
+from gpipe_cli.torch_internals.tensor_memory import exchanges_memory
 
 
 class OffloadedPipeBase(ThreadedPipe):
@@ -173,8 +174,9 @@ class _WithGradients:
         finally:
             _set_gradients(trained, [None] * len(trained))
             _set_gradients(trained, [_moved(*pair) for pair in zip(after, homes, strict=True)])
-            # The host reads the gradients next; one wait for all of them.
-            finish_queued(self._device)
+            if any(gradient is not None for gradient in after):
+                # The host reads the gradients next; one wait for all of them.
+                finish_queued(self._device)
 
 
 def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
@@ -202,6 +204,11 @@ def _check(
         raise TypeError("`model` argument to `OffloadModel` must be of type `nn.Sequential`.")
     if torch.device(offload_device).type != "cpu":
         raise TypeError(f"`offload_device` argument to `OffloadModel` must be a CPU (got {offload_device}).")
+    if not exchanges_memory(torch.device(device)):
+        raise TypeError(
+            f"`device` argument to `OffloadModel` must be of a kind whose memory torch can give to a parameter of the "
+            f"CPU (got {device}); the engine offload needs no such parameters."
+        )
     if num_slices < 1:
         raise ValueError(f"`num_slices` argument to `OffloadModel` must be at least 1 (got {num_slices}).")
     if num_microbatches > 1 and not checkpoint_activation:

@@ -16,9 +16,10 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.offload.stored_tensors import StoredTensors
+from gpipe_cli.offload.stored_tensors import StoredTensors, placeholder
 from gpipe_cli.offload.tiers import Tier
 from gpipe_cli.pipeline.tied import TiedParameters
+from gpipe_cli.torch_internals.tensor_memory import exchanges_memory, storage_of
 
 
 @final
@@ -161,3 +162,31 @@ class SlicedParameters:
         """Move the other parameters to the tier, slice by slice."""
         read = (lambda tensor: tensor) if value_of is None else value_of
         return {index: Slice(tier, own, read) for index, own in enumerate(self.slices)}
+
+
+def put_parameters_on(
+    device: torch.device, module: nn.Module, value_of: Callable[[Tensor], Tensor] | None
+) -> Callable[[Tensor], Tensor] | None:
+    """Prepare parameters that are to move between the host and the device; returns what then reads their values.
+
+    Where torch cannot replace the memory of a parameter by that of the device, replace the parameter by one without
+    memory on the device, as `Module.to` does there.
+    """
+    if exchanges_memory(device):
+        return value_of
+    values: dict[int, Tensor] = {}
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, before in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if before not in replaced:
+                data = placeholder(before.dtype, before.shape, device)
+                replaced[before] = nn.Parameter(data, requires_grad=before.requires_grad)
+                values[storage_of(data)] = before.data
+            setattr(owner, name, replaced[before])
+
+    def value(tensor: Tensor) -> Tensor:
+        # Each value is read once, and not kept in memory longer.
+        before = values.pop(storage_of(tensor))
+        return before if value_of is None else value_of(before)
+
+    return value

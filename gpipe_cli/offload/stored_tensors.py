@@ -15,9 +15,10 @@ from torch import Tensor
 
 from gpipe_cli.offload.tiers import Tier
 from gpipe_cli.pipeline.aliasing import is_dense
-from gpipe_cli.torch_internals.tensor_memory import storage_of
+from gpipe_cli.torch_internals.tensor_memory import exchanges_memory, storage_of
 
 ALIGNMENT = 64
+HOST = torch.device("cpu")
 
 
 @final
@@ -36,10 +37,14 @@ class TensorSlot:
         flat = memory[self.begin : self.begin + self.nbytes].view(self.dtype)
         return flat.as_strided(self.size, self.stride)
 
-    def placeholder(self) -> Tensor:
-        """A tensor of the same shape and dtype that takes no memory: one NaN, expanded, which no weight can be."""
-        value = float("nan") if self.dtype.is_floating_point else 0
-        return torch.full((), value, dtype=self.dtype).expand(self.size)
+    def placeholder(self, device: torch.device) -> Tensor:
+        return placeholder(self.dtype, self.size, device)
+
+
+def placeholder(dtype: torch.dtype, size: Sequence[int], device: torch.device) -> Tensor:
+    """A tensor that takes no memory: one NaN, expanded, which no weight can be."""
+    value = float("nan") if dtype.is_floating_point else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(size)
 
 
 @final
@@ -76,15 +81,20 @@ class StoredTensors:
         self.layout = Layout(tensors)
         self.region = tier.region(self.layout.nbytes)
         memory = self.region.memory
-        self.homes = [
-            slot.placeholder() if memory is None else slot.view(memory) for slot in self.layout.slots
-        ]
+        self._slots: dict[int, TensorSlot] = {}
+        self.homes: list[Tensor] = []
         """What represents each tensor while it is not on its device: a view of host memory, or a placeholder."""
-        self._slots = (
-            {}
-            if memory is not None
-            else dict(zip(map(storage_of, self.homes), self.layout.slots, strict=True))
-        )
+        for slot, tensor in zip(self.layout.slots, tensors, strict=True):
+            if memory is not None and exchanges_memory(tensor.device):
+                self.homes.append(slot.view(memory))
+                continue
+            device = HOST if exchanges_memory(tensor.device) else tensor.device
+            self.homes.append(slot.placeholder(device))
+            self._slots[storage_of(self.homes[-1])] = slot
+
+    @property
+    def has_placeholders(self) -> bool:
+        return bool(self._slots)
 
     def put(self, index: int, value: Tensor) -> None:
         """Store a value, from whichever device it is on; the host has it on return."""

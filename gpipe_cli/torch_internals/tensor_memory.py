@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import Tensor
 
 
@@ -12,3 +15,12 @@ def storage_of(tensor: Tensor) -> int:
 
 def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+@functools.cache
+def exchanges_memory(device: torch.device) -> bool:
+    """Whether `tensor.data = other` may replace host memory by memory of the device, and back.
+
+    Not for devices whose kind torch does not know itself: those of PrivateUse1, such as NPUs.
+    """
+    return bool(torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device)))

@@ -20,7 +20,8 @@ def test_every_tensor_has_an_aligned_place_of_its_own(sides: list[list[int]], dt
     for slot, tensor in zip(layout.slots, tensors, strict=True):
         assert torch.equal(slot.view(memory), tensor)
         assert slot.view(memory).stride() == tensor.stride()
-        assert slot.placeholder().shape == tensor.shape and slot.placeholder().dtype == dtype
+        placeholder = slot.placeholder(tensor.device)
+        assert placeholder.shape == tensor.shape and placeholder.dtype == dtype
 
 
 def test_channels_last_stays_so_and_holes_do_not() -> None:
