@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe
-from gpipe_cli.accelerator.copies import start_copy
+from gpipe_cli.accelerator.copies import copy_streams, start_copy
+from gpipe_cli.accelerator.streams import current_stream
 from gpipe_cli.pipeline.gpipe import PlainPipe
 
 
@@ -25,6 +26,16 @@ def test_between_kinds_of_devices_tensors_are_moved() -> None:
     moved, nothing = start_copy((torch.ones(2), None), torch.device("meta")).receive()
     assert moved.is_meta
     assert nothing is None
+
+
+@pytest.mark.accelerator
+def test_a_copy_waited_behind_one_of_the_other_direction(accelerators: list[torch.device]) -> None:
+    """All copies from and to a device ran on one stream of that device."""
+    first, second, third = accelerators[0], accelerators[1], torch.device("cpu")
+    pairs = [(first, second), (second, first), (first, third), (third, first)]
+    streams = [stream for pair in pairs for stream in copy_streams(*pair)]
+    assert len(set(streams)) == len(streams) == 6
+    assert not set(streams) & {current_stream(first), current_stream(second)}
 
 
 @pytest.mark.accelerator
@@ -49,8 +60,8 @@ def test_a_pipe_over_accelerators_gives_the_gradients_of_the_plain_sequence(
         schedule=schedule,
     ) as pipe:
         pipe.step_timeout = 120
-        pipe.step(input.to(pipe.devices[0]), target.to(pipe.devices[-1]), functional.mse_loss)
-        functional.mse_loss(pipe(input.to(pipe.devices[0])), target.to(pipe.devices[-1])).backward()
+        pipe.step(input.to(pipe.devices[0]), target.to(pipe.output_device), functional.mse_loss)
+        functional.mse_loss(pipe(input.to(pipe.devices[0])), target.to(pipe.output_device)).backward()
     for _ in range(2):
         plain.step(input, target, functional.mse_loss)
     for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):

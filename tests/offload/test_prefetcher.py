@@ -91,6 +91,30 @@ def test_each_slice_is_read_once_in_forward_and_once_in_backward(watched: Watche
     prefetcher.close()
 
 
+def test_a_backward_in_one_thread_took_all_partitions_from_the_first_workers_store(tmp_path: Path) -> None:
+    """Accelerators need that backward; here it is forced on CPUs."""
+    results = []
+    for in_caller in (False, True):
+        module, tier = model(), DiskTier(tmp_path)
+        slices = SlicedParameters.of(module, [1, 1, 1]).store(tier)
+        stores = [
+            SlicePrefetcher({index: slices[index] for index in own}, tier, CPU) for own in ([0, 2], [1])
+        ]
+        pipe = OffloadedPipe(
+            module, [1, 1, 1], devices=[CPU, CPU], stores=stores, schedule="interleaved", chunks=2
+        )
+        pipe._executor._backward_in_caller = in_caller
+        input = torch.ones(4, 4, requires_grad=True)
+        pipe(input).square().mean().backward()
+        results.append([input.grad, *(parameter.grad for parameter in module.parameters())])
+        pipe.close()
+        for store in stores:
+            store.close()
+        tier.close()
+    assert all(gradient is not None for gradient in results[0])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 def test_with_one_buffer_each_slice_is_read_when_it_is_needed(watched: Watched) -> None:
     module = model()
     prefetcher = make_prefetcher(module, watched, buffers=1, in_background=False)
