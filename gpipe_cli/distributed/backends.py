@@ -38,9 +38,9 @@ def backends_for(device: torch.device) -> str:
     return f"cpu:{GLOO},{device.type}:{name}"
 
 
-def with_cpu_backend(config: str) -> str:
-    """The backends of a group, such as `cuda:nccl`, and one for the CPU."""
-    return config if "cpu" in _backends(config) else f"cpu:{GLOO},{config}"
+def with_cpu_backend(config: str) -> str | None:
+    """The backends of a group, such as `cuda:nccl`, and one for the CPU; None if the group has one."""
+    return None if "cpu" in _backends(config) else f"cpu:{GLOO},{config}"
 
 
 def device_of(group: ProcessGroup) -> torch.device:

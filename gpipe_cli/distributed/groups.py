@@ -53,7 +53,7 @@ def setup_process_groups(axes: Sequence[Axis], *, timeout: timedelta | None = No
     world = _default_group("setup_process_groups")
     _check(axes, distributed.get_world_size())
     rank = distributed.get_rank()
-    # Numbers and text are sent from the CPU, whichever backend the caller chose for tensors.
+    # Numbers and text are sent from the CPU, whichever backend the caller chose for tensors. None: the same backends.
     backends = with_cpu_backend(distributed.get_backend_config())
     members = {}
     for name, _ in axes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 from typing import final
 
 import torch
@@ -205,13 +205,16 @@ def keep_only(module: nn.Sequential, own: Sequence[nn.Module], device: torch.dev
 
     Every process builds the whole model, so that all agree on names and values. Names, shapes and ties remain.
     """
+    own_parts = {part for layer in own for part in layer.modules()}
+    holders: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    for part, name, tensor in tensors_in(module):
+        holders.setdefault(tensor, []).append((part, name))
     for layer in own:
         layer.to(device)
-    used = {id(tensor) for layer in own for tensor in chain(layer.parameters(), layer.buffers())}
-    substitutes: dict[int, Tensor] = {}
-    # Kept alive until all are replaced, because `id` has to recognize a tensor that several modules share.
-    replaced: list[Tensor] = []
-    for part, name, tensor in list(tensors_in(module)):
-        if id(tensor) not in used and not tensor.is_meta:
-            replaced.append(tensor)
-            setattr(part, name, substitutes.setdefault(id(tensor), meta_like(tensor)))
+    for tensor, places in holders.items():
+        # torch moves a shared buffer once per place, and on some accelerators a shared parameter too.
+        moved = [getattr(part, name) for part, name in places if part in own_parts]
+        kept = moved[0] if moved else meta_like(tensor)
+        for part, name in places:
+            if getattr(part, name) is not kept:
+                setattr(part, name, kept)

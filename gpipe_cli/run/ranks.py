@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from gpipe_cli.accelerator.devices import accelerators, available_devices, is_accelerator, resolve_devices
 from gpipe_cli.config.schema import EvalConfig, RunConfig, TrainConfig
+from gpipe_cli.distributed.backends import backends_for
 from gpipe_cli.distributed.torch_schedule import check_placement
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
@@ -110,6 +111,7 @@ def _check_devices(settings: RunConfig, of_machine: Sequence[torch.device]) -> N
                 f"devices={settings.devices}: gives {device} to {of_machine.count(device)} ranks, and each needs a "
                 "device of its own; use engine=threads to share one"
             )
+        backends_for(device)  # refuses a type that ranks cannot send from
 
 
 def _own_device(settings: RunConfig) -> torch.device:

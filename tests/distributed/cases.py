@@ -55,28 +55,28 @@ class Case:
         make_optimizer = partial(getattr(torch.optim, self.optimizer), lr=0.0)
         return TrainingObjective(loss, loss.measure, make_optimizer, self.clip, self.precision)
 
-    def alone(self) -> Engine:
+    def alone(self, device: torch.device = CPU) -> Engine:
         """One process, with as many times the micro-batches as there are replicas."""
         task = make(self.task, 1)
         spec = EngineSpec(
             task.model,
             self.objective(task.loss),
             [len(task.model)],
-            [CPU],
+            [device],
             chunks=self.chunks * self.replicas,
             eval_chunks=3,
             deferred_batch_norm=self.deferred,
         )
         return single.build(spec)
 
-    def on_ranks(self, ranks: int) -> Engine:
+    def on_ranks(self, ranks: int, devices: list[torch.device] | None = None) -> Engine:
         task = make(self.task, 1)
         partitions = ranks * 2 if self.schedule == "interleaved" else ranks
         spec = EngineSpec(
             task.model,
             self.objective(task.loss),
             [len(layers) for layers in partition_uniform(task.model, partitions)],
-            [CPU] * ranks,
+            devices or [CPU] * ranks,
             chunks=self.chunks,
             eval_chunks=3,
             checkpoint=self.checkpoint,

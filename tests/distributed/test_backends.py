@@ -34,4 +34,4 @@ def test_a_type_of_device_without_a_backend_is_refused() -> None:
 
 def test_a_group_without_a_backend_for_the_cpu_gets_gloo() -> None:
     assert with_cpu_backend("cuda:nccl") == "cpu:gloo,cuda:nccl"
-    assert with_cpu_backend("cpu:gloo,cuda:nccl") == "cpu:gloo,cuda:nccl"
+    assert with_cpu_backend("cpu:gloo,cuda:nccl") is None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import distributed
 
 from gpipe_cli.config.schema import ScheduleConfig, TrainConfig
 from gpipe_cli.errors import ConfigError
@@ -49,6 +50,7 @@ def test_under_torchrun_rank_0_is_the_main_process_and_each_rank_has_a_device_of
 def two_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(distributed, "is_backend_available", lambda _: True)
 
 
 def test_under_torchrun_a_rank_gets_the_accelerator_with_its_local_number(
@@ -91,12 +93,15 @@ def test_two_machines_may_have_devices_of_the_same_names(
     assert settings_for_rank(settings(devices=devices), JOB).devices == devices
 
 
-def test_the_launcher_refuses_a_shared_accelerator_before_it_starts_a_rank(
-    gpipe: Callable[..., Any], two_accelerators: None
+def test_the_launcher_refuses_devices_before_it_starts_a_rank(
+    gpipe: Callable[..., Any], two_accelerators: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("engine=processes", "devices=[cuda:0,cuda:0]", "model=mlp", "data=digits", "--dry-run")
-    answer = gpipe("train", *words)
+    words = ("engine=processes", "model=mlp", "data=digits", "--dry-run")
+    answer = gpipe("train", *words, "devices=[cuda:0,cuda:0]")
     assert answer.code == 2 and "gives cuda:0 to 2 ranks" in answer.err
+    monkeypatch.setattr(distributed, "is_backend_available", lambda _: False)
+    answer = gpipe("train", *words, "devices=2")
+    assert answer.code == 2 and "'cuda:0' needs the backend nccl, which this build" in answer.err
 
 
 def test_a_rank_uses_the_balance_that_its_launcher_found(torchrun: None) -> None:
