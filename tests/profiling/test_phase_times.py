@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -47,3 +49,24 @@ def test_time_between_the_actions_is_told_as_a_multiple_of_what_the_simulator_kn
 
     assert alone.excess() == pytest.approx(200 / 160)
     assert alone.sum("backward") == 40 and alone.sum("backward", first=1) == 20
+
+
+@pytest.mark.accelerator
+def test_a_pipeline_over_several_accelerators_could_not_be_measured(accelerators: list[torch.device]) -> None:
+    """The target was where the first partition is, and the loss where the last one is."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    sample = Sample(torch.randn(4, 8), torch.randn(4, 4), functional.mse_loss).to(accelerators[0])
+    phases = measure_phase_times(model, sample, [1, 1], accelerators[:2], chunks=4)
+    assert min(phases.forward, phases.backward, phases.recompute) > 0
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+@pytest.mark.accelerator
+def test_the_time_of_a_step_is_taken_when_its_devices_are_done(simulated: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    sample = Sample(torch.randn(4, 8), torch.randn(4, 4), functional.mse_loss).to(simulated.devices[0])
+    simulated.reset()
+    measure_phase_times(model, sample, [1, 1], simulated.devices[:2], chunks=4, split=False)
+    waits = [sync for sync in simulated.host_syncs() if "phase_times.py" in sync]
+    # Two schedules of three steps, each with two devices before and after it.
+    assert len(waits) >= 2 * 3 * 4
