@@ -53,7 +53,13 @@ class Simulator:
         syncs: list[str] = self._extension.host_syncs()
         return syncs
 
+    def is_idle(self) -> bool:
+        """Whether the host has waited for all kernels, so that reading a clock measures them."""
+        idle: bool = self._extension.host_knows_all()
+        return idle
+
     def reset(self) -> None:
+        """Forget races and host synchronizations."""
         self._extension.reset()
 
     @contextmanager
@@ -66,15 +72,18 @@ class Simulator:
             self._extension.set_memory_limit(0)
 
     @contextmanager
-    def asynchronous(self, seed: int = 0) -> Iterator[None]:
-        """Kernels run later, in a thread per stream; memory that nobody wrote or that was freed reads as NaN."""
-        self._extension.set_asynchronous(True, seed)
+    def asynchronous(self, seed: int = 0, microseconds: int = 150) -> Iterator[None]:
+        """Kernels run later, in a thread per stream; memory that nobody wrote or that was freed reads as NaN.
+
+        microseconds: how late a kernel starts at most.
+        """
+        self._extension.set_asynchronous(True, seed, microseconds)
         try:
             yield
         finally:
             for device in self.devices:
                 torch.accelerator.synchronize(device)
-            self._extension.set_asynchronous(False, seed)
+            self._extension.set_asynchronous(False, seed, microseconds)
 
 
 def loaded() -> Simulator | None:

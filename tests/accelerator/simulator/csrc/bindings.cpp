@@ -20,6 +20,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("take_over", &sim::kernels::take_over);
   module.def("races", &sim::clocks::races, NoGil());
   module.def("host_syncs", &sim::clocks::host_syncs, NoGil());
+  module.def("host_knows_all", &sim::clocks::host_knows_all, NoGil());
   module.def("reset", &sim::clocks::reset, NoGil());
   module.def("set_memory_limit", &sim::memory::set_limit, NoGil());
   module.def("set_asynchronous", &sim::queues::set_asynchronous, NoGil());

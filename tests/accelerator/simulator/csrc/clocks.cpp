@@ -120,6 +120,16 @@ void check_free(const History& history, int owner, const std::vector<int>& recor
   }
 }
 
+bool host_knows_all() {
+  std::lock_guard lock(mutex);
+  for (int stream = 0; stream < kStreams; ++stream) {
+    if (streams[stream].kernels[stream] > host.kernels[stream]) {
+      return false;
+    }
+  }
+  return true;
+}
+
 std::vector<std::string> races() {
   std::lock_guard lock(mutex);
   return found_races;

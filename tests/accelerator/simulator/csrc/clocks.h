@@ -59,6 +59,9 @@ void host_waits(const Clock& clock);
 // in `recorded` have been given so far.
 void check_free(const History& history, int owner, const std::vector<int>& recorded);
 
+// Whether the host has waited for every kernel that was launched.
+bool host_knows_all();
+
 std::vector<std::string> races();
 std::vector<std::string> host_syncs();
 void count_host_sync(const std::string& what);

@@ -235,7 +235,8 @@ class Call {
           for (const auto& result : inputs) {
             visit_tensors(result, [&](const at::Tensor& tensor) {
               auto& destination = destinations[place++];
-              if (tensor.defined() && destination.data_ptr() != tensor.data_ptr()) {
+              // Some kernels of the CPU leave an output empty that the meta kernel gives a shape.
+              if (tensor.defined() && tensor.numel() > 0 && destination.data_ptr() != tensor.data_ptr()) {
                 destination.copy_(tensor);
               }
             });

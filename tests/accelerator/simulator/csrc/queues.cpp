@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <condition_variable>
@@ -17,6 +18,7 @@ namespace {
 
 std::atomic<bool> enabled{false};
 std::atomic<unsigned> delay_seed{0};
+std::atomic<unsigned> longest_delay{0};
 std::mutex error_mutex;
 std::string first_error;
 
@@ -45,7 +47,7 @@ class Queue {
         tasks_.pop_front();
       }
       // Streams that nothing orders drift apart.
-      std::this_thread::sleep_for(std::chrono::microseconds(delays_() % 150));
+      std::this_thread::sleep_for(std::chrono::microseconds(delays_() % longest_delay));
       try {
         task();
       } catch (const std::exception& error) {
@@ -81,8 +83,9 @@ bool asynchronous() {
   return enabled;
 }
 
-void set_asynchronous(bool on, unsigned seed) {
+void set_asynchronous(bool on, unsigned seed, unsigned microseconds) {
   delay_seed = seed;
+  longest_delay = std::max(1U, microseconds);
   enabled = on;
 }
 

@@ -12,7 +12,8 @@ using Done = std::shared_future<void>;
 
 // False: a kernel has run when its launch returns, and the functions below do nothing.
 bool asynchronous();
-void set_asynchronous(bool on, unsigned seed);
+// A kernel starts up to `microseconds` late, by random numbers that `seed` gives.
+void set_asynchronous(bool on, unsigned seed, unsigned microseconds);
 
 void push(int stream, Task task);
 // Ends when the stream has run everything pushed so far.
