@@ -5,15 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.accelerator import simulator
-
-TESTS = Path(__file__).parent.parent
-MARKED = [path for path in sorted(TESTS.rglob("test_*.py")) if "mark.accelerator" in path.read_text()]
-
+from tests.accelerator.marked import TESTS, marked_files
 
 # A test that waits for ever, as it would on a device, must end before the one that runs it.
 TIMEOUT = 120
@@ -37,7 +33,7 @@ def run_marked_tests(build: str, expression: str) -> str:
     ]
     environment = {**os.environ, "GPIPE_TESTS_SIMULATE": build}
     answer = subprocess.run(
-        [*command, *map(str, MARKED)],
+        [*command, *map(str, marked_files())],
         cwd=TESTS.parent,
         env=environment,
         capture_output=True,

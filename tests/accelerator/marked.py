@@ -1,0 +1,15 @@
+"""The test files with tests for accelerators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent
+
+
+def marked_files() -> list[Path]:
+    """The files that name the marker, but for this file's users, which start those tests."""
+    named = [
+        path for path in sorted(TESTS.rglob("test_*.py")) if "pytest.mark.accelerator" in path.read_text()
+    ]
+    return [path for path in named if path.name != "test_on_simulated_devices.py"]

@@ -1,0 +1,38 @@
+"""Without any one synchronization of the package, a test on simulated devices fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.accelerator import simulator
+from tests.accelerator.marked import TESTS
+from tests.accelerator.mutations import all_mutations
+
+
+def found_and_missed(*files: str) -> tuple[list[str], list[str]]:
+    """The mutations of the files, or of all, by whether a marked test failed."""
+    if reason := simulator.missing_requirement():
+        pytest.skip(reason)
+    command = [sys.executable, "-m", "tests.accelerator.mutations", *files]
+    answer = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False)
+    lines = answer.stdout.splitlines()
+    missed = [line for line in lines if line.endswith("NOT FOUND")]
+    assert answer.returncode == len(missed), answer.stderr
+    return [line for line in lines if line not in missed], missed
+
+
+def test_without_any_synchronization_of_copies_between_partitions_a_test_fails() -> None:
+    found, missed = found_and_missed("accelerator/copies.py")
+    assert missed == []
+    assert len(found) == sum(mutation.file == "accelerator/copies.py" for mutation in all_mutations()) >= 7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_without_any_synchronization_a_test_fails() -> None:
+    found, missed = found_and_missed()
+    assert missed == []
+    assert len(found) == len(all_mutations())
