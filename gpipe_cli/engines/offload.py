@@ -104,7 +104,7 @@ class Slicing:
         """Layers per slice."""
         module = self.spec.module
         if self.memory is not None:
-            return self._demand().slices(self._costs(), parse_bytes(self.memory))
+            return self.demand().slices(self._costs(), parse_bytes(self.memory))
         if self.slices is not None and self.slices > len(module):
             raise ConfigError(
                 f"engine.slices={self.slices}: the model has only {len(module)} layers; give at most that many"
@@ -136,7 +136,8 @@ class Slicing:
         )
         return pipe, OffloadedParameters(tier, [prefetcher], list(parameters.shared))
 
-    def _demand(self) -> DeviceDemand:
+    def demand(self) -> DeviceDemand:
+        """What slices need on the device."""
         spec, sample = self.spec, self._sample()
         return device_demand(
             spec.module,

@@ -25,6 +25,9 @@ from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes
 from gpipe_cli.profiling.update_memory import update_bytes
 from gpipe_cli.values import format_bytes
 
+SMALLEST_ALLOCATION = 512
+"""What torch allocates for a scalar on an accelerator, such as the norm of a gradient."""
+
 
 def layer_bytes(module: nn.Sequential) -> list[int]:
     """The bytes of each layer's parameters; a shared parameter counts for its first layer."""
@@ -135,9 +138,11 @@ def device_demand(
     shared, *layers = _bytes_of(groups, make, device)
     # Each of the layers that share a parameter has a gradient of its own; hardly ever are there more than two.
     shared_bytes = shared.weights + shared.state + 3 * shared.gradients + shared.update
+    buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
+    scalars = SMALLEST_ALLOCATION * sum(map(len, groups))
     return DeviceDemand(
         layers=layers,
-        resident=batch_bytes + sum(buffer.nbytes for buffer in module.buffers()) + shared_bytes,
+        resident=batch_bytes + buffer_bytes + shared_bytes + scalars,
         facts=facts,
         buffers=buffers,
         stores_gradients=stores_gradients,
