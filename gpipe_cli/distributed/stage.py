@@ -193,7 +193,12 @@ class Stage(nn.Module):
             saved = state.saved.get((partition.index, micro_batch))
             action = Action(kind, partition.index, micro_batch)
             raised = error
-            add_note(raised, lambda: failure_note(action, phase, partition.locate(phase, saved, raised)))
+            add_note(
+                raised,
+                lambda: failure_note(
+                    action, phase, partition.locate(phase, saved, raised), partition.device, raised
+                ),
+            )
             raise
 
 

@@ -19,7 +19,6 @@ import torch
 
 from gpipe_cli.accelerator.copies import CopyTime
 from gpipe_cli.accelerator.kernel_errors import note_kernel_error
-from gpipe_cli.accelerator.memory import on_device
 from gpipe_cli.accelerator.stream_set import NO_STREAMS
 from gpipe_cli.accelerator.streams import set_current_device
 from gpipe_cli.pipeline.batch_state import BatchState
@@ -170,8 +169,7 @@ class ActionLoop:
     def _describe(self, action: Action, phase: str, error: BaseException) -> str:
         saved = self._state.saved.get((action.partition, action.micro_batch))
         partition = self._partitions[action.partition]
-        layer = partition.locate(phase, saved, error)
-        return failure_note(action, phase, layer, on_device(partition.device, error))
+        return failure_note(action, phase, partition.locate(phase, saved, error), partition.device, error)
 
     def _run_visits(self, position: _Position, actions: Sequence[Action]) -> None:
         """Run the actions partition by partition, on its device, where its store brings it for the visit."""

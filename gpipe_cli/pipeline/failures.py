@@ -15,8 +15,10 @@ import logging
 import traceback
 from collections.abc import Callable, Sequence
 
+import torch
 from torch.autograd import graph
 
+from gpipe_cli.accelerator.memory import is_out_of_memory, on_device
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.schedule.action import Action
 from gpipe_cli.torch_internals.autograd_graph import Node, complaint, has_run, nodes_behind, number_of
@@ -35,14 +37,14 @@ def add_note(error: BaseException, describe: Callable[[], str]) -> None:
         logger.debug("gpipe could not describe an error", exc_info=True)
 
 
-def failure_note(action: Action, phase: str, layer: str, on_device: str = "") -> str:
+def failure_note(action: Action, phase: str, layer: str, device: torch.device, error: BaseException) -> str:
     if phase == "copy":  # where it goes to is in another note
         return f"sent by partition {action.partition}, micro-batch {action.micro_batch}, action {action}"
+    partition = f"in partition {action.partition}{on_device(device, error)}"
     if phase in OFFLOAD_PHASES:
-        return f"in partition {action.partition}{on_device}, while {OFFLOAD_PHASES[phase]} its parameters"
-    place = f"in partition {action.partition}{on_device}, {layer}, micro-batch {action.micro_batch}"
-    note = f"{place}, action {action} ({phase})"
-    if phase == "recompute":
+        return f"{partition}, while {OFFLOAD_PHASES[phase]} its parameters"
+    note = f"{partition}, {layer}, micro-batch {action.micro_batch}, action {action} ({phase})"
+    if phase == "recompute" and not is_out_of_memory(error):
         note += (
             ". The forward succeeded: something that the layer keeps outside of itself may be gone by now; "
             "hand tensors from layer to layer with @skippable"
