@@ -203,6 +203,23 @@ def test_kernels_give_the_bits_of_the_cpu(simulated: Simulator) -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
+@pytest.mark.accelerator
+@pytest.mark.parametrize("masked", [False, True])
+def test_fused_attention_gives_the_bits_of_the_cpu(simulated: Simulator, masked: bool) -> None:
+    torch.manual_seed(0)
+    query, key, value, mask = torch.randn(4, 2, 3, 16, 16)
+    found = []
+    for device in (torch.device("cpu"), simulated.devices[3]):
+        inputs = [tensor.detach().to(device).requires_grad_() for tensor in (query, key, value)]
+        bias = mask.to(device) if masked else None
+        output = nn.functional.scaled_dot_product_attention(*inputs, attn_mask=bias)
+        output.square().sum().backward()
+        found.append([output.detach().cpu(), *(tensor.grad.cpu() for tensor in inputs)])
+        name = "EfficientAttention" if device.type != "cpu" else "ForCpu"
+        assert name in type(output.grad_fn).__name__
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+
+
 def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda program: None)
     assert missing_requirement() == "the simulated accelerator needs g++, which is not installed"

@@ -49,7 +49,7 @@ def _functions(name: str, generators: Sequence[torch.Generator]) -> dict[str, An
         "current_device": accelerator.current_device_index,
         "set_device": lambda device: accelerator.set_device_index(index(device)),
         "device": lambda device: accelerator.device_index(index(device)),
-        "get_device_name": lambda device=None: f"Simulated {name}:{index(device)}",
+        "get_device_name": lambda device=None: f"Simulated {name}",
         "get_device_capability": lambda device=None: (8, 0),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
         "is_bf16_supported": lambda including_emulation=True: True,

@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "attention.h"
 #include "clocks.h"
 #include "device.h"
 #include "generator.h"
@@ -15,6 +16,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   sim::memory::register_allocators();
   sim::streams::register_guard();
   sim::hooks::register_hooks();
+  sim::attention::register_choice();
   // Functions that take the clocks' lock must not hold the GIL: kernels take them in the other order.
   using NoGil = pybind11::call_guard<pybind11::gil_scoped_release>;
   module.def("take_over", &sim::kernels::take_over);
