@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from gpipe_cli import GPipe
 from gpipe_cli.accelerator.kernel_errors import note_kernel_error
 from gpipe_cli.accelerator.memory import report_out_of_memory
+from tests.conftest import Answer
 
 ASSERT = (
     "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported at some other API "
@@ -80,3 +83,34 @@ def test_an_error_of_a_kernel_reaches_the_caller_of_a_pipe_with_its_type_and_one
         "in partition 1, layer '1' (Asserts), micro-batch 0, action F1.0 (forward)",
         NOTE.format("CUDA_LAUNCH_BLOCKING=1"),
     ]
+
+
+FAILING = """
+import torch
+from torch import nn
+
+
+class Asserts(nn.Module):
+    steps = 0
+
+    def forward(self, input):
+        self.steps += self.training
+        if self.steps > 3:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+        return input
+
+
+def build(num_classes: int) -> nn.Sequential:
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, num_classes), Asserts())
+"""
+
+
+def test_a_run_ends_with_that_error_and_saves_nothing_from_the_device(
+    gpipe: Callable[..., Answer], tmp_path: Path
+) -> None:
+    (tmp_path / "asserting_model.py").write_text(FAILING)
+    model = "model._target_=asserting_model.build allow=[asserting_model] data=synthetic data.shape=[3,8,8]"
+    pipe = "chunks=1 partitions=2 checkpoint=never"
+    answer = gpipe(*f"train {model} {pipe} snapshot.every=1 steps=9 run_dir=run".split())
+    assert answer.code == 1 and NOTE.format("CUDA_LAUNCH_BLOCKING=1") in answer.err, answer.err
+    assert sorted(path.name for path in (tmp_path / "run" / "snapshots").iterdir())[-1].endswith("3")
