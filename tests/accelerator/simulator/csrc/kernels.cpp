@@ -314,13 +314,6 @@ TORCH_LIBRARY_IMPL(_, SIM_KEY, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_boxed>());
 }
 
-#ifndef SIM_CUDA
-// torch has autocast for CUDA. A device of one's own brings it along; here it changes no types.
-TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) {
-  library.fallback(torch::CppFunction::makeFallthrough());
-}
-#endif
-
 }  // namespace
 
 void take_over(const std::vector<std::string>& operators) {
