@@ -7,14 +7,16 @@ on how the model was partitioned.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain
 from typing import Final, final
 
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.accelerator.copies import start_copy
 from gpipe_cli.engines.collectives import Collectives, SingleProcess
 from gpipe_cli.errors import NumericError
 from gpipe_cli.offload.slices import Part, Slice
@@ -252,19 +254,23 @@ def norm_of(gradient: Tensor) -> Tensor:
 
 def norms_of(gradients: Sequence[Tensor | None]) -> Tensor:
     """The norms in double precision on the CPU, with NO_GRADIENT for None."""
-    norms = [None if gradient is None else norm_of(gradient) for gradient in gradients]
-    stacked = torch.full((len(norms),), NO_GRADIENT, dtype=torch.float64)
-    present = [index for index, norm in enumerate(norms) if norm is not None]
-    if not present:
-        return stacked
-    # One transfer per run of equal devices, because each transfer waits for its device.
-    runs = [
-        torch.stack(list(run)).to("cpu", torch.float64)
-        for _, run in groupby(
-            (norm for norm in norms if norm is not None), key=lambda norm: (norm.device, norm.dtype)
-        )
-    ]
-    stacked[present] = torch.cat(runs)
+    stacked = torch.full((len(gradients),), NO_GRADIENT, dtype=torch.float64)
+    places: defaultdict[torch.dtype, defaultdict[torch.device, list[int]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for index, gradient in enumerate(gradients):
+        if gradient is not None:
+            places[gradient.dtype][gradient.device].append(index)
+    for by_device in places.values():
+        rows = [
+            torch.stack(
+                [norm_of(gradient) for index in indices if (gradient := gradients[index]) is not None]
+            )
+            for indices in by_device.values()
+        ]
+        # Reading a device makes the host wait for it, so all norms come to one device first.
+        gathered = [row for row in start_copy(tuple(rows), rows[0].device).receive() if row is not None]
+        stacked[list(chain(*by_device.values()))] = torch.cat(gathered).to("cpu").to(torch.float64)
     return stacked
 
 

@@ -119,9 +119,9 @@ class BufferCopies:
             if buffer.get() is not copy:
                 continue  # the layer replaced the buffer
             setattr(buffer.module, buffer.name, original)
-            # Without the comparison every micro-batch would count as a write, and graphs that saved the original would
-            # refuse to run.
-            if not torch.equal(original, copy):
+            # If every micro-batch counted as a write, graphs that saved the original would refuse to run. Kernels may
+            # write a buffer without counting it, so values decide. Comparing them makes the host wait: it comes last.
+            if version_of(copy) or not torch.equal(original, copy):
                 with torch.no_grad():
                     original.copy_(copy)
 

@@ -305,6 +305,17 @@ def test_devices_without_side_streams_copy_on_their_only_one(
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
+def test_the_host_waited_for_batch_norm_in_every_micro_batch(simulated: Simulator, checkpoint: str) -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8))
+    with GPipe(layers, [2, 2], devices=simulated.devices[:2], chunks=3, checkpoint=checkpoint) as pipe:
+        input, target = torch.randn(9, 8).to(pipe.devices[0]), torch.randn(9, 8).to(pipe.output_device)
+        pipe.step(input, target, functional.mse_loss)  # the first step learns what the layers do
+        simulated.reset()
+        pipe.step(input, target, functional.mse_loss)
+        assert simulated.host_syncs() == []
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_host_waits_for_no_device_in_a_step(simulated: Simulator, schedule: str, checkpoint: str) -> None:
     devices = simulated.devices
