@@ -56,9 +56,8 @@ def record_event(device: torch.device) -> torch.Event | None:
 
 def finish_queued(device: torch.device) -> None:
     """Wait on the host until the device has run what the calling thread has queued on its stream."""
-    event = record_event(device)
-    if event is not None:
-        event.synchronize()
+    if has_side_streams(device):
+        current_stream(device).synchronize()
     elif is_accelerator(device):
         torch.accelerator.synchronize(device)
 

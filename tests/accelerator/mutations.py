@@ -32,6 +32,9 @@ TORCH_CALLS = {"wait_stream", "wait_event", "record_event", "record_stream", "sy
 OWN_CALLS = {"wait_for_copies", "wait_for_event", "keep_alive", "finish_queued"}
 """Functions and methods of gpipe_cli.accelerator that wait or keep memory, and so do their callers."""
 
+NOT_REACHED = {"check/races.py"}
+"""Runs under torch's own sanitizer, which needs a real CUDA device."""
+
 
 @dataclass(frozen=True)
 class Mutation:
@@ -49,7 +52,12 @@ class Mutation:
 
 
 def all_mutations() -> list[Mutation]:
-    return [mutation for path in sorted(PACKAGE.rglob("*.py")) for mutation in _mutations_of(path)]
+    files = [
+        path
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).as_posix() not in NOT_REACHED
+    ]
+    return [mutation for path in files for mutation in _mutations_of(path)]
 
 
 def _mutations_of(path: Path) -> Iterator[Mutation]:
@@ -82,9 +90,11 @@ def _is_synchronization(node: ast.AST) -> bool:
 class _LeaveOut(ast.NodeTransformer):
     def __init__(self, mutation: Mutation) -> None:
         self._place = mutation.line, mutation.column, mutation.source
+        self.found = False
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         if (node.lineno, node.col_offset, ast.unparse(node)) == self._place:
+            self.found = True
             return ast.copy_location(ast.Constant(None), node)
         self.generic_visit(node)
         return node
@@ -94,7 +104,9 @@ class _LeaveOut(ast.NodeTransformer):
 def left_out(mutation: Mutation) -> Iterator[None]:
     """The program runs without the call; where its value is used, with None."""
     path = PACKAGE / mutation.file
-    tree = ast.fix_missing_locations(_LeaveOut(mutation).visit(ast.parse(path.read_text())))
+    leave_out = _LeaveOut(mutation)
+    tree = ast.fix_missing_locations(leave_out.visit(ast.parse(path.read_text())))
+    assert leave_out.found, f"{path} has changed"
     function = _function(mutation)
     original = function.__code__
     function.__code__ = _code(compile(tree, str(path), "exec"), mutation.function.split("."))

@@ -66,10 +66,11 @@ class Queue {
   std::thread thread_;
 };
 
+// Never freed: their threads may still run when the process ends.
+std::array<std::atomic<Queue*>, kStreams> queues{};
+
 Queue& queue_of(int stream) {
   static std::mutex mutex;
-  // Never freed: its thread may still run when the process ends.
-  static auto& queues = *new std::array<Queue*, kStreams>{};
   std::lock_guard lock(mutex);
   if (queues[stream] == nullptr) {
     queues[stream] = new Queue(stream);
@@ -95,7 +96,7 @@ void push(int stream, Task task) {
 
 Done mark(int stream) {
   auto promise = std::make_shared<std::promise<void>>();
-  if (asynchronous()) {
+  if (asynchronous() && queues[stream] != nullptr) {
     push(stream, [promise] { promise->set_value(); });
   } else {
     promise->set_value();
