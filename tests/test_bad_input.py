@@ -20,7 +20,11 @@ BROKEN = "allow=[tests] model._target_=tests.broken_models"
 # (command line, exit code, what the error says)
 COMMAND_LINES: list[tuple[str, int, str]] = [
     ("trian", 2, "unknown command 'trian'; did you mean 'train'?"),
-    ("frobnicate", 2, "choose one of: balance, cp, env, eval, export, ls, plan, profile, report, train"),
+    (
+        "frobnicate",
+        2,
+        "choose one of: balance, check, cp, env, eval, export, ls, plan, profile, report, train",
+    ),
     ("train --jsn", 2, "unknown flag --jsn; did you mean '--json'?"),
     ("train --by", 2, "--by needs a value"),
     ("train --by tmie", 2, "balance=tmie: no such option"),
@@ -231,7 +235,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     (
         f"train {BROKEN}.looks_at_values",
         2,
-        "/tests/broken_models.py:25 `return input if input.sum() > 0 else self.inner(input)`: "
+        "/tests/broken_models.py:26 `return input if input.sum() > 0 else self.inner(input)`: "
         "symbolically traced variables cannot be used as inputs to control flow; mark it as "
         "a leaf with model.leaves=[gate], or give model.layers",
     ),

@@ -17,11 +17,13 @@ from gpipe_cli.errors import ResourceError
 from gpipe_cli.offload.pipe import OffloadedPipe
 from gpipe_cli.offload.prefetcher import InputStore, SlicePrefetcher
 from gpipe_cli.offload.slices import Part, SlicedParameters
-from gpipe_cli.offload.tiers import DiskTier, Tier
+from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
 from gpipe_cli.offload.transfers import TransferWorker
 from gpipe_cli.pipeline.boundary import PartitionInput
 from gpipe_cli.pipeline.pytree import flatten
 from gpipe_cli.schedule.action import Action
+from gpipe_cli.torch_internals.tensor_memory import exchanges_memory
+from tests.accelerator.simulator import Simulator
 
 CPU = torch.device("cpu")
 
@@ -264,3 +266,25 @@ def test_a_tensor_with_holes_stays(tmp_path: Path) -> None:
     inputs = InputStore(DiskTier(tmp_path), CPU, TransferWorker(CPU, in_background=False))
     assert inputs.store(partition_input(torch.randn(4, 6)[:, ::2])) is None
     assert inputs.store(partition_input(torch.randn(4, 1).expand(4, 3))) is None
+
+
+@pytest.mark.accelerator
+def test_the_memory_of_slices_outlives_copies_that_nobody_awaited_and_kernels_of_other_streams(
+    simulated: Simulator,
+) -> None:
+    device = simulated.devices[0]
+    if not exchanges_memory(device):
+        pytest.skip("torch cannot give memory of this kind of device to a parameter of the host")
+    module, tier = model(), CpuTier(device)
+    prefetcher = SlicePrefetcher(SlicedParameters.of(module, [1, 1, 1]).store(tier), tier, device)
+    torch.accelerator.synchronize(device)
+    simulated.reset()
+    with torch.Stream(device):
+        slices = prefetcher.tour([Part.WEIGHTS], ())
+        next(slices)  # it also begins to load the second slice
+        module[0].weight.sum()
+        slices.close()
+    prefetcher.close()
+    del prefetcher, slices, module, tier
+    gc.collect()
+    assert simulated.host_syncs() == []
