@@ -62,6 +62,8 @@ def test_steps_of_a_plan(simulated: Simulator, idle_when_read: Watch) -> None:
     with GPipe(module, [1, 1], devices=devices, chunks=2) as pipe:
         batch = torch.randn(4, 8).pin_memory(), torch.randn(4, 4)
         idle = idle_when_read(measured)
+        with torch.Stream(devices[0]):
+            torch.ones(8, device=devices[0])
         measured._step(pipe, module, batch, functional.mse_loss, devices)
     assert idle == [True, True]
 

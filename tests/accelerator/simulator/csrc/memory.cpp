@@ -143,6 +143,9 @@ class PinnedAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t nbytes) override {
     auto* data = c10::alloc_cpu(std::max<size_t>(nbytes, 1));
+    if (queues::asynchronous()) {
+      std::memset(data, kPoison, nbytes);
+    }
     std::lock_guard lock(mutex);
     pinned_ranges[static_cast<const char*>(data)] = std::max<size_t>(nbytes, 1);
     return {data, data, &release_pinned, c10::DeviceType::CPU};
