@@ -284,7 +284,10 @@ def test_the_memory_of_slices_outlives_copies_that_nobody_awaited_and_kernels_of
         next(slices)  # it also begins to load the second slice
         module[0].weight.sum()
         slices.close()
+    for buffer in prefetcher._buffers:
+        for copy in buffer.pending:
+            copy.result()  # the copy is queued; no stream waits for it
     prefetcher.close()
-    del prefetcher, slices, module, tier
+    del buffer, copy, prefetcher, slices, module, tier
     gc.collect()
     assert simulated.host_syncs() == []
