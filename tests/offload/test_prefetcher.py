@@ -269,24 +269,32 @@ def test_a_tensor_with_holes_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.accelerator
+@pytest.mark.parametrize(
+    ("visited", "changed"),
+    [
+        pytest.param(1, (), id="the second slice is being loaded"),
+        pytest.param(2, (Part.WEIGHTS,), id="the first slice is being stored"),
+    ],
+)
 def test_the_memory_of_slices_outlives_copies_that_nobody_awaited_and_kernels_of_other_streams(
-    simulated: Simulator,
+    simulated: Simulator, visited: int, changed: tuple[Part, ...]
 ) -> None:
     device = simulated.devices[0]
     if not exchanges_memory(device):
         pytest.skip("torch cannot give memory of this kind of device to a parameter of the host")
-    module, tier = model(), CpuTier(device)
-    prefetcher = SlicePrefetcher(SlicedParameters.of(module, [1, 1, 1]).store(tier), tier, device)
+    module, tier = model()[:2], CpuTier(device)
+    prefetcher = SlicePrefetcher(SlicedParameters.of(module, [1, 1]).store(tier), tier, device)
     torch.accelerator.synchronize(device)
     simulated.reset()
     with torch.Stream(device):
-        slices = prefetcher.tour([Part.WEIGHTS], ())
-        next(slices)  # it also begins to load the second slice
-        module[0].weight.sum()
+        slices = prefetcher.tour([Part.WEIGHTS], changed)
+        for index in range(visited):
+            next(slices)
+            module[index].weight.sum()
         slices.close()
     for buffer in prefetcher._buffers:
         for copy in buffer.pending:
-            copy.result()  # the copy is queued; no stream waits for it
+            copy.result()  # it is queued now, and no stream waits for it
     prefetcher.close()
     del buffer, copy, prefetcher, slices, module, tier
     gc.collect()
