@@ -29,8 +29,11 @@ from tests.accelerator.marked import marked_files
 
 PACKAGE = Path(gpipe_cli.__file__).parent
 TORCH_CALLS = {"wait_stream", "wait_event", "record_event", "record_stream", "synchronize"}
-OWN_CALLS = {"wait_for_copies", "wait_for_event", "keep_alive", "finish_queued"}
-"""Functions and methods of gpipe_cli.accelerator that wait or keep memory, and so do their callers."""
+OWN_CALLS = {
+    *("wait_for_copies", "wait_for_event", "keep_alive", "finish_queued", "_wait"),
+    *("finish_copies", "wait_until_stored", "_worker.wait", "_worker.finish", "worker.finish"),
+}
+"""Functions and methods of gpipe_cli that wait or keep memory with those of torch."""
 
 NOT_REACHED = {"check/races.py"}
 """Runs under torch's own sanitizer, which needs a real CUDA device."""
@@ -61,9 +64,6 @@ def all_mutations() -> list[Mutation]:
 
 
 def _mutations_of(path: Path) -> Iterator[Mutation]:
-    text = path.read_text()
-    if not any(name in text for name in TORCH_CALLS | OWN_CALLS):
-        return
 
     def visit(node: ast.AST, names: tuple[str, ...]) -> Iterator[Mutation]:
         for child in ast.iter_child_nodes(node):
@@ -77,13 +77,15 @@ def _mutations_of(path: Path) -> Iterator[Mutation]:
             )
             yield from visit(child, (*names, child.name) if inner else names)
 
-    yield from visit(ast.parse(text), ())
+    yield from visit(ast.parse(path.read_text()), ())
 
 
 def _is_synchronization(node: ast.AST) -> bool:
     match node:
-        case ast.Call(ast.Attribute(_, name) | ast.Name(name)):
-            return name in TORCH_CALLS | OWN_CALLS
+        case ast.Call(ast.Attribute(_, name) | ast.Name(name)) if name in TORCH_CALLS | OWN_CALLS:
+            return True
+        case ast.Call(ast.Attribute(ast.Attribute(_, owner) | ast.Name(owner), name)):
+            return f"{owner}.{name}" in OWN_CALLS
     return False
 
 
