@@ -35,8 +35,14 @@ OWN_CALLS = {
 }
 """Functions and methods of gpipe_cli that wait or keep memory with those of torch."""
 
-NOT_REACHED = {"check/races.py"}
-"""Runs under torch's own sanitizer, which needs a real CUDA device."""
+NOT_SEEN = {
+    ("check/races.py", "torch.accelerator.synchronize(device)"): "runs under torch's sanitizer, on real CUDA",
+    (
+        "offload/prefetcher.py",
+        "self.finish_copies()",
+    ): "bounds memory, which the simulated allocator frees at once",
+}
+"""Calls that no simulated device can miss, and why."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +61,8 @@ class Mutation:
 
 
 def all_mutations() -> list[Mutation]:
-    files = [
-        path
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path.relative_to(PACKAGE).as_posix() not in NOT_REACHED
-    ]
-    return [mutation for path in files for mutation in _mutations_of(path)]
+    found = [mutation for path in sorted(PACKAGE.rglob("*.py")) for mutation in _mutations_of(path)]
+    return [mutation for mutation in found if (mutation.file, mutation.source) not in NOT_SEEN]
 
 
 def _mutations_of(path: Path) -> Iterator[Mutation]:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from gpipe_cli.accelerator import streams
+from gpipe_cli.engines import offload
+from gpipe_cli.engines.protocol import EngineSpec, TrainingObjective
+from gpipe_cli.losses.measures import accuracy
 from gpipe_cli.offload import OffloadModel
+from gpipe_cli.offload.prefetcher import SlicePrefetcher
+from gpipe_cli.offload.slices import Part, SlicedParameters
 from gpipe_cli.offload.staging import Staging
 from gpipe_cli.offload.tiers import CpuTier
 from gpipe_cli.offload.transfers import TransferWorker
+from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.torch_internals.tensor_memory import exchanges_memory
 from tests.accelerator.simulator import Simulator
 
@@ -61,6 +69,53 @@ def test_the_host_reads_what_was_stored_when_the_copy_is_done(
         worker.finish([worker.store(region, memory)])
         stored = region.memory
         assert stored is not None and stored.float().mean().item() == 5
+
+
+def test_slices_are_read_from_their_tier_when_they_are_stored(device: torch.device) -> None:
+    if not exchanges_memory(device):
+        pytest.skip("torch cannot give memory of this kind of device to a parameter of the host")
+    module, tier = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), CpuTier(device)
+    slices = SlicedParameters.of(module, [1, 1]).store(tier)
+    prefetcher = SlicePrefetcher(slices, tier, device)
+    for slice in prefetcher.tour([Part.WEIGHTS], [Part.WEIGHTS]):
+        for parameter in slice.trained:
+            parameter.data.fill_(3)
+    prefetcher.wait_until_stored()
+    regions = [
+        stored.region for slice in slices.values() if (stored := slice.stored(Part.WEIGHTS)) is not None
+    ]
+    values = [region.memory.clone() for region in regions]
+    prefetcher.close()
+    assert len(values) == 2 and all(value[:64].view(torch.float32).eq(3).all() for value in values)
+
+
+def test_the_state_of_the_engine_is_what_the_last_update_stored(device: torch.device, tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    weights = [parameter.detach().clone() for parameter in module.parameters()]
+    optimizer = partial(torch.optim.SGD, lr=0.0)
+    objective = TrainingObjective(nn.CrossEntropyLoss(), accuracy, optimizer)
+    batch = torch.randn(3, 4), torch.tensor([0, 1, 2])
+    sample = Sample(*batch, objective.loss)
+    spec = EngineSpec(
+        module,
+        objective,
+        [2],
+        [device],
+        chunks=1,
+        eval_chunks=1,
+        scratch=tmp_path,
+        make_sample=lambda: sample,
+    )
+    with closing(offload.build(spec, slices=2)) as engine:
+        engine.train_step(batch, key=0, lr=1.0, measure=False)
+        state = engine.state()
+        found = [state.value(tensor).clone() for tensor in state.model.values()]
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    for parameter, weight in zip(plain.parameters(), weights, strict=True):
+        parameter.data.copy_(weight)
+    nn.functional.cross_entropy(plain(batch[0]), batch[1]).backward()
+    torch.optim.SGD(plain.parameters(), lr=1.0).step()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, plain.parameters(), strict=True))
 
 
 def test_the_caller_reads_gradients_and_writes_parameters_right_after_the_call(device: torch.device) -> None:

@@ -299,3 +299,16 @@ def test_the_memory_of_slices_outlives_copies_that_nobody_awaited_and_kernels_of
     del buffer, copy, prefetcher, slices, module, tier
     gc.collect()
     assert simulated.host_syncs() == []
+
+
+@pytest.mark.accelerator
+def test_an_input_outlives_the_copy_to_its_tier_when_the_store_closes(simulated: Simulator) -> None:
+    device = simulated.devices[0]
+    worker = TransferWorker(device)
+    inputs = InputStore(CpuTier(device), device, worker)
+    stored = inputs.store(partition_input(torch.ones(9, device=device)))
+    inputs.close()
+    worker.close()
+    del stored, inputs
+    gc.collect()
+    assert simulated.races() == []
