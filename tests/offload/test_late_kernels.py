@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from gpipe_cli.accelerator import streams
 from gpipe_cli.engines import offload
 from gpipe_cli.engines.protocol import EngineSpec, TrainingObjective
 from gpipe_cli.losses.measures import accuracy
-from gpipe_cli.offload import OffloadModel
+from gpipe_cli.offload import OffloadModel, tiers
 from gpipe_cli.offload.prefetcher import SlicePrefetcher
 from gpipe_cli.offload.slices import Part, SlicedParameters
 from gpipe_cli.offload.staging import Staging
@@ -89,7 +90,17 @@ def test_slices_are_read_from_their_tier_when_they_are_stored(device: torch.devi
     assert len(values) == 2 and all(value[:64].view(torch.float32).eq(3).all() for value in values)
 
 
-def test_the_state_of_the_engine_is_what_the_last_update_stored(device: torch.device, tmp_path: Path) -> None:
+def test_the_state_of_the_engine_is_what_the_last_update_stored(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = tiers._CpuRegion.write
+
+    def write_later(self: Any, begin: int, source: torch.Tensor) -> None:
+        for _ in range(10):
+            source.float()
+        write(self, begin, source)
+
+    monkeypatch.setattr(tiers._CpuRegion, "write", write_later)
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     weights = [parameter.detach().clone() for parameter in module.parameters()]
     optimizer = partial(torch.optim.SGD, lr=0.0)
