@@ -5,8 +5,8 @@ itself: TESTING_ONLY_GenericMode. Every random operator gets a kernel for that k
 on; every other operator falls through the key at no cost. A TorchDispatchMode would not do: below it, autocast no
 longer reaches composite kernels, and every operator would pay for it.
 
-Fused kernels of accelerators (attention, dropout) take no generator and draw from the default one of their device. It
-gets the state of the thread's generator for the time of the call, so the fast kernels stay in use.
+Fused attention takes no generator and draws from the default one of its device. That gets the state of the thread's
+generator for the time of the call, so the fast kernels stay in use.
 """
 
 from __future__ import annotations
@@ -260,12 +260,12 @@ def _keyed_by_default(
     device = _device_of(named)
     if not _draws(op, named) or random.is_default(device):
         return op.redispatch(below, *args, **kwargs)
+    if op is torch.ops.aten.native_dropout.default:
+        return _native_dropout(random, named["input"], named["p"])
     if device.type != "cpu":
         with random.as_default(device):
             return op.redispatch(below, *args, **kwargs)
     # All workers share the CPU and its default generator, so they would wait for each other.
-    if op is torch.ops.aten.native_dropout.default:
-        return _native_dropout(random, named["input"], named["p"])
     random.report(f"the operator {op}, which takes no generator")
     return op.redispatch(below, *args, **kwargs)
 
