@@ -39,6 +39,8 @@ def test_two_devices_give_the_bits_of_one_from_pinned_batches(
     expected, actual = weights(one["run_dir"]), weights(two["run_dir"])
     assert two["loss"] == one["loss"]
     assert all(torch.equal(expected[name], actual[name]) for name in expected | actual)
+    evaluated = tiny("eval", f"run={two['run_dir']}", "allow=[tiny_for_tests]", "--json")
+    assert evaluated.json["loss"] == two["loss"], evaluated.err
 
 
 def test_the_measured_memory_of_each_device_is_in_summary_and_report(
