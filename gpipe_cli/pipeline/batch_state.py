@@ -6,6 +6,7 @@ writer's action.
 
 from __future__ import annotations
 
+import contextvars
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ class BatchState:
     whole_graph: bool = False
     streams: StreamSet = NO_STREAMS
     """The caller's, of the accelerators in use: workers use them too."""
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    """The caller's context variables in the forward."""
     saved: dict[tuple[int, int], SavedForBackward] = field(default_factory=dict)
     """By partition and micro-batch."""
     outputs: dict[int, PartitionInput] = field(default_factory=dict)

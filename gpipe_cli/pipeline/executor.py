@@ -150,7 +150,8 @@ class Executor:
             self._run(state, orders.backward, keep_graph=keep_graph)
             return
         loop = self._action_loop(state, orders.backward_in_one_thread, keep_graph)
-        loop.run(0)
+        # Autograd's thread has no context variables of the caller, and recompute must see those of the forward.
+        state.context.copy().run(loop.run, 0)
         self._end(loop)
 
     def close(self) -> None:

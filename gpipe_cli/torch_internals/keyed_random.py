@@ -38,11 +38,15 @@ class UnkeyedRandomError(GpipeError):
     """A random draw that no key can reproduce."""
 
 
-class _Thread(threading.local):
-    random: KeyedRandom | None = None
+_THREAD_KEY = "gpipe_keyed_random"
 
 
-_thread = _Thread()
+def _of_thread() -> KeyedRandom | None:
+    """The one that this thread has entered, or the thread whose backward it runs."""
+    # Among torch's own thread-local objects, which autograd passes on to the thread of each device.
+    return torch._C._get_obj_in_tls(_THREAD_KEY) if torch._C._is_key_in_tls(_THREAD_KEY) else None
+
+
 _default_locks: dict[torch.device, threading.Lock] = {}
 """Held while the default generator of a device has the state of a key."""
 _NO_SOURCE = object()
@@ -86,8 +90,8 @@ class KeyedRandom:
 
     def __enter__(self) -> KeyedRandom:
         # A pipe may be a layer of another pipe: the outer one's draws continue where they were.
-        self._outer = _thread.random
-        _thread.random = self
+        self._outer = _of_thread()
+        torch._C._stash_obj_in_tls(_THREAD_KEY, self)
         self._seeded_for = _NO_SOURCE
         if self._outer is None:
             _include(_KEY, True)
@@ -96,7 +100,9 @@ class KeyedRandom:
     def __exit__(self, *exception: object) -> None:
         if self._outer is None:
             _include(_KEY, False)
-        _thread.random = self._outer
+            torch._C._remove_obj_from_tls(_THREAD_KEY)
+        else:
+            torch._C._stash_obj_in_tls(_THREAD_KEY, self._outer)
 
     def generator(self, device: torch.device) -> torch.Generator:
         """The generator that the running source draws from on `device`."""
@@ -200,7 +206,7 @@ def _random_operators() -> Iterator[OpOverload]:
 
 
 def _dispatch(op: OpOverload, kernel: Kernel, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-    random = _thread.random
+    random = _of_thread()
     if random is None or _traces():
         return op.redispatch(keyset & _BELOW_KEY, *args, **kwargs)
     return kernel(random, keyset & _BELOW_KEY, args, kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -330,3 +331,51 @@ def test_the_host_waits_for_no_device_in_a_step(simulated: Simulator, schedule: 
             pipe.step(input, target, functional.mse_loss)
             functional.mse_loss(pipe(input), target).backward()
         assert simulated.host_syncs() == []
+
+
+class NoisyGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> Tensor:
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient + torch.randn_like(gradient)
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_what_a_backward_draws_was_not_keyed(simulated: Simulator, how: str) -> None:
+    """It runs in autograd's thread of the device, which knew nothing of the worker's key."""
+
+    class Noisy(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            output: Tensor = NoisyGradient.apply(super().forward(input))  # type: ignore[no-untyped-call]
+            return output
+
+    def gradients(devices: Sequence[Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        with GPipe(nn.Sequential(Noisy(6, 6), Noisy(6, 4)), [1, 1], devices=devices, chunks=4) as pipe:
+            return run(pipe, how)
+
+    assert_equal(gradients(simulated.devices[:2]), gradients(["cpu", "cpu"]))
+
+
+SCALE = contextvars.ContextVar("SCALE", default=1.0)
+
+
+def test_a_recompute_in_backward_did_not_see_context_variables(accelerators: list[torch.device]) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) * SCALE.get()
+
+    def gradients(checkpoint: str) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(Scaled(6, 6), Scaled(6, 4))
+        with GPipe(layers, [1, 1], devices=(accelerators * 2)[:2], chunks=4, checkpoint=checkpoint) as pipe:
+            return run(pipe, "backward")
+
+    before = SCALE.set(3.0)
+    try:
+        assert_equal(gradients("always"), gradients("never"))
+    finally:
+        SCALE.reset(before)
