@@ -221,9 +221,12 @@ class Executor:
         self._end(loop)
 
     def _end(self, loop: ActionLoop) -> None:
-        # Copies run beside the caller's streams, and may read memory that the caller writes next.
-        wait_for_copies(self._accelerators)
-        loop.raise_failure()
+        try:
+            # Copies run beside the caller's streams, and may read memory that the caller writes next.
+            wait_for_copies(self._accelerators)
+        finally:
+            # After an error of a kernel, the device refuses to wait as well: the caller gets the first failure.
+            loop.raise_failure()
 
 
 def _backward_whole_graph(state: BatchState) -> None:

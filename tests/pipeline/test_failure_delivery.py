@@ -325,3 +325,24 @@ def test_a_hook_that_raises_beside_a_custom_function_still_says_where() -> None:
     (note,) = caught.value.__notes__
     assert "in partition 0" in note
     assert "micro-batch 0" in note
+
+
+def test_a_device_that_refuses_to_wait_after_a_failure_does_not_replace_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After an error of a kernel, every later call to the device raises."""
+
+    class Broken(nn.Module):
+        def forward(self, input: Tensor) -> Tensor:
+            raise Ouch
+
+    def refuse(devices: object) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr("gpipe_cli.pipeline.executor.wait_for_copies", refuse)
+    with (
+        GPipe(nn.Sequential(nn.Linear(2, 2), Broken()), [1, 1], devices=["cpu", "cpu"]) as pipe,
+        pytest.raises(Ouch) as caught,
+    ):
+        pipe.step(torch.ones(2, 2), torch.ones(2, 2), functional.mse_loss)
+    assert "in partition 1" in caught.value.__notes__[0]
