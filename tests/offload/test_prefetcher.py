@@ -312,3 +312,22 @@ def test_an_input_outlives_the_copy_to_its_tier_when_the_store_closes(simulated:
     del stored, inputs
     gc.collect()
     assert simulated.races() == []
+
+
+def test_a_store_whose_copy_failed_closes_without_raising(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step has reported the failure; closing used to raise it again, and left the thread running."""
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    worker = TransferWorker(CPU)
+    inputs = InputStore(DiskTier(tmp_path), CPU, worker)
+    monkeypatch.setattr(os, "pwritev", full)
+    stored = inputs.store(partition_input(torch.ones(9)))
+    assert stored is not None
+    with pytest.raises(ResourceError, match="No space left on device"):
+        stored()
+    inputs.close()
+    worker.close()
