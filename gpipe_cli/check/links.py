@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 
 from gpipe_cli.accelerator.device_facts import has_peer_access
+from gpipe_cli.accelerator.devices import reads_pinned_memory
 from gpipe_cli.check.row import Machine, Row, Verdict, worst
 from gpipe_cli.check.timing import median_seconds
 
@@ -56,9 +57,9 @@ def check_links(machine: Machine) -> Iterator[Row]:
         links = [
             measure_link(*ends, pinned=pinned)
             for ends in ((CPU, device), (device, CPU))
-            for pinned in (True, False)
+            for pinned in ((True, False) if reads_pinned_memory([device]) else (False,))
         ]
-        host[device] = min(link.gb_per_second for link in links if link.pinned)
+        host[device] = _slower_direction(links)
         yield judge_host_links(device, links)
     pairs = list(pairs_to_measure(machine.accelerators))
     for source in machine.accelerators:
@@ -109,19 +110,25 @@ def judge_host_links(device: torch.device, links: Sequence[Link]) -> Row:
     )
     if not all(link.intact for link in links):
         return Row(name, Verdict.PROBLEM, result, figures, _changed(links))
-    if min(link.gb_per_second for link in links if link.pinned) < SLOW_HOST_LINK:
+    if _slower_direction(links) < SLOW_HOST_LINK:
         to_do = (
-            f"pinned copies below {SLOW_HOST_LINK:g} GB/s: check the slot's PCIe generation and lanes "
+            f"copies below {SLOW_HOST_LINK:g} GB/s: check the slot's PCIe generation and lanes "
             "(NVIDIA: nvidia-smi -q -d PCIE), and that no other process uses the link"
         )
         return Row(name, Verdict.NOTE, result, figures, to_do)
     return Row(name, Verdict.OK, result, figures)
 
 
+def _slower_direction(links: Sequence[Link]) -> float:
+    """In GB/s, of the links between a device and the host; with pinned memory where the device reads it."""
+    pinned = [link for link in links if link.pinned]
+    return min(link.gb_per_second for link in pinned or links)
+
+
 def judge_pairs(
     source: torch.device, links: Sequence[Link], host_gb_per_second: Mapping[torch.device, float]
 ) -> Row:
-    """host_gb_per_second: by device, the slower direction of its link with pinned memory."""
+    """host_gb_per_second: by device, the slower direction of its link with the host."""
     verdicts, results = [], []
     for link in links:
         through_host = SLOW_SHARE * min(host_gb_per_second[end] for end in (source, link.destination))

@@ -13,7 +13,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from gpipe_cli.accelerator.streams import finish_queued, record_event
+from gpipe_cli.accelerator.devices import reads_pinned_memory
+from gpipe_cli.accelerator.streams import finish_queued, has_side_streams, record_event
 
 STAGING_BYTES = 2**25
 """Of one buffer: large enough for the full speed of disks and links, and a power of two, because torch rounds pinned
@@ -37,16 +38,17 @@ class Staging:
         """Queue copies into memory of a device; `fill` writes the host's bytes from an offset on."""
         for begin, piece in _pieces(into):
             with self._buffer() as buffer:
-                host = buffer.memory()[: len(piece)]
+                host = buffer.memory(piece.device)[: len(piece)]
                 fill(host, begin)
-                piece.copy_(host, non_blocking=True)
+                # Without side streams there is no event to wait for before the host writes this memory again.
+                piece.copy_(host, non_blocking=has_side_streams(piece.device))
                 buffer.copied = record_event(piece.device)
 
     def store(self, source: Tensor, drain: Callable[[Tensor, int], None]) -> None:
         """Copy from memory of a device; `drain` reads the host's bytes, which belong at an offset."""
         for begin, piece in _pieces(source):
             with self._buffer() as buffer:
-                host = buffer.memory()[: len(piece)]
+                host = buffer.memory(piece.device)[: len(piece)]
                 host.copy_(piece, non_blocking=True)
                 finish_queued(piece.device)
                 drain(host, begin)
@@ -72,10 +74,11 @@ class _StagingBuffer:
         self.copied: torch.Event | None = None
         """The end of the device's copy from this memory."""
 
-    def memory(self) -> Tensor:
-        """Pinned memory that the host may write."""
+    def memory(self, device: torch.device) -> Tensor:
+        """Memory that the host may write; pinned if the device reads such memory."""
         if self._memory is None:
-            self._memory = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True)
+            pinned = reads_pinned_memory([device])
+            self._memory = torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=pinned)
         copied, self.copied = self.copied, None
         if copied is not None:
             copied.synchronize()

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar, final
 import torch
 from torch import Tensor
 
-from gpipe_cli.accelerator.devices import is_accelerator
+from gpipe_cli.accelerator.devices import reads_pinned_memory
 from gpipe_cli.errors import ResourceError
 from gpipe_cli.offload.staging import Staging
 
@@ -63,7 +63,7 @@ class CpuTier:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._pinned = is_accelerator(device)
+        self._pinned = reads_pinned_memory([device])
         self._reserved = 0
         self._block = torch.empty(0, dtype=torch.uint8)
         """What is left of the block allocated last."""

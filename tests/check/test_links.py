@@ -91,6 +91,12 @@ def test_the_links_with_the_host_are_judged(link: Link, verdict: Verdict, cure: 
     assert row.verdict is verdict and cure in row.to_do and "to it pageable 2.0 GB/s" in row.result
 
 
+def test_a_device_that_reads_no_pinned_memory_is_judged_by_pageable_copies() -> None:
+    pageable = replace(UPLOAD, pinned=False)
+    assert judge_host_links(FIRST, [pageable]).verdict is Verdict.OK
+    assert judge_host_links(FIRST, [replace(pageable, gb_per_second=2.0)]).verdict is Verdict.NOTE
+
+
 @pytest.mark.parametrize(("count", "pairs"), [(1, 0), (2, 2), (4, 12), (8, 56), (9, 18), (16, 32)])
 def test_of_many_devices_only_neighbors_are_measured(count: int, pairs: int) -> None:
     devices = [torch.device("cuda", index) for index in range(count)]

@@ -16,10 +16,9 @@ from gpipe_cli.accelerator import streams
 from gpipe_cli.engines import offload
 from gpipe_cli.engines.protocol import EngineSpec, TrainingObjective
 from gpipe_cli.losses.measures import accuracy
-from gpipe_cli.offload import OffloadModel, tiers
+from gpipe_cli.offload import OffloadModel, staging, tiers
 from gpipe_cli.offload.prefetcher import SlicePrefetcher
 from gpipe_cli.offload.slices import Part, SlicedParameters
-from gpipe_cli.offload.staging import Staging
 from gpipe_cli.offload.tiers import CpuTier
 from gpipe_cli.offload.transfers import TransferWorker
 from gpipe_cli.profiling.layers import Sample
@@ -44,15 +43,21 @@ def bytes_of(value: int, device: torch.device) -> torch.Tensor:
 
 def test_bytes_are_drained_to_a_file_when_they_have_come_from_the_device(device: torch.device) -> None:
     drained = []
-    Staging().store(bytes_of(7, device), lambda host, _: drained.append(host.clone()))
+    staging.Staging().store(bytes_of(7, device), lambda host, _: drained.append(host.clone()))
     assert torch.equal(drained[0], torch.full((BYTES,), 7, dtype=torch.uint8))
 
 
-def test_a_staging_buffer_is_filled_again_when_the_device_has_read_it(device: torch.device) -> None:
-    staging = Staging(count=1)
+@pytest.mark.parametrize("side_streams", [True, False])
+def test_a_staging_buffer_is_filled_again_when_the_device_has_read_it(
+    device: torch.device, side_streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not side_streams:
+        for module in (streams, staging):
+            monkeypatch.setattr(module, "has_side_streams", lambda device: False)
+    buffers = staging.Staging(count=1)
     loaded = [torch.empty(BYTES, dtype=torch.uint8, device=device) for _ in range(3)]
     for value, memory in enumerate(loaded):
-        staging.load(memory, lambda host, _, value=value: host.fill_(value))
+        buffers.load(memory, lambda host, _, value=value: host.fill_(value))
     assert [memory.float().mean().item() for memory in loaded] == [0, 1, 2]
 
 
