@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -40,12 +40,12 @@ OTHER_ERRORS = (
 
 @contextmanager
 def report_out_of_memory(
-    doing: str = "", cure: str = STEP_CURE, partitions: Sequence[torch.device] = ()
+    doing: str = "", cure: str = STEP_CURE, partitions: Mapping[int, torch.device] | None = None
 ) -> Iterator[None]:
     """Turn a failed allocation inside into a ResourceError with the notes of the original error.
 
     An error of a kernel gets a note instead: no memory is missing, but its place is as unsure here as anywhere.
-    partitions: the device of each, to name those on the device that is full.
+    partitions: the device of each by its index, to name those on the device that is full.
     """
     try:
         yield
@@ -55,7 +55,7 @@ def report_out_of_memory(
             note_kernel_error(error)
             raise
         notes = getattr(error, "__notes__", ())
-        place = _place(error, notes, partitions)
+        place = _place(error, notes, partitions or {})
         out_of_memory = ResourceError(f"out of memory{doing and f' while {doing}'}{place}{request}; {cure}")
         for note in notes:
             out_of_memory.add_note(note)
@@ -87,7 +87,7 @@ def on_device(device: torch.device, error: BaseException) -> str:
 
 
 def _memory_of(device: torch.device, error: BaseException) -> str:
-    """`cuda:1 (0.5GiB of 16GiB free)`; only the name where nobody tells."""
+    """`cuda:1 (0.5GiB of 16GiB free)`; only the name if torch cannot tell how much is free."""
     from gpipe_cli.accelerator.device_facts import free_and_total_bytes
 
     # The message is older: by now temporaries of the operator that failed are free again.
@@ -99,12 +99,12 @@ def _memory_of(device: torch.device, error: BaseException) -> str:
     return f"{device} ({format_bytes(facts[0])} of {format_bytes(facts[1])} free)"
 
 
-def _place(error: BaseException, notes: Sequence[str], partitions: Sequence[torch.device]) -> str:
+def _place(error: BaseException, notes: Sequence[str], partitions: Mapping[int, torch.device]) -> str:
     """` on cuda:1 (0.5GiB of 16GiB free), which holds partition 1`; empty if a note names the device already."""
     device = _full_device(error) if _is_of_accelerator(error) else None
-    if device is None or any(str(device) in note for note in notes):
+    if device is None or any(re.search(rf"{device}\b", note) for note in notes):
         return ""
-    own = [str(index) for index, each in enumerate(partitions) if each == device]
+    own = [str(index) for index, each in partitions.items() if each == device]
     holds = f", which holds partition{'s' if len(own) > 1 else ''} {', '.join(own)}" if own else ""
     return f" on {_memory_of(device, error)}{holds}"
 

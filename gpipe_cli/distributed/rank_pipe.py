@@ -90,6 +90,11 @@ class RankPipe(PipeBase):
     partitions: nn.ModuleList
     """All partitions of the model; only those of this process have storage."""
 
+    @property
+    def partition_devices(self) -> dict[int, torch.device]:
+        """The device of each partition of this process, by its index."""
+        return {partition.index: partition.device for partition in self._own}
+
     def _forward(self, input: Value) -> Value:
         batch = self._mini_batch(MiniBatch.of(input, self.chunks, key=None))
         if not batch.rows:

@@ -40,6 +40,8 @@ class Pipe(Protocol):
     chunks: int
     training: bool
 
+    @property
+    def partition_devices(self) -> dict[int, torch.device]: ...
     def __call__(self, input: Any) -> Any: ...
     def step(self, input: Any, target: Any, loss_fn: Any, key: int | None = None) -> Tensor: ...
     def train(self, mode: bool = True) -> Any: ...
@@ -78,11 +80,11 @@ class UtilizationMeter:
         finally:
             self._pipe.recorder = None
         step = StepTimeline(tuple(self._record.pieces()))
-        partitions, devices = range(len(self._pipe.partitions)), self._pipe.devices
+        devices = self._pipe.partition_devices
         self.last = Utilization(
-            busy=tuple(step.partition(index).busy for index in partitions),
+            busy=tuple(step.partition(index).busy for index in devices),
             bubble=step.bubble,
-            memory=tuple(peak_bytes(devices[index % len(devices)]) for index in partitions),
+            memory=tuple(map(peak_bytes, devices.values())),
         )
 
 
@@ -112,9 +114,6 @@ class PipeEngine:
         self._input_device, self._output_device = input_device, output_device
         self._devices = spec.devices
         reset_peaks(self._devices)
-        self._partition_devices = [
-            spec.devices[index % len(spec.devices)] for index in range(len(spec.balance))
-        ]
         self._memory_cure = memory_cure
         self._collectives = collectives or SingleProcess()
         self._meter = meter
@@ -228,7 +227,7 @@ class PipeEngine:
         self._pipe.close()
 
     def _reports_out_of_memory(self, doing: str, cure: str) -> AbstractContextManager[None]:
-        return report_out_of_memory(doing, cure, self._partition_devices)
+        return report_out_of_memory(doing, cure, self._pipe.partition_devices)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -113,6 +113,11 @@ class ThreadedPipe(PipeBase):
         return [self.module, chain(*self.partitions)]
 
     @property
+    def partition_devices(self) -> dict[int, torch.device]:
+        """The device of each partition, by its index."""
+        return {partition.index: partition.device for partition in self._executor.partitions}
+
+    @property
     def output_device(self) -> torch.device:
         """The device of the last partition. The targets of a step must be there."""
         return self._executor.partitions[-1].device

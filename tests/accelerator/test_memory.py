@@ -91,7 +91,8 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["cuda", "its own count", "driver", "another kind"],
 )
 def test_an_accelerator_that_is_full_is_named_with_its_partitions(error: Exception, says: str) -> None:
-    with pytest.raises(ResourceError, match=re.escape(says)), report_out_of_memory(partitions=DEVICES * 2):
+    partitions = dict(enumerate(DEVICES * 2))
+    with pytest.raises(ResourceError, match=re.escape(says)), report_out_of_memory(partitions=partitions):
         raise error
 
 

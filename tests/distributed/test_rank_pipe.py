@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_cli.distributed.rank_pipe import keep_only
+from gpipe_cli.distributed.rank_coords import RankCoords
+from gpipe_cli.distributed.rank_pipe import RankPipe, keep_only
 
 CPU = torch.device("cpu")
 
@@ -24,3 +25,18 @@ def test_a_rank_keeps_its_layers_and_all_ties(replaces: bool, monkeypatch: pytes
     assert layers[1].weight is layers[2].weight and layers[1].weight.is_meta
     assert not layers[0].bias.is_meta and layers[3].bias.is_meta
     assert isinstance(layers[1].weight, nn.Parameter)
+
+
+def test_a_rank_names_only_its_own_partitions() -> None:
+    """A rank that ran out of memory in its update used to name all partitions of the model."""
+    coords = RankCoords(None, None, CPU, partitions=4, rank=1, ranks=2, replica=0, replicas=1)  # type: ignore[arg-type]
+    pipe = RankPipe(
+        nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))),
+        [1] * 4,
+        coords,
+        chunks=2,
+        checkpoint="never",
+        schedule="interleaved",
+        deferred_batch_norm=False,
+    )
+    assert pipe.partition_devices == {1: CPU, 3: CPU}
