@@ -14,7 +14,7 @@ PEAK = "allocated_bytes.all.peak"
 def peak_bytes(device: torch.device) -> int | None:
     """The most bytes that tensors of this process took at once on the device since `reset_peaks`.
 
-    None where nobody counts: on a CPU, and on a kind of accelerator whose allocator keeps no statistics, such as MPS.
+    None on a CPU, and on a kind of accelerator whose allocator keeps no statistics, such as MPS.
     """
     if not is_accelerator(device):
         return None

@@ -1,7 +1,7 @@
 """deterministic=true: the same operations on the same numbers give the same bits again, on accelerators too.
 
-The settings are those of the whole process, and of torch's libraries: kernels that do not add in an order of chance,
-no choice of kernels by a race between them, and full 32-bit precision.
+The settings apply to the whole process and to the libraries that torch calls: kernels that add in a fixed order, no
+choice of kernels by benchmark, and full 32-bit precision.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _workspace() -> Iterator[None]:
         yield
     finally:
         if given is None:
-            del os.environ[WORKSPACE]
+            os.environ.pop(WORKSPACE, None)
 
 
 @contextmanager

@@ -98,9 +98,7 @@ def build_parts(settings: ModelConfig, overrides: Sequence[str], *, storage: boo
     return RunParts(loader, model, partition_model(settings, model, loader))
 
 
-@report_out_of_memory(
-    "balancing the model", "try more chunks, a smaller batch_size, or balance=size, which runs nothing"
-)
+@report_out_of_memory("balancing the model", MEASURE_CURE)
 def partition_model(settings: ModelConfig, model: nn.Sequential, loader: BatchLoader) -> Partitioning:
     """Choose the devices of the partitions, and balance the layers between them."""
     if isinstance(settings, EngineConfig) and not traits_of_engine(settings).has_partitions:

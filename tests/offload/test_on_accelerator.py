@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -31,15 +30,6 @@ CHUNKS = 3
 
 
 Devices = list[torch.device]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(accelerators: Devices) -> Iterator[None]:
-    """Equal bits are promised for equal threads; simulated devices compute with those of the host."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def model(blocks: int = 3) -> nn.Sequential:
