@@ -35,12 +35,17 @@ std::string mebibytes(size_t nbytes) {
   return text;
 }
 
+// A limit that was set later may be below what is in use.
+size_t free_of(const Usage& used) {
+  return limit - std::min(limit, used.current);
+}
+
 void take(int device, size_t nbytes) {
   std::lock_guard lock(mutex);
   auto& used = usage[device];
   TORCH_CHECK_WITH(
       OutOfMemoryError, used.current + nbytes <= limit, "CUDA out of memory. Tried to allocate ", mebibytes(nbytes),
-      ". GPU ", device, " has a total capacity of ", mebibytes(limit), " of which ", mebibytes(limit - used.current),
+      ". GPU ", device, " has a total capacity of ", mebibytes(limit), " of which ", mebibytes(free_of(used)),
       " is free.");
   used.current += nbytes;
   used.peak = std::max(used.peak, used.current);
@@ -125,7 +130,7 @@ class SimAllocator final : public c10::DeviceAllocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     std::lock_guard lock(mutex);
-    return {limit - std::min(limit, usage[device].current), limit};
+    return {free_of(usage[device]), limit};
   }
 };
 
