@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleGPipe
 
+from gpipe_cli.accelerator.memory import note_device
 from gpipe_cli.distributed.boundary_shapes import BoundarySpec, ShapeInference
 from gpipe_cli.distributed.rank_coords import RankCoords
 from gpipe_cli.distributed.replicas import Replicas
@@ -71,7 +72,9 @@ class RankPipe(PipeBase):
         self._balance = list(balance)
         self._own = [partitions[index] for index in coords.own_partitions]
         self._own_layers = [layer for partition in self._own for layer in partition.layers]
-        keep_only(self.module, [layer.module for layer in self._own_layers], coords.device)
+        own = ", ".join(str(partition.index) for partition in self._own)
+        with note_device(f"moving partition{'s' if len(self._own) > 1 else ''} {own}", coords.device):
+            keep_only(self.module, [layer.module for layer in self._own_layers], coords.device)
         self._own_batch_norms = [
             batch_norm for layer in self._own_layers for batch_norm in deferred_batch_norms(layer.module)
         ]

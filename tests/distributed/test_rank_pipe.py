@@ -27,10 +27,10 @@ def test_a_rank_keeps_its_layers_and_all_ties(replaces: bool, monkeypatch: pytes
     assert isinstance(layers[1].weight, nn.Parameter)
 
 
-def test_a_rank_names_only_its_own_partitions() -> None:
-    """A rank that ran out of memory in its update used to name all partitions of the model."""
+def second_of_two_ranks() -> RankPipe:
+    """It has two of four partitions."""
     coords = RankCoords(None, None, CPU, partitions=4, rank=1, ranks=2, replica=0, replicas=1)  # type: ignore[arg-type]
-    pipe = RankPipe(
+    return RankPipe(
         nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))),
         [1] * 4,
         coords,
@@ -39,4 +39,18 @@ def test_a_rank_names_only_its_own_partitions() -> None:
         schedule="interleaved",
         deferred_batch_norm=False,
     )
-    assert pipe.partition_devices == {1: CPU, 3: CPU}
+
+
+def test_a_rank_names_only_its_own_partitions() -> None:
+    """A rank that ran out of memory in its update used to name all partitions of the model."""
+    assert second_of_two_ranks().partition_devices == {1: CPU, 3: CPU}
+
+
+def test_a_rank_that_cannot_move_its_partitions_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(module: nn.Module, device: torch.device) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(nn.Module, "to", full)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        second_of_two_ranks()
+    assert caught.value.__notes__ == ["while moving partitions 1, 3"]
