@@ -118,7 +118,7 @@ class Slicing:
         recomputed = [self._recomputed] * len(balance)
         reserve = partial(boundary_bytes, spec.module, balance, recomputed, spec.make_sample)
         # Space is reserved before a parameter moves, so a disk that is too small fails with the model still intact.
-        tier = make_tier(self.to, device, spec, reserve)
+        tier = make_tier(self.to, spec, reserve)
         value_of = put_parameters_on(device, spec.module, spec.value_of)
         parameters = SlicedParameters.of(spec.module, balance)
         parameters.place_shared([device], value_of)

@@ -47,13 +47,13 @@ class OffloadedParameters:
         self.tier.close()
 
 
-def make_tier(name: str, device: torch.device, spec: EngineSpec, boundary_bytes: Callable[[], int]) -> Tier:
+def make_tier(name: str, spec: EngineSpec, boundary_bytes: Callable[[], int]) -> Tier:
     """Create a tier and reserve space for the whole training state, so that a full disk fails now, not in a step.
 
     boundary_bytes: the size of the inputs from which slices are recomputed.
     """
     state = sum(layer_bytes(spec.module)) + sum(trained_bytes(spec))
-    tier = CpuTier(device) if name == "cpu" else DiskTier(spec.scratch)
+    tier = CpuTier(spec.devices) if name == "cpu" else DiskTier(spec.scratch)
     tier.reserve(state if name == "cpu" else state + boundary_bytes())
     return tier
 

@@ -18,6 +18,7 @@ from gpipe_cli.pipeline.gpipe import GPipe, ThreadedPipe
 from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
 from gpipe_cli.schedule.action import partitions_of
 from gpipe_cli.schedule.checkpoint import checkpoint_stops
+from gpipe_cli.torch_internals.tensor_memory import exchanges_memory
 
 TRAITS = EngineTraits(ignored_keys=frozenset({"data_parallel"}), has_timeline=True)
 
@@ -62,9 +63,14 @@ def offload_partitions(spec: EngineSpec, tier_name: str) -> OffloadedParameters:
         raise ConfigError(f"engine.offload={tier_name}: must be one of: {', '.join(TIERS)}, or null")
     assert spec.make_sample is not None, "an engine that offloads needs to know the sizes of activations"
     balance, devices = spec.balance, spec.devices
+    if len({device.type for device in devices}) > 1 and not all(map(exchanges_memory, devices)):
+        raise ConfigError(
+            f"engine.offload={tier_name}: torch cannot give a parameter memory of these devices in turn: "
+            f"{', '.join(map(str, devices))}; give devices of one type, or engine.offload=null"
+        )
     recomputed = checkpoint_stops(spec.checkpoint, len(balance), spec.chunks)
     reserve = partial(boundary_bytes, spec.module, balance, recomputed, spec.make_sample)
-    tier = make_tier(tier_name, devices[0], spec, reserve)
+    tier = make_tier(tier_name, spec, reserve)
     value_of = put_parameters_on(devices[0], spec.module, None)
     parameters = SlicedParameters.of(spec.module, balance)
     parameters.place_shared(devices, value_of)

@@ -108,7 +108,7 @@ class OffloadModel(OffloadedPipeBase):
             balance = solve(layer_bytes(sequence), min(num_slices, len(sequence))).balance
         parameters = SlicedParameters.of(sequence, balance)
         parameters.place_shared([self.device])
-        tier = CpuTier(self.device)
+        tier = CpuTier([self.device])
         tier.reserve(sum(layer_bytes(sequence)))
         self._prefetcher = SlicePrefetcher(parameters.store(tier), tier, self.device)
         self._set_up(balance, [self.device], [_WithGradients(self._prefetcher, self.device)])

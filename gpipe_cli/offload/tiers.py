@@ -13,7 +13,7 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol, TypeVar, final
 
@@ -62,8 +62,8 @@ class CpuTier:
     to store allows.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._pinned = reads_pinned_memory([device])
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._pinned = reads_pinned_memory(devices)
         self._reserved = 0
         self._block = torch.empty(0, dtype=torch.uint8)
         """What is left of the block allocated last."""

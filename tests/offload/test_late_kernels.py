@@ -67,7 +67,7 @@ def test_the_host_reads_what_was_stored_when_the_copy_is_done(
 ) -> None:
     if not side_streams:
         monkeypatch.setattr(streams, "has_side_streams", lambda device: False)
-    tier = CpuTier(device)
+    tier = CpuTier([device])
     tier.reserve(BYTES)
     region = tier.region(BYTES)
     with closing(TransferWorker(device)) as worker:
@@ -80,7 +80,7 @@ def test_the_host_reads_what_was_stored_when_the_copy_is_done(
 def test_slices_are_read_from_their_tier_when_they_are_stored(device: torch.device) -> None:
     if not exchanges_memory(device):
         pytest.skip("torch cannot give memory of this kind of device to a parameter of the host")
-    module, tier = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), CpuTier(device)
+    module, tier = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)), CpuTier([device])
     slices = SlicedParameters.of(module, [1, 1]).store(tier)
     prefetcher = SlicePrefetcher(slices, tier, device)
     for slice in prefetcher.tour([Part.WEIGHTS], [Part.WEIGHTS]):

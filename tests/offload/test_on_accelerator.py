@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gpipe_cli.engines import offload, single, threads
 from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.engines.state import EngineState
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.measures import accuracy
 from gpipe_cli.offload import OffloadModel, staging
 from gpipe_cli.profiling.layers import Sample
@@ -124,6 +125,22 @@ def test_partitions_on_several_devices_can_be_offloaded(
         pytest.skip("needs two accelerators")
     spec = make_spec(tmp_path, accelerators[:2], balance=balance, schedule=schedule)
     with closing(threads.build(spec, offload=to)) as engine, closing(reference(spec)) as expected:
+        assert_same_training(engine, expected)
+
+
+@pytest.mark.parametrize("first", ["cpu", "accelerator"])
+def test_partitions_on_a_cpu_and_an_accelerator_can_be_offloaded_where_torch_can_move_parameters(
+    first: str, accelerators: Devices, tmp_path: Path
+) -> None:
+    devices = [torch.device("cpu"), accelerators[0]][:: 1 if first == "cpu" else -1]
+    spec = make_spec(tmp_path, devices, balance=[5, 9], schedule="1f1b")
+    if not exchanges_memory(accelerators[0]):
+        with pytest.raises(ConfigError, match=r"engine.offload=cpu: .*; give devices of one type"):
+            threads.build(spec, offload="cpu")
+        return
+    if simulator.loaded() is None:
+        pytest.skip("a CPU rounds differently from a real accelerator")
+    with closing(threads.build(spec, offload="cpu")) as engine, closing(reference(spec)) as expected:
         assert_same_training(engine, expected)
 
 

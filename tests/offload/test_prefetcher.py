@@ -282,7 +282,7 @@ def test_the_memory_of_slices_outlives_copies_that_nobody_awaited_and_kernels_of
     device = simulated.devices[0]
     if not exchanges_memory(device):
         pytest.skip("torch cannot give memory of this kind of device to a parameter of the host")
-    module, tier = model()[:2], CpuTier(device)
+    module, tier = model()[:2], CpuTier([device])
     prefetcher = SlicePrefetcher(SlicedParameters.of(module, [1, 1]).store(tier), tier, device)
     torch.accelerator.synchronize(device)
     simulated.reset()
@@ -305,7 +305,7 @@ def test_the_memory_of_slices_outlives_copies_that_nobody_awaited_and_kernels_of
 def test_an_input_outlives_the_copy_to_its_tier_when_the_store_closes(simulated: Simulator) -> None:
     device = simulated.devices[0]
     worker = TransferWorker(device)
-    inputs = InputStore(CpuTier(device), device, worker)
+    inputs = InputStore(CpuTier([device]), device, worker)
     stored = inputs.store(partition_input(torch.ones(9, device=device)))
     inputs.close()
     worker.close()

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(params=["cpu", "disk"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Tier:
-    return CpuTier(CPU) if request.param == "cpu" else DiskTier(tmp_path)
+    return CpuTier([CPU]) if request.param == "cpu" else DiskTier(tmp_path)
 
 
 def numbers(count: int, seed: int) -> torch.Tensor:
