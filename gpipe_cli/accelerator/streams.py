@@ -69,7 +69,7 @@ def wait_for_event(device: torch.device, event: torch.Event | None) -> None:
 
 
 def keep_alive(tensor: Tensor) -> None:
-    """Let nobody reuse the tensor's memory, once it is freed, before the calling thread's stream has run its work."""
+    """Once the tensor is freed, the allocator reuses its memory only after what the thread's stream has queued."""
     if has_side_streams(tensor.device):
         tensor.record_stream(current_stream(tensor.device))
 
@@ -94,6 +94,6 @@ class SideStream:
             yield
 
     def keep_alive(self, tensor: Tensor) -> None:
-        """Let nobody reuse the tensor's memory, once it is freed, before this stream has run what it has queued."""
+        """Once the tensor is freed, the allocator reuses its memory only after what this stream has queued."""
         if self._stream is not None:
             tensor.record_stream(self._stream)

@@ -159,7 +159,7 @@ class PipeEngine:
                 error.add_note(note)
             raise
         if measure:
-            # The update is only queued; whoever measures the step takes the time when this call returns.
+            # The update is only queued, and the training loop takes the time when this call returns.
             synchronize(self._devices)
         utilization = None if meter is None else meter.last
         return replace(facts, grad_norm=update.grad_norm, skipped=update.skipped, utilization=utilization)

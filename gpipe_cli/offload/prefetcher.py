@@ -230,7 +230,7 @@ class InputStore:
         return stored
 
     def close(self) -> None:
-        """Never raises: nobody will ask for these inputs, and after a failed copy the first failure is reported."""
+        """Does not raise what a copy raised: the step has reported it, and no step will load these inputs."""
         for stored in self._in_flight:
             self._worker.finish([copy for copy in stored.copies if copy.exception() is None])
         self._in_flight.clear()

@@ -66,7 +66,7 @@ class Slice:
         self._assign(part, self._stored[part].views(memory))
 
     def detach(self) -> None:
-        """Let nobody see memory that another slice will use; nobody reads gradients in between."""
+        """Hide memory that another slice will use from layers and optimizer; they read no gradients in between."""
         for part in (Part.WEIGHTS, Part.STATE):
             if part in self._stored:
                 self._assign(part, self._stored[part].homes)

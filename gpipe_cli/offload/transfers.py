@@ -89,7 +89,7 @@ class TransferWorker:
             finish_queued(self._device)
 
     def keep_alive(self, memory: Tensor) -> None:
-        """Let nobody reuse freed memory before the copies from and to it are done."""
+        """Once the memory is freed, the allocator reuses it only after the copies from and to it."""
         self._loading.keep_alive(memory)
         self._storing.keep_alive(memory)
 

@@ -124,7 +124,7 @@ class ThreadedPipe(PipeBase):
 
     @property
     def step_timeout(self) -> float | None:
-        """Seconds after which a call raises StepTimeout if its workers have not ended; None waits for ever."""
+        """Seconds after which a call raises StepTimeout if its workers have not ended; None waits without limit."""
         return self._executor.timeout
 
     @step_timeout.setter
