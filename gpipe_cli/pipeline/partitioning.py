@@ -15,6 +15,7 @@ from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.module_state import tensors_in
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.skip.layout import SkipRoute, skip_layout
+from gpipe_cli.torch_internals.autograd_graph import has_hooks
 
 
 @final
@@ -54,8 +55,13 @@ def move_to_devices(
         with note_device(f"moving partition {index}", device):
             move(module, device)
     # torch moves the buffers of each module on their own, and on some accelerators the parameters too.
-    for (owner, name), *others in uses.values():
+    for original, ((owner, name), *others) in uses.items():
         shared = getattr(owner, name)
+        if shared is not original and has_hooks(original):
+            raise ValueError(
+                f"parameter '{name}' of {type(owner).__name__} has hooks, which torch drops when it moves a parameter "
+                f"to {shared.device.type}; register them on the parameters of the pipe"
+            )
         for other, other_name in others:
             if getattr(other, other_name) is not shared:
                 setattr(other, other_name, shared)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -94,17 +95,17 @@ class RandomPipe:
                     parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05) * 2)
         return model
 
-    def pipe(self, *, whole: bool) -> GPipe:
-        """The pipe, or the same one in a single partition."""
+    def pipe(self, *, whole: bool, devices: Sequence[torch.device] = ()) -> GPipe:
+        """The pipe, or the same one in a single partition; by default on the CPU."""
         model = self.model()
         if whole:
-            pipe = GPipe(model, [len(model)], chunks=self.chunks, checkpoint="never")
+            pipe = GPipe(model, [len(model)], devices=["cpu"], chunks=self.chunks, checkpoint="never")
         else:
-            devices = ["cpu"] * min(2, len(self.balance)) if self.schedule == "interleaved" else None
+            workers = min(2, len(self.balance)) if self.schedule == "interleaved" else len(self.balance)
             pipe = GPipe(
                 model,
                 self.balance,
-                devices=devices,
+                devices=[devices[index % len(devices)] if devices else "cpu" for index in range(workers)],
                 chunks=self.chunks,
                 checkpoint=self.checkpoint,
                 schedule=self.schedule,

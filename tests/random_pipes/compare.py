@@ -83,6 +83,7 @@ def _value_differences(place: str, expected: Any, given: Any, exact: bool) -> It
 
 
 def _tensor_differences(place: str, expected: Tensor, given: Tensor, exact: bool) -> Iterator[str]:
+    given = given.to(expected.device)
     mine, theirs = ((each.dtype, each.shape) for each in (expected, given))
     if mine != theirs:
         yield f"{place} has {theirs}, not {mine}"

@@ -94,9 +94,9 @@ def detached(value: Any) -> Any:
     return rebuilt(value, lambda tensor: tensor.detach().clone())
 
 
-def run_pipe(case: RandomPipe, *, whole: bool) -> RunRecord:
+def run_pipe(case: RandomPipe, *, whole: bool, devices: Sequence[torch.device] = ()) -> RunRecord:
     record = RunRecord()
-    with case.pipe(whole=whole) as pipe:
+    with case.pipe(whole=whole, devices=devices) as pipe:
         before = prepare(case, pipe)
         for round in range(ROUNDS):
             torch.manual_seed(round)
@@ -111,8 +111,11 @@ def run_pipe(case: RandomPipe, *, whole: bool) -> RunRecord:
 
 
 def _call_pipe(case: RandomPipe, pipe: GPipe, round: int) -> dict[str, Any]:
-    value, leaves = make_input(case, case.value(round))
-    target = case.target(round)
+    def value_of(round: int) -> tuple[Any, list[Tensor]]:
+        return make_input(case, rebuilt(case.value(round), lambda tensor: tensor.to(pipe.devices[0])))
+
+    value, leaves = value_of(round)
+    target = case.target(round).to(pipe.output_device)
     facts: dict[str, Any] = {"leaves": leaves}
     if case.call == "step":
         with caller_modes(case):
@@ -121,7 +124,7 @@ def _call_pipe(case: RandomPipe, pipe: GPipe, round: int) -> dict[str, Any]:
     with caller_modes(case):
         output = pipe(value)
         if case.call == "two_forwards":
-            more, more_leaves = make_input(case, case.value(round + 100))
+            more, more_leaves = value_of(round + 100)
             second = pipe(more)
             leaves += more_leaves
     facts["output"] = detached(output)

@@ -41,6 +41,15 @@ void report(const std::string& kind, const Access& earlier, const std::string& n
   }
 }
 
+void report_unordered(
+    const std::string& kind, const std::vector<Access>& earlier, Bytes bytes, const std::string& now, int stream) {
+  for (const auto& access : earlier) {
+    if (access.bytes.overlap(bytes) && !before(access, streams[stream])) {
+      report(kind, access, now, stream);
+    }
+  }
+}
+
 }  // namespace
 
 void Clock::join(const Clock& other) {
@@ -49,37 +58,30 @@ void Clock::join(const Clock& other) {
   }
 }
 
-Kernel::Kernel(int stream, std::string name) : stream_(stream) {
+Kernel::Kernel(int stream, std::string name) : stream_(stream), where_(std::move(name)) {
   // Before the lock: reading Python frames takes the GIL.
-  auto where = std::move(name) + python_stack();
+  where_ += python_stack();
   std::lock_guard lock(mutex);
   // The host launches this kernel after everything it has waited for.
   streams[stream].join(host);
-  access_ = {stream, ++streams[stream].kernels[stream], std::move(where)};
+  number_ = ++streams[stream].kernels[stream];
 }
 
-void Kernel::read(History& history) const {
+void Kernel::read(History& history, Bytes bytes) const {
   std::lock_guard lock(mutex);
-  if (history.write && !before(*history.write, streams[stream_])) {
-    report("read after write", *history.write, access_.where, stream_);
-  }
-  auto same_stream = [this](const Access& read) { return read.stream == stream_; };
-  std::erase_if(history.reads, same_stream);
-  history.reads.push_back(access_);
+  report_unordered("read after write", history.writes, bytes, where_, stream_);
+  std::erase_if(history.reads, [&](const Access& read) { return read.stream == stream_ && bytes.contain(read.bytes); });
+  history.reads.push_back({stream_, number_, where_, bytes});
 }
 
-void Kernel::write(History& history) const {
+void Kernel::write(History& history, Bytes bytes) const {
   std::lock_guard lock(mutex);
-  if (history.write && !before(*history.write, streams[stream_])) {
-    report("write after write", *history.write, access_.where, stream_);
-  }
-  for (const auto& read : history.reads) {
-    if (!before(read, streams[stream_])) {
-      report("write after read", read, access_.where, stream_);
-    }
-  }
-  history.reads.clear();
-  history.write = access_;
+  report_unordered("write after write", history.writes, bytes, where_, stream_);
+  report_unordered("write after read", history.reads, bytes, where_, stream_);
+  auto replaced = [&](const Access& access) { return bytes.contain(access.bytes); };
+  std::erase_if(history.writes, replaced);
+  std::erase_if(history.reads, replaced);
+  history.writes.push_back({stream_, number_, where_, bytes});
 }
 
 namespace clocks {
@@ -107,16 +109,12 @@ void check_free(const History& history, int owner, const std::vector<int>& recor
   for (int stream : recorded) {
     reuse.join(streams[stream]);
   }
-  auto check = [&](const Access& access) {
-    if (!before(access, reuse)) {
-      report("memory reused without record_stream", access, "(the tensor was dropped)", owner);
+  for (const auto* accesses : {&history.writes, &history.reads}) {
+    for (const auto& access : *accesses) {
+      if (!before(access, reuse)) {
+        report("memory reused without record_stream", access, "(the tensor was dropped)", owner);
+      }
     }
-  };
-  if (history.write) {
-    check(*history.write);
-  }
-  for (const auto& read : history.reads) {
-    check(read);
   }
 }
 

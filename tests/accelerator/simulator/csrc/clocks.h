@@ -6,7 +6,6 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,16 +23,30 @@ struct Clock {
   void join(const Clock& other);
 };
 
+// Bytes of a block: the streams of two kernels need no order if they touch different ones.
+struct Bytes {
+  int64_t begin;
+  int64_t end;
+
+  bool overlap(const Bytes& other) const {
+    return begin < other.end && other.begin < end;
+  }
+  bool contain(const Bytes& other) const {
+    return begin <= other.begin && other.end <= end;
+  }
+};
+
 struct Access {
   int stream;
   uint64_t kernel;
   std::string where;
+  Bytes bytes;
 };
 
-// What kernels did to one block of memory since its last write.
+// The accesses to one block of memory that no later write has replaced.
 struct History {
-  std::optional<Access> write;
-  std::vector<Access> reads;  // the last one of each stream
+  std::vector<Access> writes;
+  std::vector<Access> reads;
 };
 
 // One kernel: its place in the order of all kernels.
@@ -41,12 +54,13 @@ class Kernel {
  public:
   Kernel(int stream, std::string name);
 
-  void read(History& history) const;
-  void write(History& history) const;
+  void read(History& history, Bytes bytes) const;
+  void write(History& history, Bytes bytes) const;
 
  private:
   int stream_;
-  Access access_;
+  uint64_t number_;
+  std::string where_;
 };
 
 namespace clocks {

@@ -73,10 +73,10 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   }
   Kernel kernel(stream, "aten::copy_");
   if (from_device) {
-    kernel.read(memory::block_of(source)->history);
+    kernel.read(memory::block_of(source)->history, memory::bytes_of(source));
   }
   if (to_device) {
-    kernel.write(memory::block_of(self)->history);
+    kernel.write(memory::block_of(self)->history, memory::bytes_of(self));
   }
   const auto& host = from_device ? self : values;
   bool pinned = (from_device && to_device) || memory::is_pinned(host.storage().data());

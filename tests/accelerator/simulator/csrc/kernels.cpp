@@ -163,8 +163,8 @@ class Call {
 
   void record_write(const Kernel& kernel, const at::Tensor& tensor) {
     auto block = on_device(tensor) ? memory::block_of(tensor) : nullptr;
-    if (block && !block->history.write) {
-      kernel.write(block->history);
+    if (block && block->history.writes.empty()) {
+      kernel.write(block->history, memory::bytes_of(tensor));
     }
   }
 
@@ -173,7 +173,8 @@ class Call {
       visit_tensors(arguments_[place], [&](const at::Tensor& tensor) {
         auto block = on_device(tensor) && tensor.numel() > 0 ? memory::block_of(tensor) : nullptr;
         if (block) {
-          effects_.writes[place] ? kernel.write(block->history) : kernel.read(block->history);
+          auto bytes = memory::bytes_of(tensor);
+          effects_.writes[place] ? kernel.write(block->history, bytes) : kernel.read(block->history, bytes);
         }
       });
     }

@@ -188,6 +188,15 @@ std::shared_ptr<Block> block_of(const at::TensorBase& tensor) {
   return tensor.has_storage() ? block_of(tensor.storage().data_ptr()) : nullptr;
 }
 
+Bytes bytes_of(const at::TensorBase& tensor) {
+  int64_t last = tensor.storage_offset();
+  for (int64_t dimension = 0; dimension < tensor.dim(); ++dimension) {
+    last += (tensor.size(dimension) - 1) * tensor.stride(dimension);
+  }
+  auto width = static_cast<int64_t>(tensor.element_size());
+  return {tensor.storage_offset() * width, (last + 1) * width};
+}
+
 void set_limit(size_t nbytes) {
   std::lock_guard lock(mutex);
   limit = nbytes == 0 ? kDefaultLimit : nbytes;

@@ -31,6 +31,8 @@ c10::DataPtr adopt(int device, c10::Storage storage);
 
 std::shared_ptr<Block> block_of(const c10::DataPtr& data);
 std::shared_ptr<Block> block_of(const at::TensorBase& tensor);
+// From the first to the last byte of a tensor in its block.
+Bytes bytes_of(const at::TensorBase& tensor);
 
 void set_limit(size_t nbytes);
 c10::Allocator* pinned_allocator();
