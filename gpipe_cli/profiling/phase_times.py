@@ -181,7 +181,6 @@ class _Steps:
                     # A training step begins without gradients; adding to old ones would cost another pass over all
                     # parameters.
                     pipe.zero_grad(set_to_none=True)
-                    synchronize(self.devices)
                     began = time.perf_counter()
                     pipe.step(input, target, loss, key=0)
                     # A step returns before accelerators have run it.

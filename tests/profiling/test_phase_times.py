@@ -68,5 +68,5 @@ def test_the_time_of_a_step_is_taken_when_its_devices_are_done(simulated: Any) -
     simulated.reset()
     measure_phase_times(model, sample, [1, 1], simulated.devices[:2], chunks=4, split=False)
     waits = [sync for sync in simulated.host_syncs() if "phase_times.py" in sync]
-    # Two schedules of three steps, each with two devices before and after it.
-    assert len(waits) >= 2 * 3 * 4
+    # Two schedules of three steps, each with two devices.
+    assert len(waits) >= 2 * 3 * 2
