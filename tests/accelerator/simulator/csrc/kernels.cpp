@@ -86,7 +86,27 @@ c10::IValue map_tensors(const c10::IValue& value, Map map) {
   return value;
 }
 
+// The number of intra-op threads decides the order of sums. It belongs to the thread that launches a kernel, and every
+// thread of autograd has one of its own; a device has no such number.
+class OneThread {
+ public:
+  OneThread() : before_(at::get_num_threads()) {
+    if (before_ != 1) {
+      at::set_num_threads(1);
+    }
+  }
+  ~OneThread() {
+    if (before_ != 1) {
+      at::set_num_threads(before_);
+    }
+  }
+
+ private:
+  int before_;
+};
+
 void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
+  OneThread one_thread;
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
@@ -229,8 +249,7 @@ class Call {
     }
     // In-place results are the arguments themselves.
     queues::push(
-        stream_, [op = op_, inputs = std::move(inputs), destinations, threads = at::get_num_threads()]() mutable {
-          at::set_num_threads(threads);
+        stream_, [op = op_, inputs = std::move(inputs), destinations]() mutable {
           run_on_cpu(op, &inputs);
           size_t place = 0;
           for (const auto& result : inputs) {
