@@ -6,6 +6,7 @@ Imports nothing expensive, so that `gpipe --help` and completion stay quick.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -117,6 +118,19 @@ def parse(arguments: list[str], *, configured: bool = True) -> Invocation:
     invocation = Invocation(tuple(overrides), **values)
     _check_combinations(invocation)
     return invocation
+
+
+def parse_keys(words: Sequence[str], values: Mapping[str, str]) -> dict[str, str]:
+    """The `key=value` words of a command without a configuration; `values` says what each key takes."""
+    given: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key not in values:
+            raise ConfigError(f"unknown key '{key}'; {or_list(key, values)}")
+        if not equals or not value:
+            raise ConfigError(f"{key}: give {key}=<{values[key]}>")
+        given[key] = value
+    return given
 
 
 def _check_combinations(invocation: Invocation) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.accelerator.devices import default_partitions, resolve_devices
-from gpipe_cli.arguments import Invocation
+from gpipe_cli.arguments import Invocation, parse_keys
 from gpipe_cli.check.bits import check_bits
 from gpipe_cli.check.device_list import check_devices
 from gpipe_cli.check.links import check_links
@@ -24,7 +24,7 @@ from gpipe_cli.check.races import check_races
 from gpipe_cli.check.ranks import check_ranks
 from gpipe_cli.check.row import Check, Machine, Row, Verdict, run_check, worst
 from gpipe_cli.check.speed import check_speed
-from gpipe_cli.errors import ConfigError, GpipeError, or_list
+from gpipe_cli.errors import ConfigError, GpipeError
 from gpipe_cli.report.check_rows import print_check_rows
 from gpipe_cli.report.environment import environment
 from gpipe_cli.report.output import print_status
@@ -44,12 +44,12 @@ CHECKS: dict[str, Check] = {
     "ranks": check_ranks,
 }
 """In this order: a row explains those below it."""
-KEYS = ("devices", "run_dir")
+KEYS = {"devices": "devices", "run_dir": "directory"}
 MOST_DEVICES = 1024
 
 
 def run(invocation: Invocation) -> None:
-    keys = _parse(invocation.words)
+    keys = parse_keys(invocation.words, KEYS)
     devices = _parse_devices(keys.get("devices", "auto"))
     machine = Machine.of(resolve_devices(devices, default_partitions(devices)))
     check_run_dir(keys.get("run_dir"), None)
@@ -77,18 +77,6 @@ def run(invocation: Invocation) -> None:
     else:
         _print(summary, facts, directory)
     _raise_problems(rows)
-
-
-def _parse(words: Sequence[str]) -> dict[str, str]:
-    given: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key not in KEYS:
-            raise ConfigError(f"unknown key '{key}'; {or_list(key, KEYS)}")
-        if not equals or not value:
-            raise ConfigError(f"{key}: give {key}=<{'devices' if key == 'devices' else 'directory'}>")
-        given[key] = value
-    return given
 
 
 def _parse_devices(text: str) -> str | int | list[str | int]:

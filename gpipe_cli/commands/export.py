@@ -10,15 +10,15 @@ import os
 import sys
 from pathlib import Path
 
-from gpipe_cli.arguments import Invocation
-from gpipe_cli.errors import ConfigError, ResourceError, RunError, or_list
+from gpipe_cli.arguments import Invocation, parse_keys
+from gpipe_cli.errors import ConfigError, ResourceError, RunError
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.saved_run import select_snapshot
 from gpipe_cli.training.snapshot.durable import write_file
 from gpipe_cli.training.snapshot.header import BadTensors, read_header
 from gpipe_cli.training.snapshot.manifest import MODEL
 
-KEYS = ("run", "snapshot", "out")
+KEYS = {"run": "directory", "snapshot": "directory", "out": "file"}
 
 
 def run(invocation: Invocation) -> None:
@@ -50,14 +50,7 @@ def run(invocation: Invocation) -> None:
 
 
 def _parse(words: tuple[str, ...]) -> dict[str, str]:
-    given: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if key not in KEYS:
-            raise ConfigError(f"unknown key '{key}'; {or_list(key, KEYS)}")
-        if not equals or not value:
-            raise ConfigError(f"{key}: give {key}=<{'file' if key == 'out' else 'directory'}>")
-        given[key] = value
+    given = parse_keys(words, KEYS)
     if ("run" in given) == ("snapshot" in given):
         raise ConfigError("give either run=<directory> or snapshot=<directory>")
     return given
