@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
+PYTEST_OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+"""For a run of pytest inside a test: it keeps no files and starts no workers."""
 
 
 def marked_files() -> list[Path]:

@@ -25,7 +25,7 @@ import pytest
 
 import gpipe_cli
 from tests.accelerator import simulator
-from tests.accelerator.marked import marked_files
+from tests.accelerator.marked import PYTEST_OPTIONS, marked_files
 
 PACKAGE = Path(gpipe_cli.__file__).parent
 TORCH_CALLS = {"wait_stream", "wait_event", "record_event", "record_stream", "synchronize"}
@@ -156,17 +156,7 @@ def test_that_fails(mutation: Mutation) -> str | None:
     folder = mutation.file.split("/")[0]
     files = sorted(marked_files(), key=lambda path: (path.parent.name != folder, str(path)))
     failure = _FirstFailure()
-    options = [
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-m",
-        "accelerator and not slow",
-        "--no-header",
-    ]
+    options = [*PYTEST_OPTIONS, "-x", "-m", "accelerator and not slow", "--no-header"]
     with left_out(mutation), contextlib.redirect_stdout(io.StringIO()):
         pytest.main([*options, *map(str, files)], plugins=[failure])
     return failure.test

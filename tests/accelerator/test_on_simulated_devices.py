@@ -9,28 +9,17 @@ import sys
 import pytest
 
 from tests.accelerator import simulator
-from tests.accelerator.marked import TESTS, marked_files
+from tests.accelerator.marked import PYTEST_OPTIONS, TESTS, marked_files
 
-# A test that waits for ever, as it would on a device, must end before the one that runs it.
-TIMEOUT = 120
+# A test that waits for ever, as it would on a device, must end before the one that runs it, which has 300 seconds.
+TIMEOUT = ("--timeout=240", "--timeout-method=thread")
 
 
 def run_marked_tests(build: str, expression: str) -> str:
     """The summary of a run of pytest on simulated devices, which must pass."""
     if reason := simulator.missing_requirement():
         pytest.skip(reason)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-m",
-        expression,
-    ]
+    command = [sys.executable, "-m", "pytest", *PYTEST_OPTIONS, *TIMEOUT, "-m", expression]
     environment = {**os.environ, "GPIPE_TESTS_SIMULATE": build}
     answer = subprocess.run(
         [*command, *map(str, marked_files())],
