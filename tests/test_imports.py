@@ -36,14 +36,14 @@ LEVELS = """
     sequential
     skip
     schedule accelerator torch_internals vision config.schema
-    values safe_files process_lifetime
+    values pytree safe_files process_lifetime
     errors redaction lazy_imports __version__
 """
 """Top to bottom. An area imports from itself and from lower lines; areas on one line do not import each other."""
 
 COMPONENTS = {
     "models": {"sequential", "skip", "vision", "values", "safe_files", "errors"},
-    "data": {"vision", "values", "safe_files", "errors", "process_lifetime"},
+    "data": {"vision", "values", "pytree", "safe_files", "errors", "process_lifetime"},
     "losses": {"values", "errors"},
     "loggers": {"values", "safe_files", "errors"},
 }

@@ -15,9 +15,9 @@ from gpipe_cli.balance.memory_objective import LayerBytes, MemoryObjective, Skip
 from gpipe_cli.balance.result import BalanceResult, either_order, solve_within
 from gpipe_cli.balance.solver import require_layers
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
-from gpipe_cli.pipeline.pytree import map_tensors
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.pytree import map_tensors
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 TrainedBytes = Callable[[nn.Parameter], int]

@@ -27,7 +27,7 @@ from gpipe_cli.pipeline.layer_loop import PartitionSkips
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
-from gpipe_cli.pipeline.pytree import Template, flatten, unflatten
+from gpipe_cli.pytree import Template, flatten, unflatten
 from gpipe_cli.sequential.without_storage import clone_with
 from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.skip.tracker import use_skip_tracker

@@ -21,7 +21,7 @@ from gpipe_cli.errors import ConfigError, PeerError
 from gpipe_cli.pipeline.boundary import Gradients, GradSink, PartitionInput, enter
 from gpipe_cli.pipeline.context import MicroBatch
 from gpipe_cli.pipeline.microbatch import Batch, Value, gather, micro_batches
-from gpipe_cli.pipeline.pytree import flatten, unflatten
+from gpipe_cli.pytree import flatten, unflatten
 
 Inputs = Tensor | Sequence[Tensor]
 Forward = Callable[[Any], Any]

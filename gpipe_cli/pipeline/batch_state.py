@@ -22,8 +22,8 @@ from gpipe_cli.pipeline.forward_task import ForwardTask, MicroBatchLoss, SavedFo
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value, gather
 from gpipe_cli.pipeline.module_state import modified_in_place
 from gpipe_cli.pipeline.partition_backward import GradientCollector
-from gpipe_cli.pipeline.pytree import Template, unflatten
 from gpipe_cli.pipeline.tied import TiedParameters, Untied, sum_present
+from gpipe_cli.pytree import Template, unflatten
 from gpipe_cli.torch_internals.tensor_memory import version_of
 
 

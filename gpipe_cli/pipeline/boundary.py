@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from gpipe_cli.pipeline.aliasing import Alias, find_aliases
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.microbatch import Value
-from gpipe_cli.pipeline.pytree import Template, unflatten
+from gpipe_cli.pytree import Template, unflatten
 from gpipe_cli.torch_internals.autograd_engine import apply
 from gpipe_cli.torch_internals.tensor_memory import version_of
 

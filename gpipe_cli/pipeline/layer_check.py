@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.context import MicroBatch, Running
 from gpipe_cli.pipeline.microbatch import tensors_of
-from gpipe_cli.pipeline.pytree import flatten
+from gpipe_cli.pytree import flatten
 from gpipe_cli.sequential import layer_names
 from gpipe_cli.sequential.without_storage import meta_clone, meta_like
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker

@@ -20,8 +20,8 @@ from gpipe_cli.pipeline.failures import layer_that_failed
 from gpipe_cli.pipeline.forward_task import ForwardTask, SavedForBackward
 from gpipe_cli.pipeline.layer import Layer, layer_seed, node_seed, warn_of_unkeyed
 from gpipe_cli.pipeline.microbatch import Value
-from gpipe_cli.pipeline.pytree import Template, flatten
 from gpipe_cli.pipeline.tied import NOTHING_TIED
+from gpipe_cli.pytree import Template, flatten
 from gpipe_cli.skip.layout import SkipRoute
 from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.skip.skippable import named_skippables

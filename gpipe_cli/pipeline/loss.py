@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gpipe_cli.pipeline.context import MicroBatch, is_recomputing
 from gpipe_cli.pipeline.microbatch import Batch, Value
-from gpipe_cli.pipeline.pytree import map_tensors, unflatten
+from gpipe_cli.pytree import map_tensors, unflatten
 
 LossFunction = Callable[[Any, Any], Tensor]
 

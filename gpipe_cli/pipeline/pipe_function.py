@@ -18,8 +18,8 @@ from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.boundary import ANCHOR, Gradients
 from gpipe_cli.pipeline.microbatch import Value, gather
 from gpipe_cli.pipeline.partition_backward import GradientCollector
-from gpipe_cli.pipeline.pytree import unflatten
 from gpipe_cli.pipeline.tied import Untied, sum_on
+from gpipe_cli.pytree import unflatten
 from gpipe_cli.torch_internals.autograd_graph import (
     fills_leaf,
     has_hooks,

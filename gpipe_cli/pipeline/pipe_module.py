@@ -21,7 +21,7 @@ from gpipe_cli.pipeline.batchnorm import convert_deferred_batch_norm, deferred_b
 from gpipe_cli.pipeline.layer import layers_of
 from gpipe_cli.pipeline.loss import LossFunction, StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value, gather
-from gpipe_cli.pipeline.pytree import flatten, unflatten
+from gpipe_cli.pytree import flatten, unflatten
 from gpipe_cli.sequential import original_output
 from gpipe_cli.sequential.original_paths import find_original, layer_paths
 from gpipe_cli.skip.skippable import verify_skippables

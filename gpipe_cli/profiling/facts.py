@@ -25,8 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
-from gpipe_cli.pipeline.pytree import flatten, map_tensors
 from gpipe_cli.profiling.layers import LayerFacts, Sample, SavedTensors, Shape
+from gpipe_cli.pytree import flatten, map_tensors
 from gpipe_cli.sequential import layer_names, original_output
 from gpipe_cli.sequential.without_storage import clone_with
 from gpipe_cli.skip.namespace import SkipName

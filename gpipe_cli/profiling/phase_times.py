@@ -25,9 +25,9 @@ from torch import nn
 from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.microbatch import Value
-from gpipe_cli.pipeline.pytree import map_tensors
 from gpipe_cli.profiling.action_recorder import recording
 from gpipe_cli.profiling.layers import Sample, preserved
+from gpipe_cli.pytree import map_tensors
 from gpipe_cli.schedule import one_f_one_b, zero_bubble
 from gpipe_cli.schedule.action import Kind
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec

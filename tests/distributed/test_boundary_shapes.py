@@ -10,7 +10,7 @@ from gpipe_cli.distributed.boundary_shapes import BoundarySpec, ShapeInference, 
 from gpipe_cli.distributed.rank_pipe import keep_only
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.context import CallerState
-from gpipe_cli.pipeline.pytree import SINGLE, flatten
+from gpipe_cli.pytree import SINGLE, flatten
 from tests.distributed.tasks import make
 
 CPU = torch.device("cpu")

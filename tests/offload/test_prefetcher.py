@@ -20,7 +20,7 @@ from gpipe_cli.offload.slices import Part, SlicedParameters
 from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
 from gpipe_cli.offload.transfers import TransferWorker
 from gpipe_cli.pipeline.boundary import PartitionInput
-from gpipe_cli.pipeline.pytree import flatten
+from gpipe_cli.pytree import flatten
 from gpipe_cli.schedule.action import Action
 from gpipe_cli.torch_internals.tensor_memory import exchanges_memory
 from tests.accelerator.simulator import Simulator

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gpipe_cli.pipeline.microbatch import Batch, NoChunk, gather, micro_batches
-from gpipe_cli.pipeline.pytree import flatten, unflatten
+from gpipe_cli.pytree import flatten, unflatten
 
 
 class Masked(NamedTuple):

@@ -13,7 +13,7 @@ from gpipe_cli import GPipe
 from gpipe_cli.pipeline.boundary import GradSink, PartitionInput, enter, roots_of
 from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.pipeline.partition_backward import SplitBackward
-from gpipe_cli.pipeline.pytree import SINGLE
+from gpipe_cli.pytree import SINGLE
 
 
 def split(layer: nn.Module, input: Tensor) -> tuple[SplitBackward, GradSink]:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe_cli.pipeline.pytree import SINGLE, flatten, flatten_with, map_tensors, unflatten
+from gpipe_cli.pytree import SINGLE, flatten, flatten_with, map_tensors, unflatten
 
 
 class Point(NamedTuple):
