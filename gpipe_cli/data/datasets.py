@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from gpipe_cli.data.tokenizer import Tokenizer
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.safe_files import open_regular
 from gpipe_cli.values import check_whole_number
@@ -56,6 +57,8 @@ class Data:
     """Processes that load samples; with 0 the training process loads them itself."""
     timeout: float | None = None
     """Seconds that a worker may take for a mini-batch."""
+    tokenizer: Tokenizer | None = None
+    """What made the inputs of text; None if they are something else."""
 
 
 def check_common_keys(size: int | None, workers: int, timeout: float | None) -> None:

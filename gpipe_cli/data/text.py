@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.data.datasets import Data, check_common_keys
+from gpipe_cli.data.tokenizer import ByteTokenizer
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.safe_files import read_regular
 from gpipe_cli.values import check_whole_number
 
 _FILE = Path(__file__).parent / "files" / "sonnets.txt"
-_BYTES = 256
 _MAX_BYTES = 2**30
 """Limit on the size of a file: shuffling its windows takes several bytes of memory for each."""
 
@@ -49,7 +49,16 @@ def build(
         )
     train = TextSamples(text[:-held_out_bytes], context, stride)
     test = TextSamples(text[-held_out_bytes:], context, context)
-    return Data(train, test, classes=_BYTES, shape=(context,), workers=workers, timeout=timeout)
+    tokenizer = ByteTokenizer()
+    return Data(
+        train,
+        test,
+        classes=tokenizer.vocabulary,
+        shape=(context,),
+        workers=workers,
+        timeout=timeout,
+        tokenizer=tokenizer,
+    )
 
 
 def _read(path: Path) -> Tensor:

@@ -1,0 +1,43 @@
+"""Text to tokens and back, as data sets of text and `gpipe generate` use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, final
+
+
+class Tokenizer(Protocol):
+    @property
+    def vocabulary(self) -> int:
+        """The number of different tokens."""
+
+    @property
+    def start(self) -> int | None:
+        """The token that begins a text, to generate from an empty prompt; None if there is none."""
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text to continue: no token at its end says that the text ends there."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens; bytes that are not UTF-8, such as half a character, become U+FFFD."""
+
+
+@final
+class ByteTokenizer:
+    """Every byte of the text in UTF-8 is a token."""
+
+    vocabulary = 256
+    start = ord("\n")
+    ends: frozenset[int] = frozenset()
+
+    def encode(self, text: str) -> list[int]:
+        # A command line may contain bytes that are not UTF-8, which Python represents by surrogates.
+        return list(text.encode(errors="surrogateescape"))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        # A model may have a larger vocabulary than its data.
+        return bytes(token for token in tokens if token < self.vocabulary).decode(errors="replace")
