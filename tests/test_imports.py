@@ -35,15 +35,16 @@ LEVELS = """
     pipeline
     sequential
     skip
-    schedule accelerator torch_internals vision config.schema
+    schedule accelerator torch_internals huggingface config.schema
+    vision
     values pytree safe_files process_lifetime
     errors redaction lazy_imports __version__
 """
 """Top to bottom. An area imports from itself and from lower lines; areas on one line do not import each other."""
 
 COMPONENTS = {
-    "models": {"sequential", "skip", "vision", "values", "safe_files", "errors"},
-    "data": {"vision", "values", "pytree", "safe_files", "errors", "process_lifetime"},
+    "models": {"sequential", "skip", "huggingface", "vision", "values", "safe_files", "errors"},
+    "data": {"huggingface", "vision", "values", "pytree", "safe_files", "errors", "process_lifetime"},
     "losses": {"values", "errors"},
     "loggers": {"values", "safe_files", "errors"},
 }
@@ -58,8 +59,9 @@ ONLY_IN = {
         "run",
     },
     "torchvision": {"vision"},
+    "transformers": {"huggingface"},
 }
-"""Packages that only these modules import; others use `from gpipe_cli.vision import torchvision`."""
+"""Packages that only these modules import; others use `from gpipe_cli.vision import torchvision` and the like."""
 
 WITHOUT_TORCH = {
     "training.snapshot.durable",
