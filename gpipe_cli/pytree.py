@@ -1,7 +1,8 @@
 """Values made of tensors: any nesting of tuples, lists, dicts and namedtuples, with plain values beside the tensors.
 
 `flatten` takes a value apart into its distinct tensors and a template, from which `unflatten` builds it again with
-other tensors. A tensor that occurs twice in a value stays one tensor.
+other tensors. A tensor that occurs twice in a value stays one tensor. A mapping that is no dict, such as the
+BatchEncoding of a Hugging Face tokenizer, is built again as a dict.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 import copy
 import enum
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
+
+ModelInput: TypeAlias = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
+"""What a model takes: one argument, several positional ones, or keyword arguments."""
 
 _PLAIN = (
     type(None),
@@ -123,6 +127,8 @@ class _Flattening:
         if isinstance(value, dict):
             members = (self.template(member, (*path, key)) for key, member in value.items())
             return _Container(type(value), tuple(value), tuple(members), _outline(value))
+        if isinstance(value, Mapping):
+            return self.template(dict(value), path)
         raise TypeError(f"expected Tensor, but got {type(value).__name__} as {element(self._what, path)}")
 
 

@@ -20,6 +20,7 @@ from torch.nn.functional import interpolate
 
 from gpipe_cli.data.tokenizer import Tokenizer
 from gpipe_cli.errors import ConfigError, DataError
+from gpipe_cli.pytree import ModelInput
 from gpipe_cli.safe_files import open_regular
 from gpipe_cli.values import check_whole_number
 
@@ -28,16 +29,19 @@ class Samples(Protocol):
     """Samples by index: an input, and a target that is a number or a tensor."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor | int]: ...
+    def __getitem__(self, index: int, /) -> tuple[ModelInput, Tensor | int]: ...
 
 
 @runtime_checkable
 class BatchedSamples(Protocol):
-    """Samples that can return many at once, which is much faster than one by one for data in memory."""
+    """Samples that can return many at once, which is much faster than one by one for data in memory.
+
+    `batch` may pad samples of different lengths, to the longest of them for example.
+    """
 
     def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor | int]: ...
-    def batch(self, indices: Tensor, /) -> tuple[Tensor, Tensor]: ...
+    def __getitem__(self, index: int, /) -> tuple[ModelInput, Tensor | int]: ...
+    def batch(self, indices: Tensor, /) -> tuple[ModelInput, Tensor]: ...
 
 
 @final
@@ -47,7 +51,7 @@ class Data:
     test: Samples
     classes: int
     shape: tuple[int, ...]
-    """The shape of one input."""
+    """The shape of one input, or of its first tensor if it has several."""
     mean: tuple[float, ...] | None = None
     """Per channel, over the training inputs; None if unknown."""
     std: tuple[float, ...] | None = None

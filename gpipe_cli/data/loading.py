@@ -10,15 +10,23 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from gpipe_cli.data.datasets import BatchedSamples, Samples, generator_for
 from gpipe_cli.data.transforms import Transform
-from gpipe_cli.data.workers import Batch, load_in_workers
+from gpipe_cli.data.workers import Batch, load_in_workers, pinned
 from gpipe_cli.errors import DataError
+from gpipe_cli.pytree import ModelInput, Template, flatten, map_tensors, unflatten
+
+IGNORED_LABEL = -100
+"""Marks a label that a loss leaves out, such as that of a token of padding; torch's losses use the same number."""
+_SAME_SIZE = "set data.size to scale all images to the same size"
+_SAME_LENGTH = (
+    "pad the samples to one length, or give the dataset a method batch(indices) that pads those of a batch"
+)
 
 
 def batch_count(length: int, batch_size: int, *, drop_last: bool = False) -> int:
@@ -67,12 +75,7 @@ def batches(
     fetch = BatchFetcher(samples, transform, seed)
     if workers and requests:
         return load_in_workers(fetch, requests, workers, timeout, pin_memory=pin_memory)
-    return (_pinned(fetch(request)) if pin_memory else fetch(request) for request in requests)
-
-
-def _pinned(batch: Batch) -> Batch:
-    input, target = batch
-    return input.pin_memory(), target.pin_memory()
+    return (pinned(fetch(request)) if pin_memory else fetch(request) for request in requests)
 
 
 def replica_part(indices: list[int], replica: int, replicas: int) -> list[int]:
@@ -94,16 +97,19 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> list[in
     return order
 
 
-def check_batch(input: Tensor, target: Tensor) -> None:
-    if len(input) != len(target):
-        raise DataError(f"a batch has {len(input)} inputs but {len(target)} targets")
+def check_batch(input: ModelInput, target: Tensor) -> None:
+    for tensor in flatten(input, "input")[0]:
+        if tensor.shape[:1] != target.shape[:1]:
+            inputs = f"{len(tensor)} inputs" if tensor.dim() else "an input without dimensions"
+            raise DataError(f"a batch has {inputs} but {len(target)} targets")
 
 
 def check_labels(target: Tensor, classes: int) -> None:
     """Check that labels are from 0 to classes - 1: on some devices cross_entropy reads foreign memory otherwise."""
-    if not target.numel():
+    labels = target[target != IGNORED_LABEL] if target.dtype.is_signed else target
+    if not labels.numel():
         return
-    low, high = (int(bound) for bound in target.aminmax())
+    low, high = (int(bound) for bound in labels.aminmax())
     if low < 0 or high >= classes:
         wrong = low if low < 0 else high
         raise DataError(f"label {wrong} is out of range: the model has {classes} classes, 0 to {classes - 1}")
@@ -132,7 +138,9 @@ class BatchFetcher:
             input, target = self._fetch_together(self._samples, request)
         else:
             input, target = self._fetch_one_by_one(request)
-        return (input[:0], target[:0]) if request.without_rows else (input, target)
+        if request.without_rows:
+            return map_tensors(lambda tensor: tensor[:0], input), target[:0]
+        return input, target
 
     def _fetch_together(self, samples: BatchedSamples, request: BatchRequest) -> Batch:
         with _errors_name(f"samples {request.indices[0]}, ..."):
@@ -141,33 +149,65 @@ class BatchFetcher:
                 return inputs, targets
             if not self._transform.random:
                 return self._transform(inputs, None), targets
-        transformed = []
-        for input, index in zip(inputs, request.indices, strict=True):
+        rows = _Rows()
+        for row, index in enumerate(request.indices):
             with _errors_name(f"sample {index}"):
-                transformed.append(self._transformed(input, request.epoch, index))
-        return torch.stack(transformed), targets
+                rows.add(index, self._transformed(_row(inputs, row), request.epoch, index))
+        return rows.stacked(), targets
 
     def _fetch_one_by_one(self, request: BatchRequest) -> Batch:
-        inputs, targets = [], []
+        inputs, targets = _Rows(), _Rows()
         for index in request.indices:
             with _errors_name(f"sample {index}"):
                 input, target = self._samples[index]
-                inputs.append(self._transformed(input, request.epoch, index))
-                targets.append(torch.as_tensor(target))
-                if inputs[0].shape != inputs[-1].shape:
-                    raise DataError(
-                        f"has the shape {list(inputs[-1].shape)}, but sample {request.indices[0]} of the same batch "
-                        f"has {list(inputs[0].shape)}; set data.size to scale all images to the same size"
-                    )
-        return torch.stack(inputs), torch.stack(targets)
+                inputs.add(index, self._transformed(input, request.epoch, index))
+                targets.add(index, torch.as_tensor(target))
+        return inputs.stacked(), targets.stacked()
 
-    def _transformed(self, input: Tensor, epoch: int, index: int) -> Tensor:
+    def _transformed(self, input: ModelInput, epoch: int, index: int) -> ModelInput:
         if self._transform is None:
             return input
         is_random = self._transform.random
         return self._transform(
             input, generator_for(self._seed, "transform", epoch, index) if is_random else None
         )
+
+
+def _row(inputs: ModelInput, row: int) -> ModelInput:
+    input: ModelInput = map_tensors(lambda tensor: tensor[row], inputs)
+    return input
+
+
+@final
+class _Rows:
+    """Inputs or targets of samples that become one batch."""
+
+    def __init__(self) -> None:
+        self._first = 0
+        self._template: Template | None = None
+        self._rows: list[tuple[Tensor, ...]] = []
+
+    def add(self, index: int, value: ModelInput) -> None:
+        """Add the value of a sample; raise DataError unless it is like that of the first one."""
+        tensors, template = flatten(value, "input")
+        if not self._rows:
+            self._first, self._template = index, template
+        elif template != self._template:
+            raise DataError(
+                f"differs from sample {self._first} of the same batch in the names or number of its tensors, or in a "
+                "value that is no tensor; all samples must have the same"
+            )
+        for tensor, first in zip(tensors, self._rows[0] if self._rows else tensors, strict=True):
+            if tensor.shape != first.shape:
+                raise DataError(
+                    f"has the shape {list(tensor.shape)}, but sample {self._first} of the same batch has "
+                    f"{list(first.shape)}; {_SAME_SIZE if tensor.dim() == 3 else _SAME_LENGTH}"
+                )
+        self._rows.append(tensors)
+
+    def stacked(self) -> Any:
+        assert self._template is not None, "a batch has samples"
+        return unflatten(self._template, [torch.stack(column) for column in zip(*self._rows, strict=True)])
 
 
 @contextmanager

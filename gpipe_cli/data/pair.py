@@ -7,14 +7,15 @@ from typing import Any, Protocol, final
 from PIL import Image
 from torch import Tensor
 
-from gpipe_cli.data.datasets import Data, check_common_keys
+from gpipe_cli.data.datasets import BatchedSamples, Data, Samples, check_common_keys
 from gpipe_cli.data.image_folder import center_crop, image_to_tensor
 from gpipe_cli.errors import ConfigError, DataError
+from gpipe_cli.pytree import ModelInput, flatten, unflatten
 from gpipe_cli.values import check_whole_number
 
 
 class Dataset(Protocol):
-    """A map-style dataset of images or tensors, each with its class."""
+    """A map-style dataset of images, tensors, or tuples or dicts of tensors, each with its target."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
@@ -35,10 +36,16 @@ def build(
             raise ConfigError(f"data.{key}: must be a dataset, {{_target_: ...}} with its arguments")
         if len(dataset) == 0:
             raise DataError(f"data.{key}: has no samples")
-    samples = PairSamples(train, size)
-    shape = tuple(samples[0][0].shape)
-    test_samples = PairSamples(test, size)
-    return Data(samples, test_samples, classes=classes, shape=shape, workers=workers, timeout=timeout)
+    samples, test_samples = _samples(train, size), _samples(test, size)
+    first, *_ = flatten(samples[0][0], "input")[0]
+    return Data(
+        samples, test_samples, classes=classes, shape=tuple(first.shape), workers=workers, timeout=timeout
+    )
+
+
+def _samples(dataset: Any, size: int | None) -> Samples:
+    """A dataset that loads batches itself does so, to pad samples to one length for example."""
+    return dataset if size is None and isinstance(dataset, BatchedSamples) else PairSamples(dataset, size)
 
 
 @final
@@ -49,10 +56,30 @@ class PairSamples:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor | int]:
+    def __getitem__(self, index: int) -> tuple[ModelInput, Tensor | int]:
         input, target = self._dataset[index]
         if isinstance(input, Image.Image):
             input = image_to_tensor(input)
+        if self._size is None:
+            return _checked(input), target
         if not isinstance(input, Tensor):
-            raise DataError(f"returns a {type(input).__name__} as input; it must return an image or a tensor")
-        return (input if self._size is None else center_crop(input, self._size)), target
+            raise DataError(
+                f"returns a {type(input).__name__} as input, which data.size={self._size} cannot scale; leave "
+                "data.size out"
+            )
+        return center_crop(input, self._size), target
+
+
+def _checked(input: Any) -> ModelInput:
+    """Require a tensor, or a tuple or dict of tensors, which may have plain values beside them."""
+    try:
+        tensors, template = flatten(input, "input")
+    except TypeError as error:
+        raise DataError(str(error)) from error
+    if not tensors:
+        raise DataError(
+            f"returns a {type(input).__name__} as input; it must return an image, a tensor, or a tuple or dict of "
+            "tensors"
+        )
+    checked: ModelInput = unflatten(template, tensors)
+    return checked

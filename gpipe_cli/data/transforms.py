@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from gpipe_cli.data.datasets import Data
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.pytree import ModelInput
 from gpipe_cli.values import check_whole_number
 
 
@@ -25,7 +26,7 @@ class Transform(Protocol):
     def random(self) -> bool:
         """If False, the transform ignores the generator and also accepts a whole batch."""
 
-    def __call__(self, input: Tensor, generator: torch.Generator | None, /) -> Tensor: ...
+    def __call__(self, input: Any, generator: torch.Generator | None, /) -> ModelInput: ...
 
 
 @final
@@ -59,6 +60,7 @@ def augment(
         raise ConfigError(
             f"transform=augment: works on images only, and the data has the shape {list(data.shape)}"
         )
+    _check_tensors(data, "augment")
     normalize = _normalize(data, mean, std)
     return Transforms(Augment(padding, data.flips if flip is None else flip, normalize), normalize)
 
@@ -98,6 +100,7 @@ def _normalize(data: Data, mean: Sequence[float] | None, std: Sequence[float] | 
         if mean is not std:
             raise ConfigError(f"transform.mean={mean}, transform.std={std}: give both or neither")
         return None
+    _check_tensors(data, "basic")
     if not len(mean) == len(std) == data.shape[0]:
         raise ConfigError(
             f"transform.mean={list(mean)}, transform.std={list(std)}: the data has {data.shape[0]} channels"
@@ -105,3 +108,13 @@ def _normalize(data: Data, mean: Sequence[float] | None, std: Sequence[float] | 
     if min(std) <= 0:
         raise ConfigError(f"transform.std={list(std)}: must be greater than 0")
     return Normalize(mean, std)
+
+
+def _check_tensors(data: Data, transform: str) -> None:
+    """Raise ConfigError if an input of the data is several tensors: which of them are images is not known here."""
+    input, _ = data.train[0]
+    if not isinstance(input, Tensor):
+        raise ConfigError(
+            f"transform={transform}: works on inputs that are one tensor, and those of the data are a "
+            f"{type(input).__name__}; choose transform=none, or a transform of your own"
+        )

@@ -25,8 +25,9 @@ from torch.utils.data import DataLoader
 
 from gpipe_cli.errors import DataError
 from gpipe_cli.process_lifetime import die_with_parent
+from gpipe_cli.pytree import ModelInput, map_tensors
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[ModelInput, Tensor]
 _DEFAULT_TIMEOUT = 120.0
 """Seconds that a worker may take for a mini-batch if data.timeout is not set."""
 
@@ -65,7 +66,7 @@ def load_in_workers(
                 batch = next(incoming)
             if isinstance(batch, _Failure):
                 raise DataError(batch.message) from _WorkerTraceback(batch.traceback)
-            yield batch
+            yield batch.batch
     except RuntimeError as error:  # a worker died or timed out, for which torch has no exception of its own
         _kill(processes)
         reason = str(error).partition("\n")[0]
@@ -74,6 +75,11 @@ def load_in_workers(
         raise DataError(f"loading data in workers failed: {reason}") from _without_tracebacks(error)
     finally:
         del incoming  # the last reference: torch stops the workers with it
+
+
+def pinned(batch: Batch) -> Batch:
+    input, target = batch
+    return map_tensors(Tensor.pin_memory, input), target.pin_memory()
 
 
 def _without_tracebacks(error: BaseException) -> BaseException:
@@ -136,6 +142,17 @@ def _sigchld_gate() -> AbstractContextManager[None]:
 
 @final
 @dataclass(frozen=True)
+class _Loaded:
+    """A batch on its way from a worker. Left to itself, torch would pin a tuple of tensors as a list."""
+
+    batch: Batch
+
+    def pin_memory(self) -> _Loaded:
+        return _Loaded(pinned(self.batch))
+
+
+@final
+@dataclass(frozen=True)
 class _Failure:
     """An error that a worker returns instead of raising it: torch would turn it into many lines of text."""
 
@@ -158,9 +175,9 @@ class _WorkerDataset:
     def __init__(self, load: Callable[[Any], Batch]) -> None:
         self._load = load
 
-    def __getitem__(self, request: Any) -> Batch | _Failure:
+    def __getitem__(self, request: Any) -> _Loaded | _Failure:
         try:
-            return self._load(request)
+            return _Loaded(self._load(request))
         except DataError as error:
             return _Failure(str(error), traceback.format_exc())
 

@@ -20,7 +20,7 @@ from gpipe_cli.accelerator.counters import peak_bytes, reset_peaks
 from gpipe_cli.accelerator.memory import EVAL_CURE, STEP_CURE, report_out_of_memory
 from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.engines.collectives import Collectives, NonfiniteOutput, SingleProcess
-from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts, Utilization, Value
+from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts, Utilization
 from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state
 from gpipe_cli.engines.state_check import check_scaler
 from gpipe_cli.engines.training_loss import DTYPES, TrainingLoss, unscaled_loss
@@ -28,9 +28,11 @@ from gpipe_cli.engines.update import Update, UpdateFacts
 from gpipe_cli.errors import NumericError
 from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
 from gpipe_cli.pipeline.gpipe import ThreadedPipe
+from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.action_recorder import ActionRecorder
 from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
 from gpipe_cli.profiling.timeline import StepTimeline
+from gpipe_cli.pytree import ModelInput, map_tensors
 from gpipe_cli.sequential import layer_names
 
 
@@ -164,11 +166,11 @@ class PipeEngine:
         utilization = None if meter is None else meter.last
         return replace(facts, grad_norm=update.grad_norm, skipped=update.skipped, utilization=utilization)
 
-    def _step(self, input: Value, target: Tensor, key: int) -> Tensor:
+    def _step(self, input: ModelInput, target: Tensor, key: int) -> Tensor:
         with self._autocast():
             return self._pipe.step(input, target, self._training_loss, key=key)
 
-    def _nonfinite_notes(self, input: Value, target: Tensor, key: int) -> Iterator[str]:
+    def _nonfinite_notes(self, input: ModelInput, target: Tensor, key: int) -> Iterator[str]:
         """Where a loss or gradient that is not finite came from.
 
         Randomness is keyed, so running the step again repeats it. Training ends here, so it does no harm that the
@@ -272,13 +274,9 @@ class PipeEngine:
         shapes = OptimizerStateShapes(self._objective.optimizer)
         return OptimizerState(update.optimizer, {**names, self._placeholder: ""}, shapes)
 
-    def _to_devices(self, batch: Batch) -> tuple[Value, Tensor]:
+    def _to_devices(self, batch: Batch) -> tuple[ModelInput, Tensor]:
         input, target = batch
-        moved = (
-            tuple(tensor.to(self._input_device, non_blocking=True) for tensor in input)
-            if isinstance(input, tuple)
-            else input.to(self._input_device, non_blocking=True)
-        )
+        moved = map_tensors(lambda tensor: tensor.to(self._input_device, non_blocking=True), input)
         return moved, target.to(self._output_device, non_blocking=True)
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -323,6 +321,6 @@ def nonfinite_gradients(module: nn.Module) -> list[str]:
 
 
 def _is_finite(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return not value.is_floating_point() or bool(torch.isfinite(value).all())
-    return all(_is_finite(member) for member in value) if isinstance(value, tuple) else True
+    return all(
+        bool(torch.isfinite(tensor).all()) for tensor in tensors_of(value) if tensor.is_floating_point()
+    )

@@ -19,10 +19,10 @@ from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.pytree import ModelInput
 from gpipe_cli.schedule.checkpoint import Checkpoint
 
-Value = Tensor | tuple[Tensor, ...]
-Batch = tuple[Value, Tensor]
+Batch = tuple[ModelInput, Tensor]
 Measure = Callable[[Any, Tensor], Mapping[str, float]]
 """Sums over the samples of a batch, such as how many were classified correctly."""
 

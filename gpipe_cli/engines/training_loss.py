@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gpipe_cli.engines.protocol import TrainingObjective
 from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
+from gpipe_cli.pytree import map_tensors
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -67,8 +68,4 @@ def unscaled_loss(objective: TrainingObjective, output: Any, target: Tensor) -> 
 
 
 def _float(output: Any) -> Any:
-    if isinstance(output, Tensor):
-        return output.float() if output.dtype in DTYPES.values() else output
-    if isinstance(output, dict):
-        return {name: _float(value) for name, value in output.items()}
-    return tuple(_float(value) for value in output)
+    return map_tensors(lambda tensor: tensor.float() if tensor.dtype in DTYPES.values() else tensor, output)

@@ -9,12 +9,12 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.context import MicroBatch, Running
 from gpipe_cli.pipeline.microbatch import tensors_of
-from gpipe_cli.pytree import flatten
+from gpipe_cli.pytree import ModelInput, flatten, map_tensors
 from gpipe_cli.sequential import layer_names
 from gpipe_cli.sequential.without_storage import meta_clone, meta_like
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
@@ -24,7 +24,7 @@ class _Misfit(Exception):
     """A layer raised. The message says what it received; the cause is what it raised."""
 
 
-def check_outputs(sequence: nn.Sequential, sample: Tensor) -> None:
+def check_outputs(sequence: nn.Sequential, sample: ModelInput) -> None:
     """Raise ConfigError if a layer returns something that cannot pass between layers.
 
     A layer that raises is ignored: if its code is wrong, the first step reports it.
@@ -35,12 +35,12 @@ def check_outputs(sequence: nn.Sequential, sample: Tensor) -> None:
         return
 
 
-def check_fit(sequence: nn.Sequential, sample: Tensor, cure: str) -> None:
+def check_fit(sequence: nn.Sequential, sample: ModelInput, cure: str) -> None:
     """Raise ConfigError if a layer does not accept its predecessor's output, or returns what cannot pass on."""
     try:
         _run_without_storage(sequence, sample)
     except _Misfit as misfit:
-        if any(tensor.is_meta for tensor in (sample, *sequence.parameters())):
+        if any(tensor.is_meta for tensor in (*tensors_of(sample), *sequence.parameters())):
             raise ConfigError(f"{misfit}; {cure}") from misfit.__cause__
     else:
         return
@@ -50,15 +50,15 @@ def check_fit(sequence: nn.Sequential, sample: Tensor, cure: str) -> None:
         raise ConfigError(f"{misfit}; {cure}") from misfit.__cause__
 
 
-def _run_without_storage(sequence: nn.Sequential, sample: Tensor) -> None:
+def _run_without_storage(sequence: nn.Sequential, sample: ModelInput) -> None:
     with torch.device("meta"):
-        _run(meta_clone(sequence), layer_names(sequence), meta_like(sample))
+        _run(meta_clone(sequence), layer_names(sequence), map_tensors(meta_like, sample))
 
 
 @torch.no_grad()
 def _run(layers: nn.Module, names: tuple[str, ...], value: Any) -> None:
     with (
-        Running(MicroBatch(0, len(value))),
+        Running(MicroBatch(0, len(tensors_of(value)[0]))),
         use_skip_tracker(DictionarySkipTracker()),
         torch.random.fork_rng(devices=[]),
     ):

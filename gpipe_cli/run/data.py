@@ -11,11 +11,12 @@ from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import ModelConfig, RunConfig, TrainConfig
 from gpipe_cli.data.datasets import Data, Samples
-from gpipe_cli.data.loading import batch_count, batches, check_batch, check_labels
+from gpipe_cli.data.loading import BatchFetcher, BatchRequest, batch_count, batches, check_batch, check_labels
 from gpipe_cli.data.transforms import Transform, Transforms
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError, DataError
+from gpipe_cli.pytree import ModelInput
 
 
 @final
@@ -53,6 +54,14 @@ class BatchLoader:
         """A micro-batch to measure with: it has as many rows as the largest one of a mini-batch."""
         rows = min(len(self.data.train), -(-self.batch_size // (chunks * self.replicas)))
         return next(replace(self, batch_size=rows, replica=0, replicas=1).in_order("train"))
+
+    def traced_batch(self) -> ModelInput:
+        """The input of a mini-batch to trace a model with: the first training sample twice.
+
+        Two rows, because batch norm in training mode rejects a batch of one.
+        """
+        fetch = BatchFetcher(self.data.train, self.transforms.test, self.seed)
+        return fetch(BatchRequest(epoch=0, indices=[0, 0]))[0]
 
     def samples_after(self, steps: int) -> int:
         """How many training samples that many steps have used."""

@@ -13,13 +13,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate
 from gpipe_cli.config.schema import ModelConfig, TrainConfig
 from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.pipeline.layer_check import check_fit, check_outputs
+from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.sequential import Sequence, flatten_model, to_sequential
@@ -50,9 +51,7 @@ def make_model(settings: ModelConfig, loader: BatchLoader) -> nn.Sequential:
         raise ConfigError(
             f"model._target_={node['_target_']}: returns a {type(model).__name__}; it must return an nn.Module"
         )
-    input, _ = loader.data.train[0]
-    # Batch norm in training mode rejects a batch of one sample.
-    return as_sequence(model, sequence_keys(settings), torch.stack([input, input]))
+    return as_sequence(model, sequence_keys(settings), loader.traced_batch())
 
 
 def build_without_storage(make: Callable[[], nn.Sequential]) -> nn.Sequential:
@@ -99,7 +98,7 @@ def check_layers(keys: Mapping[str, Any]) -> None:
         _layer(item, f"model.layers[{index}]")
 
 
-def as_sequence(model: nn.Module, keys: Mapping[str, Any], sample: Tensor) -> nn.Sequential:
+def as_sequence(model: nn.Module, keys: Mapping[str, Any], sample: Value) -> nn.Sequential:
     """The model as a sequence; a model that is one stays as it is if no key asks for other layers."""
     if "layers" in keys:
         layers = [_layer(item, f"model.layers[{index}]") for index, item in enumerate(keys["layers"])]
