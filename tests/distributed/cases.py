@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from gpipe_cli.engines import processes, single
-from gpipe_cli.engines.protocol import Engine, EngineSpec, StepFacts, TrainingObjective
+from gpipe_cli.engines.protocol import Batch, Engine, EngineSpec, StepFacts, TrainingObjective
 from gpipe_cli.engines.state import EngineState
+from gpipe_cli.pytree import map_tensors
 from gpipe_cli.schedule.checkpoint import Checkpoint
 from gpipe_cli.sequential import partition_uniform
 from tests.distributed.tasks import make
@@ -42,14 +42,14 @@ class Case:
     def name(self) -> str:
         return "-".join(str(value) for value in asdict(self).values()).replace(" ", "")
 
-    def batch(self, step: int, replica: int = 0, replicas: int = 1) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int, replica: int = 0, replicas: int = 1) -> Batch:
         """The mini-batch of a step; a replica gets its consecutive part."""
         rows = self.rows[step]
         task = make(self.task, rows + step)
-        pieces = [tensor[step:].tensor_split(replicas)[replica] for tensor in (task.input, task.target)]
-        if self.spoilt == step:
-            pieces[0] = pieces[0] * float("inf")
-        return pieces[0], pieces[1]
+        input, target = map_tensors(
+            lambda tensor: tensor[step:].tensor_split(replicas)[replica], (task.input, task.target)
+        )
+        return (input * float("inf") if self.spoilt == step else input), target
 
     def objective(self, loss: Any) -> TrainingObjective:
         make_optimizer = partial(getattr(torch.optim, self.optimizer), lr=0.0)
@@ -98,14 +98,23 @@ class CaseResult:
         self.facts.append({**asdict(facts), "sums": dict(facts.sums)})
 
 
-def run(
-    case: Case, engine: Engine, batch: Callable[[int], tuple[Tensor, Tensor]], steps: range | None = None
-) -> CaseResult:
+def _in_memory(state: EngineState) -> EngineState:
+    """Parameters on disk can be read only until their engine is closed."""
+    if state.fetch is None:
+        return state
+    model, optimizer = (
+        {name: state.value(tensor).clone() for name, tensor in part.items()}
+        for part in (state.model, state.optimizer)
+    )
+    return replace(state, model=model, optimizer=optimizer, fetch=None)
+
+
+def run(case: Case, engine: Engine, batch: Callable[[int], Batch], steps: range | None = None) -> CaseResult:
     """Train, and evaluate after each step."""
     result = CaseResult()
     for step in range(len(case.rows)) if steps is None else steps:
         result.add(engine.train_step(batch(step), key=step, lr=0.01))
         result.add(engine.eval_step(batch(step)))
-    result.state = engine.state()
+    result.state = _in_memory(engine.state())
     engine.close()
     return result

@@ -13,13 +13,14 @@ from gpipe_cli.losses.cross_entropy import CrossEntropy
 from gpipe_cli.losses.dice import Dice
 from gpipe_cli.losses.token_cross_entropy import TokenCrossEntropy
 from gpipe_cli.models import gpt, resnet, unet
+from gpipe_cli.pytree import ModelInput
 from gpipe_cli.skip import pop, skippable, stash
 
 
 @dataclass(frozen=True)
 class Task:
     model: nn.Sequential
-    input: Tensor
+    input: ModelInput
     target: Tensor
     loss: Any
 
@@ -109,6 +110,64 @@ def odd_borders(rows: int) -> Task:
     return Task(model, torch.randn(rows, 6), torch.randint(3, (rows,)), CrossEntropy())
 
 
+@skippable(stash=["mask", "lengths", "nobody", "nowhere"])
+class Embed(nn.Module):
+    """Takes keyword arguments; its skips are a mask, whole numbers, and two tensors without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+
+    def forward(self, given: dict[str, Tensor]) -> Any:
+        value = self.embedding(given["input_ids"])
+        mask = given["attention_mask"]
+        yield stash("mask", mask.bool())
+        yield stash("lengths", mask.sum(1))
+        yield stash("nobody", mask[:, :0])
+        yield stash("nowhere", value[:, :0])
+        return value
+
+
+@skippable(pop=["lengths"])
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, value: Tensor) -> Any:
+        lengths = yield pop("lengths")
+        assert lengths.dtype == torch.int64 and not lengths.requires_grad
+        return self.linear(value / lengths[:, None, None])
+
+
+@skippable(pop=["mask", "nobody", "nowhere"])
+class Score(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 11)
+
+    def forward(self, value: Tensor) -> Any:
+        mask = yield pop("mask")
+        nobody = yield pop("nobody")
+        nowhere = yield pop("nowhere")
+        assert mask.dtype == torch.bool and nobody.dtype == torch.int64
+        assert nobody.shape == (len(value), 0) and nowhere.shape == (len(value), 0, 6)
+        return self.linear(torch.cat([value.masked_fill(~mask.unsqueeze(-1), 0), nowhere], dim=1))
+
+
+def keyword_arguments(rows: int) -> Task:
+    """A dict of tokens and a mask, padded to a length that differs from batch to batch."""
+    linear = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)]
+    model = nn.Sequential(Embed(), *linear, Scale(), nn.ReLU(), nn.Linear(6, 6), Score())
+    longest = 4 + rows % 5
+    lengths = torch.randint(2, longest + 1, (rows, 1))
+    lengths[-1] = longest
+    mask = (torch.arange(longest) < lengths).long()
+    tokens, target = torch.randint(11, (2, rows, longest)).unbind()
+    input = {"input_ids": tokens * mask, "attention_mask": mask}
+    return Task(model, input, target, TokenCrossEntropy())
+
+
 def frozen_start(rows: int) -> Task:
     """A first partition that trains nothing and a second one without parameters."""
     task = perceptron(rows)
@@ -145,6 +204,7 @@ TASKS: dict[str, Callable[[int], Task]] = {
         tied,
         tied_without_dropout,
         odd_borders,
+        keyword_arguments,
         frozen_start,
         normed,
         failing,

@@ -34,6 +34,7 @@ MESHES = [
     Case("odd_borders", "zero_bubble", replicas=2, rows=(8, 3, 1), chunks=2, optimizer="SGD"),
     Case("tied_without_dropout", "gpipe", replicas=2, rows=(8, 3), chunks=2, optimizer="SGD"),
     Case("normed", "1f1b", replicas=2, rows=(8, 3, 1), chunks=2, optimizer="SGD", deferred=True),
+    Case("keyword_arguments", "1f1b", replicas=2, rows=(8, 3, 1), chunks=2, optimizer="SGD"),
 ]
 
 EQUAL = {
@@ -52,12 +53,15 @@ EQUAL = {
     3: [
         Case("long_skips", "zero_bubble", rows=(4,)),
         Case("odd_borders", "1f1b", "except_last"),
+        Case("keyword_arguments", "1f1b", rows=(10, 3, 10, 9)),
+        Case("keyword_arguments", "zero_bubble", "always"),
         Case("frozen_start", "zero_bubble", ("except_last", "never", "always")),
         Case("tied", "gpipe", "always", rows=(4,)),
     ],
     4: [
         Case("tied", "interleaved", "except_last", rows=(10,)),
         Case("odd_borders", "interleaved"),
+        Case("keyword_arguments", "interleaved", "except_last"),
         Case("perceptron", "zero_bubble"),
     ],
 }
