@@ -74,23 +74,31 @@ class MemoryObjective:
         spec: PipelineSpec,
         limit: int | None = None,
         skips: Sequence[SkipBytes] = (),
+        frozen_layers: int = 0,
     ) -> None:
-        """`limit` is that of one device; partitions on the same device get equal parts of it."""
+        """`limit` is that of one device; partitions on the same device get equal parts of it.
+
+        A partition within the first `frozen_layers` has no backward, and keeps nothing for it.
+        """
         self.layers = len(layers)
         self.limit = limit
         self.costs = [sum(layer.resident.values()) + sum(layer.saved.values()) for layer in layers]
         """The bytes of each layer if one micro-batch were alive and layers shared nothing."""
         self._layers, self._spec, self._skips = layers, spec, skips
+        self._frozen_layers = frozen_layers
         self._resident = _SharedSums([layer.resident for layer in layers])
         self._saved = _SharedSums([layer.saved for layer in layers])
 
     def cost(self, partition: int, begin: int, end: int) -> float:
+        resident = self._resident.sum(begin, end)
+        if end <= self._frozen_layers:
+            return resident
         # Stashed before the partition and popped in it: such a skip arrives as part of the input.
         skips = sum(skip.bytes for skip in self._skips if skip.begin < begin <= skip.end < end)
         activations = self._spec.peaks[partition].bytes(
             self._saved.sum(begin, end), self._layers[begin].input + skips
         )
-        return self._resident.sum(begin, end) + activations
+        return resident + activations
 
     def furthest(self, partition: int, begin: int, limit: float) -> int:
         reach = 1  # doubled, since sums far beyond the limit are never needed

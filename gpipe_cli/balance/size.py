@@ -52,7 +52,11 @@ def memory_objective_from_facts(
         for layer, input, saved in zip(module, inputs, facts.storages, strict=True)
     ]
     return MemoryObjective(
-        layers, spec, limit, [SkipBytes(skip.begin, skip.end, skip.bytes) for skip in facts.skips]
+        layers,
+        spec,
+        limit,
+        [SkipBytes(skip.begin, skip.end, skip.bytes) for skip in facts.skips],
+        facts.frozen_layers,
     )
 
 

@@ -85,6 +85,27 @@ class AdditiveByPartition:
 
 
 @final
+class FrozenStart:
+    """Another objective for partitions within the first `frozen_layers`, by which they cost no more."""
+
+    grows_backwards = True
+
+    def __init__(self, frozen: Objective, other: Objective, frozen_layers: int) -> None:
+        self.layers = other.layers
+        self._frozen, self._other, self._frozen_layers = frozen, other, frozen_layers
+
+    def cost(self, partition: int, begin: int, end: int) -> float:
+        objective = self._frozen if end <= self._frozen_layers else self._other
+        return objective.cost(partition, begin, end)
+
+    def furthest(self, partition: int, begin: int, limit: float) -> int:
+        end = self._other.furthest(partition, begin, limit)
+        if end > self._frozen_layers or begin >= self._frozen_layers:
+            return end
+        return min(self._frozen.furthest(partition, begin, limit), self._frozen_layers)
+
+
+@final
 @dataclass(frozen=True)
 class _Probe:
     """An attempt to keep every partition within a limit."""

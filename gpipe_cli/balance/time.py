@@ -18,6 +18,7 @@ from gpipe_cli.balance.result import BalanceResult, either_order, solve_within
 from gpipe_cli.balance.solver import (
     Additive,
     AdditiveByPartition,
+    FrozenStart,
     Objective,
     best_nearby,
     require_layers,
@@ -25,7 +26,7 @@ from gpipe_cli.balance.solver import (
 )
 from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
 from gpipe_cli.profiling.cache import ProfileCache
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.layers import Sample, frozen_layers
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 
@@ -58,7 +59,8 @@ def balance(
     usable = profiles if profiles is not None and cache else ProfileCache(None)
     layers = usable.times(module, sample, seconds)
     spec = spec or PipelineSpec("gpipe", partitions, micro_batches=1)
-    objective = _objective(layers, spec)
+    frozen = frozen_layers(module, sample)
+    objective = _objective(layers, spec, frozen)
     solution = solve_within(objective, partitions, within)
 
     def as_good(balance: Sequence[int]) -> bool:
@@ -70,15 +72,20 @@ def balance(
     chosen = best_nearby(
         tuple(solution.balance),
         as_good,
-        lambda balance: spec.simulate(partition_costs(layers, balance)).step,
+        lambda balance: spec.simulate(partition_costs(layers, balance, frozen)).step,
         budget=max(1, SIMULATED_ACTIONS // sum(map(len, spec.order))),
     )
     costs = layer_costs(layers, statistics.fmean(spec.checkpoint_stops) / spec.micro_batches)
     return BalanceResult.of(chosen, costs, "ms", solution.largest, objective)
 
 
-def _objective(layers: Sequence[TimedLayer], spec: PipelineSpec) -> Objective:
+def _objective(layers: Sequence[TimedLayer], spec: PipelineSpec, frozen: int) -> Objective:
     """The cost of a layer depends on its partition if partitions do not all recompute as much."""
+    recomputing = _recomputing_objective(layers, spec)
+    return FrozenStart(Additive(layer_costs(layers, 0)), recomputing, frozen) if frozen else recomputing
+
+
+def _recomputing_objective(layers: Sequence[TimedLayer], spec: PipelineSpec) -> Objective:
     by_stop = {
         stop: Additive(layer_costs(layers, stop / spec.micro_batches)) for stop in set(spec.checkpoint_stops)
     }
@@ -92,14 +99,17 @@ def layer_costs(layers: Sequence[TimedLayer], recomputed: float) -> list[float]:
     return [layer.forward_ms * (1 + recomputed) + layer.backward_ms for layer in layers]
 
 
-def partition_costs(layers: Sequence[TimedLayer], balance: Sequence[int]) -> list[PartitionCost]:
-    """For the simulator; a recomputation counts as another forward."""
-    parts = [layers[end - length : end] for end, length in zip(accumulate(balance), balance, strict=True)]
-    forwards = [sum(layer.forward_ms for layer in part) for part in parts]
-    return [
-        PartitionCost(forward, sum(layer.backward_ms for layer in part), recompute=forward)
-        for part, forward in zip(parts, forwards, strict=True)
-    ]
+def partition_costs(
+    layers: Sequence[TimedLayer], balance: Sequence[int], frozen: int = 0
+) -> list[PartitionCost]:
+    """For the simulator; a recomputation counts as another forward, and the first `frozen` layers need none."""
+    costs = []
+    for end, length in zip(accumulate(balance), balance, strict=True):
+        part = layers[end - length : end]
+        forward = sum(layer.forward_ms for layer in part)
+        backward = sum(layer.backward_ms for layer in part)
+        costs.append(PartitionCost(forward, backward, recompute=forward if end > frozen else 0.0))
+    return costs
 
 
 @overload

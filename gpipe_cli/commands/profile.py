@@ -14,7 +14,7 @@ from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Batch
 from gpipe_cli.profiling.facts import model_facts
-from gpipe_cli.profiling.layers import Sample, profile_layers
+from gpipe_cli.profiling.layers import Sample, frozen_layers, profile_layers
 from gpipe_cli.profiling.partition_memory import activation_bytes
 from gpipe_cli.report.model_tables import flop_rows, layer_rows, layers_csv, print_layers, print_partitions
 from gpipe_cli.report.page.document import PAGE
@@ -56,7 +56,7 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
         layers = profile_layers(parts.model, sample, seconds=settings.seconds)
         times = [{"forward_ms": layer.forward_ms, "backward_ms": layer.backward_ms} for layer in layers]
         rows = layer_rows([layer.facts for layer in layers], times, balance)
-        ideal = spec.simulate(partition_costs(layers, balance))
+        ideal = spec.simulate(partition_costs(layers, balance, frozen_layers(parts.model, sample)))
         activations = _activations(parts, sample)
         summary |= {
             **_sums(rows),

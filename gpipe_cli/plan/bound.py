@@ -88,7 +88,7 @@ class StepBound:
             return inf
         forward, backward = self._sums
         many, way = self._micro_batches, forward[begin]
-        recompute = self._recomputed[mode] * (self._costs.recompute[end] - self._costs.recompute[begin])
+        recompute = self._recomputed[mode] * self._costs.recompute(begin, end)
         own_forward, own_backward = forward[end] - forward[begin], backward[end] - backward[begin]
         if self._splits:
             # Only input gradients travel back; weight gradients may come after the last one.
@@ -139,8 +139,9 @@ class StepBound:
     def _busy_up_to(self, recomputed: int) -> list[float]:
         """What a partition does in a step, summed up to each layer."""
         return [
-            self._micro_batches * (forward + backward * self._least_split) + recomputed * recompute
-            for forward, backward, recompute in zip(*self._sums, self._costs.recompute, strict=True)
+            self._micro_batches * (forward + backward * self._least_split)
+            + recomputed * self._costs.recompute(0, end)
+            for end, (forward, backward) in enumerate(zip(*self._sums, strict=True))
         ]
 
 
@@ -157,7 +158,9 @@ def _work(costs: LayerCosts, sums: PrefixSums, spec: PipelineSpec, recomputed: i
     """All work, evenly divided among the workers."""
     workers = min(spec.devices or spec.partitions, spec.cores or spec.partitions)
     once = sums.forward[-1] + sums.backward[-1] * _least_split(costs, spec)
-    return (spec.micro_batches * once + recomputed * costs.recompute[-1]) / workers
+    # A partition may end before the first trained layer, and then recomputes nothing.
+    recompute = recomputed * costs.recompute(costs.frozen_layers, costs.layers)
+    return (spec.micro_batches * once + recompute) / workers
 
 
 def _least_split(costs: LayerCosts, spec: PipelineSpec) -> float:

@@ -39,11 +39,13 @@ class LayerCosts:
         transfer: Sequence[float] | None = None,
         split: BackwardSplit | None = None,
         checkpointed: tuple[Sequence[float], Sequence[float]] | None = None,
+        frozen_layers: int = 0,
     ) -> None:
         """One number per layer each. `recompute` defaults to another forward; `transfer` is that of the layer's output.
 
         `checkpointed` is forward and backward with a recomputation between them, by default the same as without: such
-        a forward saves less, and the caches hold other data.
+        a forward saves less, and the caches hold other data. A partition within the first `frozen_layers` has no
+        backward, so it recomputes nothing.
         """
         self.layers = len(forward)
         self.without_recompute = PrefixSums(_up_to(forward), _up_to(backward))
@@ -56,19 +58,24 @@ class LayerCosts:
         if checkpointed is not None:
             pairs = zip((forward, backward), checkpointed, strict=True)
             self.least = PrefixSums(*(_up_to(list(map(min, *pair))) for pair in pairs))
-        self.recompute = _up_to(forward if recompute is None else recompute)
+        self.frozen_layers = frozen_layers
+        self._recompute = _up_to(forward if recompute is None else recompute)
         self._transfer = [0.0] * self.layers if transfer is None else list(transfer)
         self.split = split or BackwardSplit()
+
+    def recompute(self, begin: int, end: int) -> float:
+        """Of a partition, for one micro-batch."""
+        return self._recompute[end] - self._recompute[begin] if end > self.frozen_layers else 0.0
 
     def partition(self, begin: int, end: int, checkpoint_stop: int = 0) -> PartitionCost:
         sums = self.checkpointed if checkpoint_stop else self.without_recompute
         backward = sums.backward[end] - sums.backward[begin]
-        # No partition waits for the gradient of the pipeline's input, so the first one leaves it out.
-        split = self.split if begin else BackwardSplit(0.0, 1.0)
+        # Nothing before the first trained layer waits for a gradient, so its partition leaves that of its input out.
+        split = self.split if begin > self.frozen_layers else BackwardSplit(0.0, 1.0)
         return PartitionCost(
             sums.forward[end] - sums.forward[begin],
             backward,
-            recompute=self.recompute[end] - self.recompute[begin],
+            recompute=self.recompute(begin, end),
             transfer=self._transfer[end - 1],
             input_grad=split.input_grad * backward,
             weight_grad=split.weight_grad * backward,

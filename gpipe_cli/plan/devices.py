@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-from gpipe_cli.plan.costs import LayerCosts
+from gpipe_cli.plan.costs import BackwardSplit, LayerCosts
 
 if TYPE_CHECKING:  # the configuration reads the table of devices without waiting for torch
     from torch import nn
@@ -61,16 +61,24 @@ def estimate_costs(
     A layer takes as long as the slower of its arithmetic and its memory traffic, plus a little for each kernel launch.
     """
     flops, bandwidth = FLOPS_REACHED * device.flops, BANDWIDTH_REACHED * device.bandwidth
-    forward, backward = [], []
+    forward: list[float] = []
+    backward: list[float] = []
+    weight_grad: list[float] = []
     input_bytes = facts.input.bytes
     for layer, layer_facts, layer_flops in zip(module, facts.layers, facts.flops, strict=True):
+        trained = sum(parameter.nbytes for parameter in layer.parameters() if parameter.requires_grad)
         kernels = KERNEL_MS * sum(not list(submodule.children()) for submodule in layer.modules())
         # Forward reads the input and writes what it saves, at least the output; backward moves the same again and the
         # gradients of both.
         moved = scale * (input_bytes + max(layer_facts.saved_bytes, layer_facts.output_bytes))
-        traffic = (moved + layer_facts.parameter_bytes) / bandwidth
+        weights = layer_facts.parameter_bytes
+        traffic, traffic_back = (moved + weights) / bandwidth, (2 * moved + weights + trained) / bandwidth
         forward.append(1000 * max(scale * layer_flops.forward / flops, traffic) + kernels)
-        backward.append(1000 * max(scale * layer_flops.backward / flops, 2 * traffic) + 2 * kernels)
+        both = 1000 * max(scale * layer_flops.backward / flops, traffic_back) + 2 * kernels
+        backward.append(both if layer_facts.index >= facts.frozen_layers else 0.0)
+        weight_grad.append(backward[-1] / 2 * (trained / weights if weights else 1.0))
         input_bytes = layer_facts.output_bytes
     transfer = [1000 * scale * facts.boundary(end).bytes / device.link for end in range(1, len(module) + 1)]
-    return LayerCosts(forward, backward, transfer=transfer)
+    share = sum(weight_grad) / sum(backward) if any(backward) else 0.5
+    split = BackwardSplit(1 - share, share)
+    return LayerCosts(forward, backward, transfer=transfer, split=split, frozen_layers=facts.frozen_layers)

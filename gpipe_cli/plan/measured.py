@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import final
 
 import torch
@@ -28,7 +29,7 @@ from gpipe_cli.plan.costs import BackwardSplit, LayerCosts
 from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.profiling.cache import ProfileCache
-from gpipe_cli.profiling.layers import Sample, preserved
+from gpipe_cli.profiling.layers import Sample, frozen_layers, preserved
 from gpipe_cli.profiling.phase_times import PhaseTimes
 
 SECONDS_OF_PHASES = 0.6
@@ -43,19 +44,24 @@ class MeasuredCosts:
 
     layers: Sequence[TimedLayer]
     phases: PhaseTimes
+    frozen_layers: int = 0
+    recomputed_from: int = 0
+    """The first layer of the partitions that recomputed while the phases were measured."""
 
     def costs(self, transfer: Sequence[float] | None) -> LayerCosts:
         """The phases of the pipeline, divided among the layers by what they take alone."""
         phases = self.phases
-        by_forward = partial(_divided, shares=[layer.forward_ms for layer in self.layers])
+        forward_ms = [layer.forward_ms for layer in self.layers]
+        by_forward = partial(_divided, shares=forward_ms)
         by_backward = partial(_divided, shares=[layer.backward_ms for layer in self.layers])
         return LayerCosts(
             by_forward(phases.forward),
             by_backward(phases.backward),
-            recompute=by_forward(phases.recompute),
+            recompute=by_forward(phases.recompute, measured_from=self.recomputed_from),
             transfer=transfer,
             split=BackwardSplit(phases.input_grad, phases.weight_grad),
             checkpointed=(by_forward(phases.checkpointed_forward), by_backward(phases.checkpointed_backward)),
+            frozen_layers=self.frozen_layers,
         )
 
 
@@ -127,7 +133,9 @@ class CostMeasurer:
         phases = self._profiles.phases(
             self._module, sample, balance, devices, chunks, SECONDS_OF_PHASES, cores=cores
         )
-        return MeasuredCosts(layers, phases)
+        frozen = frozen_layers(self._module, sample)
+        begins = (begin for begin, end in pairwise([0, *accumulate(balance)]) if end > frozen)
+        return MeasuredCosts(layers, phases, frozen, next(begins, 0))
 
 
 @contextmanager
@@ -150,8 +158,9 @@ def _priority(most: int) -> Callable[[int], tuple[int, int]]:
     return lambda chunks: (0 if chunks == most else 1 if chunks == 1 else 2, -chunks)
 
 
-def _divided(total: float, shares: Sequence[float]) -> list[float]:
-    whole = sum(shares) or 1.0
+def _divided(total: float, shares: Sequence[float], measured_from: int = 0) -> list[float]:
+    """measured_from: the layers before it are not in the total, and get as much in proportion."""
+    whole = sum(shares[measured_from:]) or 1.0
     return [total * share / whole for share in shares]
 
 

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
-from gpipe_cli.profiling.layers import LayerFacts, Sample, SavedTensors, Shape
+from gpipe_cli.profiling.layers import LayerFacts, Sample, SavedTensors, Shape, frozen_layers
 from gpipe_cli.pytree import flatten, map_tensors
 from gpipe_cli.sequential import layer_names, original_output
 from gpipe_cli.sequential.without_storage import clone_with
@@ -65,6 +65,8 @@ class ModelFacts:
     skips: tuple[SkipFacts, ...]
     storages: tuple[Mapping[int, int], ...]
     """For each layer what it keeps for backward: bytes by a number that tells storages apart."""
+    frozen_layers: int = 0
+    """How many layers come before the first trained one: a partition of such layers keeps nothing for backward."""
 
     def saved_bytes(self, begin: int, end: int) -> int:
         """Saved by layers `begin` to `end` (exclusive) for one micro-batch; shared storages count once."""
@@ -72,6 +74,10 @@ class ModelFacts:
         for storages in self.storages[begin:end]:
             together.update(storages)
         return sum(together.values())
+
+    def recompute_bytes(self, begin: int, end: int) -> int:
+        """What a partition keeps of one micro-batch to recompute it: its input, unless it has no backward."""
+        return self.partition_input(begin, end).bytes if end > self.frozen_layers else 0
 
     def boundary(self, layer: int) -> BoundaryFacts:
         """What crosses into `layer` from those before it; `boundary(len(layers))` is the output."""
@@ -125,6 +131,7 @@ def model_facts(module: nn.Sequential, sample: Sample, *, count_flops: bool = Tr
         flops=flops,
         skips=tuple(run.skips.popped),
         storages=tuple(saved.storages for saved in run.saved),
+        frozen_layers=frozen_layers(module, sample),
     )
 
 

@@ -150,12 +150,14 @@ def profile_layers(
         # In a step of its own: the hooks would add to the times.
         saved = _saved_tensors(pipe, sample)
         times = _measure(pipe, sample, seconds, repeats)
+    frozen = frozen_layers(module, sample)
     # Medians, because a burst of other work on the machine disturbs some runs, not half of them.
     return [
         LayerProfile(
             saved[index].facts(index, name, layer),
             forward_ms=1000 * statistics.median(times[index, "forward"]),
-            backward_ms=1000 * statistics.median(times.get((index, "backward"), [0.0])),
+            # A layer without a backward still has the action, which takes a moment to do nothing.
+            backward_ms=0.0 if index < frozen else 1000 * statistics.median(times[index, "backward"]),
         )
         for index, (name, layer) in enumerate(zip(layer_names(module), module, strict=True))
     ]
@@ -173,6 +175,14 @@ def forward_times(module: nn.Sequential, sample: Sample, runs: int) -> list[list
         if piece.phase == "forward":
             times[piece.action.partition].append(1000 * (piece.end - piece.begin))
     return [list(run) for run in zip(*times, strict=True)]
+
+
+def frozen_layers(module: nn.Sequential, sample: Sample) -> int:
+    """How many layers come before the first with a trained parameter: backward ends before it reaches them."""
+    if any(tensor.requires_grad for tensor in tensors_of(sample.input)):
+        return 0
+    trained = (any(parameter.requires_grad for parameter in layer.parameters()) for layer in module)
+    return next((index for index, is_trained in enumerate(trained) if is_trained), len(module))
 
 
 @contextmanager

@@ -35,7 +35,7 @@ class PartitionMemory:
 def activation_bytes(facts: ModelFacts, balance: Sequence[int], spec: PipelineSpec) -> list[int]:
     """The most that each partition keeps for backward at once."""
     return [
-        peaks.bytes(facts.saved_bytes(begin, end), facts.partition_input(begin, end).bytes)
+        peaks.bytes(facts.saved_bytes(begin, end), facts.recompute_bytes(begin, end))
         for (begin, end), peaks in zip(_layer_ranges(balance), spec.peaks, strict=True)
     ]
 

@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import final
 
 import torch
@@ -26,7 +27,7 @@ from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.profiling.action_recorder import recording
-from gpipe_cli.profiling.layers import Sample, preserved
+from gpipe_cli.profiling.layers import Sample, frozen_layers, preserved
 from gpipe_cli.pytree import map_tensors
 from gpipe_cli.schedule import one_f_one_b, zero_bubble
 from gpipe_cli.schedule.action import Kind
@@ -54,7 +55,7 @@ class PhaseTimes:
     """After its recomputation."""
     input_grad: float
     weight_grad: float
-    """The parts of a split backward, as multiples of the whole. The first partition's is never split."""
+    """The parts of a split backward, as multiples of the whole. The first trained partition's is never split."""
 
 
 def measure_phase_times(
@@ -77,7 +78,10 @@ def measure_phase_times(
         plain = steps.run(one_f_one_b.TRAITS.name, "never")
         checkpointed = steps.run(one_f_one_b.TRAITS.name, "always")
         halves = steps.run(zero_bubble.TRAITS.name, "never") if split and len(balance) > 1 else None
-    whole = plain.sum("backward", first=1) if halves else 0.0
+    # A partition is split only if the one before it waits for the gradient of its input.
+    frozen = frozen_layers(module, sample)
+    split_from = next((at for at, begin in enumerate(accumulate(balance), 1) if begin > frozen), len(balance))
+    whole = plain.sum("backward", first=split_from) if halves else 0.0
     # One factor for all phases of a kind of step: the time between actions cannot be attributed to any of them.
     excess, checkpointed_excess = plain.excess(), checkpointed.excess()
     return PhaseTimes(
@@ -86,8 +90,8 @@ def measure_phase_times(
         checkpointed_forward=checkpointed.sum("forward") * checkpointed_excess,
         recompute=checkpointed.sum("recompute") * checkpointed_excess,
         checkpointed_backward=checkpointed.sum("backward") * checkpointed_excess,
-        input_grad=halves.sum("backward", Kind.INPUT_GRAD, first=1) / whole if halves and whole else 0.5,
-        weight_grad=halves.sum("backward", Kind.WEIGHT_GRAD, first=1) / whole if halves and whole else 0.5,
+        input_grad=halves.sum("backward", Kind.INPUT_GRAD, split_from) / whole if halves and whole else 0.5,
+        weight_grad=halves.sum("backward", Kind.WEIGHT_GRAD, split_from) / whole if halves and whole else 0.5,
     )
 
 

@@ -56,3 +56,14 @@ def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
     memory = memory_objective(module, Sample(torch.rand(1, 10)), PipelineSpec("gpipe", 2, 1), twice)
     assert memory.cost(0, 0, 1) == 400
     assert memory.cost(1, 1, 2) == 800 + 40
+
+
+def test_a_partition_before_the_first_trained_layer_keeps_no_input() -> None:
+    module = nn.Sequential(*(nn.Linear(10, 10, bias=False) for _ in range(3)))
+    module[:2].requires_grad_(False)
+    spec = PipelineSpec("gpipe", 2, 4, checkpoint="always")
+    memory = memory_objective(module, Sample(torch.rand(1, 10)), spec, twice)
+    assert memory.cost(0, 0, 2) == 2 * 400
+    # Four inputs of 40 bytes to recompute from, and what the layer saves of one.
+    assert memory.cost(1, 2, 3) == 2 * 400 + 4 * 40 + 40
+    assert memory.cost(1, 1, 3) == 400 + 2 * 400 + 4 * 40 + 40

@@ -60,11 +60,27 @@ def test_recomputation_counts_where_the_checkpoint_mode_asks_for_it() -> None:
 def test_a_partition_that_recomputes_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [profiled(1, 1) for _ in range(5)]
     monkeypatch.setattr(ProfileCache, "times", lambda *_: layers)
-    module, sample = nn.Sequential(*(nn.Identity() for _ in layers)), Sample(torch.zeros(1))
+    module = nn.Sequential(*(nn.Identity() for _ in layers))
+    sample = Sample(torch.zeros(1, requires_grad=True))
     result = by_time(module, sample, 2, PipelineSpec("gpipe", 2, 8, ("always", "never")))
     assert result.layers == [2, 3]
     assert result.sums == [6, 6] and result.lower_bound == 6
     assert by_time(module, sample, 2, PipelineSpec("gpipe", 2, 8, ("never", "always"))).layers == [3, 2]
+
+
+def test_layers_before_the_first_trained_one_cost_their_forward_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = [profiled(1, 0) for _ in range(6)] + [profiled(1, 1) for _ in range(3)]
+    monkeypatch.setattr(ProfileCache, "times", lambda *_: layers)
+    module = nn.Sequential(*(nn.Linear(1, 1) for _ in layers))
+    module[:6].requires_grad_(False)
+    result = by_time(module, Sample(torch.zeros(1)), 2, PipelineSpec("gpipe", 2, 8, "always"))
+    # The second partition recomputes and runs backward: 3 x (1 + 1 + 1) ms. A frozen layer in it would be recomputed.
+    assert result.layers == [6, 3] and result.sums == [6, 9]
+    assert result.largest == result.lower_bound
+    first, second = partition_costs(layers, [6, 3], frozen=6)
+    assert (first.backward, first.recompute) == (0, 0) and (second.backward, second.recompute) == (3, 3)
+    first, second = partition_costs(layers, [5, 4], frozen=6)
+    assert first.recompute == 0 and second.recompute == 4
 
 
 def test_more_partitions_than_layers_and_gradients_already_there_are_refused() -> None:

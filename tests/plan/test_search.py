@@ -27,8 +27,14 @@ def _costs(draw: random.Random, layers: int) -> LayerCosts:
     def times(most: int) -> list[float]:
         return [float(draw.randint(1, most)) for _ in range(layers)]
 
+    frozen = draw.choice([0, 0, 1, layers // 2])
     return LayerCosts(
-        times(9), times(20), times(9), [draw.random() for _ in range(layers)], BackwardSplit(0.6, 0.55)
+        times(9),
+        [0.0] * frozen + times(20)[frozen:],
+        times(9),
+        [draw.random() for _ in range(layers)],
+        BackwardSplit(0.6, 0.55),
+        frozen_layers=frozen,
     )
 
 
