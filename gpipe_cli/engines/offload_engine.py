@@ -25,7 +25,7 @@ from gpipe_cli.engines.update import ResidentParameters, SliceUpdate
 from gpipe_cli.errors import RunError
 from gpipe_cli.offload.prefetcher import SlicePrefetcher
 from gpipe_cli.offload.sizing import layer_bytes, optimizer_bytes
-from gpipe_cli.offload.slices import Part, Slice
+from gpipe_cli.offload.slices import ALL_WEIGHTS, Part, Slice
 from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
@@ -68,7 +68,8 @@ def trained_bytes(spec: EngineSpec) -> list[int]:
     states = optimizer_bytes(spec.module, spec.objective.optimizer)
     if not update_waits(spec.objective):
         return states
-    return [state + gradients for state, gradients in zip(states, layer_bytes(spec.module), strict=True)]
+    gradients = layer_bytes(spec.module, trained_only=True)
+    return [state + own for state, own in zip(states, gradients, strict=True)]
 
 
 @final
@@ -140,7 +141,7 @@ class OffloadEngine:
             buffer.copy_(state.value(state.buffers[name]))
         for prefetcher in self._prefetchers:
             # The optimizer state is stored but not loaded, because all of it is replaced.
-            for slice in prefetcher.tour([Part.WEIGHTS], [Part.WEIGHTS, Part.STATE]):
+            for slice in prefetcher.tour(ALL_WEIGHTS, [*ALL_WEIGHTS, Part.STATE]):
                 self._load(state, [key for parameter in slice.parameters for key in keys[parameter]])
                 self._load_optimizer(state, slice)
         if self._update is not None and self._loads_optimizer(state):

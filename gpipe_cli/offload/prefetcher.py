@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Protocol, final
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.accelerator.streams import keep_alive
-from gpipe_cli.offload.slices import Part, Slice
+from gpipe_cli.offload.slices import ALL_WEIGHTS, Part, Slice
 from gpipe_cli.offload.stored_tensors import ALIGNMENT, Layout, as_bytes
 from gpipe_cli.offload.tiers import Region, Tier
 from gpipe_cli.offload.transfers import Copy, TransferWorker
@@ -55,8 +55,7 @@ class SlicePrefetcher:
         self._inputs = InputStore(tier, device, self.worker) if tier.relieves(device) else None
         self.completion: SliceCompletion | None = None
         """None: gradients stay with their parameters."""
-        weights = (slice.stored(Part.WEIGHTS) for slice in slices.values())
-        largest = max((stored.layout.nbytes for stored in weights if stored is not None), default=0)
+        largest = {part: _largest(part, slices.values()) for part in ALL_WEIGHTS}
         count = min(buffers, len(slices))
         self._buffers = [DeviceBuffer(device, self.worker, largest) for _ in range(count)]
         # Neighbours get different buffers, whichever way the worker walks, so one can load while the other computes.
@@ -74,8 +73,8 @@ class SlicePrefetcher:
         return None if self._inputs is None else self._inputs.store(input)
 
     def tour(self, parts: Sequence[Part], changed: Collection[Part]) -> Iterator[Slice]:
-        """Yield all slices, one after another, with these parts loaded; the caller changes some of them."""
-        order = list(self.slices)
+        """Yield the slices that have any of these parts, with the parts loaded; the caller changes some of them."""
+        order = [index for index, slice in self.slices.items() if any(map(slice.stored, parts))]
         for index, following in zip_longest(order, order[1:]):
             prefetch = None if following is None else (following, parts)
             with self._loaded(index, parts, prefetch) as to_store:
@@ -99,7 +98,7 @@ class SlicePrefetcher:
 
     def _parts(self, visit: PartitionVisit) -> Sequence[Part]:
         extra = self.completion.needs if visit.completes_gradients and self.completion is not None else ()
-        return [Part.WEIGHTS, *extra]
+        return [*ALL_WEIGHTS, *extra]
 
     @contextmanager
     def _loaded(
@@ -122,6 +121,7 @@ class SlicePrefetcher:
             yield changed
             for part in changed:
                 slice.gather(part, buffer.memory)
+            changed = {part for part in changed if slice.stored(part) is not None}
         except BaseException:
             # A buffer may be half loaded or half updated: no later visit may rely on what it holds.
             self.invalidate()
@@ -155,7 +155,9 @@ class SlicePrefetcher:
 class DeviceBuffer:
     """Memory on the device that holds one slice after another."""
 
-    def __init__(self, device: torch.device, worker: TransferWorker, weight_bytes: int) -> None:
+    def __init__(
+        self, device: torch.device, worker: TransferWorker, weight_bytes: Mapping[Part, int]
+    ) -> None:
         self._device, self._worker = device, worker
         self._memory: dict[Part, Tensor] = {}
         self.slice: int | None = None
@@ -163,7 +165,8 @@ class DeviceBuffer:
         self.pending: list[Copy] = []
         """Copies that no stream has waited for yet."""
         # Allocated once for the largest slice and never again, because autograd holds views of the weights.
-        self.memory(Part.WEIGHTS, weight_bytes)
+        for part, nbytes in weight_bytes.items():
+            self.memory(part, nbytes)
 
     def memory(self, part: Part, nbytes: int | None = None) -> Tensor:
         """At least `nbytes` bytes for a part, or what it has now; its content stays if it is large enough."""
@@ -192,6 +195,12 @@ class DeviceBuffer:
         """Wait on the host until no copy uses the memory or the tier any more."""
         pending, self.pending = self.pending, []
         self._worker.finish(pending)
+
+
+def _largest(part: Part, slices: Iterable[Slice]) -> int:
+    """The bytes of a part in the slice that has the most of it."""
+    stored = (slice.stored(part) for slice in slices)
+    return max((each.layout.nbytes for each in stored if each is not None), default=0)
 
 
 MAX_INPUTS_IN_FLIGHT = 2

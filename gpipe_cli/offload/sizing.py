@@ -29,14 +29,15 @@ SMALLEST_ALLOCATION = 512
 """What torch allocates for a scalar on an accelerator, such as the norm of a gradient."""
 
 
-def layer_bytes(module: nn.Sequential) -> list[int]:
+def layer_bytes(module: nn.Sequential, *, trained_only: bool = False) -> list[int]:
     """The bytes of each layer's parameters; a shared parameter counts for its first layer."""
     counted: set[nn.Parameter] = set()
     sizes = []
     for layer in module:
         own = set(layer.parameters()) - counted
         counted |= own
-        sizes.append(sum(padded(parameter.nbytes) for parameter in own))
+        counting = (parameter for parameter in own if parameter.requires_grad or not trained_only)
+        sizes.append(sum(padded(parameter.nbytes) for parameter in counting))
     return sizes
 
 
@@ -45,7 +46,9 @@ def layer_bytes(module: nn.Sequential) -> list[int]:
 class LayerBytes:
     """The bytes of a layer's own parameters, and of what comes with them."""
 
+    frozen: int
     weights: int
+    """Of trained parameters."""
     gradients: int
     state: int
     """Of the optimizer."""
@@ -74,7 +77,8 @@ class DeviceDemand:
         slices = [_added(self.layers[begin:end]) for begin, end in ranges]
         gradients = max(slice.gradients for slice in slices)
         # Each part has its own memory in a buffer, as large as in the largest slice.
-        moved = max(slice.weights for slice in slices) + max(slice.state for slice in slices)
+        moved = max(slice.frozen for slice in slices) + max(slice.weights for slice in slices)
+        moved += max(slice.state for slice in slices)
         moved += gradients if self.stores_gradients else 0
         always_saved = (self.micro_batches - self.recomputed) * self.facts.saved_bytes(0, len(self.layers))
         # The activations are gone when the update begins.
@@ -137,7 +141,7 @@ def device_demand(
     groups = [list(parameters.shared), *parameters.slices]
     shared, *layers = _bytes_of(groups, make, device)
     # Each of the layers that share a parameter has a gradient of its own; hardly ever are there more than two.
-    shared_bytes = shared.weights + shared.state + 3 * shared.gradients + shared.update
+    shared_bytes = shared.frozen + shared.weights + shared.state + 3 * shared.gradients + shared.update
     buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
     scalars = SMALLEST_ALLOCATION * sum(map(len, groups))
     return DeviceDemand(
@@ -160,7 +164,8 @@ def _bytes_of(
     updates = none if make is None else update_bytes(make, parameters, device)
     each = {
         parameter: LayerBytes(
-            weights=padded(parameter.nbytes),
+            frozen=0 if parameter.requires_grad else padded(parameter.nbytes),
+            weights=padded(parameter.nbytes) if parameter.requires_grad else 0,
             gradients=padded(parameter.nbytes) if parameter.requires_grad and make is not None else 0,
             state=padded(state),
             update=padded(update),
@@ -172,6 +177,7 @@ def _bytes_of(
 
 def _added(layers: Sequence[LayerBytes]) -> LayerBytes:
     return LayerBytes(
+        sum(layer.frozen for layer in layers),
         sum(layer.weights for layer in layers),
         sum(layer.gradients for layer in layers),
         sum(layer.state for layer in layers),
@@ -202,9 +208,7 @@ def boundary_bytes(
         facts = model_facts(module, make_sample(), count_flops=False)
     except ConfigError:
         return 0
-    arriving = [facts.partition_input(*part) for part in pairwise(accumulate(balance))]
-    # The input of the first slice is the caller's, and stays.
-    return sum(
-        count * (boundary.bytes + ALIGNMENT * len(boundary.shapes))
-        for count, boundary in zip(recomputed[1:], arriving, strict=True)
-    )
+    # The input of the first slice is the caller's, and stays; slices before the first trained layer recompute nothing.
+    slices = zip(pairwise(accumulate(balance)), recomputed[1:], strict=True)
+    stored = [(facts.partition_input(*own), count) for own, count in slices if own[1] > facts.frozen_layers]
+    return sum(count * (input.bytes + ALIGNMENT * len(input.shapes)) for input, count in stored)

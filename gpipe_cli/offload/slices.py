@@ -1,7 +1,8 @@
 """Slices: the parameters of consecutive layers, their optimizer state, and at times their gradients.
 
-Each of these parts is stored on a tier and loaded to the device as a whole; layers and optimizer see views of that
-memory while it is loaded. Buffers are no part of a slice: layers may write them at any time, and they are small.
+Frozen parameters are a part of their own, which no update loads or stores. Each part is stored on a tier and loaded to
+the device as a whole; layers and optimizer see views of that memory while it is loaded. Buffers are no part of a slice:
+layers may write them at any time, and they are small.
 """
 
 from __future__ import annotations
@@ -24,11 +25,17 @@ from gpipe_cli.torch_internals.tensor_memory import exchanges_memory, storage_of
 
 @final
 class Part(enum.Enum):
+    FROZEN = "frozen weights"
     WEIGHTS = "weights"
+    """Of trained parameters."""
     STATE = "state"
     """Optimizer state, from the first update on; tensors without a dimension stay in memory."""
     GRADIENTS = "gradients"
     """Only where an update has to wait for the gradients of all slices."""
+
+
+ALL_WEIGHTS = (Part.FROZEN, Part.WEIGHTS)
+"""What the layers of a slice need to run."""
 
 
 @final
@@ -45,13 +52,17 @@ class Slice:
         self.optimizer: torch.optim.Optimizer | None = None
         """The engine that trains the slice sets it."""
         self._tier = tier
-        weights = StoredTensors(tier, [parameter.data for parameter in self.parameters])
-        self._stored = {Part.WEIGHTS: weights}
+        frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
+        self._parameters = {Part.FROZEN: frozen, Part.WEIGHTS: self.trained}
+        self._stored: dict[Part, StoredTensors] = {}
         self._state_keys: list[tuple[nn.Parameter, str]] = []
         self._with_gradient: set[nn.Parameter] = set()
-        for index, parameter in enumerate(self.parameters):
-            weights.put(index, value_of(parameter.data))
-            parameter.data = weights.homes[index]
+        for part, own in self._parameters.items():
+            if own:
+                weights = self._stored[part] = StoredTensors(tier, [parameter.data for parameter in own])
+                for index, parameter in enumerate(own):
+                    weights.put(index, value_of(parameter.data))
+                    parameter.data = weights.homes[index]
 
     def stored(self, part: Part) -> StoredTensors | None:
         """None if the slice does not have this part yet."""
@@ -67,13 +78,13 @@ class Slice:
 
     def detach(self) -> None:
         """Hide memory that another slice will use from layers and optimizer; they read no gradients in between."""
-        for part in (Part.WEIGHTS, Part.STATE):
+        for part in (*ALL_WEIGHTS, Part.STATE):
             if part in self._stored:
                 self._assign(part, self._stored[part].homes)
 
     def _assign(self, part: Part, tensors: Sequence[Tensor]) -> None:
-        if part is Part.WEIGHTS:
-            for parameter, tensor in zip(self.parameters, tensors, strict=True):
+        if part in self._parameters:
+            for parameter, tensor in zip(self._parameters[part], tensors, strict=True):
                 # Through .data the Parameter stays the same object for optimizers, hooks and autograd; only its memory
                 # changes.
                 parameter.data = tensor

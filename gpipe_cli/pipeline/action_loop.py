@@ -188,7 +188,20 @@ class ActionLoop:
                 position.phase = "update" if visit.completes_gradients else "store"
 
     def _store_of(self, visit: PartitionVisit) -> PartitionStore | None:
-        return self._stores[visit.partition % len(self._stores)] if self._stores else None
+        """None if the partition is on its device already, or need not be."""
+        if not self._stores or not self._uses_layers(visit):
+            return None
+        return self._stores[visit.partition % len(self._stores)]
+
+    def _uses_layers(self, visit: PartitionVisit) -> bool:
+        """Whether the partition must be on its device: the backward of a frozen start has nothing to run."""
+        if self._partitions[visit.partition].is_trained:
+            return True
+        saved = (self._state.saved.get((visit.partition, action.micro_batch)) for action in visit.actions)
+        return any(
+            action.kind is Kind.FORWARD or own is None or own.has_backward
+            for action, own in zip(visit.actions, saved, strict=True)
+        )
 
     @contextmanager
     def _on_device(

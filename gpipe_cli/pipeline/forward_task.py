@@ -68,6 +68,11 @@ class SavedForBackward:
     split: SplitBackward | None = None
     """Set between the two halves of a split backward."""
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether a gradient of the output leads to anything: not before the first trained layer."""
+        return self.inputs is not None or any(root is not None for root in self.roots)
+
     def offload(self, offload: Callable[[PartitionInput], Callable[[], PartitionInput] | None]) -> None:
         """Hand the inputs of a checkpointed forward to `offload`, which may decline with None."""
         if self.inputs is not None:

@@ -93,6 +93,10 @@ class Partition:
         requires_grad = tuple([parameter.requires_grad for parameter in self._tensors.parameters])
         self._traits = self._all_traits.setdefault((self._tensors.training, requires_grad), {})
 
+    @property
+    def is_trained(self) -> bool:
+        return any(parameter.requires_grad for parameter in self._tensors.parameters)
+
     def forward(
         self, inputs: tuple[PartitionInput, ...], task: ForwardTask
     ) -> tuple[tuple[PartitionInput, ...], SavedForBackward | None]:

@@ -1,0 +1,155 @@
+"""Frozen parameters under every engine: the same bits, no gradients, no optimizer state, nothing written back."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpipe_cli.engines import offload, single, threads
+from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
+from gpipe_cli.engines.state import EngineState
+from gpipe_cli.offload import tiers
+from gpipe_cli.profiling.layers import Sample
+
+CPU = torch.device("cpu")
+WIDTH = 16
+LAYER = 4 * WIDTH * WIDTH
+"""The bytes of one weight."""
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.adapter = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.tanh(self.base(input) + self.adapter(input))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    start = [nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False) for _ in range(2)]
+    return nn.Sequential(*start, Adapted(), Adapted())
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(6, WIDTH, generator=generator), torch.randint(WIDTH, (6,), generator=generator)
+
+
+def objective(**changes: Any) -> TrainingObjective:
+    loss = nn.CrossEntropyLoss()
+    optimizer = partial(torch.optim.AdamW, lr=0.0)
+    return TrainingObjective(**{"loss": loss, "measure": lambda *_: {}, "optimizer": optimizer, **changes})
+
+
+def build(name: str, task: TrainingObjective, folder: Path, module: nn.Sequential | None = None) -> Engine:
+    input, target = batch(0)
+    spec = EngineSpec(
+        module or model(),
+        task,
+        [4] if name == "single" else [1, 1, 1, 1],
+        [CPU] if name in ("single", "offload") else [CPU] * 4,
+        chunks=3,
+        eval_chunks=1,
+        checkpoint="never" if name == "single" else "always",
+        scratch=folder,
+        make_sample=lambda: Sample(input[:2], target[:2], task.loss),
+    )
+    if name == "offload":
+        return offload.build(spec, slices=4, to="disk")
+    return single.build(spec) if name == "single" else threads.build(spec)
+
+
+def values(state: EngineState) -> dict[str, Tensor]:
+    tensors = {**state.model, **state.optimizer}
+    return {name: state.value(tensor).clone() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("changes", [{}, {"clip_grad_norm": 0.1}, {"precision": "fp16"}], ids=str)
+@pytest.mark.parametrize("name", ["threads", "offload"])
+def test_training_with_frozen_parameters_is_that_of_one_thread(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    with (
+        closing(build(name, objective(**changes), tmp_path)) as engine,
+        closing(build("single", objective(**changes), tmp_path)) as reference,
+    ):
+        for step in range(3):
+            facts = [each.train_step(batch(step), key=step, lr=0.1) for each in (engine, reference)]
+            assert facts[0].loss == facts[1].loss and facts[0].grad_norm == facts[1].grad_norm
+        mine, theirs = values(engine.state()), values(reference.state())
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+        # The frozen weights are those the model began with, and the optimizer keeps nothing for them.
+        assert all(
+            torch.equal(mine[key], value)
+            for key, value in model().state_dict().items()
+            if "adapter" not in key
+        )
+        assert {key.split("/")[0] for key in mine if "/" in key} == {"2.adapter.weight", "3.adapter.weight"}
+        other = build(name, objective(**changes), tmp_path)
+        with closing(other):
+            other.load_state(engine.state())
+            loaded = values(other.state())
+            assert all(torch.equal(loaded[key], mine[key]) for key in mine)
+
+
+class Traffic:
+    """The bytes that a step reads from its file, and writes to it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bytes = {"read": 0, "write": 0}
+        for name in self.bytes:
+            monkeypatch.setattr(
+                tiers._DiskRegion, name, self._counting(name, getattr(tiers._DiskRegion, name))
+            )
+
+    def _counting(self, name: str, move: Any) -> Any:
+        def counting(region: Any, begin: int, tensor: Tensor) -> None:
+            self.bytes[name] += len(tensor)
+            move(region, begin, tensor)
+
+        return counting
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_an_offloaded_frozen_weight_is_read_where_it_is_used_and_never_written(
+    clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(build("offload", objective(clip_grad_norm=clip), tmp_path)) as engine:
+        for step in range(2):
+            engine.train_step(batch(step), key=step, lr=0.1)
+        engine.state()  # waits until everything is stored
+        traffic = Traffic(monkeypatch)
+        engine.train_step(batch(2), key=2, lr=0.1)
+        engine.state()
+    inputs = (
+        6 * WIDTH * 4
+    )  # slice 2 recomputes from it; slice 3 never leaves the device, 0 and 1 recompute nothing
+    update = 2 * 3 * LAYER  # two adapters, each with two moments
+    gradients = 0 if clip is None else 2 * LAYER
+    assert traffic.bytes["write"] == inputs + update + gradients
+    # Forward reads every slice, and backward that of slice 2 only: slice 3 is still there, 0 and 1 have no backward.
+    weights = 6 * LAYER + 2 * LAYER
+    states = 2 * 2 * LAYER
+    again = 0 if clip is None else 2 * LAYER
+    assert traffic.bytes["read"] <= inputs + weights + states + gradients + again
+
+
+def test_a_model_without_any_trained_parameter_runs(tmp_path: Path) -> None:
+    """Every parameter of a rank may be frozen, so an optimizer without parameters must work."""
+    for name in ("single", "threads", "offload"):
+        module = model().requires_grad_(False)
+        with closing(build(name, objective(), tmp_path, module)) as engine:
+            assert engine.train_step(batch(0), key=0, lr=0.1).loss > 0
+            assert all(
+                torch.equal(value, model().state_dict()[key]) for key, value in values(engine.state()).items()
+            )
