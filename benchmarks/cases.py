@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+Loss = Callable[[Any, Tensor], Tensor]
 """The mean loss of a batch."""
 
 
@@ -28,6 +28,8 @@ class Case:
     """For two partitions."""
     interleaved_balance: list[int]
     """For four partitions on two devices."""
+    original: nn.Module | None = None
+    """The model that `model` was traced from, with the same parameters."""
 
 
 def build(name: str) -> Case:
@@ -66,6 +68,33 @@ def _mlp() -> Case:
     return Case(nn.Sequential(*layers), batch[0], batch[1], functional.mse_loss, [32, 32], [16, 16, 16, 16])
 
 
+def _llama() -> Case:
+    # Imported late: this imports transformers, which the other cases do not need.
+    from benchmarks.models.huggingface import transformers
+    from gpipe_cli.balance import balance_by_time
+    from gpipe_cli.sequential import to_sequential
+
+    original = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=512,
+            hidden_size=256,
+            intermediate_size=768,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            use_cache=False,
+        )
+    )
+    batch = torch.randint(512, (2, 32, 128))
+    model = to_sequential(original, batch[0, :2])
+    balances = (balance_by_time(model, batch[0, :4], partitions=partitions) for partitions in (2, 4))
+    return Case(model, batch[0], batch[1], _token_loss, *map(list, balances), original=original)
+
+
+def _token_loss(output: Any, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+
 def _unet() -> Case:
     from gpipe_cli.models import unet
 
@@ -102,6 +131,7 @@ CASES: Mapping[str, Callable[[], Case]] = {
     "resnet50": _resnet50,
     "transformer": _transformer,
     "mlp": _mlp,
+    "llama": _llama,
     "unet": _unet,
     "empty": _empty,
     "tiny": _tiny,

@@ -52,6 +52,15 @@ def _plain(case: Case, rendezvous: Rendezvous, *, chunks: int) -> Step:
     return step
 
 
+def _naive(case: Case, rendezvous: Rendezvous) -> Step:
+    """The model as its author wrote it, the whole mini-batch at once: what `device_map` runs, without the copies.
+
+    Its partitions work one after the other, so one core works at a time, as one device does.
+    """
+    model = case.original or case.model
+    return lambda: case.loss(model(case.input), case.target).backward()
+
+
 def _run_apart(case: Case, rendezvous: Rendezvous, *, ranks: Sequence[int]) -> Step:
     """No pipeline: each partition processes all micro-batches independently and never waits.
 
@@ -177,6 +186,7 @@ SYSTEMS: Mapping[str, System] = {
     "plain": System(partial(_plain, chunks=CHUNKS)),
     "plain-2-threads": System(partial(_plain, chunks=CHUNKS), threads=2),
     "whole-batch-2-threads": System(partial(_plain, chunks=1), threads=2),
+    "naive": System(_naive),
     "apart-2-threads": System(partial(_run_apart, ranks=(0, 1))),
     "apart-2-processes": System(partial(_run_apart, ranks=()), processes=2),
     "gpipe": System(partial(_gpipe, schedule="gpipe", checkpoint="never")),

@@ -1,8 +1,8 @@
 """Every model of torchvision for classification, segmentation and video becomes a Sequence.
 
-By default one model of each family is traced: the smallest is compared with the original to the bit where it takes
-small inputs, otherwise only its names and cuts are checked, on the meta device. `-m slow` does both for every model;
-`python -m benchmarks.tracing` does so one process per model, since the largest need 8 GB.
+By default one model of each family is traced: the smallest trains a step in a pipe like the original, to the bit, where
+it takes small inputs, otherwise only its names and cuts are checked, on the meta device. `-m slow` does both for every
+model; `python -m benchmarks.models --family torchvision` does more, one process per model, since the largest need 8 GB.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ import torch
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.tracing import LEAST_CUTS, SMALLEST_SHAPES, TASKS, original_of, prove, smallest_shape
+from benchmarks.models.compare import prove_in_a_pipe
+from benchmarks.models.torchvision_models import (
+    LEAST_LAYERS,
+    SMALLEST_SHAPES,
+    TASKS,
+    original_of,
+    smallest_shape,
+    subject,
+)
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.models import torchvision_zoo
 from gpipe_cli.models.torchvision_zoo import build
@@ -37,7 +45,7 @@ COMPARED = """
 TRACED = """
     deeplabv3_mobilenet_v3_large efficientnet_v2_s fcn_resnet50 inception_v3 maxvit_t mvit_v1_b s3d
 """.split()  # noqa: SIM905
-"""One of each remaining family; `prove` checks names and cuts too, so those of COMPARED are not repeated here."""
+"""One of each remaining family; `prove_in_a_pipe` checks names too, so those of COMPARED are not repeated here."""
 
 
 def slow_unless_in(default: list[str]) -> list[Any]:
@@ -67,7 +75,7 @@ def test_it_is_cut_and_keeps_its_names(name: str) -> None:
     with WithoutStorage():
         model = original_of(name, shape)
     sequence = to_sequential(model, torch.empty(2, *shape, device="meta"))
-    assert len(sequence) > LEAST_CUTS, f"{len(sequence) - 1} cuts"
+    assert len(sequence) >= LEAST_LAYERS
     assert list(sequence.state_dict()) == list(model.state_dict())
     names = [name for name, _ in model.named_parameters()]
     assert [name for name, _ in sequence.named_parameters()] == names
@@ -77,10 +85,12 @@ def test_it_is_cut_and_keeps_its_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", slow_unless_in(COMPARED))
-def test_its_bits_are_the_originals_alone_and_in_a_pipe(name: str) -> None:
+def test_a_step_in_a_pipe_has_the_bits_of_the_original(name: str) -> None:
     if name not in COMPARED:
         gc.collect()  # the large ones need the memory of the one before
-    prove(name)
+    model = subject(name)
+    (batches,) = model.batches()
+    prove_in_a_pipe(model, batches)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -1,0 +1,1 @@
+"""Models that others wrote, traced and compared with the originals to the bit; see `__main__`."""
