@@ -20,9 +20,8 @@ from gpipe_cli.data.transforms import Transform
 from gpipe_cli.data.workers import Batch, load_in_workers, pinned
 from gpipe_cli.errors import DataError
 from gpipe_cli.pytree import ModelInput, Template, flatten, map_tensors, unflatten
+from gpipe_cli.values import IGNORED_LABEL
 
-IGNORED_LABEL = -100
-"""Marks a label that a loss leaves out, such as that of a token of padding; torch's losses use the same number."""
 _SAME_SIZE = "set data.size to scale all images to the same size"
 _SAME_LENGTH = (
     "pad the samples to one length, or give the dataset a method batch(indices) that pads those of a batch"

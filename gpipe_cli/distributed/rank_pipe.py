@@ -111,8 +111,7 @@ class RankPipe(PipeBase):
         return state.joined_output()
 
     def _step(self, batch: MiniBatch, loss: StepLoss) -> None:
-        total = self._replicas.total(batch.rows)
-        loss.set_total_rows(total)
+        rows, loss.total_weight = self._replicas.totals(batch.rows, loss.total_weight)
         batch = self._mini_batch(batch)
         before = save_buffers(self._plain_buffers()) if self._replicas.several else ()
         untied = self._tied.untied()
@@ -125,7 +124,7 @@ class RankPipe(PipeBase):
         self._tied_gradients.collect(untied)
         self._replicas.sum_gradients(self._summed)
         self._tied_gradients.spread()
-        self._replicas.merge_buffers(before, batch.rows / total)
+        self._replicas.merge_buffers(before, batch.rows / rows)
 
     def _plain_buffers(self) -> list[Buffer]:
         """All but those of deferred batch norm, which `Replicas.merge_moments` merges."""

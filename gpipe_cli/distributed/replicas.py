@@ -32,11 +32,12 @@ class Replicas:
         self._coords = coords
         self.several = coords.replicas > 1
 
-    def total(self, rows: int) -> int:
-        """The rows of all replicas together."""
+    def totals(self, rows: int, weight: float) -> tuple[float, float]:
+        """The rows of all replicas together, and the weights that their loss gives them."""
         if not self.several:
-            return rows
-        return int(self._sum(torch.tensor([rows])))
+            return rows, weight
+        rows, weight = self._sum(torch.tensor([rows, weight], dtype=torch.float64)).tolist()
+        return rows, weight
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replace each gradient by the sum over all replicas; those that no replica has stay None."""

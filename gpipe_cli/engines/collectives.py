@@ -25,8 +25,8 @@ NonfiniteOutput = tuple[int, int]
 
 
 class Collectives(Protocol):
-    def share_of(self, samples: int) -> float:
-        """The fraction that `samples` is of the samples of all replicas."""
+    def share_of(self, weight: float) -> float:
+        """The fraction that `weight` is of the weights of all replicas."""
 
     def facts(self, own: StepFacts | None, *, measured: bool) -> StepFacts:
         """Facts summed over all replicas; `own` is None in a process without the last layer or without samples.
@@ -55,7 +55,7 @@ class Collectives(Protocol):
 
 @final
 class SingleProcess:
-    def share_of(self, samples: int) -> float:
+    def share_of(self, weight: float) -> float:
         return 1.0
 
     def facts(self, own: StepFacts | None, *, measured: bool) -> StepFacts:
@@ -98,24 +98,24 @@ class RankCollectives:
         self._norm_positions = self._positions(holders)
         self._sum_names: list[str] | None = None
 
-    def share_of(self, samples: int) -> float:
+    def share_of(self, weight: float) -> float:
         if self._coords.replicas == 1:
             return 1.0
-        (total,) = sum_of_numbers(torch.tensor([samples]), self._coords.data)
-        return samples / float(total)
+        (total,) = sum_of_numbers(torch.tensor([weight], dtype=torch.float64), self._coords.data)
+        return weight / float(total) if total else 0.0
 
     def facts(self, own: StepFacts | None, *, measured: bool) -> StepFacts:
         coords = self._coords
         names = self._shared_names(own) if measured else []
-        values = [0.0] * (2 + len(names))
+        values = [0.0] * (3 + len(names))
         if own is not None:
-            values = [own.loss, own.samples, *(own.sums[name] for name in names)]
+            values = [own.loss, own.samples, own.weight, *(own.sums[name] for name in names)]
         # First summed over the replicas, among their last ranks, then handed to the other ranks of each pipe.
         numbers = torch.tensor(values, dtype=torch.float64)
         if coords.has_output and coords.replicas > 1:
             numbers = sum_of_numbers(numbers, coords.data)
-        loss, samples, *sums = share_numbers(numbers, coords.last_rank, coords.pipe).tolist()
-        return StepFacts(loss, int(samples), dict(zip(names, sums, strict=True)))
+        loss, samples, weight, *sums = share_numbers(numbers, coords.last_rank, coords.pipe).tolist()
+        return StepFacts(loss, int(samples), dict(zip(names, sums, strict=True)), weight)
 
     def _shared_names(self, own: StepFacts | None) -> list[str]:
         # Once per run, because the names never change and sharing them takes two broadcasts.

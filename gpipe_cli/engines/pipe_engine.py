@@ -28,6 +28,7 @@ from gpipe_cli.engines.update import Update, UpdateFacts
 from gpipe_cli.errors import NumericError
 from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
 from gpipe_cli.pipeline.gpipe import ThreadedPipe
+from gpipe_cli.pipeline.loss import row_weights
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.action_recorder import ActionRecorder
 from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
@@ -139,9 +140,10 @@ class PipeEngine:
         assert self._update is not None and self._training_loss is not None, (
             "an engine without an optimizer cannot train"
         )
+        weights = row_weights(self._objective.loss, batch[1], len(batch[1]))
         input, target = self._to_devices(batch)
         self._update.begin()
-        self._training_loss.begin(measure=measure)
+        self._training_loss.begin(weights, measure=measure)
         meter = self._meter if measure else None
         with nullcontext() if meter is None else meter.measure():
             scaled = self._step(input, target, key)
@@ -149,7 +151,7 @@ class PipeEngine:
         loss = float(scaled) / self._update.scaler.get_scale()
         # Only the last rank has a loss, but all have to judge it: either every rank updates or every rank raises.
         sums = self._training_loss.sums
-        own = None if sums is None else StepFacts(loss, len(target), sums)
+        own = None if sums is None else StepFacts(loss, len(target), sums, float(weights.sum()))
         facts = self._collectives.facts(own, measured=measure)
         try:
             with self._reports_out_of_memory("updating the parameters", self._memory_cure):
@@ -196,14 +198,19 @@ class PipeEngine:
             return self._eval_step(batch)
 
     def _eval_step(self, batch: Batch) -> StepFacts:
+        weight = float(row_weights(self._objective.loss, batch[1], len(batch[1])).sum())
         input, target = self._to_devices(batch)
         with self._evaluating(), self._autocast():
             output = self._pipe(input)
             # A collective, so it is called by ranks without an output too.
-            share = self._collectives.share_of(len(target))
+            share = self._collectives.share_of(weight)
             has_output = not (isinstance(output, tuple) and not output)
-            loss = float(unscaled_loss(self._objective, output, target)) * share if has_output else 0.0
-        own = StepFacts(loss, len(target), self._objective.measure(output, target)) if has_output else None
+            # The mean of nothing may be nan.
+            has_loss = has_output and weight > 0
+            loss = float(unscaled_loss(self._objective, output, target)) * share if has_loss else 0.0
+        own = None
+        if has_output:
+            own = StepFacts(loss, len(target), self._objective.measure(output, target), weight)
         return self._collectives.facts(own, measured=True)
 
     def state(self) -> EngineState:

@@ -24,7 +24,7 @@ from gpipe_cli.schedule.checkpoint import Checkpoint
 
 Batch = tuple[ModelInput, Tensor]
 Measure = Callable[[Any, Tensor], Mapping[str, float]]
-"""Sums over the samples of a batch, such as how many were classified correctly."""
+"""Sums over what the loss is a mean of, such as how many samples were classified correctly."""
 
 
 @final
@@ -48,7 +48,9 @@ class StepFacts:
     loss: float
     samples: int
     sums: Mapping[str, float]
-    """Over the samples of the batch; empty if a training step was not measured."""
+    """Over what the loss is a mean of; empty if a training step was not measured."""
+    weight: float
+    """What the loss is a mean of: as many samples, or whatever else the loss counts, such as tokens."""
     grad_norm: float | None = None
     skipped: bool = False
     """The update was skipped because fp16 gradients overflowed."""

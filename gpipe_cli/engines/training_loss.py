@@ -30,11 +30,12 @@ class TrainingLoss:
         """device: where outputs and targets are."""
         self._objective, self._scaler, self._device_type = objective, scaler, device.type
         self._measures = False
+        self._row_weights = torch.ones(0)
         self._sums: dict[int, Mapping[str, float]] = {}
 
-    def begin(self, *, measure: bool) -> None:
-        """Forget the previous step."""
-        self._measures = measure
+    def begin(self, row_weights: Tensor, *, measure: bool) -> None:
+        """Forget the previous step. row_weights: those of the next target, on the host."""
+        self._measures, self._row_weights = measure, row_weights
         self._sums.clear()
 
     @property
@@ -47,6 +48,10 @@ class TrainingLoss:
         for _, sums in sorted(self._sums.items()):
             totals.update(sums)
         return dict(totals)
+
+    def row_weights(self, target: Tensor) -> Tensor:
+        # Counted before the target moved to its device: counting there, the host would wait for the previous step.
+        return self._row_weights
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         loss = self._scaler.scale(unscaled_loss(self._objective, output, target))
@@ -64,8 +69,8 @@ class TrainingLoss:
 
 def unscaled_loss(objective: TrainingObjective, output: Any, target: Tensor) -> Tensor:
     # Under autocast scores are in half precision, in which a sum would lose most of its digits.
-    return objective.loss(_float(output), target)
+    return objective.loss(map_tensors(_float, output), target)
 
 
-def _float(output: Any) -> Any:
-    return map_tensors(lambda tensor: tensor.float() if tensor.dtype in DTYPES.values() else tensor, output)
+def _float(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in DTYPES.values() else tensor

@@ -34,6 +34,9 @@ class AuxiliaryCrossEntropy:
         main, *auxiliary = (cross_entropy(head, target) for head in _heads(output))
         return sum((self.weight * loss for loss in auxiliary), start=main)
 
+    def row_weights(self, target: Tensor) -> Tensor:
+        return CrossEntropy(self.label_smoothing).row_weights(target)
+
     def measure(self, output: Any, target: Tensor) -> Mapping[str, float]:
         return CrossEntropy(self.label_smoothing).measure(_heads(output)[0], target)
 

@@ -10,30 +10,31 @@ from collections.abc import Mapping
 from typing import Any, final
 
 from torch import Tensor
-from torch.nn.functional import one_hot
 
-from gpipe_cli.losses.measures import are_pixel_scores, check_shapes, segmentation_accuracy
+from gpipe_cli.losses.measures import are_pixel_scores, check_shapes, pixel_masks, segmentation_accuracy
+from gpipe_cli.values import IGNORED_LABEL
 
 
 @final
 class Dice:
     """Scores are [samples, classes, ...], targets a class for each pixel [samples, ...].
 
-    All classes in a mask have the same weight. A class that is not in the mask has no overlap of its own, but its
-    probability is missing from the classes that are.
+    Pixels with the label -100 are ignored. All classes in a mask have the same weight. A class that is not in the mask
+    has no overlap of its own, but its probability is missing from the classes that are.
     """
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         fits = are_pixel_scores(output, target) and target.ndim > 1
         expected = "scores [samples, classes, ...] and a class for each pixel [samples, ...]"
         check_shapes("dice", expected, output, target, fits=fits)
-        probabilities = output.softmax(1).flatten(2)
-        mask = one_hot(target.flatten(1), output.shape[1]).transpose(1, 2)
+        scored = target != IGNORED_LABEL
+        probabilities = output.softmax(1).flatten(2) * scored.flatten(1).unsqueeze(1)
+        mask = pixel_masks(target, scored, output.shape[1]).transpose(1, 2)
         area = mask.sum(2)
         # The result for an absent class is dropped below, but must not be 0 / 0: its gradient would be nan.
         overlap = 2 * (probabilities * mask).sum(2) / (probabilities.sum(2) + area.clamp(min=1))
         present = area > 0
-        loss: Tensor = 1 - (overlap * present).sum(1) / present.sum(1)
+        loss: Tensor = 1 - (overlap * present).sum(1) / present.sum(1).clamp(min=1)
         return loss.mean()
 
     def measure(self, output: Tensor, target: Tensor) -> Mapping[str, float]:

@@ -1,6 +1,7 @@
 """What losses share: the protocol of those that measure, the metrics for each kind of task, and the shape check.
 
-Every metric is a sum of one number per sample, so it does not depend on how samples are divided into batches.
+Every metric is a sum over what the loss is a mean of, so it does not depend on how samples are divided into batches.
+Positions with the label -100 count neither in a loss nor in a metric.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
 from gpipe_cli.errors import DataError
+from gpipe_cli.values import IGNORED_LABEL
 
 Measure = Callable[[Any, Tensor], Mapping[str, float]]
 
@@ -20,15 +23,27 @@ Measure = Callable[[Any, Tensor], Mapping[str, float]]
 @runtime_checkable
 class MeasuringLoss(Protocol):
     def __call__(self, output: Any, target: Tensor, /) -> Tensor:
-        """Return the mean over the samples."""
+        """Return the mean over the samples, or over what `row_weights` counts if the loss has that method."""
 
     def measure(self, output: Any, target: Tensor, /) -> Mapping[str, float]:
-        """Return sums over the samples, by the name under which gpipe reports each mean."""
+        """Return sums over the same, by the name under which gpipe reports each mean."""
 
 
 def measure_of(loss: object) -> Measure:
     """Return the loss's own `measure`, or `accuracy` for a loss without one, such as those of torch."""
     return loss.measure if isinstance(loss, MeasuringLoss) else accuracy
+
+
+def scores_of(output: Any) -> Any:
+    """The scores in the output of a model of transformers, which calls them logits; any other output as it is."""
+    if isinstance(output, Mapping):
+        return output.get("logits", output)
+    return getattr(output, "logits", output)
+
+
+def scored_labels(target: Tensor) -> Tensor:
+    """For each sample, the number of its labels that are not ignored."""
+    return (target != IGNORED_LABEL).unsqueeze(-1).flatten(1).sum(1)
 
 
 def accuracy(output: Any, target: Tensor) -> dict[str, float]:
@@ -44,28 +59,37 @@ def accuracy(output: Any, target: Tensor) -> dict[str, float]:
 
 
 def token_accuracy(scores: Tensor, target: Tensor) -> dict[str, float]:
-    """Share of tokens predicted correctly, and bits per token, for scores [samples, tokens, vocabulary].
+    """How many tokens are predicted correctly, and their bits, for scores [samples, tokens, vocabulary].
 
-    If tokens are bytes, the latter is bits per byte. The perplexity is 2 to its power.
+    If tokens are bytes, the mean of the latter is bits per byte. The perplexity is 2 to the power of the mean.
     """
     scores = scores.detach().float()
-    correct = (scores.argmax(-1) == target).float().mean(1)
-    nats = cross_entropy(scores.flatten(0, 1), target.flatten(), reduction="none").view_as(target).mean(1)
+    correct = (scores.argmax(-1) == target).float().sum(1)
+    nats = cross_entropy(scores.flatten(0, 1), target.flatten(), reduction="none").view_as(target).sum(1)
     return {"token_accuracy": float(correct.sum()), "bits_per_token": float(nats.sum()) / math.log(2)}
 
 
-def segmentation_accuracy(scores: Tensor, target: Tensor) -> dict[str, float]:
+def segmentation_accuracy(scores: Tensor, target: Tensor, weights: Tensor | None = None) -> dict[str, float]:
     """Share of pixels classified correctly, and mean IoU: scores [samples, classes, ...], targets [samples, ...].
 
     The IoU of a sample is the mean over the classes that occur in its target or in its prediction.
+    weights: how much each sample counts; by default 1.
     """
-    classes = scores.shape[1]
     predicted = scores.detach().argmax(1)
-    correct = (predicted == target).float().flatten(1).mean(1)
-    predicted_masks, target_masks = (one_hot(pixels.flatten(1), classes) for pixels in (predicted, target))
+    correct = (predicted == target).float().flatten(1).sum(1) / scored_labels(target).clamp(min=1)
+    scored = target != IGNORED_LABEL
+    predicted_masks, target_masks = (
+        pixel_masks(pixels, scored, scores.shape[1]) for pixels in (predicted, target)
+    )
     intersection, union = (predicted_masks & target_masks).sum(1), (predicted_masks | target_masks).sum(1)
-    iou = (intersection / union.clamp(min=1)).sum(1) / (union > 0).sum(1)
-    return {"mean_iou": float(iou.sum()), "pixel_accuracy": float(correct.sum())}
+    iou = (intersection / union.clamp(min=1)).sum(1) / (union > 0).sum(1).clamp(min=1)
+    weights = torch.ones_like(iou) if weights is None else weights
+    return {"mean_iou": float((iou * weights).sum()), "pixel_accuracy": float((correct * weights).sum())}
+
+
+def pixel_masks(labels: Tensor, scored: Tensor, classes: int) -> Tensor:
+    """For each pixel and class 1 or 0, [samples, pixels, classes]; all 0 for a pixel that is not scored."""
+    return one_hot(labels.where(scored, 0).flatten(1), classes) * scored.flatten(1).unsqueeze(2)
 
 
 def absolute_error(output: Tensor, target: Tensor) -> dict[str, float]:

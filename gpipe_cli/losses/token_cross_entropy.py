@@ -1,6 +1,6 @@
 """Cross entropy of the next token, for language models.
 
-All samples have the same number of tokens, so the mean over tokens is also the mean over samples.
+The mean is over all tokens but those with the label -100, such as padding and the prompts of a chat.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from gpipe_cli.losses.measures import check_shapes, token_accuracy
+from gpipe_cli.losses.measures import check_shapes, scored_labels, scores_of, token_accuracy
 from gpipe_cli.values import check_fraction
 
 
@@ -27,10 +27,14 @@ class TokenCrossEntropy:
         check_fraction("loss.label_smoothing", self.label_smoothing)
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
+        output = scores_of(output)
         fits = isinstance(output, Tensor) and output.ndim == 3 and output.shape[:2] == target.shape
         expected = "scores [samples, tokens, vocabulary] and a token for each position [samples, tokens]"
         check_shapes("token_cross_entropy", expected, output, target, fits=fits)
         return cross_entropy(output.flatten(0, 1), target.flatten(), label_smoothing=self.label_smoothing)
 
-    def measure(self, output: Tensor, target: Tensor) -> Mapping[str, float]:
-        return token_accuracy(output, target)
+    def row_weights(self, target: Tensor) -> Tensor:
+        return scored_labels(target)
+
+    def measure(self, output: Any, target: Tensor) -> Mapping[str, float]:
+        return token_accuracy(scores_of(output), target)

@@ -1,21 +1,44 @@
 """The loss of a step, one micro-batch at a time.
 
-The mean loss of a micro-batch is weighted by its size, so loss and gradients are those of the whole mini-batch.
+The mean loss of a micro-batch is weighted by its rows, so loss and gradients are those of the whole mini-batch. A loss
+that is a mean of something else, such as the tokens it scores, says how many of them each row has: see `WeighingLoss`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from gpipe_cli.pipeline.context import MicroBatch, is_recomputing
-from gpipe_cli.pipeline.microbatch import Batch, Value
+from gpipe_cli.pipeline.microbatch import Batch, Value, tensors_of
 from gpipe_cli.pytree import map_tensors, unflatten
 
 LossFunction = Callable[[Any, Any], Tensor]
+
+
+@runtime_checkable
+class WeighingLoss(Protocol):
+    def __call__(self, output: Any, target: Any, /) -> Tensor: ...
+    def row_weights(self, target: Any, /) -> Tensor:
+        """For each row of the target, the number of terms that the loss is a mean of, which may be 0."""
+
+
+def row_weights(loss: object, target: Value, rows: int) -> Tensor:
+    """How much each row counts in the mean over a mini-batch: 1, unless the loss says otherwise.
+
+    Where the target is on an accelerator, the caller waits for it when it reads the result.
+    """
+    if not isinstance(loss, WeighingLoss):
+        return torch.ones(rows, dtype=torch.int64)
+    weights = loss.row_weights(target)
+    if not isinstance(weights, Tensor) or weights.shape != (rows,):
+        raise ValueError(
+            f"row_weights of the loss must give one number for each of {rows} rows, got {_shape(weights)}"
+        )
+    return weights
 
 
 @final
@@ -29,8 +52,10 @@ class StepLoss:
         rows: int,
         count: int,
         *,
+        weighed_by: object,
         keeps_outputs: bool,
     ) -> None:
+        """weighed_by: the loss of the caller, which may be a `WeighingLoss`."""
         if not torch.is_grad_enabled():
             raise RuntimeError("step computes gradients and cannot run under no_grad: call the pipe instead")
         batch = Batch(target, "target")
@@ -40,7 +65,10 @@ class StepLoss:
             )
         self._function = function
         self._targets = [unflatten(batch.template, tensors) for tensors in batch.scatter(count)]
-        self._rows = max(rows, 1)
+        weights = row_weights(weighed_by, target, rows)
+        self._weights = [sum(part.tolist()) for part in weights.tensor_split(count)]
+        self.total_weight: float = sum(self._weights)
+        """Of the mini-batch. A replica whose mini-batch is a part of a larger one sets it to that of the larger one."""
         self._keeps_outputs = keeps_outputs
         self.restart()
 
@@ -55,20 +83,25 @@ class StepLoss:
         loss = self._function(output, self._targets[micro_batch.index])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(f"loss_fn must give one number per call, got {_shape(loss)}")
-        weighted = (loss if loss.dim() == 0 else loss.reshape(())) * (micro_batch.size / self._rows)
+        weight = self._weights[micro_batch.index]
+        # The mean of no terms may be nan, and its gradient too; times 0 both would stay nan.
+        number = loss if loss.dim() == 0 else loss.reshape(())
+        weighted = number * (weight / self.total_weight) if weight else _zero(output, loss)
         if not is_recomputing():
             self._losses.append(weighted.detach())
             if self._keeps_outputs:
                 self.outputs.append(map_tensors(Tensor.detach, output))
         return weighted
 
-    def set_total_rows(self, rows: int) -> None:
-        """Weight by `rows` instead: the mini-batch is one replica's part of a larger one."""
-        self._rows = rows
-
     def total(self) -> Tensor:
         """The sum of the losses so far, detached: that of the mini-batch once all its micro-batches have run."""
         return torch.stack(self._losses).sum() if self._losses else torch.zeros(())
+
+
+def _zero(output: Value, loss: Tensor) -> Tensor:
+    """Zero, with zeros as the gradients of the output."""
+    trained = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+    return sum((tensor.flatten()[:0].sum().to(loss.dtype) for tensor in trained), start=loss.new_zeros(()))
 
 
 def _shape(value: object) -> str:

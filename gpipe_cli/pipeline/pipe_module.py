@@ -96,7 +96,14 @@ class PipeModule(nn.Module):
         def function(output: Value, target: Value) -> Tensor:
             return loss_fn(original_output(self.module, output), target)
 
-        return StepLoss(function, target, batch.rows, len(batch.inputs), keeps_outputs=keeps_outputs)
+        return StepLoss(
+            function,
+            target,
+            batch.rows,
+            len(batch.inputs),
+            weighed_by=loss_fn,
+            keeps_outputs=keeps_outputs,
+        )
 
     def _step_result(self, loss: StepLoss, return_output: bool) -> Tensor | tuple[Tensor, Output]:
         if not return_output:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import final
 
-from gpipe_cli.engines.protocol import Batch, Engine, Utilization
+from gpipe_cli.engines.protocol import Batch, Engine, StepFacts, Utilization
 from gpipe_cli.errors import DataError, NumericError
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.training.lr_schedules import LrSchedule
@@ -22,6 +22,8 @@ TrainBatches = Callable[[int, int], Iterable[Batch]]
 """(epoch, index of the first batch) -> the mini-batches of that epoch from there on."""
 EvalBatches = Callable[[int], Iterable[Batch]]
 """epoch -> the held-out mini-batches."""
+_MAX_EXPONENT = 1023.0
+"""Of the largest power of two that a float can represent."""
 
 
 @final
@@ -111,26 +113,36 @@ class Position:
 
 @final
 class MetricTotals:
-    """Loss and metric sums of many batches, weighted by their samples."""
+    """Loss and metric sums of many batches, weighted by what the loss is a mean of."""
 
     def __init__(self) -> None:
         self.samples = 0
+        self.weight = 0.0
         self._loss = 0.0
         self._sums: dict[str, float] = {}
 
-    def add(self, loss: float, samples: int, sums: Mapping[str, float]) -> None:
-        self.samples += samples
-        self._loss += loss * samples
-        for name, value in sums.items():
+    def add(self, facts: StepFacts) -> None:
+        self.samples += facts.samples
+        self.weight += facts.weight
+        self._loss += facts.loss * facts.weight
+        for name, value in facts.sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
 
     @property
     def loss(self) -> float:
-        return self._loss / self.samples
+        return self._loss / self.weight
 
     @property
     def means(self) -> dict[str, float]:
-        return {name: value / self.samples for name, value in self._sums.items()}
+        return metric_means(self._sums, self.weight)
+
+
+def metric_means(sums: Mapping[str, float], weight: float) -> dict[str, float]:
+    """The mean of each metric, and the perplexity, which is no mean itself but follows from one."""
+    means = {name: value / weight if weight else 0.0 for name, value in sums.items()}
+    if (bits := means.get("bits_per_token")) is not None:
+        means["perplexity"] = 2.0 ** min(bits, _MAX_EXPONENT)
+    return means
 
 
 def step_key(seed: int, step: int) -> int:
@@ -167,7 +179,7 @@ def train(
                 step=step,
                 epoch=epoch,
                 loss=facts.loss,
-                means={name: value / facts.samples for name, value in facts.sums.items()},
+                means=metric_means(facts.sums, facts.weight),
                 lr=lr,
                 samples=facts.samples,
                 grad_norm=facts.grad_norm,
@@ -205,7 +217,11 @@ def evaluate(engine: Engine, batches: Iterable[Batch]) -> tuple[MetricTotals, fl
     totals = MetricTotals()
     for batch in batches:
         facts = engine.eval_step(batch)
-        totals.add(facts.loss, facts.samples, facts.sums)
+        totals.add(facts)
     if totals.samples == 0:
         raise DataError("there are no samples to evaluate on")
+    if totals.weight == 0:
+        raise DataError(
+            "no sample to evaluate on has a label that the loss scores; hold out more or other data"
+        )
     return totals, time.perf_counter() - began

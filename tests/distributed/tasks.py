@@ -156,7 +156,7 @@ class Score(nn.Module):
 
 
 def keyword_arguments(rows: int) -> Task:
-    """A dict of tokens and a mask, padded to a length that differs from batch to batch."""
+    """A dict of tokens and a mask, padded to a length that differs from batch to batch; padding is not scored."""
     linear = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)]
     model = nn.Sequential(Embed(), *linear, Scale(), nn.ReLU(), nn.Linear(6, 6), Score())
     longest = 4 + rows % 5
@@ -165,7 +165,7 @@ def keyword_arguments(rows: int) -> Task:
     mask = (torch.arange(longest) < lengths).long()
     tokens, target = torch.randint(11, (2, rows, longest)).unbind()
     input = {"input_ids": tokens * mask, "attention_mask": mask}
-    return Task(model, input, target, TokenCrossEntropy())
+    return Task(model, input, target.where(mask.bool(), -100), TokenCrossEntropy())
 
 
 def frozen_start(rows: int) -> Task:

@@ -1,12 +1,14 @@
-"""A loss is a mean over samples, so that it does not depend on how a mini-batch is divided."""
+"""A loss is a mean over samples, or over the labels it scores, whichever way a mini-batch is divided."""
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,14 +45,34 @@ def numbers(samples: int) -> tuple[Tensor, Tensor]:
     return torch.randn(samples, 3, dtype=torch.double), torch.randn(samples, 3, dtype=torch.double)
 
 
+def with_ignored(make: Make) -> Make:
+    """About half of the labels are ignored, so micro-batches have different numbers of others, and some have none."""
+
+    def make_with_ignored(samples: int) -> tuple[Tensor, Tensor]:
+        output, target = make(samples)
+        target[torch.rand(target.shape) < 0.5] = -100
+        return output, target
+
+    return make_with_ignored
+
+
+Make = Callable[[int], tuple[Tensor, Tensor]]
 TASKS = {
     "cross_entropy": (CrossEntropy(0.1), classes, ["top1", "top5"]),
     "cross_entropy of pixels": (CrossEntropy(), pixels, ["mean_iou", "pixel_accuracy"]),
     "token_cross_entropy": (TokenCrossEntropy(0.1), tokens, ["token_accuracy", "bits_per_token"]),
     "dice": (Dice(), pixels, ["mean_iou", "pixel_accuracy"]),
+    "ignored classes": (CrossEntropy(), with_ignored(classes), ["top1", "top5"]),
+    "ignored pixels": (CrossEntropy(0.1), with_ignored(pixels), ["mean_iou", "pixel_accuracy"]),
+    "ignored tokens": (TokenCrossEntropy(), with_ignored(tokens), ["token_accuracy", "bits_per_token"]),
+    "ignored tokens, smoothed": (
+        TokenCrossEntropy(0.1),
+        with_ignored(tokens),
+        ["token_accuracy", "bits_per_token"],
+    ),
+    "dice of ignored pixels": (Dice(), with_ignored(pixels), ["mean_iou", "pixel_accuracy"]),
     "mse": (MeanSquaredError(), numbers, ["mean_absolute_error"]),
 }
-Make = Callable[[int], tuple[Tensor, Tensor]]
 
 
 @pytest.mark.parametrize(("loss", "make", "names"), TASKS.values(), ids=TASKS)
@@ -64,6 +86,8 @@ def test_loss_gradient_and_measures_do_not_depend_on_the_micro_batches(
     whole = output.clone().requires_grad_()
     expected = loss(whole, target)
     expected.backward()
+    if not (target != -100).any():
+        expected = torch.zeros_like(expected)  # torch's mean of nothing is nan
     total, divided = _in_micro_batches(loss, output, target, chunks)
     assert torch.allclose(total, expected, rtol=1e-12, atol=0)
     assert whole.grad is not None and torch.allclose(divided, whole.grad, rtol=1e-12, atol=1e-18)
@@ -78,6 +102,57 @@ def _in_micro_batches(loss: Any, output: Tensor, target: Tensor, chunks: int) ->
     total = PlainPipe(nn.Sequential(nn.Identity()), chunks=chunks).step(input, target, loss, key=0)
     assert isinstance(total, Tensor) and input.grad is not None
     return total, input.grad
+
+
+def test_a_loss_of_yours_says_how_many_terms_each_row_has() -> None:
+    """The mean of the positive numbers of the target. Its gradient for a micro-batch without any would be 0 / 0."""
+
+    class MeanOfPositive(nn.Module):
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return (output * (target > 0)).sum() / (target > 0).sum()
+
+        def row_weights(self, target: Tensor) -> Tensor:
+            return (target > 0).sum(1)
+
+    output = torch.randn(4, 3, dtype=torch.double)
+    target = torch.tensor([[1, 1, 1], [-1, -1, -1], [-1, 1, -1], [1, -1, -1]])
+    whole = output.clone().requires_grad_()
+    MeanOfPositive()(whole, target).backward()
+    total, gradient = _in_micro_batches(MeanOfPositive(), output, target, 4)
+    assert total == pytest.approx(output[target > 0].mean())
+    assert whole.grad is not None and torch.allclose(gradient, whole.grad, rtol=1e-12)
+
+
+def test_row_weights_that_do_not_fit_the_rows_are_refused() -> None:
+    class Wrong(nn.MSELoss):
+        def row_weights(self, target: Tensor) -> Tensor:
+            return target.sum()
+
+    with pytest.raises(ValueError, match=r"one number for each of 4 rows, got a tensor of shape \(\)"):
+        _in_micro_batches(Wrong(), torch.zeros(4, 3), torch.zeros(4, 3), 2)
+
+
+def test_a_mini_batch_without_a_scored_token_has_no_loss_and_no_gradient() -> None:
+    output, target = tokens(4)
+    total, gradient = _in_micro_batches(TokenCrossEntropy(0.1), output, torch.full_like(target, -100), 2)
+    assert total == 0 and not gradient.any()
+
+
+@pytest.mark.parametrize("make", [classes, pixels, tokens])
+def test_an_empty_batch_weighs_nothing(make: Make) -> None:
+    """A replica may get no samples of a short mini-batch."""
+    assert CrossEntropy().row_weights(make(0)[1]).shape == (0,)
+
+
+def test_losses_find_the_scores_in_an_output_of_transformers() -> None:
+    class ModelOutput(OrderedDict[str, Tensor]):
+        logits = property(lambda self: self["logits"])
+
+    for loss, make in ((CrossEntropy(), classes), (TokenCrossEntropy(), tokens)):
+        scores, target = make(3)
+        for output in (ModelOutput(logits=scores), {"logits": scores}, SimpleNamespace(logits=scores)):
+            assert torch.equal(loss(output, target), loss(scores, target))
+            assert loss.measure(output, target) == loss.measure(scores, target)
 
 
 def test_losses_are_those_of_torch() -> None:

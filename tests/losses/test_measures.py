@@ -52,11 +52,13 @@ def test_token_accuracy_and_bits_count_correctly(
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(samples, tokens, vocabulary, generator=generator)
     target = torch.randint(vocabulary, (samples, tokens), generator=generator)
+    target[torch.rand(samples, tokens, generator=generator) < 0.3] = -100
     correct, bits = 0.0, 0.0
     for row, targets in zip(scores.tolist(), target.tolist(), strict=True):
         for token_scores, token in zip(row, targets, strict=True):
-            correct += (token_scores.index(max(token_scores)) == token) / tokens
-            bits -= math.log2(math.exp(token_scores[token]) / sum(map(math.exp, token_scores))) / tokens
+            if token != -100:
+                correct += token_scores.index(max(token_scores)) == token
+                bits -= math.log2(math.exp(token_scores[token]) / sum(map(math.exp, token_scores)))
     measured = token_accuracy(scores, target)
     expected = {"token_accuracy": pytest.approx(correct), "bits_per_token": pytest.approx(bits, rel=1e-4)}
     assert measured == expected

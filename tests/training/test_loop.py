@@ -20,6 +20,7 @@ from gpipe_cli.training.loop import (
     TrainFact,
     TrainSpec,
     evaluate,
+    metric_means,
     step_key,
     train,
 )
@@ -43,11 +44,11 @@ class Fake:
         loss = self.losses.get(samples, 1.0)
         if not math.isfinite(loss):
             raise NumericError("the loss is nan")
-        return StepFacts(loss, samples, {"top1": samples / 2} if measure else {})
+        return StepFacts(loss, samples, {"top1": samples / 2} if measure else {}, samples)
 
     def eval_step(self, batch: Batch) -> StepFacts:
         samples = len(batch[1])
-        return StepFacts(self.losses.get(samples, 1.0), samples, {"top1": float(samples)})
+        return StepFacts(self.losses.get(samples, 1.0), samples, {"top1": float(samples)}, samples)
 
     def close(self) -> None:
         pass
@@ -156,12 +157,28 @@ def test_a_begun_epoch_counts_as_one(steps: int, per_epoch: int, epochs: int) ->
     assert plan(steps, per_epoch).epochs == epochs
 
 
-def test_batches_weigh_by_their_samples() -> None:
+def test_batches_weigh_by_what_their_loss_is_a_mean_of() -> None:
     totals = MetricTotals()
-    totals.add(loss=1.0, samples=3, sums={"top1": 3.0})
-    totals.add(loss=5.0, samples=1, sums={"top1": 0.0, "top5": 1.0})
-    assert (totals.samples, totals.loss) == (4, 2.0)
+    totals.add(StepFacts(loss=1.0, samples=2, sums={"top1": 3.0}, weight=3.0))
+    totals.add(StepFacts(loss=5.0, samples=2, sums={"top1": 0.0, "top5": 1.0}, weight=1.0))
+    totals.add(StepFacts(loss=0.0, samples=2, sums={"top1": 0.0}, weight=0.0))
+    assert (totals.samples, totals.loss) == (6, 2.0)
     assert totals.means == {"top1": 0.75, "top5": 0.25}
+
+
+def test_the_perplexity_is_that_of_all_tokens_and_not_the_mean_over_batches() -> None:
+    totals = MetricTotals()
+    totals.add(StepFacts(loss=0.0, samples=1, sums={"bits_per_token": 1.0}, weight=1.0))
+    totals.add(StepFacts(loss=0.0, samples=1, sums={"bits_per_token": 15.0}, weight=3.0))
+    assert totals.means == {"bits_per_token": 4.0, "perplexity": 16.0}
+    assert metric_means({"bits_per_token": 9e9}, 1.0)["perplexity"] == 2.0**1023
+
+
+def test_held_out_samples_without_a_scored_label_cannot_be_evaluated() -> None:
+    unscored = Fake()
+    unscored.eval_step = lambda batch: StepFacts(0.0, len(batch[1]), {}, 0.0)  # type: ignore[method-assign]
+    with pytest.raises(DataError, match="no sample to evaluate on has a label that the loss scores"):
+        evaluate(unscored, batches(4))
 
 
 def test_only_every_nth_step_is_measured() -> None:
