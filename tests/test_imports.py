@@ -33,6 +33,7 @@ LEVELS = """
     balance
     profiling
     pipeline
+    tensor_files
     sequential
     skip
     schedule accelerator torch_internals huggingface config.schema
@@ -43,7 +44,16 @@ LEVELS = """
 """Top to bottom. An area imports from itself and from lower lines; areas on one line do not import each other."""
 
 COMPONENTS = {
-    "models": {"sequential", "skip", "huggingface", "vision", "values", "safe_files", "errors"},
+    "models": {
+        "tensor_files",
+        "sequential",
+        "skip",
+        "huggingface",
+        "vision",
+        "values",
+        "safe_files",
+        "errors",
+    },
     "data": {"huggingface", "vision", "values", "pytree", "safe_files", "errors", "process_lifetime"},
     "losses": {"values", "errors"},
     "loggers": {"values", "safe_files", "errors"},
@@ -65,7 +75,7 @@ ONLY_IN = {
 
 WITHOUT_TORCH = {
     "training.snapshot.durable",
-    "training.snapshot.header",
+    "tensor_files.header",
     "training.snapshot.manifest",
     "schedule",
     "balance.solver",

@@ -14,8 +14,8 @@ from gpipe_cli.arguments import Invocation, parse_keys
 from gpipe_cli.errors import ConfigError, ResourceError, RunError
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.saved_run import select_snapshot
+from gpipe_cli.tensor_files.header import BadTensors, read_header
 from gpipe_cli.training.snapshot.durable import write_file
-from gpipe_cli.training.snapshot.header import BadTensors, read_header
 from gpipe_cli.training.snapshot.manifest import MODEL
 
 KEYS = {"run": "directory", "snapshot": "directory", "out": "file"}

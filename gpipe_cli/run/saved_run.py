@@ -20,8 +20,9 @@ from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.models.weights import check_weights, load_weights, read_weights
 from gpipe_cli.report.formatting import one_line
 from gpipe_cli.sequential.without_storage import placeholder
+from gpipe_cli.tensor_files.header import BadTensors
+from gpipe_cli.tensor_files.tensor_file import TensorFile
 from gpipe_cli.training.snapshot.contents import decode_tensors, open_large_snapshot
-from gpipe_cli.training.snapshot.header import BadTensors
 from gpipe_cli.training.snapshot.manifest import (
     BUFFERS,
     MODEL,
@@ -30,7 +31,6 @@ from gpipe_cli.training.snapshot.manifest import (
     newest_valid_snapshot,
     read_snapshot,
 )
-from gpipe_cli.training.snapshot.tensors import TensorFile
 
 
 def saved_config(run: Path) -> DictConfig:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, ResourceError, RunError
+from gpipe_cli.tensor_files.header import BadTensors
+from gpipe_cli.tensor_files.tensor_file import TensorFile
 from gpipe_cli.training.snapshot import tensors
 from gpipe_cli.training.snapshot.durable import FileDigest, write_directory, write_file
-from gpipe_cli.training.snapshot.header import BadTensors
 from gpipe_cli.training.snapshot.manifest import (
     BUFFERS,
     MANIFEST,
@@ -58,7 +59,7 @@ def open_snapshot(verified: VerifiedSnapshot) -> Snapshot:
 def open_large_snapshot(verified: VerifiedSnapshot) -> Snapshot:
     """The same for a snapshot that may be larger than memory: its verified files are read again, tensor by tensor."""
     try:
-        files = {name: tensors.TensorFile(verified.path / name, verified.path) for name in verified.names}
+        files = {name: TensorFile(verified.path / name, verified.path) for name in verified.names}
     except (BadTensors, OSError) as error:
         raise RunError(f"{verified.path}: damaged: {error}") from error
 
