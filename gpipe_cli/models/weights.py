@@ -51,7 +51,7 @@ def check_weights(
     """Check names, shapes and kinds of numbers; the floating-point precision may differ."""
     expected = model.state_dict()
     misshapen = [
-        f"{name} {_shape(tensors[name])} instead of {_shape(tensor)}"
+        f"{name} {shape_text(tensors[name].shape)} instead of {shape_text(tensor.shape)}"
         for name, tensor in expected.items()
         if name in tensors and tensors[name].shape != tensor.shape
     ]
@@ -67,7 +67,7 @@ def check_weights(
             "unexpected": [name for name in tensors if name not in expected],
         }
     summary = "; ".join(
-        f"{len(names)} {problem}: {_listed(names)}" for problem, names in problems.items() if names
+        f"{len(names)} {problem}: {listed(names)}" for problem, names in problems.items() if names
     )
     if summary:
         raise ConfigError(f"{key}={path}: made for another model ({summary})")
@@ -108,9 +108,10 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _shape(tensor: Tensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "scalar"
+def shape_text(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first few names."""
     return ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")

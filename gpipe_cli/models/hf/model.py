@@ -1,0 +1,110 @@
+"""model=hf: any model of transformers for language, text classification or images, from a local directory.
+
+The architecture is that of config.json. The modules are transformers' own, so outputs are bitwise those of
+`from_pretrained`, and names are those of its state_dict. gpipe downloads nothing and runs no code of the directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.huggingface import load_config
+from gpipe_cli.models.hf.checkpoint import stored_tensors
+from gpipe_cli.models.hf.loading import Loading
+from gpipe_cli.models.hf.tasks import CLASSIFICATION, model_class
+from gpipe_cli.values import check_whole_number
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INITS = ("weights", "random")
+
+
+def build(
+    path: str,
+    task: str | None = None,
+    init: str = "weights",
+    dtype: str | None = None,
+    num_classes: int = 2,
+    new_head: bool = False,
+    input_shape: tuple[int, ...] = (32,),
+    say: Callable[[str], None] = lambda line: None,
+) -> nn.Module:
+    """Return the model in the directory `path`; its parameters stay in the files until a device needs them.
+
+    init: `weights` for those of the directory; `random` to draw all parameters from torch's default generator.
+    num_classes: of a classifier; for language models the number of tokens in the data, which the model must know.
+    say: prints what the user should know about the files.
+    """
+    if init not in INITS:
+        raise ConfigError(f"model.init={init}: must be one of: {', '.join(INITS)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"model.dtype={dtype}: must be one of: {', '.join(DTYPES)}, or null for float32")
+    directory = Path(path)
+    config = load_config(directory)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"model.path={path}: its weights are quantized, so they cannot be trained; give those before quantization"
+        )
+    task, chosen = model_class(config, task, path)
+    if new_head and (task not in CLASSIFICATION or init == "random"):
+        raise ConfigError(
+            f"model.new_head=true: is for weights of a classifier, and this is task={task} init={init}"
+        )
+    _turn_off_caches(config)
+    _check_input(config, task, path, input_shape)
+    if task in CLASSIFICATION:
+        check_whole_number("model.num_classes", num_classes, least=1)
+        config.num_labels = num_classes
+    else:
+        _check_vocabulary(config, path, num_classes)
+    kind = DTYPES[dtype or "float32"]
+    if init == "random":
+        model: nn.Module = chosen._from_config(config, dtype=kind)
+    else:
+        loading = Loading(chosen, config, kind, stored_tensors(directory), path, say)
+        model = loading.load(classifies=task in CLASSIFICATION, new_head=new_head)
+    return model
+
+
+def _turn_off_caches(config: Any) -> None:
+    """Training has no use for the keys and values of earlier tokens, and a pipeline could not carry them."""
+    for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
+
+
+def _check_input(config: Any, task: str, path: str, input_shape: tuple[int, ...]) -> None:
+    takes_images = task == "image_classification"
+    if len(input_shape) != (3 if takes_images else 1):
+        given = "x".join(map(str, input_shape))
+        kind, cure = (
+            ("images", "data=image_folder loss=cross_entropy")
+            if takes_images
+            else ("sequences of tokens", "data=text loss=token_cross_entropy")
+        )
+        raise ConfigError(
+            f"model.path={path}: task={task} takes {kind}, and the data has {given}; choose data and a loss that fit, "
+            f"such as {cure}"
+        )
+    if takes_images:
+        return
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(longest, int) and input_shape[0] > longest > 0:
+        raise ConfigError(
+            f"data.context={input_shape[0]}: the model has at most {longest} positions (max_position_embeddings of "
+            f"{path}); give data.context={longest} or less"
+        )
+
+
+def _check_vocabulary(config: Any, path: str, tokens: int) -> None:
+    known = getattr(config.get_text_config(), "vocab_size", None)
+    if isinstance(known, int) and tokens > known:
+        raise ConfigError(
+            f"model.path={path}: knows {known} tokens (vocab_size), and the data has {tokens}; give the tokenizer that "
+            f"the model was trained with, such as data.tokenizer={path}"
+        )
