@@ -55,7 +55,7 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
     if settings.device is None:
         model = make_model(settings, loader)
     else:
-        model = build_without_storage(lambda: make_model(settings, loader))
+        model = build_without_storage(lambda: make_model(settings, loader, load=False))
     planner = Planner(settings, job.overrides, loader, model)
     if settings.verify and not planner.can_be_run:
         raise ConfigError(

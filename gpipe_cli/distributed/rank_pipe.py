@@ -40,6 +40,7 @@ from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
 from gpipe_cli.pipeline.tied import TiedParameters, Untied
 from gpipe_cli.schedule import traits
 from gpipe_cli.schedule.checkpoint import Checkpoint
+from gpipe_cli.sequential.unloaded import load_parameters
 from gpipe_cli.sequential.without_storage import meta_like
 
 _MAX_CACHED_SCHEDULES = 8
@@ -211,7 +212,9 @@ def keep_only(module: nn.Sequential, own: Sequence[nn.Module], device: torch.dev
     """Move the layers in `own` to `device`, and replace every tensor that none of them uses by one without storage.
 
     Every process builds the whole model, so that all agree on names and values. Names, shapes and ties remain.
+    Parameters that are still in files are read for the layers in `own` only.
     """
+    load_parameters([module], device, own)
     own_parts = {part for layer in own for part in layer.modules()}
     holders: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for part, name, tensor in tensors_in(module):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.offload.stored_tensors import StoredTensors
 from gpipe_cli.offload.tiers import Tier
+from gpipe_cli.sequential.unloaded import UnloadedParameter
 from gpipe_cli.torch_internals.spilled_tensors import spilling
 
 MAX_BYTES_IN_MEMORY = 2**28
@@ -48,6 +49,8 @@ def build_on_tier(tier: Tier, build: Callable[[], Model]) -> BuiltModel[Model]:
         spilled.give_back(buffer)
     all_stored = []
     for parameter in model.parameters():
+        if isinstance(parameter, UnloadedParameter):
+            continue  # it is in a file already
         value = spilled.give_back(parameter.data)
         stored = StoredTensors(tier, [value])
         stored.put(0, value)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gpipe_cli.offload.stored_tensors import StoredTensors, placeholder
 from gpipe_cli.offload.tiers import Tier
 from gpipe_cli.pipeline.tied import TiedParameters
+from gpipe_cli.sequential.unloaded import UnloadedParameter
 from gpipe_cli.torch_internals.tensor_memory import exchanges_memory, storage_of
 
 
@@ -177,27 +178,36 @@ class SlicedParameters:
 
 def put_parameters_on(
     device: torch.device, module: nn.Module, value_of: Callable[[Tensor], Tensor] | None
-) -> Callable[[Tensor], Tensor] | None:
+) -> Callable[[Tensor], Tensor]:
     """Prepare parameters that are to move between the host and the device; returns what then reads their values.
 
     Where torch cannot replace the memory of a parameter by that of the device, replace the parameter by one without
-    memory on the device, as `Module.to` does there.
+    memory on the device, as `Module.to` does there. Replace a parameter that is still in a file in the same way.
     """
-    if exchanges_memory(device):
-        return value_of
-    values: dict[int, Tensor] = {}
+    home = torch.device("cpu") if exchanges_memory(device) else device
+    values: dict[int, Callable[[], Tensor]] = {}
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, before in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if exchanges_memory(device) and not isinstance(before, UnloadedParameter):
+                continue
             if before not in replaced:
-                data = placeholder(before.dtype, before.shape, device)
+                data = placeholder(before.dtype, before.shape, home)
                 replaced[before] = nn.Parameter(data, requires_grad=before.requires_grad)
-                values[storage_of(data)] = before.data
+                values[storage_of(data)] = _reader(before, value_of)
             setattr(owner, name, replaced[before])
 
     def value(tensor: Tensor) -> Tensor:
         # Each value is read once, and not kept in memory longer.
-        before = values.pop(storage_of(tensor))
-        return before if value_of is None else value_of(before)
+        if read := values.pop(storage_of(tensor), None):
+            return read()
+        return tensor if value_of is None else value_of(tensor)
 
     return value
+
+
+def _reader(parameter: nn.Parameter, value_of: Callable[[Tensor], Tensor] | None) -> Callable[[], Tensor]:
+    if isinstance(parameter, UnloadedParameter):
+        return parameter.read
+    data = parameter.data
+    return lambda: data if value_of is None else value_of(data)

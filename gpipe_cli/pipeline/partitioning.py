@@ -14,6 +14,7 @@ from gpipe_cli.accelerator.memory import note_device
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.module_state import tensors_in
 from gpipe_cli.pipeline.partition import Partition
+from gpipe_cli.sequential.unloaded import load_parameters
 from gpipe_cli.skip.layout import SkipRoute, skip_layout
 from gpipe_cli.torch_internals.autograd_graph import has_hooks
 
@@ -44,8 +45,15 @@ def move_to_devices(
     devices: Sequence[torch.device],
     move: Callable[[nn.Module, torch.device], object] = nn.Module.to,
 ) -> None:
-    """Move each partition to its device, and what several share to the device of the first that uses it."""
+    """Move each partition to its device, and what several share to the device of the first that uses it.
+
+    Parameters that are still in files are read here, each straight to its device.
+    """
     partitions = list(modules)
+    for index, module in enumerate(partitions):
+        device = devices[index % len(devices)]
+        with note_device(f"loading partition {index}", device):
+            load_parameters(partitions, device, [module])
     uses: dict[Tensor, dict[tuple[nn.Module, str], None]] = {}
     for part, name, tensor in chain.from_iterable(map(tensors_in, partitions)):
         uses.setdefault(tensor, {})[part, name] = None

@@ -30,6 +30,7 @@ from gpipe_cli.run.components import (
     check_components,
     engine_name,
     keeps_on_disk,
+    measures_layers,
     scratch_folder,
     traits_of_engine,
 )
@@ -87,9 +88,11 @@ def build_parts(settings: ModelConfig, overrides: Sequence[str], *, storage: boo
     add_current_folder(settings.allow)
     check_components(settings, overrides)
     loader = make_loader(settings)
+    # An engine reads the parameters of its own layers; a balance method or a profile that runs the model needs all.
+    load = storage and (measures_layers(settings) or not isinstance(settings, RunConfig))
 
     def make() -> nn.Sequential:
-        return make_model(settings, loader)
+        return make_model(settings, loader, load=load)
 
     if storage and isinstance(settings, RunConfig) and keeps_on_disk(settings):
         built = build_on_tier(DiskTier(scratch_folder(settings)), make)

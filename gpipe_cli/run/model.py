@@ -24,6 +24,7 @@ from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.sequential import Sequence, flatten_model, to_sequential
+from gpipe_cli.sequential.unloaded import load_parameters
 from gpipe_cli.sequential.without_storage import meta_clone, without_storage
 
 FEWER_PARAMETERS = "choose a smaller model, or keep it on disk with engine=offload engine.to=disk"
@@ -39,11 +40,14 @@ FUNCTIONS = {f"torch.{name}": getattr(torch, name) for name in FUNCTION_NAMES.sp
 
 
 @report_out_of_memory("building the model", FEWER_PARAMETERS)
-def make_model(settings: ModelConfig, loader: BatchLoader) -> nn.Sequential:
-    """Build the model and initialize it from the seed; `num_classes` defaults to the classes of the data."""
+def make_model(settings: ModelConfig, loader: BatchLoader, *, load: bool = True) -> nn.Sequential:
+    """Build the model and initialize it from the seed; `num_classes` defaults to the classes of the data.
+
+    load: also read parameters that a model leaves in its files until a device needs them.
+    """
     torch.manual_seed(settings.seed if isinstance(settings, TrainConfig) else 0)
     node = model_arguments(settings)
-    offered: dict[str, Any] = {"input_shape": loader.data.shape}
+    offered: dict[str, Any] = {"input_shape": loader.data.shape, "say": print_status}
     if "num_classes" not in node:
         offered["num_classes"] = loader.classes
     model = instantiate(node, "model", settings.allow, **offered)
@@ -51,7 +55,10 @@ def make_model(settings: ModelConfig, loader: BatchLoader) -> nn.Sequential:
         raise ConfigError(
             f"model._target_={node['_target_']}: returns a {type(model).__name__}; it must return an nn.Module"
         )
-    return as_sequence(model, sequence_keys(settings), loader.traced_batch())
+    sequence = as_sequence(model, sequence_keys(settings), loader.traced_batch())
+    if load:
+        load_parameters([sequence], torch.device("cpu"))
+    return sequence
 
 
 def build_without_storage(make: Callable[[], nn.Sequential]) -> nn.Sequential:

@@ -19,6 +19,7 @@ from gpipe_cli.engines.state import EngineState, load_module, module_state
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.models.weights import check_weights, load_weights, read_weights
 from gpipe_cli.report.formatting import one_line
+from gpipe_cli.sequential.unloaded import read_from
 from gpipe_cli.sequential.without_storage import placeholder
 from gpipe_cli.tensor_files.header import BadTensors
 from gpipe_cli.tensor_files.tensor_file import TensorFile
@@ -107,11 +108,14 @@ def load_into_model(model: nn.Module, weights: str | None, snapshot: VerifiedSna
     """Load the snapshot if there is one, else the file of weights."""
     if snapshot is None:
         assert weights is not None, "the configuration was checked"
-        load_weights(model, read_weights(weights, "weights"), weights, "weights")
+        tensors = read_weights(weights, "weights")
+        load_weights(model, tensors, weights, "weights")
+        read_from(model, tensors)
         return
     state = EngineState(decode_tensors(snapshot, MODEL), decode_tensors(snapshot, BUFFERS))
     with _errors_name(snapshot.path / MODEL):
         load_module(model, state)
+    read_from(model, state.model)
 
 
 def load_slice_by_slice(

@@ -6,7 +6,8 @@ straight to its device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import final
 
 import torch
@@ -35,15 +36,16 @@ class UnloadedParameter(nn.Parameter):
 
 
 def load_parameters(
-    module: nn.Module, device: torch.device, layers: Iterable[nn.Module] | None = None
+    modules: Iterable[nn.Module], device: torch.device, users: Iterable[nn.Module] | None = None
 ) -> None:
-    """Load the parameters that the layers, or all of the module, use, wherever else in the module they are.
+    """Load the parameters that `users` use, by default all, wherever else in the modules they are.
 
     A parameter that is loaded already stays where it is.
     """
-    needed = set(module.parameters() if layers is None else _parameters(layers))
+    modules = list(modules)
+    needed = {parameter for user in (modules if users is None else users) for parameter in user.parameters()}
     loaded: dict[UnloadedParameter, nn.Parameter] = {}
-    for part in module.modules():
+    for part in (part for module in modules for part in module.modules()):
         for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
             if isinstance(parameter, UnloadedParameter) and parameter in needed:
                 if parameter not in loaded:
@@ -51,5 +53,9 @@ def load_parameters(
                 setattr(part, name, loaded[parameter])
 
 
-def _parameters(layers: Iterable[nn.Module]) -> Iterable[nn.Parameter]:
-    return (parameter for layer in layers for parameter in layer.parameters())
+def read_from(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Let parameters that are not loaded yet take their values from `tensors`, by name, instead of from their files."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UnloadedParameter):
+            # A copy is aligned, which these tensors may not be: they may lie anywhere in the bytes of a file.
+            parameter.read = partial(tensors[name].to, parameter.dtype, copy=True)

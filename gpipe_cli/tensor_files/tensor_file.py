@@ -63,7 +63,9 @@ class TensorFile:
     def read(self, name: str) -> Tensor:
         entry = self._entries[name]
         # Memory of torch, which is aligned: the bits of some kernels' results depend on where their input begins.
-        content = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+        # A storage rather than torch.empty, which makes no memory where models are built without storage.
+        storage = torch.UntypedStorage(entry.end - entry.begin)  # type: ignore[no-untyped-call]
+        content = torch.tensor([], dtype=torch.uint8).set_(storage)
         with self._open() as file:
             file.seek(self._start + entry.begin)
             missing = content.numpy().data
