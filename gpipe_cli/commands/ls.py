@@ -47,10 +47,11 @@ def _row(option: Option) -> dict[str, str]:
 
 
 def _print_lines(listing: dict[str, list[dict[str, str]]]) -> None:
-    """One tab-separated line per option, for pipes."""
+    """One tab-separated line per option, for pipes; a topic's lines have the same columns."""
     for topic, rows in listing.items():
+        columns = _columns(rows)
         for row in rows:
-            cells = [*([topic] if len(listing) > 1 else []), *row.values()]
+            cells = [*([topic] if len(listing) > 1 else []), *(row.get(column, "-") for column in columns)]
             sys.stdout.write("\t".join(cells) + "\n")
 
 
@@ -58,6 +59,12 @@ def _print_tables(listing: dict[str, list[dict[str, str]]]) -> None:
     from gpipe_cli.report.tables import print_rows  # importing rich takes time, and a pipe does not need it
 
     for topic, rows in listing.items():
-        columns = list(dict.fromkeys(key for row in rows for key in row)) or ["name"]
+        columns = _columns(rows)
         print_rows(topic, columns, [[row.get(column) for column in columns] for row in rows])
         sys.stdout.write("\n")
+
+
+def _columns(rows: list[dict[str, str]]) -> list[str]:
+    """Every key of a row, the description last."""
+    keys = dict.fromkeys(key for row in rows for key in row if key != "description")
+    return [*keys, "description"] if rows else ["name"]
