@@ -18,7 +18,7 @@ from gpipe_cli.arguments import flag_names
 from gpipe_cli.commands.ls import PLURALS, TOPICS
 from gpipe_cli.config.options import list_options, takes_recipes
 from gpipe_cli.config.overrides import SCALE_KEY, SCALES, override_group
-from gpipe_cli.config.schema import SCHEMAS
+from gpipe_cli.config.schema import NO_EFFECT, SCHEMAS
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.help import COMMANDS
 
@@ -74,6 +74,7 @@ def _of_hydra(command: str, rest: str, words: list[str], hydra: Hydra) -> list[s
     with redirect_stdout(StringIO()) as answer:
         hydra(command, words)
     known = {field.name for field in fields(SCHEMAS[command])} | {"recipe"}
+    known -= set(NO_EFFECT.get(command, ()))
     # Hydra adds no equals sign to a group that contains options and folders, as recipes does.
     candidates = (re.sub(r"^recipes(=|$)", "recipe=", word) for word in answer.getvalue().split())
     return [word for word in candidates if override_group(word) in known]

@@ -48,6 +48,16 @@ COMMANDS = {
             "gpipe eval run=<directory> --json            # one JSON document on stdout",
         ),
     ),
+    "generate": Command(
+        "continue a text with a trained language model",
+        "gpipe generate run=<directory>|snapshot=<directory>|weights=<file> [prompt=...] [key=value ...] [flags]",
+        (
+            'gpipe generate run=<directory> prompt="Shall I compare thee"',
+            "gpipe generate run=<directory> prompt=- tokens=200 < text.txt   # read the prompt from stdin",
+            "gpipe generate run=<directory> temperature=0   # always the likeliest token",
+            'gpipe generate run=<directory> prompt="Once" partitions=4 --json   # divided differently, as JSON',
+        ),
+    ),
     "balance": Command(
         "divide a model's layers among partitions",
         "gpipe balance [--by time|params|uniform] [key=value ...] [flags]",

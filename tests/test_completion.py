@@ -84,6 +84,8 @@ def test_keys_and_options_are_those_of_the_command() -> None:
     assert {"chunks=", "model=", "recipe=", "seed="} <= set(keys)
     assert not any(word.startswith(("hydra", "tests", "gpipe_cli", "conf", ".")) for word in keys)
     assert "split=" in completions("gpipe eval spl")
+    keys = completions("gpipe generate ")
+    assert {"run=", "prompt=", "partitions="} <= set(keys) and not {"batch_size=", "loss="} & set(keys)
 
 
 @pytest.mark.skipif(not Path("/bin/bash").exists(), reason="needs bash")

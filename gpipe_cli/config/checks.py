@@ -22,6 +22,7 @@ from gpipe_cli.config.schema import (
     ProfileConfig,
     RunConfig,
     TrainConfig,
+    TrainedConfig,
 )
 from gpipe_cli.config.targets import add_current_folder, allows_module
 from gpipe_cli.errors import ConfigError, RunError, or_list
@@ -50,6 +51,9 @@ AT_LEAST = {
     "model.num_classes": 1,
     "seed": 0,
     "top": 1,
+    "tokens": 1,
+    "top_k": 1,
+    "temperature": 0,
     "seconds": 0,
 }
 AT_MOST = dict.fromkeys(("threads", "devices", "partitions", "data_parallel"), 1024)
@@ -63,7 +67,7 @@ def check(settings: ModelConfig) -> None:
     problems = list(_problems(settings))
     if problems:
         raise ConfigError("; ".join(problems))
-    for key in ("run", "snapshot") if isinstance(settings, EvalConfig) else ():
+    for key in ("run", "snapshot") if isinstance(settings, TrainedConfig) else ():
         given = getattr(settings, key)
         if given is not None and not Path(given).is_dir():
             raise RunError(f"{key}={given}: no such directory")
@@ -102,17 +106,18 @@ def _problems(settings: ModelConfig) -> Iterator[str]:
         yield from _resuming(settings)
     if isinstance(settings, PlanConfig) and settings.device is not None:
         yield from _other_device(settings, settings.device)
-    if isinstance(settings, EvalConfig):
+    if isinstance(settings, TrainedConfig):
         given = [key for key in ("run", "snapshot", "weights") if getattr(settings, key) is not None]
         if not given:
-            yield "run: give the run to evaluate, run=runs/train/..., or snapshot=..., or weights=..."
+            use = "evaluate" if isinstance(settings, EvalConfig) else "use"
+            yield f"run: give the run to {use}, run=runs/train/..., or snapshot=..., or weights=..."
         elif len(given) > 1:
             yield f"{given[0]} and {given[1]} exclude each other; give one of them"
 
 
 def _numbers(flat: Mapping[str, Any]) -> Iterator[str]:
     for key, least in AT_LEAST.items():
-        if _is_count(flat.get(key)) and flat[key] < least:
+        if isinstance(flat.get(key), int | float) and flat[key] < least:
             yield f"{key}={flat[key]}: must be at least {least}"
     for key, most in AT_MOST.items():
         if _is_count(flat.get(key)) and flat[key] > most:

@@ -25,8 +25,16 @@ from omegaconf.resolvers import oc
 from gpipe_cli.config.checks import check, check_numbers
 from gpipe_cli.config.hydra_loader import CUSTOM, HYDRA_NODE, GuardedLoader, check_hydra_choices, open_hydra
 from gpipe_cli.config.options import list_options, takes_recipes
-from gpipe_cli.config.overrides import SCALE_KEY, SMALL, override_group, override_key
-from gpipe_cli.config.schema import COMPONENT_GROUPS, GROUPS, SCHEMAS, ModelConfig, config_keys
+from gpipe_cli.config.overrides import SCALE_KEY, SMALL, escape_references, override_group, override_key
+from gpipe_cli.config.schema import (
+    COMPONENT_GROUPS,
+    GROUPS,
+    NO_EFFECT,
+    SCHEMAS,
+    ModelConfig,
+    TrainedConfig,
+    config_keys,
+)
 from gpipe_cli.config.targets import check_targets
 from gpipe_cli.config.yaml_files import check_references
 from gpipe_cli.errors import ConfigError, did_you_mean, or_list
@@ -48,7 +56,9 @@ class Request:
     @property
     def continues_run(self) -> bool:
         """Whether the components may be those of an earlier run, with keys that the default options do not list."""
-        return self.command == "eval" or any(override_key(word) == "resume" for word in self.overrides)
+        return issubclass(SCHEMAS[self.command], TrainedConfig) or any(
+            override_key(word) == "resume" for word in self.overrides
+        )
 
 
 @final
@@ -143,9 +153,18 @@ def typed(plain: dict[str, Any], command: str) -> ModelConfig:
         if name not in plain:
             raise ConfigError(f"'{name}' was removed, but it is required")
     # Merging into the schema raises on an unknown key, where to_object alone would drop it silently.
-    settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), plain))
+    # The mapping is resolved, so what still looks like a reference in it is text.
+    settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), _escaped(plain)))
     assert isinstance(settings, ModelConfig)
     return settings
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, str):
+        return escape_references(value)
+    if isinstance(value, dict):
+        return {key: _escaped(member) for key, member in value.items()}
+    return [_escaped(member) for member in value] if isinstance(value, list) else value
 
 
 @cache
@@ -215,6 +234,8 @@ def _parse(hydra: Hydra, request: Request, *, multirun: bool) -> list[list[str]]
             raise ConfigError(
                 f"'{word}' is neither a flag nor key=value; see `gpipe {request.command} --help`"
             )
+        if override_group(word) in NO_EFFECT.get(request.command, ()):
+            raise ConfigError(f"{override_key(word)}: has no effect on gpipe {request.command}; leave it out")
     parsed = OverridesParser.create(hydra.config_loader).parse_overrides(list(words))
     for override in parsed:
         _check_override(override)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from gpipe_cli.config.schema import NO_EFFECT
+
 
 @cache
 def resources_dir() -> Path:
@@ -71,14 +73,14 @@ def takes_recipes(command: str) -> bool:
 
 
 def default_options(command: str) -> dict[str, Option]:
-    """The default option of each group, as the command's primary config lists them."""
+    """The default option of each group that the command uses, as the command's primary config lists them."""
     text = _primary(command)
     chosen = dict(re.findall(r"^  - (\w+): (\w+)$", text, flags=re.MULTILINE))
     return {
         group: option
         for group, name in chosen.items()
         for option in list_options(group)
-        if option.name == name
+        if option.name == name and group not in NO_EFFECT.get(command, ())
     }
 
 

@@ -20,6 +20,8 @@ _PIECE = re.compile(
     re.VERBOSE,
 )
 _NEEDS_NO_QUOTES = re.compile(r"(?:\$\{[^}]*\}|\\.|[\w/\-+.$%*@?|:\\ \t])*", re.ASCII)
+TEXT_KEYS = ("prompt",)
+"""Keys whose value is any text: nothing in it is a list, a sweep, a reference or a quote."""
 _ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 """Outside quotes the pair means the second character alone, inside quotes it means both."""
 
@@ -90,6 +92,8 @@ def quote_override(word: str) -> str:
     references and text that is already quoted stay as they are.
     """
     key, equals, value = word.partition("=")
+    if equals and key in TEXT_KEYS:
+        return f"{key}={_quoted(escape_references(value))}"
     open_brackets: list[str] = []
     pieces = []
     for match in _PIECE.finditer(value):
@@ -109,11 +113,19 @@ def quote_override(word: str) -> str:
     return f"{key}{equals}{''.join(pieces)}"
 
 
+def escape_references(text: str) -> str:
+    """The text, written so that OmegaConf reads it as it is: a backslash makes plain text of a reference."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+
+
 def _quote(text: str) -> str:
     inner = text.strip(" \t")
     if _NEEDS_NO_QUOTES.fullmatch(inner):
         return text
-    content = _ESCAPED.sub(r"\1", inner)
+    return text.replace(inner, _quoted(_ESCAPED.sub(r"\1", inner)))
+
+
+def _quoted(text: str) -> str:
     # Inside quotes a backslash stands for itself unless a quote follows it.
-    content = re.sub(r"(\\*)('|$)", lambda end: end[1] * 2 + (r"\'" if end[2] else ""), content)
-    return text.replace(inner, f"'{content}'")
+    escaped = re.sub(r"(\\*)('|\Z)", lambda end: end[1] * 2 + (r"\'" if end[2] else ""), text)
+    return f"'{escaped}'"

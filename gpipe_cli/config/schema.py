@@ -153,17 +153,39 @@ class TrainConfig(RunConfig, CostConfig):
 
 
 @dataclass
-class EvalConfig(RunConfig):
-    """gpipe eval"""
+class TrainedConfig(RunConfig):
+    """The keys of commands that use trained weights."""
 
     run: str | None = None
-    """The run directory to evaluate: its newest snapshot, with the settings it was trained with."""
+    """The run directory whose newest snapshot to use, with the settings it was trained with."""
     snapshot: str | None = None
     """A snapshot of a run, instead of `run`."""
     weights: str | None = None
     """A file of weights (.safetensors, .pth), instead of `run`; give model and data as well."""
+
+
+@dataclass
+class EvalConfig(TrainedConfig):
+    """gpipe eval"""
+
     split: str = "test"
     """Which samples to evaluate: test or train."""
+
+
+@dataclass
+class GenerateConfig(TrainedConfig):
+    """gpipe generate"""
+
+    prompt: str = ""
+    """The text to continue, taken as it is; `-` reads it from stdin, without its last line break."""
+    tokens: int = 50
+    """How many tokens to generate, unless the text ends before."""
+    temperature: float = 0.8
+    """Below 1, likely tokens become likelier; above 1, all become more equal; 0 always takes the likeliest."""
+    top_k: int | None = 40
+    """Draw from this many of the likeliest tokens; null: from all."""
+    seed: int = 0
+    """Seed of the drawing: the same seed gives the same text, however the model is split."""
 
 
 @dataclass
@@ -208,10 +230,15 @@ class PlanConfig(CostConfig):
 SCHEMAS: dict[str, type[ModelConfig]] = {
     "train": TrainConfig,
     "eval": EvalConfig,
+    "generate": GenerateConfig,
     "balance": BalanceConfig,
     "profile": ProfileConfig,
     "plan": PlanConfig,
 }
+NO_EFFECT = {
+    "generate": ("transform", "loss", "chunks", "eval_chunks", "batch_size"),
+}
+"""Keys that a command has only because it builds its parts as a training run does; giving one is an error."""
 COMPONENT_GROUPS = (
     "model",
     "data",
@@ -243,7 +270,8 @@ def config_keys(command: str) -> list[ConfigKey]:
     enough for `gpipe --help`, and leaves one place to write a key and its sentence.
     """
     # TrainConfig inherits some keys along two paths; the mapping keeps them once.
-    return list({key.key: key for key in _class_keys(SCHEMAS[command].__name__, prefix="")}.values())
+    keys = {key.key: key for key in _class_keys(SCHEMAS[command].__name__, prefix="")}
+    return [key for key in keys.values() if key.key not in NO_EFFECT.get(command, ())]
 
 
 @cache

@@ -34,6 +34,9 @@ class Collectives(Protocol):
         measured: whether facts have sums; every process gives the same.
         """
 
+    def from_last_rank(self, number: int) -> int:
+        """The number of the process with the last layer; the numbers of the others are ignored."""
+
     def norms(self, own: Tensor) -> Tensor:
         """The norms of all gradients in the order of the model's names, from those of this process; -1: no gradient."""
 
@@ -61,6 +64,9 @@ class SingleProcess:
     def facts(self, own: StepFacts | None, *, measured: bool) -> StepFacts:
         assert own is not None, "a single process has the last layer"
         return own
+
+    def from_last_rank(self, number: int) -> int:
+        return number
 
     def norms(self, own: Tensor) -> Tensor:
         return own
@@ -127,6 +133,9 @@ class RankCollectives:
                 names = share_json(names, 0, coords.data)
             self._sum_names = list(share_json(names, coords.last_rank, coords.pipe))
         return self._sum_names
+
+    def from_last_rank(self, number: int) -> int:
+        return int(share_numbers(torch.tensor([number]), self._coords.last_rank, self._coords.pipe))
 
     def norms(self, own: Tensor) -> Tensor:
         padded = torch.cat([own, own.new_zeros(self._row_length - len(own))])

@@ -29,6 +29,7 @@ from gpipe_cli.offload.slices import ALL_WEIGHTS, Part, Slice
 from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
+from gpipe_cli.pytree import ModelInput
 
 
 @final
@@ -112,6 +113,9 @@ class OffloadEngine:
 
     def eval_step(self, batch: Batch) -> StepFacts:
         return self._engine.eval_step(batch)
+
+    def predict(self, input: ModelInput, choose: Callable[[Any], int]) -> int:
+        return self._engine.predict(input, choose)
 
     def peak_bytes(self) -> list[int | None]:
         return self._engine.peak_bytes()

@@ -204,7 +204,7 @@ class PipeEngine:
             output = self._pipe(input)
             # A collective, so it is called by ranks without an output too.
             share = self._collectives.share_of(weight)
-            has_output = not (isinstance(output, tuple) and not output)
+            has_output = _has_output(output)
             # The mean of nothing may be nan.
             has_loss = has_output and weight > 0
             loss = float(unscaled_loss(self._objective, output, target)) * share if has_loss else 0.0
@@ -212,6 +212,12 @@ class PipeEngine:
         if has_output:
             own = StepFacts(loss, len(target), self._objective.measure(output, target), weight)
         return self._collectives.facts(own, measured=True)
+
+    def predict(self, input: ModelInput, choose: Callable[[Any], int]) -> int:
+        with self._reports_out_of_memory("predicting", EVAL_CURE):
+            with self._evaluating(), self._autocast():
+                output = self._pipe(self._to_input_device(input))
+            return self._collectives.from_last_rank(choose(output) if _has_output(output) else 0)
 
     def state(self) -> EngineState:
         state = module_state(self.module)
@@ -283,12 +289,22 @@ class PipeEngine:
 
     def _to_devices(self, batch: Batch) -> tuple[ModelInput, Tensor]:
         input, target = batch
-        moved = map_tensors(lambda tensor: tensor.to(self._input_device, non_blocking=True), input)
-        return moved, target.to(self._output_device, non_blocking=True)
+        return self._to_input_device(input), target.to(self._output_device, non_blocking=True)
+
+    def _to_input_device(self, input: ModelInput) -> ModelInput:
+        moved: ModelInput = map_tensors(
+            lambda tensor: tensor.to(self._input_device, non_blocking=True), input
+        )
+        return moved
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = DTYPES.get(self._objective.precision)
         return nullcontext() if dtype is None else torch.autocast(self._input_device.type, dtype=dtype)
+
+
+def _has_output(output: Any) -> bool:
+    """A process without the last partition gets an empty tuple."""
+    return not (isinstance(output, tuple) and not output)
 
 
 def load_scaler(scaler: torch.amp.GradScaler, state: EngineState) -> None:

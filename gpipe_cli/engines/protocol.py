@@ -151,6 +151,12 @@ class Engine(Protocol):
     def eval_step(self, batch: Batch) -> StepFacts:
         """Compute loss and measures of one mini-batch; nothing changes."""
 
+    def predict(self, input: ModelInput, choose: Callable[[Any], int]) -> int:
+        """Run the model in eval mode on one mini-batch; the number that `choose` makes of the output.
+
+        Only the process with the last layer calls `choose`, and every process returns its number.
+        """
+
     def state(self) -> EngineState:
         """Everything that training changes, by the original names."""
 

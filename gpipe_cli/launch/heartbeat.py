@@ -5,16 +5,17 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:  # the launcher reads heartbeats before it has any use for torch
     from torch import nn
 
     from gpipe_cli.engines.protocol import Batch, Engine, StepFacts
     from gpipe_cli.engines.state import EngineState
+    from gpipe_cli.pytree import ModelInput
 
 NOT_IN_STEP = 0.0
 
@@ -65,6 +66,10 @@ class HeartbeatEngine:
     def eval_step(self, batch: Batch) -> StepFacts:
         with self._heartbeats.in_step(self._rank):
             return self._engine.eval_step(batch)
+
+    def predict(self, input: ModelInput, choose: Callable[[Any], int]) -> int:
+        with self._heartbeats.in_step(self._rank):
+            return self._engine.predict(input, choose)
 
     def state(self) -> EngineState:
         # Without a heartbeat: gathering the state of a large model may well take longer than step_timeout.

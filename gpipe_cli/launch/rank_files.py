@@ -53,6 +53,8 @@ class RankTask:
     balance: list[int]
     began: float
     """When the command began, by the monotonic clock; its time limit counts from there."""
+    json: bool = False
+    """Whether the result is printed as JSON."""
     run_directory: str | None = None
     """The directory to resume in, after a failed attempt."""
 

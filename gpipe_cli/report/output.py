@@ -14,7 +14,7 @@ from pathlib import Path
 from select import select
 from typing import Any, TextIO, final
 
-from gpipe_cli.report.formatting import one_line
+from gpipe_cli.report.formatting import one_line, printable
 from gpipe_cli.safe_files import open_regular
 
 STDIN, STDOUT, STDERR = 0, 1, 2
@@ -72,6 +72,12 @@ def print_status(line: str) -> None:
     """Print a line to stderr that is not part of the result."""
     sys.stderr.write(f"{one_line(line)}\n")
     sys.stderr.flush()
+
+
+def print_text(text: str) -> None:
+    """Print a part of the result at once: as it is, but without what could control a terminal if stdout is one."""
+    sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
 
 
 def _unfailing(descriptor: int, before: TextIO | None) -> TextIO:

@@ -58,15 +58,15 @@ class Job:
             tree=tree,
             model=task.model,
             number=task.number if task.run_directory is None else None,
-            json=True,  # the launcher prints the result
+            json=task.json,
             dry_run=False,
             rank=Rank(files, task.balance, task.began),
         )
 
     @property
     def shows_result(self) -> bool:
-        """Whether the command prints its result; a sweep prints all results at its end."""
-        return not self.json and self.number is None
+        """Whether the command prints its result: a sweep prints all at its end, and a launcher that of its ranks."""
+        return not self.json and self.number is None and self.rank is None
 
     def train_command(self, without: Collection[str]) -> str:
         """The command that trains with the same overrides, except for some keys and the keys below them."""

@@ -14,7 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from gpipe_cli.accelerator.devices import accelerators, available_devices, is_accelerator, resolve_devices
-from gpipe_cli.config.schema import EvalConfig, RunConfig, TrainConfig
+from gpipe_cli.config.schema import RunConfig, TrainConfig, TrainedConfig
 from gpipe_cli.distributed.backends import backends_for
 from gpipe_cli.distributed.torch_schedule import check_placement
 from gpipe_cli.distributed.world import World
@@ -54,6 +54,7 @@ def run_in_ranks(settings: RunConfig, job: Job, parts: RunParts, began: float) -
         number=job.number,
         balance=partitioning.balance,
         began=began,
+        json=job.json,
     )
     return launch_ranks(
         task,
@@ -144,7 +145,7 @@ def build_parts_in_ranks(settings: RunConfig, job: Job, world: World) -> RunPart
     if not world.is_rank_zero and measures_layers(settings):
         settings = _with_balance(settings, json.loads(world.from_rank_zero("")))
     without_running = job.dry_run or starts_ranks(settings)
-    needs_storage = isinstance(settings, EvalConfig) or measures_layers(settings)
+    needs_storage = isinstance(settings, TrainedConfig) or measures_layers(settings)
     parts = build_parts(settings, job.overrides, storage=needs_storage or not without_running)
     if world.is_rank_zero and measures_layers(settings):
         world.from_rank_zero(json.dumps(parts.partitioning.balance))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpipe_cli.commands import eval as evaluation
 from gpipe_cli.run import saved_run
+from gpipe_cli.run import trained as trained_model
 
 Gpipe = Callable[..., Any]
 ALLOW = "allow=[tiny_for_tests]"
@@ -44,7 +44,9 @@ def test_a_run_can_be_evaluated_with_other_settings_than_it_was_trained_with(
 def test_a_model_on_disk_is_never_whole_in_memory(
     tiny: Gpipe, trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluation, "load_into_model", lambda *_: pytest.fail("the whole model was loaded"))
+    monkeypatch.setattr(
+        trained_model, "load_into_model", lambda *_: pytest.fail("the whole model was loaded")
+    )
     monkeypatch.setattr(saved_run, "read_weights", lambda *_: pytest.fail("a whole file was read"))
     words = [ALLOW, "engine=offload", "engine.to=disk", "engine.slices=3", "--json"]
     summary = tiny("eval", f"run={trained['run_dir']}", *words).json

@@ -1,0 +1,112 @@
+"""gpipe generate: continue a text with a trained language model, token by token."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+
+from gpipe_cli.accelerator.determinism import deterministic_algorithms
+from gpipe_cli.config.schema import GenerateConfig
+from gpipe_cli.distributed.world import World
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.report.model_tables import print_partitions
+from gpipe_cli.report.output import print_status, print_text
+from gpipe_cli.run.generation import Sampling, TextFormat, TextStream, generate
+from gpipe_cli.run.job import Job, Summary
+from gpipe_cli.run.ranks import connect, run_in_ranks, settings_for_rank, starts_ranks
+from gpipe_cli.run.trained import (
+    build_trained,
+    snapshot_of,
+    trained_engine,
+    weights_name,
+    with_saved_settings,
+)
+from gpipe_cli.training.signals import StopRequested, stop_requests
+from gpipe_cli.training.snapshot.manifest import VerifiedSnapshot
+
+OWN_KEYS = ("run", "snapshot", "weights", "prompt", "tokens", "temperature", "top_k", "seed")
+STDIN = "-"
+MAX_PROMPT_BYTES = 2**24
+
+
+def run(settings: GenerateConfig, job: Job) -> Summary:
+    settings = with_saved_settings(settings, job, OWN_KEYS)
+    snapshot = snapshot_of(settings)
+    settings = settings_for_rank(settings, job)
+    with deterministic_algorithms(enabled=settings.deterministic), connect(settings, job) as world:
+        return _generate(settings, job, snapshot, world)
+
+
+def _generate(settings: GenerateConfig, job: Job, snapshot: VerifiedSnapshot | None, world: World) -> Summary:
+    parts = build_trained(settings, job, snapshot, world)
+    text = TextFormat.of(parts.loader)
+    source = {"weights": weights_name(settings, snapshot), "command": job.line}
+    if job.dry_run:
+        if not job.json:
+            print_partitions(parts.partitions)
+        return {"partitions": parts.partitions, **source}
+    if starts_ranks(settings):
+        return run_in_ranks(settings, job, parts, time.monotonic())
+    given = _read_prompt(settings.prompt) if world.is_rank_zero else ""
+    prompt = json.loads(world.from_rank_zero(json.dumps(text.encode(given) if world.is_rank_zero else [])))
+    context = text.context
+    if len(prompt) > context and world.is_rank_zero:
+        print_status(
+            f"the prompt has {len(prompt)} tokens; the model takes {context}, so it sees the last {context}"
+        )
+    stream = TextStream(text.tokenizer, prompt)
+    sampling = Sampling(settings.temperature, settings.top_k, settings.seed)
+    shows = world.is_rank_zero and not job.json
+    try:
+        with (
+            trained_engine(settings, job, parts, snapshot, world) as engine,
+            stop_requests(agree=world.max, patient=world.size > 1) as stops,
+        ):
+            began = time.perf_counter()
+            new = generate(engine, text, prompt, settings.tokens, sampling)
+            _print(stream, stops.until_stopped(new), shows=shows)
+    except StopRequested as request:
+        raise request.error(f"stopped by {request.reason}") from request
+    seconds = time.perf_counter() - began
+    count = len(stream.tokens)
+    ended = stream.tokens[-1] in text.tokenizer.ends
+    if shows:
+        reason = ", where the text ends" if ended else ""
+        print_status(f"{count} tokens in {seconds:.1f} s ({count / seconds:.1f} tokens/s){reason}")
+    return {
+        "prompt": given,
+        "text": stream.text,
+        "tokens": count,
+        "ended": ended,
+        "prompt_tokens": len(prompt),
+        "tokens_per_second": count / seconds,
+        "seconds": seconds,
+        **source,
+    }
+
+
+def _print(stream: TextStream, tokens: Iterator[int], *, shows: bool) -> None:
+    """Add the tokens to the stream, and print each piece of text as soon as it is complete."""
+    write = print_text if shows else lambda text: None
+    try:
+        for token in tokens:
+            write(stream.add(token))
+    finally:
+        if stream.tokens:  # an error before the first token leaves stdout empty
+            write(f"{stream.end()}\n")
+
+
+def _read_prompt(prompt: str) -> str:
+    if prompt != STDIN or sys.stdin is None:  # None: the command was started without stdin
+        return "" if prompt == STDIN else prompt
+    if sys.stdin.isatty():
+        print_status("reading the prompt from the terminal; end it with Ctrl-D")
+    content = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    if len(content) > MAX_PROMPT_BYTES:
+        raise ConfigError(
+            f"prompt=-: stdin has more than {MAX_PROMPT_BYTES} bytes; give the end of the text only"
+        )
+    # As the shell does with $(...): the last line break belongs to the file, not to the text.
+    return content.decode(errors="surrogateescape").removesuffix("\n")

@@ -1,0 +1,86 @@
+"""A trained model that a command uses: the settings it was trained with, its weights, and an engine that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from gpipe_cli.config.compose import settings_of
+from gpipe_cli.config.schema import TrainedConfig
+from gpipe_cli.distributed.world import World
+from gpipe_cli.engines.protocol import Engine
+from gpipe_cli.run.build import RunParts, make_engine
+from gpipe_cli.run.components import keeps_on_disk
+from gpipe_cli.run.job import Job
+from gpipe_cli.run.ranks import build_parts_in_ranks, with_heartbeat
+from gpipe_cli.run.saved_run import (
+    load_into_model,
+    load_slice_by_slice,
+    saved_config,
+    select_snapshot,
+    with_overrides,
+)
+from gpipe_cli.training.snapshot.manifest import (
+    BUFFERS,
+    MODEL,
+    VerifiedSnapshot,
+    is_snapshot,
+    run_directory_of,
+    snapshot_paths,
+)
+
+Settings = TypeVar("Settings", bound=TrainedConfig)
+
+
+def with_saved_settings(settings: Settings, job: Job, own_keys: Collection[str]) -> Settings:
+    """The settings of the run, overridden by those of this command; unchanged where there is no run.
+
+    own_keys: the keys of the command, in which the saved settings have no say.
+    """
+    path = settings.run or settings.snapshot
+    run = None if path is None else run_directory_of(Path(path)) if is_snapshot(Path(path)) else Path(path)
+    if run is None or not snapshot_paths(run):  # select_snapshot reports what is wrong with it
+        return settings
+    tree = with_overrides(saved_config(run), job.tree, job.overrides, own_keys)
+    merged = settings_of(tree, job.command, job.overrides)
+    assert isinstance(merged, type(settings))
+    return merged
+
+
+def snapshot_of(settings: TrainedConfig) -> VerifiedSnapshot | None:
+    """The snapshot to use, or None for a file of weights; one that may exceed memory is not read yet."""
+    for key, value in (("run", settings.run), ("snapshot", settings.snapshot)):
+        if value is not None:
+            return select_snapshot(key, value, () if keeps_on_disk(settings) else (MODEL, BUFFERS))
+    return None
+
+
+def weights_name(settings: TrainedConfig, snapshot: VerifiedSnapshot | None) -> str:
+    """The file that the weights come from."""
+    return str(settings.weights if snapshot is None else snapshot.path / MODEL)
+
+
+def build_trained(
+    settings: TrainedConfig, job: Job, snapshot: VerifiedSnapshot | None, world: World
+) -> RunParts:
+    """Build the parts of the run, and load the weights, unless the model may be larger than memory."""
+    parts = build_parts_in_ranks(settings, job, world)
+    if not keeps_on_disk(settings):
+        load_into_model(parts.model, settings.weights, snapshot)
+    return parts
+
+
+@contextmanager
+def trained_engine(
+    settings: TrainedConfig, job: Job, parts: RunParts, snapshot: VerifiedSnapshot | None, world: World
+) -> Iterator[Engine]:
+    """An engine that has the weights, closed when the block ends."""
+    engine = with_heartbeat(make_engine(settings, parts), job, world)
+    try:
+        if keeps_on_disk(settings):
+            load_slice_by_slice(engine, parts.model, settings.weights, snapshot)
+        yield engine
+    finally:
+        engine.close()

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpipe_cli.cli import main
+from gpipe_cli.run import generation
+
+Gpipe = Callable[..., Any]
+MODEL = ("model=gpt", "model.width=16", "model.depth=2", "model.heads=2", "data.context=8", "threads=1")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    words = ("steps=3", "batch_size=8", "chunks=2", "data.stride=400", f"run_dir={folder / 'run'}")
+    assert main(["train", *MODEL, *words]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def generate(gpipe: Gpipe, trained: Path) -> Gpipe:
+    return lambda *words: gpipe("generate", f"run={trained}", "tokens=12", *words)
+
+
+def test_the_text_goes_to_stdout_and_the_status_to_stderr(generate: Gpipe) -> None:
+    answer, as_json = generate("prompt=Shall I"), generate("prompt=Shall I", "--json")
+    assert answer.code == as_json.code == 0
+    summary = as_json.json
+    assert answer.out == f"{summary['text']}\n" and as_json.err == ""
+    assert answer.err.startswith("12 tokens in ") and answer.err.count("\n") == 1
+    assert (summary["prompt"], summary["tokens"], summary["ended"]) == ("Shall I", 12, False)
+    assert summary["weights"].endswith("step-00000003/model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["partitions=4"],
+        ["devices=[cpu,cpu,cpu]"],
+        ["engine=single"],
+        ["engine=offload", "engine.slices=2"],
+        ["engine=offload", "engine.to=disk"],
+        pytest.param(["engine=processes"], marks=pytest.mark.slow),
+    ],
+)
+def test_the_split_and_the_engine_do_not_change_the_text(generate: Gpipe, words: list[str]) -> None:
+    assert (
+        generate("prompt=When", *words, "--json").json["text"]
+        == generate("prompt=When", "--json").json["text"]
+    )
+
+
+@pytest.mark.slow
+def test_ranks_print_the_text_once_and_rank_0_reads_the_prompt(trained: Path, generate: Gpipe) -> None:
+    words = ["generate", f"run={trained}", "tokens=12", "prompt=-", "engine=processes"]
+    done = subprocess.run(
+        [sys.executable, "-m", "gpipe_cli", *words],
+        input="When\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, generate("prompt=When").out), done.stderr
+
+
+def test_the_seed_changes_the_text_and_a_temperature_of_zero_ignores_it(generate: Gpipe) -> None:
+    def text(*words: str) -> str:
+        return str(generate("prompt=When", *words, "--json").json["text"])
+
+    assert text("temperature=9", "top_k=null", "seed=1") != text("temperature=9", "top_k=null", "seed=2")
+    assert text("temperature=0", "seed=1") == text("temperature=0", "seed=2") == text("top_k=1")
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", "it's {x: [1], b} = \\", "${oc.env:HOME} \\${x", "日本\n", "null", "'quoted'"]
+)
+def test_a_prompt_is_taken_as_it_is(generate: Gpipe, prompt: str) -> None:
+    assert generate(f"prompt={prompt}", "--json").json["prompt"] == prompt
+
+
+def test_a_prompt_is_read_from_stdin(generate: Gpipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Shall\nI\n")))
+    assert generate("prompt=-", "--json").json["prompt"] == "Shall\nI"
+    monkeypatch.setattr(sys, "stdin", None)
+    assert generate("prompt=-", "--json").json["prompt"] == ""
+
+
+def test_a_prompt_that_is_too_long_keeps_its_end(generate: Gpipe) -> None:
+    answer, short = generate("prompt=Shall I compare"), generate("prompt= compare")
+    assert answer.out == short.out
+    assert answer.err.startswith("the prompt has 15 tokens; the model takes 8, so it sees the last 8\n")
+
+
+def test_an_interrupt_keeps_what_was_printed(generate: Gpipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = generation.TextStream.add
+
+    def interrupted(stream: generation.TextStream, token: int) -> str:
+        if len(stream.tokens) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return add(stream, token)
+
+    whole = generate("prompt=When").out
+    monkeypatch.setattr(generation.TextStream, "add", interrupted)
+    answer = generate("prompt=When")
+    assert (answer.code, answer.err) == (130, "gpipe: stopped by Ctrl-C\n")
+    assert answer.out == f"{whole[:5]}\n"
+
+
+def test_a_snapshot_and_a_file_of_weights_generate_the_same_text(
+    gpipe: Gpipe, generate: Gpipe, trained: Path
+) -> None:
+    text = generate("prompt=When").out
+    (snapshot,) = trained.glob("snapshots/*3")
+    assert gpipe("generate", f"snapshot={snapshot}", "tokens=12", "prompt=When").out == text
+    weights = f"weights={snapshot / 'model.safetensors'}"
+    assert gpipe("generate", weights, *MODEL, "tokens=12", "prompt=When").out == text
+
+
+def test_a_dry_run_shows_the_partitions(generate: Gpipe) -> None:
+    assert [row["layers"] for row in generate("--dry-run", "--json").json["partitions"]] == [2, 2]
+    assert generate("--dry-run").out.startswith("partitions\n")
+
+
+def test_a_run_that_is_no_language_model_is_refused(tiny: Gpipe) -> None:
+    run = tiny("train", "steps=1", "--json").json["run_dir"]
+    answer = tiny("generate", f"run={run}", "allow=[tiny_for_tests]")
+    assert answer.code == 2 and answer.err.count("\n") == 1
+    assert "data: its samples are no text" in answer.err
+
+
+def test_damaged_weights_end_with_code_4(gpipe: Gpipe, trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    for path in (tmp_path / "run").glob("snapshots/*/model.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    answer = gpipe("generate", "run=run")
+    assert (answer.code, answer.out) == (4, "") and "every snapshot in it is damaged" in answer.err
