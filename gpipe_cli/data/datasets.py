@@ -63,6 +63,8 @@ class Data:
     """Seconds that a worker may take for a mini-batch."""
     tokenizer: Tokenizer | None = None
     """What made the inputs of text; None if they are something else."""
+    longest: int = 0
+    """Index of the longest training sample, where lengths differ: memory is estimated for batches padded to it."""
 
 
 def check_common_keys(size: int | None, workers: int, timeout: float | None) -> None:

@@ -7,7 +7,7 @@ micro-batch's loss weighs as much as its rows, so gradients are those of the mea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, final
@@ -23,9 +23,9 @@ from gpipe_cli.pipeline.context import MicroBatch
 from gpipe_cli.pipeline.microbatch import Batch, Value, gather, micro_batches
 from gpipe_cli.pytree import flatten, unflatten
 
-Inputs = Tensor | Sequence[Tensor]
+Inputs = Tensor | Mapping[str, Tensor] | Sequence[Tensor | Mapping[str, Tensor]]
 Forward = Callable[[Any], Any]
-"""Takes a single tensor as it is, several as a list: what the previous process sent, then the inputs."""
+"""Takes a single tensor or dict as it is, several as a list: what the previous process sent, then the inputs."""
 Backward = Callable[[Any, Any], object]
 """Takes an output and its gradient; None for the gradient of a loss."""
 NO_INPUTS = -1
@@ -72,7 +72,9 @@ def forward_eval(fwd_fn: Forward, inputs: Inputs, dtype: torch.dtype | None = No
 
 def _prepare(link: P2PLink, forward: Forward, inputs: Inputs, count: int, dtype: torch.dtype | None) -> _Step:
     """Split the batch; the first process sends the number of rows, because the others may have no inputs to count."""
-    own = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    own = (
+        (inputs,) if isinstance(inputs, Tensor) or (isinstance(inputs, Mapping) and inputs) else tuple(inputs)
+    )
     batch = Batch(own, "inputs") if own else None
     # A collective, in which all processes learn whether the first has inputs: if not, all of them raise.
     rows = link.from_first(NO_INPUTS if batch is None else batch.rows)
@@ -83,7 +85,9 @@ def _prepare(link: P2PLink, forward: Forward, inputs: Inputs, count: int, dtype:
     if batch is not None and batch.rows != rows:
         raise ConfigError(f"inputs: have {batch.rows} rows, those of the first process {rows}")
     parts = micro_batches(rows, count)
-    slices = [()] * len(parts) if batch is None else batch.scatter(len(parts))
+    slices: list[tuple[Any, ...]] = [()] * len(parts)
+    if batch is not None:
+        slices = [unflatten(batch.template, tensors) for tensors in batch.scatter(len(parts))]
     return _Step(link, forward, parts, slices, rows, dtype)
 
 
@@ -103,7 +107,8 @@ class _Step:
     link: P2PLink
     forward: Forward
     parts: Sequence[MicroBatch]
-    inputs: Sequence[tuple[Tensor, ...]]
+    inputs: Sequence[tuple[Any, ...]]
+    """Tensors and dicts of each micro-batch."""
     rows: int
     dtype: torch.dtype | None
 

@@ -117,7 +117,7 @@ class OffloadModel(OffloadedPipeBase):
         if kwargs:
             raise TypeError(
                 f"the layers of a sequence take no keyword arguments (given: {', '.join(kwargs)}); "
-                "give tensors by position"
+                "give tensors by position, or in a dict that the first layer takes"
             )
         return super().forward(moved(inputs[0] if len(inputs) == 1 else inputs, self.device))
 

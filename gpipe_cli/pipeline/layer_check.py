@@ -9,7 +9,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.context import MicroBatch, Running
@@ -22,6 +22,21 @@ from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 
 class _Misfit(Exception):
     """A layer raised. The message says what it received; the cause is what it raised."""
+
+
+def check_input(sequence: nn.Sequential, sample: ModelInput) -> None:
+    """Raise ConfigError if the first layer takes one tensor where the input is a tuple or a dict of them."""
+    if isinstance(sample, Tensor):
+        return
+    first = sequence[:1]
+    assert isinstance(first, nn.Sequential), "a slice of a sequence is one"
+    try:
+        _run_without_storage(first, sample)
+    except _Misfit as misfit:
+        if isinstance(misfit.__cause__, TypeError | AttributeError):
+            raise ConfigError(
+                f"{misfit}; choose a model that takes such arguments, or data whose inputs are one tensor"
+            ) from misfit.__cause__
 
 
 def check_outputs(sequence: nn.Sequential, sample: ModelInput) -> None:
@@ -93,4 +108,8 @@ def _not_carried(subject: str, reason: str) -> ConfigError:
 
 
 def _described(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a dict of " + " and ".join(
+            f"{key} {_described(member) or member}" for key, member in value.items()
+        )
     return " and ".join("x".join(map(str, tensor.shape)) for tensor in tensors_of(value))

@@ -232,9 +232,7 @@ def _step(pipe: GPipe, sample: Sample) -> None:
     if sample.loss is not None and sample.target is not None:
         pipe.step(sample.input, sample.target, sample.loss, key=0)
         return
-    output = _forward(pipe, sample)
-    tensors = output.values() if isinstance(output, dict) else tensors_of(output)
-    roots = [tensor for tensor in tensors if tensor.requires_grad]
+    roots = [tensor for tensor in tensors_of(_forward(pipe, sample)) if tensor.requires_grad]
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import islice
 from typing import final
 
 from gpipe_cli.accelerator.devices import available_devices, reads_pinned_memory
@@ -51,27 +52,40 @@ class BatchLoader:
         return self._batches(samples, self.transforms.test, epoch=0, shuffle=False)
 
     def micro_batch(self, chunks: int) -> Batch:
-        """A micro-batch to measure with: it has as many rows as the largest one of a mini-batch."""
+        """A micro-batch to measure with: it has as many rows as the largest one of a mini-batch, and is as long."""
         rows = min(len(self.data.train), -(-self.batch_size // (chunks * self.replicas)))
-        return next(replace(self, batch_size=rows, replica=0, replicas=1).in_order("train"))
+        longest = self.data.longest
+        others = (index for index in range(rows) if index != longest)
+        return self._checked(self._fetch([longest, *islice(others, rows - 1)]))
 
     def traced_batch(self) -> ModelInput:
         """The input of a mini-batch to trace a model with: the first training sample twice.
 
         Two rows, because batch norm in training mode rejects a batch of one.
         """
-        fetch = BatchFetcher(self.data.train, self.transforms.test, self.seed)
-        return fetch(BatchRequest(epoch=0, indices=[0, 0]))[0]
+        return self._fetch([0, 0])[0]
 
     def samples_after(self, steps: int) -> int:
         """How many training samples that many steps have used."""
         epochs, remaining_steps = divmod(steps, self.steps_per_epoch)
         return epochs * len(self.data.train) + remaining_steps * self.batch_size
 
+    def _fetch(self, indices: list[int]) -> Batch:
+        """Training samples as a batch, without random transforms."""
+        fetch = BatchFetcher(self.data.train, self.transforms.test, self.seed)
+        return fetch(BatchRequest(epoch=0, indices=indices))
+
+    def _checked(self, batch: Batch) -> Batch:
+        input, target = batch
+        check_batch(input, target)
+        if not target.is_floating_point():
+            check_labels(target, self.classes)
+        return batch
+
     def _batches(
         self, samples: Samples, transform: Transform | None, epoch: int, *, shuffle: bool, start: int = 0
     ) -> Iterator[Batch]:
-        for input, target in batches(
+        for batch in batches(
             samples,
             batch_size=self.batch_size,
             seed=self.seed,
@@ -85,10 +99,7 @@ class BatchLoader:
             replicas=self.replicas,
             pin_memory=self.pin_memory,
         ):
-            check_batch(input, target)
-            if not target.is_floating_point():
-                check_labels(target, self.classes)
-            yield input, target
+            yield self._checked(batch)
 
 
 @report_out_of_memory(

@@ -19,7 +19,7 @@ from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate
 from gpipe_cli.config.schema import ModelConfig, TrainConfig
 from gpipe_cli.errors import ConfigError, or_list
-from gpipe_cli.pipeline.layer_check import check_fit, check_outputs
+from gpipe_cli.pipeline.layer_check import check_fit, check_input, check_outputs
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.data import BatchLoader
@@ -113,6 +113,7 @@ def as_sequence(model: nn.Module, keys: Mapping[str, Any], sample: Value) -> nn.
         check_fit(sequence, sample, "model.layers must name everything that its forward does, in order")
         return sequence
     if isinstance(model, nn.Sequential) and "leaves" not in keys:
+        check_input(model, sample)
         if not isinstance(model, Sequence):  # a Sequence was checked when it was made
             check_outputs(model, sample)
         return model

@@ -123,6 +123,29 @@ def several_tensors(position: int, last: bool) -> dict[str, Tensor]:
     return {"several gradient": weight.grad, "several loss": torch.zeros(0) if loss is None else loss}
 
 
+KEYWORDS = {"ids": torch.arange(15.0).reshape(5, 3), "mask": torch.arange(15).reshape(5, 3) % 4 > 0}
+LABELS = {"target": torch.arange(5.0), "weight": torch.arange(5.0) + 1}
+
+
+def keyword_arguments(position: int, last: bool) -> dict[str, Tensor]:
+    """The first process takes a dict, the last one another besides what it receives."""
+    scale = torch.full((3,), 2.0 + position, requires_grad=True)
+
+    def forward(given: Any) -> Any:
+        if position == 0:
+            assert given.keys() == KEYWORDS.keys()
+            return given["ids"] * given["mask"] * scale
+        if not last:
+            return given * scale
+        value, labels = given
+        return (((value * scale).sum(1) - labels["target"]) * labels["weight"]).mean()
+
+    inputs = KEYWORDS if position == 0 else LABELS if last else {}
+    loss = forward_backward(None, forward, None, inputs, num_microbatches=2)
+    assert scale.grad is not None
+    return {"keyword gradient": scale.grad, "keyword loss": torch.zeros(0) if loss is None else loss}
+
+
 def crossing_in(dtype: torch.dtype, position: int, last: bool) -> dict[str, Tensor]:
     inputs = [torch.full((2, 2), 1.001)] if position == 0 else []
     received: list[Tensor] = []
@@ -145,6 +168,7 @@ def both_examples(rank: int, size: int, folder: Path) -> None:
         **train_resnet(model, samples, targets),
         **evaluate_resnet(model, samples),
         **several_tensors(rank, last),
+        **keyword_arguments(rank, last),
         **crossing_in(torch.bfloat16, rank, last),
     }
     save_file(

@@ -21,6 +21,8 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.sequential import by_list
 from tests.distributed.forked_ranks import run_ranks
 from tests.distributed.seed_examples import (
+    KEYWORDS,
+    LABELS,
     MAX_NORM,
     MICRO_BATCHES,
     batch,
@@ -112,6 +114,18 @@ def test_several_tensors_of_any_kind_and_shape_cross(ranks: RankResults) -> None
     torch.testing.assert_close(ranks[-1]["several loss"], loss.detach())
     for results, weight in zip(ranks, weights, strict=True):
         torch.testing.assert_close(results["several gradient"], weight.grad)
+
+
+def test_inputs_may_be_dicts(ranks: RankResults) -> None:
+    value = KEYWORDS["ids"] * KEYWORDS["mask"]
+    scales = [torch.full((3,), 2.0 + rank, requires_grad=True) for rank in range(len(ranks))]
+    for scale in scales:
+        value = value * scale
+    loss = ((value.sum(1) - LABELS["target"]) * LABELS["weight"]).mean()
+    loss.backward()
+    torch.testing.assert_close(ranks[-1]["keyword loss"], loss.detach())
+    for results, scale in zip(ranks, scales, strict=True):
+        torch.testing.assert_close(results["keyword gradient"], scale.grad)
 
 
 def test_floats_cross_in_the_dtype_asked_for(ranks: RankResults) -> None:
