@@ -30,6 +30,7 @@ NAMES = [str(page.relative_to(TOP)) for page in PAGES]
 EXAMPLES = [
     TOP / "examples" / "your_own_model" / "mynet.py",
     TOP / "examples" / "your_own_data" / "mydata.py",
+    TOP / "examples" / "your_own_data" / "sentences.py",
 ]
 RUN = "<the run's directory>"
 EXISTING_RUNS = ("first", "mine")

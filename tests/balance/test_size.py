@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from gpipe_cli.balance import balance_by_size
 from gpipe_cli.balance.size import balance as by_size
-from gpipe_cli.balance.size import memory_objective
+from gpipe_cli.balance.size import memory_objective, memory_objective_from_facts
+from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from tests.distributed.tasks import make
 
 
 def twice(parameter: nn.Parameter) -> int:
@@ -67,3 +71,19 @@ def test_a_partition_before_the_first_trained_layer_keeps_no_input() -> None:
     # Four inputs of 40 bytes to recompute from, and what the layer saves of one.
     assert memory.cost(1, 2, 3) == 2 * 400 + 4 * 40 + 40
     assert memory.cost(1, 1, 3) == 400 + 2 * 400 + 4 * 40 + 40
+
+
+def test_keyword_arguments_are_a_sample_and_their_skips_count() -> None:
+    """A mask that the last partition pops is kept for each of its micro-batches."""
+    task = make("keyword_arguments", 4)
+    assert sum(balance_by_size(task.model, task.input, partitions=3, chunks=2)) == len(task.model)
+    facts = model_facts(task.model, Sample(task.input, task.target, task.loss), count_flops=False)
+    spec = PipelineSpec("gpipe", 3, 2, checkpoint="always")
+    memory, without = (
+        memory_objective_from_facts(task.model, given, spec, twice)
+        for given in (facts, replace(facts, skips=()))
+    )
+    mask, lengths = 4 * 8, 8 * 4
+    assert memory.cost(2, 6, 8) - without.cost(2, 6, 8) == 2 * mask
+    assert memory.cost(1, 4, 6) - without.cost(1, 4, 6) == 2 * lengths
+    assert memory.cost(1, 2, 4) == without.cost(1, 2, 4), "skips that only pass by"

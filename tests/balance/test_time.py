@@ -12,6 +12,7 @@ from gpipe_cli.balance.time import layer_costs, partition_costs
 from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import LayerFacts, LayerProfile, Sample
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from tests.distributed.tasks import make
 
 
 class Slow(nn.Module):
@@ -90,3 +91,8 @@ def test_more_partitions_than_layers_and_gradients_already_there_are_refused() -
     model(torch.rand(4, 2)).sum().backward()
     with pytest.raises(ValueError, match="some parameter already has gradient"):
         balance_by_time(model, torch.rand(4, 2), partitions=1, timeout=0)
+
+
+def test_keyword_arguments_are_a_sample() -> None:
+    task = make("keyword_arguments", 4)
+    assert sum(balance_by_time(task.model, task.input, partitions=3, timeout=0)) == len(task.model)

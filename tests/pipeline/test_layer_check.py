@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.context import current_microbatch
-from gpipe_cli.pipeline.layer_check import check_fit, check_outputs
+from gpipe_cli.pipeline.layer_check import check_fit, check_input, check_outputs
 from gpipe_cli.skip import pop, skippable, stash
 
 SAMPLE = torch.ones(2, 3)
@@ -99,3 +99,23 @@ def test_what_a_pipe_can_run_passes_and_is_left_as_it_was() -> None:
     check_outputs(sequence, SAMPLE)
     assert all(torch.equal(tensor, state[name]) for name, tensor in sequence.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random)
+
+
+KEYWORDS = {"ids": torch.ones(2, 3), "scale": 2}
+
+
+def test_a_model_of_one_tensor_refuses_data_of_several() -> None:
+    message = r"layer '0' \(Linear\) does not take a dict of ids 2x3 and scale 2: .*; choose a model that takes such"
+    with pytest.raises(ConfigError, match=message):
+        check_input(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), KEYWORDS)
+    with pytest.raises(ConfigError, match=r"does not take 2x3 and 2x3: "):
+        check_input(nn.Sequential(nn.Linear(3, 3)), (SAMPLE, SAMPLE.clone()))
+
+
+def test_a_model_of_keyword_arguments_takes_them_and_a_layer_that_looks_at_values_is_left_to_the_first_step() -> (
+    None
+):
+    check_input(nn.Sequential(Given(lambda given: given["ids"] * given["scale"]), nn.Linear(3, 3)), KEYWORDS)
+    check_input(nn.Sequential(Given(lambda given: given["ids"] * given["ids"].sum().item())), KEYWORDS)
+    check_input(nn.Sequential(nn.Linear(3, 3)), SAMPLE)
+    check_fit(nn.Sequential(Given(lambda given: given["ids"]), nn.Linear(3, 3)), KEYWORDS, "do this")

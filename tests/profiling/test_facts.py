@@ -11,7 +11,10 @@ from gpipe_cli.models import gpt, unet
 from gpipe_cli.models.resnet import build as resnet
 from gpipe_cli.profiling.facts import model_facts
 from gpipe_cli.profiling.layers import Sample, profile_layers
+from gpipe_cli.profiling.partition_memory import activation_bytes
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.skip import pop, skippable, stash
+from tests.distributed.tasks import make
 
 
 @skippable(stash=["skip"])
@@ -57,6 +60,8 @@ def image_sample(side: int = 8) -> Sample:
     return Sample(torch.randn(4, 3, side, side), torch.randint(4, (4,)), nn.CrossEntropyLoss())
 
 
+KEYWORDS = make("keyword_arguments", 3)
+
 CASES = {
     "convolutions, in place": (
         nn.Sequential(
@@ -90,6 +95,7 @@ CASES = {
         unet.build(depth=2, base_channels=4, input_shape=(3, 16, 16)),
         Sample(torch.randn(2, 3, 16, 16), torch.randint(4, (2, 16, 16)), CrossEntropy()),
     ),
+    "keyword arguments": (KEYWORDS.model, Sample(KEYWORDS.input, KEYWORDS.target, KEYWORDS.loss)),
     "a real model": (resnet("resnet18", num_classes=4), image_sample(16)),
 }
 
@@ -157,6 +163,23 @@ def test_a_skip_arrives_only_where_it_is_popped() -> None:
     assert facts.partition_input(3, 5).shapes == (value, value)  # of a pair, while the skip passes by
     assert facts.partition_input(5, 6).shapes == (value, value)  # a tensor and the skip
     assert facts.partition_input(0, 6).shapes == ((3, 5),)
+
+
+def test_masks_whole_numbers_and_tensors_without_elements_count_as_skips() -> None:
+    """Of three rows of seven tokens: the mask has a byte each, a length is one number, the others are empty."""
+    module, sample = CASES["keyword arguments"]
+    facts = model_facts(module, sample)
+    skips = {(skip.begin, skip.end, skip.shape): skip.bytes for skip in facts.skips}
+    assert skips == {(0, 4, (3,)): 24, (0, 7, (3, 7)): 21, (0, 7, (3, 0)): 0, (0, 7, (3, 0, 6)): 0}
+    value = 4 * 3 * 7 * 6
+    assert facts.input.bytes == 2 * 8 * 3 * 7
+    assert facts.partition_input(4, 6).bytes == value + 24
+    assert facts.partition_input(6, 8).bytes == value + 21
+    recomputed = PipelineSpec("gpipe", 3, 2, checkpoint="always")
+    inputs = [facts.input.bytes, value + 24, value + 21]
+    saved = [facts.saved_bytes(begin, end) for begin, end in ((0, 4), (4, 6), (6, 8))]
+    for kept, input, graph in zip(activation_bytes(facts, [4, 2, 2], recomputed), inputs, saved, strict=True):
+        assert kept == 2 * input + graph
 
 
 def test_operations_are_counted_per_layer_both_ways() -> None:
