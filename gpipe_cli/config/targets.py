@@ -23,6 +23,7 @@ from typing import Any, final
 from gpipe_cli.config.options import list_options
 from gpipe_cli.config.schema import COMPONENT_GROUPS
 from gpipe_cli.errors import ConfigError, did_you_mean, or_list
+from gpipe_cli.huggingface import import_package
 
 SHIPPED = ("gpipe_cli", "torch", "torchvision")
 DATASETS = ("FakeData", "ImageFolder", "MNIST", "FashionMNIST", "KMNIST")
@@ -61,8 +62,11 @@ def check_target_name(path: str, target: Any, group: str, allow: Sequence[str]) 
 def resolve_target(target: str, group: str, allow: Sequence[str]) -> Callable[..., Any]:
     """Import the target, and make sure that the object behind the name is one the group accepts."""
     module_name, _, attribute = target.rpartition(".")
-    if module_name.partition(".")[0] == "torchvision":
+    package = module_name.partition(".")[0]
+    if package in ("torchvision", "timm"):
         importlib.import_module("gpipe_cli.vision")  # makes torchvision importable next to a CPU-only torch
+    if package == "transformers":
+        import_package(package)  # downloads nothing from now on
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

@@ -39,9 +39,30 @@ def read_weights(path: str | Path, key: str = "model.weights") -> dict[str, Tens
 
 
 def load_weights(
-    model: nn.Module, tensors: Mapping[str, Tensor], path: str | Path, key: str = "model.weights"
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    path: str | Path,
+    key: str = "model.weights",
+    *,
+    head: Sequence[str] = (),
+    new_head: bool = False,
 ) -> None:
-    """Load all of the model's tensors; `path` and `key` are for the error if they do not match."""
+    """Load all of the model's tensors; `path` and `key` are for the error if they do not match.
+
+    head: the paths of the modules that score classes.
+    new_head: let these keep their values, whatever the file has for them.
+    """
+
+    def is_in_head(name: str) -> bool:
+        return name.startswith(tuple(f"{module}." for module in head))
+
+    expected = model.state_dict()
+    if new_head:
+        kept = {name: tensor for name, tensor in expected.items() if is_in_head(name)}
+        tensors = {**{name: tensor for name, tensor in tensors.items() if not is_in_head(name)}, **kept}
+    misshapen = _misshapen(expected, tensors)
+    if misshapen and all(map(is_in_head, misshapen)):
+        raise head_refusal(f"{key}={path}", misshapen)
     check_weights(model, tensors, path, key)
     with warnings.catch_warnings():
         # A parameter without storage has nothing to copy to: it is only compared.
@@ -54,11 +75,7 @@ def check_weights(
 ) -> None:
     """Check names, shapes and kinds of numbers; the floating-point precision may differ."""
     expected = model.state_dict()
-    misshapen = [
-        f"{name} {shape_text(tensors[name].shape)} instead of {shape_text(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in tensors and tensors[name].shape != tensor.shape
-    ]
+    misshapen = list(_misshapen(expected, tensors).values())
     mistyped = [
         f"{name} {_dtype(tensors[name])} instead of {_dtype(tensor)}"
         for name, tensor in expected.items()
@@ -75,6 +92,22 @@ def check_weights(
     )
     if summary:
         raise ConfigError(f"{key}={path}: made for another model ({summary})")
+
+
+def head_refusal(name: str, misshapen: Mapping[str, str]) -> ConfigError:
+    """The error about weights that fit a model except for its head; `misshapen` describes the tensors of the head."""
+    return ConfigError(
+        f"{name}: its head has another size ({listed(list(misshapen.values()))}); give model.new_head=true to "
+        "replace it by one for the classes of the data, or the model.num_classes that it was trained with"
+    )
+
+
+def _misshapen(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, str]:
+    return {
+        name: f"{name} {shape_text(given[name].shape)} instead of {shape_text(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in given and given[name].shape != tensor.shape
+    }
 
 
 def _read_safetensors(path: Path, name: str) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -9,7 +10,7 @@ from typing import final
 
 from gpipe_cli.accelerator.devices import available_devices, reads_pinned_memory
 from gpipe_cli.accelerator.memory import report_out_of_memory
-from gpipe_cli.config.instantiate import instantiate
+from gpipe_cli.config.instantiate import accepted_arguments, instantiate
 from gpipe_cli.config.schema import ModelConfig, RunConfig, TrainConfig
 from gpipe_cli.data.datasets import Data, Samples
 from gpipe_cli.data.loading import BatchFetcher, BatchRequest, batch_count, batches, check_batch, check_labels
@@ -115,6 +116,7 @@ def make_loader(settings: ModelConfig) -> BatchLoader:
     for split, samples in (("train", data.train), ("test", data.test)):
         if len(samples) == 0:
             raise DataError(f"data._target_={settings.data['_target_']}: has no samples to {split} on")
+    data = _normalized_for_model(settings, data)
     transforms = instantiate(settings.transform, "transform", settings.allow, data=data)
     classes = settings.model.get("num_classes") or data.classes
     seed = settings.seed if isinstance(settings, TrainConfig) else 0
@@ -123,3 +125,17 @@ def make_loader(settings: ModelConfig) -> BatchLoader:
     replica = world.rank // max(1, world.size // replicas)  # ranks of one replica are consecutive
     pin_memory = isinstance(settings, RunConfig) and reads_pinned_memory(available_devices(settings.devices))
     return BatchLoader(data, transforms, classes, settings.batch_size, seed, replica, replicas, pin_memory)
+
+
+def _normalized_for_model(settings: ModelConfig, data: Data) -> Data:
+    """The data with the mean and std that the model's own configuration has for its inputs, if it has any.
+
+    The module of a model may have a function `normalization` next to the one that builds it.
+    """
+    accepted_arguments(settings.model, "model", settings.allow)  # checks that the target may be imported
+    module = importlib.import_module(str(settings.model["_target_"]).rpartition(".")[0])
+    declared = getattr(module, "normalization", None)
+    stats = declared(settings.model) if callable(declared) and len(data.shape) == 3 else None
+    if stats is None or len(stats[0]) != data.shape[0]:
+        return data
+    return replace(data, mean=stats[0], std=stats[1])

@@ -13,9 +13,9 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from gpipe_cli.errors import ConfigError, RunError
+from gpipe_cli.errors import RunError
 from gpipe_cli.models.hf.deferred import DeferredTensor, StoredTensor
-from gpipe_cli.models.weights import listed, shape_text
+from gpipe_cli.models.weights import head_refusal, listed, shape_text
 from gpipe_cli.sequential.unloaded import UnloadedParameter
 
 
@@ -79,10 +79,7 @@ class Loading:
             for key, given, expected in sorted(info["mismatched_keys"])
         }
         if misshapen and classifies and all(_is_in_head(model, key) for key in misshapen):
-            raise ConfigError(
-                f"{name}: its head has another size ({listed(list(misshapen.values()))}); give model.new_head=true to "
-                "replace it by one for the classes of the data, or the model.num_classes that it was trained with"
-            )
+            raise head_refusal(name, misshapen)
         missing = sorted(info["missing_keys"])
         lacking = [key for key in missing if not self._may_be_new(model, key, new_head)]
         problems = {"with another shape": list(misshapen.values()), "missing": lacking}

@@ -6,7 +6,7 @@ The architecture is that of config.json. The modules are transformers' own, so o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.huggingface import load_config
+from gpipe_cli.huggingface import load_config, read_json
 from gpipe_cli.models.hf.checkpoint import stored_tensors
 from gpipe_cli.models.hf.loading import Loading
 from gpipe_cli.models.hf.tasks import CLASSIFICATION, model_class
@@ -69,6 +69,18 @@ def build(
         loading = Loading(chosen, config, kind, stored_tensors(directory), path, say)
         model = loading.load(classifies=task in CLASSIFICATION, new_head=new_head)
     return model
+
+
+def normalization(node: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """The mean and std per channel that an image model was trained with; `node` are the keys of the model."""
+    try:
+        settings = read_json(Path(node["path"]) / "preprocessor_config.json")
+    except FileNotFoundError:
+        return None
+    match settings:
+        case {"image_mean": [*mean], "image_std": [*std]} if settings.get("do_normalize", True):
+            return tuple(map(float, mean)), tuple(map(float, std))
+    return None
 
 
 def _turn_off_caches(config: Any) -> None:
