@@ -1,0 +1,114 @@
+"""format=hf: a directory that `from_pretrained` loads, with configuration, weights and tokenizer.
+
+transformers itself writes it, so the files have the names, shards and layout of published models.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gpipe_cli.errors import ConfigError, ResourceError, RunError
+from gpipe_cli.huggingface import MAX_JSON_BYTES, load_config
+from gpipe_cli.models.hf import model as hf_model
+from gpipe_cli.models.hf.tasks import CLASSIFICATION, model_class
+from gpipe_cli.models.weights import check_weights
+from gpipe_cli.run.saved_run import saved_config
+from gpipe_cli.safe_files import read_regular
+from gpipe_cli.tensor_files.header import BadTensors
+from gpipe_cli.tensor_files.tensor_file import TensorFile
+from gpipe_cli.training.snapshot.manifest import MODEL, VerifiedSnapshot, run_directory_of
+
+TARGET = f"{hf_model.__name__}.build"
+MAX_SHARD = "5GB"
+COPIED = """
+    tokenizer*.json tokenizer.model *.tiktoken vocab.json vocab.txt merges.txt spiece.model sentencepiece*.model
+    special_tokens_map.json added_tokens.json chat_template.* preprocessor_config.json processor_config.json
+    generation_config.json
+"""
+"""Files beside configuration and weights that belong to a model: tokenizer, preprocessing and generation."""
+
+
+def write(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
+    """Write a directory with the weights of the snapshot; all of it, or nothing."""
+    run = run_directory_of(snapshot.path)
+    tree = saved_config(run)
+    node: Mapping[str, Any] = tree.get("model") or {}
+    if node.get("_target_") != TARGET:
+        raise ConfigError(
+            f"format=hf: {run} has trained {node.get('_target_')}, and only model=hf has a directory to begin with; "
+            "leave format out for a file of weights"
+        )
+    tensors = _read(snapshot)
+    model = _without_values(node, tensors, snapshot)
+    try:
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise ResourceError(f"out={out}: cannot be written: {error}") from error
+    try:
+        model.save_pretrained(temporary, state_dict=tensors, max_shard_size=MAX_SHARD)
+        for file in _companions(Path(node["path"]), (tree.get("data") or {}).get("tokenizer")):
+            (temporary / file.name).write_bytes(read_regular(file, MAX_JSON_BYTES))
+        temporary.chmod(0o755)  # mkdtemp gives it to nobody else
+        os.rename(temporary, out)  # noqa: PTH104 - unlike Path.replace, fails on a directory that is not empty
+    except OSError as error:
+        raise ResourceError(f"out={out}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    files = list(out.iterdir())
+    return {"bytes": sum(file.stat().st_size for file in files), "files": len(files)}
+
+
+def _read(snapshot: VerifiedSnapshot) -> dict[str, Tensor]:
+    """Tensor by tensor, because transformers takes tensors that share memory for tied ones."""
+    path = snapshot.path / MODEL
+    try:
+        file = TensorFile(path, snapshot.path)
+        return {name: file.read(name) for name in file.outlines}
+    except (BadTensors, OSError) as error:
+        raise RunError(f"{path}: damaged: {error}") from error
+
+
+def _without_values(node: Mapping[str, Any], tensors: dict[str, Tensor], snapshot: VerifiedSnapshot) -> Any:
+    """The model on the meta device; makes tied names of `tensors` share memory."""
+    path = str(node["path"])
+    config = load_config(Path(path))
+    task, chosen = model_class(config, node.get("task"), path)
+    dtype = hf_model.DTYPES[node.get("dtype") or "float32"]
+    with torch.device("meta"):
+        model = chosen._from_config(config, dtype=dtype)
+        if task in CLASSIFICATION and (classes := _classes(model, tensors)) is not None:
+            config.num_labels = classes
+            model = chosen._from_config(config, dtype=dtype)
+    check_weights(model, tensors, snapshot.path / MODEL, "snapshot")
+    names: dict[Tensor, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tensors[name] = tensors[names.setdefault(parameter, name)]
+    return model
+
+
+def _classes(model: Any, tensors: Mapping[str, Tensor]) -> int | None:
+    """How many classes the snapshot has, if not those of config.json: the rows of the first tensor that differs."""
+    expected = model.state_dict().items()
+    differing = (
+        tensors[name].shape
+        for name, tensor in expected
+        if name in tensors and tensors[name].shape != tensor.shape
+    )
+    return next((shape[0] for shape in differing if shape), None)
+
+
+def _companions(directory: Path, tokenizer: Any) -> list[Path]:
+    """The files to copy: those of the model, and the tokenizer of the data if it is another one."""
+    folders = [directory]
+    if isinstance(tokenizer, str):
+        folders.append(Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent)
+    files = (path for folder in folders for pattern in COPIED.split() for path in folder.glob(pattern))
+    return sorted({path.name: path for path in files if path.is_file()}.values())
