@@ -22,6 +22,8 @@ from gpipe_cli.run.data import BatchLoader
 _INCOMPLETE = "\ufffd"
 """What a tokenizer makes of half a character."""
 _OVERLAP = 8
+_SAME = 1e-3
+"""The relative difference up to which scores count as the same: a model may group its tokens by their values."""
 
 
 @final
@@ -98,6 +100,7 @@ def generate(
     engine: Engine, text: TextFormat, prompt: Sequence[int], count: int, sampling: Sampling
 ) -> Iterator[int]:
     """Yield up to `count` tokens that continue the prompt; a token that ends the text comes last."""
+    _check_causal(engine, text)
     tokens = list(prompt)
     for index in range(count):
 
@@ -110,6 +113,22 @@ def generate(
         yield token
         if token in text.tokenizer.ends:
             return
+
+
+def _check_causal(engine: Engine, text: TextFormat) -> None:
+    """Refuse a model whose scores for a token depend on the tokens after it, as those of a masked language model do."""
+    first: list[Tensor] = []
+
+    def same_as_first(output: Any) -> int:
+        first.append(_scores(output)[0, 0])
+        # Scores that are not finite are not judged here.
+        return not (first[-1] - first[0]).abs().max() > _SAME * first[0].abs().max()
+
+    if not all(engine.predict(text.input([0, token]), same_as_first) for token in (0, 1)):
+        raise ConfigError(
+            "model: its scores for a token depend on the tokens after it, so it cannot continue a text; gpipe generate "
+            "needs a causal language model"
+        )
 
 
 def _scores(output: Any) -> Tensor:

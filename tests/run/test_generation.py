@@ -91,6 +91,11 @@ class CountingEngine:
         return choose(self.output(torch.nn.functional.one_hot(input + 1, 300).double()))
 
 
+def with_sums(scores: torch.Tensor) -> torch.Tensor:
+    """As a model without a causal mask: every token sees all others."""
+    return scores + scores.sum(1, keepdim=True)
+
+
 ZEROS = torch.zeros(2, 3, dtype=torch.int64)
 
 
@@ -101,7 +106,7 @@ def continued(engine: Any, tokenizer: Any, prompt: list[int], count: int) -> lis
 def test_the_model_sees_a_window_that_moves_with_the_text() -> None:
     engine = CountingEngine([])
     assert continued(engine, ByteTokenizer(), [5], 4) == [6, 7, 8, 9]
-    assert engine.inputs == [[5], [5, 6], [5, 6, 7], [6, 7, 8]]
+    assert engine.inputs[2:] == [[5], [5, 6], [5, 6, 7], [6, 7, 8]]
 
 
 def test_a_token_that_ends_the_text_is_the_last() -> None:
@@ -138,9 +143,14 @@ def test_an_empty_prompt_begins_with_the_first_token_of_a_text() -> None:
         TextFormat(SpacedWords(), 3, ZEROS).encode("")
 
 
+def test_a_model_that_looks_ahead_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model: its scores for a token depend on the tokens after it"):
+        continued(CountingEngine([], with_sums), ByteTokenizer(), [5], 1)
+
+
 def test_a_model_without_scores_for_each_token_is_refused() -> None:
     for output, says in (
-        (lambda scores: scores[0], r"returns \[1, 300\]"),
+        (lambda scores: scores[0], r"returns \[2, 300\]"),
         (lambda scores: None, "returns NoneType"),
     ):
         with pytest.raises(ConfigError, match=rf"model: {says}; a language model returns scores"):
