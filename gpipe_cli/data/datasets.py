@@ -64,7 +64,8 @@ class Data:
     tokenizer: Tokenizer | None = None
     """What made the inputs of text; None if they are something else."""
     longest: int = 0
-    """Index of the longest training sample, where lengths differ: memory is estimated for batches padded to it."""
+    """Index of the longest training sample, where lengths differ: the model is traced, and its memory estimated, with a
+    batch padded to it."""
 
 
 def check_common_keys(size: int | None, workers: int, timeout: float | None) -> None:

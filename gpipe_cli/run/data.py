@@ -60,11 +60,12 @@ class BatchLoader:
         return self._checked(self._fetch([longest, *islice(others, rows - 1)]))
 
     def traced_batch(self) -> ModelInput:
-        """The input of a mini-batch to trace a model with: the first training sample twice.
+        """The input of a mini-batch to trace a model with: the longest training sample and the first.
 
-        Two rows, because batch norm in training mode rejects a batch of one.
+        Two rows, because batch norm in training mode rejects a batch of one. Lengths that differ make data pad the
+        shorter one, and a model may treat an input without padding differently.
         """
-        return self._fetch([0, 0])[0]
+        return self._fetch([self.data.longest, 0])[0]
 
     def samples_after(self, steps: int) -> int:
         """How many training samples that many steps have used."""

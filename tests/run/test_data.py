@@ -47,4 +47,6 @@ def test_what_is_measured_has_the_rows_of_the_largest_micro_batch() -> None:
 
 def test_a_model_is_traced_with_two_rows_of_the_kind_that_the_data_has() -> None:
     input = loader(longest=2).traced_batch()
-    assert isinstance(input, dict) and input["ids"].tolist() == [[0, 0], [0, 0]]
+    assert isinstance(input, dict) and input["ids"].tolist() == [[2] * 6, [0, 0, -1, -1, -1, -1]]
+    same = loader(longest=0).traced_batch()
+    assert isinstance(same, dict) and same["ids"].tolist() == [[0, 0], [0, 0]]
