@@ -86,6 +86,7 @@ class OffloadEngine:
         memory_cure: str,
     ) -> None:
         self.module = spec.module
+        self._referenced = spec.referenced
         self._prefetchers = offloaded.prefetchers
         self._offloaded = offloaded
         self._shared = ResidentParameters(
@@ -137,15 +138,17 @@ class OffloadEngine:
         self._wait_until_stored()
         # Everything is checked before the first tensor is written.
         self._check_fit(state)
-        keys = self._keys()
+        keys = self._keys(state)
         offloaded = {parameter for slice in self._slices() for parameter in slice.parameters}
         self._load(state, [key for tensor, own in keys.items() if tensor not in offloaded for key in own])
         self._load_optimizer(state, self._shared)
         for name, buffer in module_state(self.module).buffers.items():
             buffer.copy_(state.value(state.buffers[name]))
+        frozen = any(keys[parameter] for slice in self._slices() for parameter in slice.frozen)
+        parts = ALL_WEIGHTS if frozen else (Part.WEIGHTS,)
         for prefetcher in self._prefetchers:
             # The optimizer state is stored but not loaded, because all of it is replaced.
-            for slice in prefetcher.tour(ALL_WEIGHTS, [*ALL_WEIGHTS, Part.STATE]):
+            for slice in prefetcher.tour(parts, [*parts, Part.STATE]):
                 self._load(state, [key for parameter in slice.parameters for key in keys[parameter]])
                 self._load_optimizer(state, slice)
         if self._update is not None and self._loads_optimizer(state):
@@ -204,15 +207,15 @@ class OffloadEngine:
             group.optimizer, {parameter: names[parameter] for parameter in group.trained}, shapes
         )
 
-    def _keys(self) -> dict[Tensor, list[str]]:
-        """The names each parameter and buffer has in a state_dict."""
+    def _keys(self, state: EngineState) -> dict[Tensor, list[str]]:
+        """The names in the state of each parameter and buffer; none for those that the state leaves out."""
         keys: dict[Tensor, list[str]] = {}
         for key, tensor in self.module.state_dict(keep_vars=True).items():
-            keys.setdefault(tensor, []).append(key)
+            keys.setdefault(tensor, []).extend([key] if key in state.model else [])
         return keys
 
     def _check_fit(self, state: EngineState) -> None:
-        check_state(self.module, state)
+        check_state(self.module, state, self._referenced)
         trained = {name for name, parameter in self.module.named_parameters() if parameter.requires_grad}
         saved = {path.rpartition("/")[0] for path in state.optimizer}
         if self._loads_optimizer(state) and (unknown := saved - trained):

@@ -109,6 +109,7 @@ class PipeEngine:
         memory_cure: what to try if memory runs out in a training step.
         """
         self.module = spec.module
+        self._referenced = spec.referenced
         self._pipe = pipe
         # Only here, not in every step: an evaluation restores the mode of every module, and setting it again would
         # take a noticeable part of a small model's step.
@@ -220,7 +221,7 @@ class PipeEngine:
             return self._collectives.from_last_rank(choose(output) if _has_output(output) else 0)
 
     def state(self) -> EngineState:
-        state = module_state(self.module)
+        state = module_state(self.module, self._referenced)
         if self._update is not None:
             tensors, numbers = ({}, {}) if self._optimizer_state is None else self._optimizer_state.take()
             numbers = {"optimizer": numbers, "scaler": self._update.scaler.state_dict()}
@@ -228,7 +229,7 @@ class PipeEngine:
         return self._collectives.gather_state(state)
 
     def load_state(self, state: EngineState) -> None:
-        load_module(self.module, state)
+        load_module(self.module, state, self._referenced)
         if self._update is None or state.resets_optimizer:
             return
         if self._optimizer_state is not None:

@@ -99,6 +99,8 @@ class EngineSpec:
     """Makes a micro-batch from which an engine may learn shapes and sizes."""
     value_of: Callable[[Tensor], Tensor] | None = None
     """Returns the value of a parameter that was built without storage."""
+    referenced: frozenset[str] = frozenset()
+    """Frozen parameters, by name, that the state of the engine leaves out: they are in files, which do not change."""
 
 
 @final

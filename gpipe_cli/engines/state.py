@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -52,20 +52,21 @@ class EngineState:
         return tensor if self.fetch is None else self.fetch(tensor)
 
 
-def module_state(module: nn.Module) -> EngineState:
-    """The tensors of this process; those on the meta device belong to other processes."""
+def module_state(module: nn.Module, referenced: Collection[str] = ()) -> EngineState:
+    """The tensors of this process except those in `referenced`; on the meta device are those of other processes."""
     model = module.state_dict()
-    return EngineState(_with_storage(model), _with_storage(_nonpersistent_buffers(module, model)))
+    own = {name: tensor for name, tensor in model.items() if name not in referenced}
+    return EngineState(_with_storage(own), _with_storage(_nonpersistent_buffers(module, model)))
 
 
-def load_module(module: nn.Module, state: EngineState) -> None:
-    """The state must have exactly the module's names, shapes and dtypes."""
-    check_state(module, state)
+def load_module(module: nn.Module, state: EngineState, referenced: Collection[str] = ()) -> None:
+    """The state must have exactly the module's names, shapes and dtypes; it may lack names in `referenced`."""
+    check_state(module, state, referenced)
     try:
         with warnings.catch_warnings():
             # Tensors of other processes are compared by name and shape, but have no storage to copy to.
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
-            module.load_state_dict(state.model)
+            module.load_state_dict(state.model, strict=not referenced)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
@@ -74,10 +75,12 @@ def load_module(module: nn.Module, state: EngineState) -> None:
         buffer.copy_(state.buffers[name])
 
 
-def check_state(module: nn.Module, state: EngineState) -> None:
-    """Raise RunError unless the tensors of the state are those of the module."""
+def check_state(module: nn.Module, state: EngineState, referenced: Collection[str] = ()) -> None:
+    """Raise RunError unless the tensors of the state are those of the module; it may lack names in `referenced`."""
     model = module.state_dict()
-    check_tensors("tensor", model, state.model)
+    absent = set(referenced) - state.model.keys()
+    expected = {name: tensor for name, tensor in model.items() if name not in absent}
+    check_tensors("tensor", expected, state.model)
     check_tensors("buffer", _nonpersistent_buffers(module, model), state.buffers)
     match state.numbers.get("optimizer"):
         case {"without_state": [_, *_], "state": {**numbers}} if not (

@@ -50,11 +50,11 @@ class Slice:
         """value_of: returns the value of a parameter that was built without storage."""
         self.parameters = list(parameters)
         self.trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        self.frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
         self.optimizer: torch.optim.Optimizer | None = None
         """The engine that trains the slice sets it."""
         self._tier = tier
-        frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
-        self._parameters = {Part.FROZEN: frozen, Part.WEIGHTS: self.trained}
+        self._parameters = {Part.FROZEN: self.frozen, Part.WEIGHTS: self.trained}
         self._stored: dict[Part, StoredTensors] = {}
         self._state_keys: list[tuple[nn.Parameter, str]] = []
         self._with_gradient: set[nn.Parameter] = set()

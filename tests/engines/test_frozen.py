@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from gpipe_cli.engines import offload, single, threads
 from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.engines.state import EngineState
+from gpipe_cli.errors import RunError
 from gpipe_cli.offload import tiers
 from gpipe_cli.profiling.layers import Sample
 
@@ -50,7 +52,13 @@ def objective(**changes: Any) -> TrainingObjective:
     return TrainingObjective(**{"loss": loss, "measure": lambda *_: {}, "optimizer": optimizer, **changes})
 
 
-def build(name: str, task: TrainingObjective, folder: Path, module: nn.Sequential | None = None) -> Engine:
+def build(
+    name: str,
+    task: TrainingObjective,
+    folder: Path,
+    module: nn.Sequential | None = None,
+    referenced: frozenset[str] = frozenset(),
+) -> Engine:
     input, target = batch(0)
     spec = EngineSpec(
         module or model(),
@@ -61,6 +69,7 @@ def build(name: str, task: TrainingObjective, folder: Path, module: nn.Sequentia
         eval_chunks=1,
         checkpoint="never" if name == "single" else "always",
         scratch=folder,
+        referenced=referenced,
         make_sample=lambda: Sample(input[:2], target[:2], task.loss),
     )
     if name == "offload":
@@ -153,3 +162,25 @@ def test_a_model_without_any_trained_parameter_runs(tmp_path: Path) -> None:
             assert all(
                 torch.equal(value, model().state_dict()[key]) for key, value in values(engine.state()).items()
             )
+
+
+@pytest.mark.parametrize("name", ["single", "threads", "offload"])
+def test_a_state_leaves_out_what_is_referenced_and_may_lack_nothing_else(name: str, tmp_path: Path) -> None:
+    frozen = frozenset(key for key, parameter in model().named_parameters() if not parameter.requires_grad)
+    with (
+        closing(build(name, objective(), tmp_path, referenced=frozen)) as engine,
+        closing(build(name, objective(), tmp_path, referenced=frozen)) as resumed,
+        closing(build(name, objective(), tmp_path)) as complete,
+    ):
+        engine.train_step(batch(0), key=0, lr=0.1)
+        state = engine.state()
+        assert state.model.keys() == {"2.adapter.weight", "3.adapter.weight"}
+        resumed.load_state(state)
+        facts = [each.train_step(batch(1), key=1, lr=0.1).loss for each in (engine, resumed)]
+        assert facts[0] == facts[1]
+        with pytest.raises(RunError, match=r"does not fit the model: it has no tensor '0.weight'"):
+            complete.load_state(state)
+        with pytest.raises(RunError, match=r"it has no tensor '3.adapter.weight'"):
+            resumed.load_state(replace(state, model={"2.adapter.weight": state.model["2.adapter.weight"]}))
+        complete.train_step(batch(0), key=0, lr=0.1)
+        resumed.load_state(complete.state())  # a state with everything fits as well

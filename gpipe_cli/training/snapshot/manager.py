@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self, final
@@ -21,6 +21,7 @@ from gpipe_cli.errors import ConfigError, ResourceError, RunError
 from gpipe_cli.safe_files import open_directory, writing
 from gpipe_cli.training.loop import EvalResult, Position, TrainFact, TrainSpec
 from gpipe_cli.training.signals import StopRequested, StopRequests
+from gpipe_cli.training.snapshot.base_files import BaseFiles
 from gpipe_cli.training.snapshot.contents import check_savable, copy_state, replace_record, write_snapshot
 from gpipe_cli.training.snapshot.durable import remove_atomically
 from gpipe_cli.training.snapshot.manifest import SNAPSHOTS, snapshot_path, snapshot_paths, verify_snapshot
@@ -130,13 +131,17 @@ class SnapshotManager:
         resumed: TrainingRecord | None = None,
         before_saving: Callable[[], None] = lambda: None,
         *,
+        base_files: Callable[[], BaseFiles | None] = lambda: None,
         writes: bool = True,
     ) -> None:
-        """writes: False for a rank that only takes part in the collectives which gather the state."""
+        """base_files: returns the files that hold what the engine's state leaves out; the writing thread calls it.
+        writes: False for a rank that only takes part in the collectives which gather the state.
+        """
         self.position = Position() if resumed is None else resumed.position
         self._run, self._engine, self._spec, self._retention = run, engine, spec, retention
         self._best = None if resumed is None else resumed.best
         self._writes = writes
+        self._base_files = base_files
         self._before_saving = before_saving
         self._writer = _BackgroundWriter()
         self._saved: Position | None = None
@@ -228,14 +233,14 @@ class SnapshotManager:
         )
         if os.path.isdir(path) and not path.is_symlink():  # noqa: PTH112 - False, not an error, without permission
             # Only a run that was resumed from this very snapshot gets here, to add its evaluation: no tensor changed.
-            replace_record(path, record)
+            replace_record(path, replace(record, base=self._base_files()))
             return
         streamed = state.fetch is not None
         if not streamed:
             state = self._copy = copy_state(state, self._copy)
 
         def write(on_chunk: Callable[[], None]) -> None:
-            write_snapshot(path, state, record, on_chunk)
+            write_snapshot(path, state, replace(record, base=self._base_files()), on_chunk)
             self.save_seconds = time.monotonic() - began
             self._remove_old(path, record.best)
 

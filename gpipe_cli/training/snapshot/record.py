@@ -17,6 +17,7 @@ import torch
 from gpipe_cli import __version__
 from gpipe_cli.errors import RunError
 from gpipe_cli.training.loop import EvalResult, Position
+from gpipe_cli.training.snapshot.base_files import BaseFiles
 
 MAX_COUNT = 2**63 - 1
 """Seeds go that far."""
@@ -45,6 +46,8 @@ class TrainingRecord:
     versions: Mapping[str, str]
     numbers: Mapping[str, Any]
     """What the engine saves besides tensors."""
+    base: BaseFiles | None = None
+    """The files that hold what the snapshot leaves out."""
 
     def to_json(self) -> dict[str, Any]:
         epoch, batch = divmod(self.position.step, self.steps_per_epoch)
@@ -60,6 +63,7 @@ class TrainingRecord:
             "threads": self.threads,
             "versions": dict(self.versions),
             "engine": dict(self.numbers),
+            **({} if self.base is None else {"base": self.base.to_json()}),
         }
 
     @staticmethod
@@ -81,6 +85,7 @@ class TrainingRecord:
                 _count(content["threads"]),
                 {name: _text(version) for name, version in _mapping(content["versions"]).items()},
                 _mapping(content["engine"]),
+                BaseFiles.from_json(content["base"]) if "base" in content else None,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RunError(f"damaged: its record cannot be used: {type(error).__name__}: {error}") from error
