@@ -114,7 +114,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             resumed = None  # frees the snapshot's tensors, which the engine has copied
             with _recorder(settings, spec, setup, world, logger, launch["partitions"]) as recorder:
                 _record_start(recorder, settings, setup, warning, parts.partitioning, launch["partitions"])
-                last = _train(settings, parts.loader, spec, engine, setup, started, recorder, world)
+                last = _train(settings, parts, spec, engine, setup, started, recorder, world)
             summary = summarize(last, spec, parts.loader, setup.directory, job)
             summary["partitions"] = measured_memory_rows(launch["partitions"], engine.peak_bytes())
             if world.is_rank_zero:
@@ -128,12 +128,14 @@ def _disk_check(
     settings: TrainConfig, job: Job, resumed: ResumedRun | None, parts: RunParts, spec: TrainSpec
 ) -> Callable[[], str | None]:
     directory = planned_run_directory(settings.run_dir, job.number) if resumed is None else resumed.directory
-    return partial(check_disk_space, directory, settings, parts.model, spec, _retention(settings))
+    return partial(
+        check_disk_space, directory, settings, parts.model, spec, _retention(settings), parts.referenced
+    )
 
 
 def _train(
     settings: TrainConfig,
-    loader: BatchLoader,
+    parts: RunParts,
     spec: TrainSpec,
     engine: Engine,
     setup: RunSetup,
@@ -144,11 +146,20 @@ def _train(
     """Run the loop with snapshots and stop requests; `started` is when the command did, for its time limit."""
     limit = parse_duration(settings.time_limit) if settings.time_limit else None
     deadline = None if limit is None else started + limit
-    retention = _retention(settings)
+    retention, loader, base = _retention(settings), parts.loader, parts.base
+    if base is not None and setup.record is not None:
+        base.verified = setup.record.base
     with (
         stop_with_resume_command(setup.directory, settings, deadline, world) as stops,
         SnapshotManager(
-            setup.directory, engine, spec, retention, setup.record, recorder.sync, writes=world.is_rank_zero
+            setup.directory,
+            engine,
+            spec,
+            retention,
+            setup.record,
+            recorder.sync,
+            base_files=lambda: None if base is None else base.digests,
+            writes=world.is_rank_zero,
         ) as manager,
     ):
         facts = train(

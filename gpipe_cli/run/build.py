@@ -26,6 +26,7 @@ from gpipe_cli.offload.tiers import DiskTier
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.report.model_tables import partition_rows
 from gpipe_cli.report.output import print_status
+from gpipe_cli.run.base_weights import BaseWeights, base_weights
 from gpipe_cli.run.components import (
     check_components,
     engine_name,
@@ -48,6 +49,7 @@ from gpipe_cli.run.training_step import (
 )
 from gpipe_cli.schedule import names, one_f_one_b, traits
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.sequential.unloaded import load_parameters
 
 MEASURE_CURE = "try more chunks, a smaller batch_size, or balance=size, which runs nothing"
 
@@ -76,6 +78,13 @@ class RunParts:
     partitioning: Partitioning
     built: BuiltModel[nn.Sequential] | None = None
     """The values of a model that was built on disk."""
+    base: BaseWeights | None = None
+    """The frozen parameters that stay in files."""
+
+    @property
+    def referenced(self) -> frozenset[str]:
+        """The names of parameters that snapshots leave out."""
+        return frozenset() if self.base is None else self.base.parameters
 
     @property
     def partitions(self) -> list[dict[str, Any]]:
@@ -91,14 +100,21 @@ def build_parts(settings: ModelConfig, overrides: Sequence[str], *, storage: boo
     # An engine reads the parameters of its own layers; a balance method or a profile that runs the model needs all.
     load = storage and (measures_layers(settings) or not isinstance(settings, RunConfig))
 
+    base = None
+
     def make() -> nn.Sequential:
-        return make_model(settings, loader, load=load)
+        nonlocal base
+        model = make_model(settings, loader, load=False)
+        base = base_weights(settings, model)
+        if load:
+            load_parameters([model], torch.device("cpu"))
+        return model
 
     if storage and isinstance(settings, RunConfig) and keeps_on_disk(settings):
         built = build_on_tier(DiskTier(scratch_folder(settings)), make)
-        return RunParts(loader, built.model, partition_model(settings, built.model, loader), built)
+        return RunParts(loader, built.model, partition_model(settings, built.model, loader), built, base)
     model = make() if storage else build_without_storage(make)
-    return RunParts(loader, model, partition_model(settings, model, loader))
+    return RunParts(loader, model, partition_model(settings, model, loader), base=base)
 
 
 @report_out_of_memory("balancing the model", MEASURE_CURE)
@@ -192,6 +208,7 @@ def make_engine(settings: RunConfig, parts: RunParts, *, measure_utilization: bo
         scratch=scratch_folder(settings),
         make_sample=lambda: make_sample(settings, parts.loader),
         value_of=None if parts.built is None else parts.built.value_of,
+        referenced=parts.referenced,
     )
     cure = traits_of_engine(settings).build_memory_cure
     with report_out_of_memory("building engine and optimizer", cure):

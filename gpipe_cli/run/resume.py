@@ -11,6 +11,7 @@ other samples at the same step, are refused; gpipe reports all other changes. `a
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,8 @@ from gpipe_cli.config.compose import settings_of
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, DataError, RunError
+from gpipe_cli.launch.rank_setup import is_main_process
+from gpipe_cli.run.base_weights import check_base
 from gpipe_cli.run.components import keeps_on_disk
 from gpipe_cli.run.job import Job
 from gpipe_cli.run.saved_run import saved_config, select_snapshot, warn_of_damaged, with_overrides
@@ -43,6 +46,8 @@ FIXED_KEYS = ("model", "data", "seed", "batch_size", "optimizer._target_")
 """Keys that cannot change: the tensors, or the samples of a step, would be others."""
 LOADING_KEYS = ("data.workers", "data.timeout", "data.root")
 """Exceptions to those: they decide only where samples are stored and which processes load them."""
+BASE_KEY = "model.path"
+"""May change if the snapshot says which files must be there."""
 LAUNCH_KEYS = ("resume", "run_dir", "reset_optimizer")
 """Keys of one launch; the run does not keep them."""
 
@@ -76,8 +81,11 @@ def load_resumed_run(
     tree = with_overrides(saved, job.tree, job.overrides, LAUNCH_KEYS)
     new_settings = settings_of(tree, job.command, job.overrides)
     assert isinstance(new_settings, TrainConfig)
-    changes = _changes(saved, tree)
     snapshot = _load_snapshot(settings, directory, larger_than_memory=keeps_on_disk(new_settings))
+    base = None if snapshot is None else snapshot.record.base
+    changes = _changes(saved, tree, LOADING_KEYS if base is None else (*LOADING_KEYS, BASE_KEY))
+    if snapshot is not None:
+        check_base(base, new_settings, snapshot.path, contents=is_main_process())
     return ResumedRun(directory, snapshot, new_settings, tree, changes)
 
 
@@ -156,15 +164,15 @@ def _load_snapshot(settings: TrainConfig, run: Path, *, larger_than_memory: bool
     return None if snapshots.newest is None else open_verified(snapshots.newest)
 
 
-def _changes(saved: DictConfig, tree: DictConfig) -> list[str]:
-    """Settings that differ from the saved ones; those that must not are an error."""
+def _changes(saved: DictConfig, tree: DictConfig, changeable: Sequence[str]) -> list[str]:
+    """Settings that differ from the saved ones; those that must not are an error, except those in `changeable`."""
     before, now = (dict(flatten(OmegaConf.to_container(config))) for config in (saved, tree))
     changes = []
     for key in dict.fromkeys([*before, *now]):
         old, new = (_yaml_text(config.get(key)) for config in (before, now))
         if before.get(key) == now.get(key) or key in (*LAUNCH_KEYS, "allow"):
             continue
-        if key not in LOADING_KEYS and any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED_KEYS):
+        if key not in changeable and any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED_KEYS):
             raise ConfigError(
                 f"{key}={new}: the run was started with {old}, which cannot change when you resume it; "
                 "leave it out, or start a new run"

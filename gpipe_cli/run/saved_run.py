@@ -104,8 +104,16 @@ def warn_of_damaged(damaged: Mapping[Path, RunError]) -> None:
         sys.stderr.write(f"{one_line(str(error))}; gpipe uses the snapshot before it\n")
 
 
-def load_into_model(model: nn.Module, weights: str | None, snapshot: VerifiedSnapshot | None) -> None:
-    """Load the snapshot if there is one, else the file of weights."""
+def load_into_model(
+    model: nn.Module,
+    weights: str | None,
+    snapshot: VerifiedSnapshot | None,
+    referenced: Collection[str] = (),
+) -> None:
+    """Load the snapshot if there is one, else the file of weights.
+
+    referenced: the parameters that a snapshot may leave out.
+    """
     if snapshot is None:
         assert weights is not None, "the configuration was checked"
         tensors = read_weights(weights, "weights")
@@ -114,7 +122,7 @@ def load_into_model(model: nn.Module, weights: str | None, snapshot: VerifiedSna
         return
     state = EngineState(decode_tensors(snapshot, MODEL), decode_tensors(snapshot, BUFFERS))
     with _errors_name(snapshot.path / MODEL):
-        load_module(model, state)
+        load_module(model, state, referenced)
     read_from(model, state.model)
 
 

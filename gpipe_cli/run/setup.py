@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -54,11 +54,20 @@ class RunSetup:
 
 
 def check_disk_space(
-    run: Path, settings: TrainConfig, model: nn.Module, spec: TrainSpec, retention: Retention
+    run: Path,
+    settings: TrainConfig,
+    model: nn.Module,
+    spec: TrainSpec,
+    retention: Retention,
+    referenced: Collection[str],
 ) -> str | None:
-    """Check before the run has a directory that its disk has room for a snapshot; return a warning, if any."""
-    state = module_state(model)
-    size = sum(tensor.nbytes for tensor in (*state.model.values(), *state.buffers.values()))
+    """Check before the run has a directory that its disk has room for a snapshot; return a warning, if any.
+
+    referenced: the parameters that snapshots leave out.
+    """
+    # Not those of `module_state`, which leaves out parameters that are not loaded yet.
+    saved = (tensor for name, tensor in model.state_dict().items() if name not in referenced)
+    size = sum(tensor.nbytes for tensor in (*saved, *module_state(model).buffers.values()))
     try:
         optimizer_size = sum(state_bytes(optimizer_factory(settings), model.parameters()))
     except Exception:  # noqa: BLE001 - an optimizer may reject the gradients of the trial step, and still train

@@ -11,6 +11,8 @@ from gpipe_cli.config.compose import settings_of
 from gpipe_cli.config.schema import TrainedConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
+from gpipe_cli.launch.rank_setup import is_main_process
+from gpipe_cli.run.base_weights import base_of_snapshot, check_base
 from gpipe_cli.run.build import RunParts, make_engine
 from gpipe_cli.run.components import keeps_on_disk
 from gpipe_cli.run.job import Job
@@ -53,7 +55,9 @@ def snapshot_of(settings: TrainedConfig) -> VerifiedSnapshot | None:
     """The snapshot to use, or None for a file of weights; one that may exceed memory is not read yet."""
     for key, value in (("run", settings.run), ("snapshot", settings.snapshot)):
         if value is not None:
-            return select_snapshot(key, value, () if keeps_on_disk(settings) else (MODEL, BUFFERS))
+            snapshot = select_snapshot(key, value, () if keeps_on_disk(settings) else (MODEL, BUFFERS))
+            check_base(base_of_snapshot(snapshot), settings, snapshot.path, contents=is_main_process())
+            return snapshot
     return None
 
 
@@ -68,7 +72,7 @@ def build_trained(
     """Build the parts of the run, and load the weights, unless the model may be larger than memory."""
     parts = build_parts_in_ranks(settings, job, world)
     if not keeps_on_disk(settings):
-        load_into_model(parts.model, settings.weights, snapshot)
+        load_into_model(parts.model, settings.weights, snapshot, parts.referenced)
     return parts
 
 

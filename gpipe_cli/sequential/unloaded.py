@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import final
 
 import torch
@@ -19,15 +20,17 @@ class UnloadedParameter(nn.Parameter):
     """A parameter on the meta device, with the function that reads its value."""
 
     read: Callable[[], Tensor]
+    files: frozenset[Path]
+    """The files that its value depends on."""
 
     @staticmethod
-    def like(tensor: Tensor, read: Callable[[], Tensor]) -> UnloadedParameter:
+    def like(tensor: Tensor, read: Callable[[], Tensor], files: Iterable[Path] = ()) -> UnloadedParameter:
         """A parameter of the tensor's shape, dtype and requires_grad."""
         # Not empty_like: for a tensor of a subclass that would return the subclass again.
         outline = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         parameter = UnloadedParameter(outline, tensor.requires_grad)
         assert isinstance(parameter, UnloadedParameter)
-        parameter.read = read
+        parameter.read, parameter.files = read, frozenset(files)
         return parameter
 
     def load(self, device: torch.device) -> nn.Parameter:
@@ -56,6 +59,6 @@ def load_parameters(
 def read_from(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Let parameters that are not loaded yet take their values from `tensors`, by name, instead of from their files."""
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, UnloadedParameter):
+        if isinstance(parameter, UnloadedParameter) and name in tensors:
             # A copy is aligned, which these tensors may not be: they may lie anywhere in the bytes of a file.
             parameter.read = partial(tensors[name].to, parameter.dtype, copy=True)

@@ -69,7 +69,8 @@ def _tensors_in(path: Path) -> dict[str, StoredTensor]:
     except (BadTensors, OSError) as error:
         raise RunError(f"{path}: damaged, or not a safetensors file: {error}") from error
     return {
-        key: StoredTensor(key, outline, _reader(file, path, key)) for key, outline in file.outlines.items()
+        key: StoredTensor(key, outline, _reader(file, path, key), path)
+        for key, outline in file.outlines.items()
     }
 
 

@@ -8,6 +8,7 @@ parameter ends up as a tensor that knows from which tensors of the files its val
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -58,8 +59,8 @@ class DeferredTensor(Tensor):  # not final: torch makes it an nn.Parameter by an
 class StoredTensor:
     """A tensor in a file, with the methods of safetensors' slices that transformers calls."""
 
-    def __init__(self, name: str, outline: Tensor, read: Callable[[], Tensor]) -> None:
-        self.name, self._outline, self._read = name, outline, read
+    def __init__(self, name: str, outline: Tensor, read: Callable[[], Tensor], file: Path) -> None:
+        self.name, self._outline, self._read, self.file = name, outline, read, file
 
     @property
     def shape(self) -> torch.Size:

@@ -42,16 +42,16 @@ class Loading:
             head = (
                 tensor.sources
                 for name, tensor in model.named_parameters()
-                if isinstance(tensor, DeferredTensor) and _is_in_head(model, name)
+                if isinstance(tensor, DeferredTensor) and is_in_head(model, name)
             )
-            mismatched = {name for name, *_ in info["mismatched_keys"] if _is_in_head(model, name)}
+            mismatched = {name for name, *_ in info["mismatched_keys"] if is_in_head(model, name)}
             dropped = frozenset[str]().union(*head) | mismatched
             model, info = self._from_pretrained(
                 {name: tensor for name, tensor in self.tensors.items() if name not in dropped}
             )
         self._check(model, info, classifies=classifies, new_head=new_head)
         _tie_equal(model)
-        _replace_deferred(model)
+        self._replace_deferred(model)
         model.train()
         return model
 
@@ -78,7 +78,7 @@ class Loading:
             key: f"{key} {shape_text(given)} instead of {shape_text(expected)}"
             for key, given, expected in sorted(info["mismatched_keys"])
         }
-        if misshapen and classifies and all(_is_in_head(model, key) for key in misshapen):
+        if misshapen and classifies and all(is_in_head(model, key) for key in misshapen):
             raise head_refusal(name, misshapen)
         missing = sorted(info["missing_keys"])
         lacking = [key for key in missing if not self._may_be_new(model, key, new_head)]
@@ -93,13 +93,27 @@ class Loading:
 
     def _may_be_new(self, model: Any, key: str, new_head: bool) -> bool:
         """Weights that were saved for another task lack the head for this one, and perhaps the pooler below it."""
-        in_head = _is_in_head(model, key)
+        in_head = is_in_head(model, key)
         if self.model_class.__name__ in (self.config.architectures or []):
             return new_head and in_head
         return in_head or "pooler" in key
 
+    def _replace_deferred(self, model: nn.Module) -> None:
+        """Read the buffers, which layers may use at any time, and leave the parameters in the files."""
+        unloaded: dict[DeferredTensor, UnloadedParameter] = {}
+        for part in model.modules():
+            for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+                if isinstance(parameter, DeferredTensor):
+                    if parameter not in unloaded:
+                        files = {self.tensors[source].file for source in parameter.sources}
+                        unloaded[parameter] = UnloadedParameter.like(parameter, parameter.compute, files)
+                    setattr(part, name, unloaded[parameter])
+            for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
+                if isinstance(buffer, DeferredTensor):
+                    setattr(part, name, buffer.compute())
 
-def _is_in_head(model: Any, name: str) -> bool:
+
+def is_in_head(model: Any, name: str) -> bool:
     """Whether a parameter is outside the part that the models for all tasks share."""
     prefix = model.base_model_prefix
     return hasattr(model, prefix) and not name.startswith(f"{prefix}.")
@@ -113,17 +127,3 @@ def _tie_equal(model: Any) -> None:
         if several and isinstance(second, DeferredTensor) and torch.equal(first.compute(), second.compute()):
             owner, _, name = target.rpartition(".")
             setattr(model.get_submodule(owner), name, first)
-
-
-def _replace_deferred(model: nn.Module) -> None:
-    """Read the buffers, which layers may use at any time, and leave the parameters in the files."""
-    unloaded: dict[DeferredTensor, UnloadedParameter] = {}
-    for part in model.modules():
-        for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
-            if isinstance(parameter, DeferredTensor):
-                if parameter not in unloaded:
-                    unloaded[parameter] = UnloadedParameter.like(parameter, parameter.compute)
-                setattr(part, name, unloaded[parameter])
-        for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
-            if isinstance(buffer, DeferredTensor):
-                setattr(part, name, buffer.compute())

@@ -41,7 +41,9 @@ class LoraSettings:
         given = {key: value for key, value in (node or {}).items() if value is not None}
         known = [field.name for field in fields(LoraSettings)]
         if unknown := [key for key in given if key not in known]:
-            raise ConfigError(f"model.lora.{unknown[0]}: unknown key; {did_you_mean(unknown[0], known) or known}")
+            raise ConfigError(
+                f"model.lora.{unknown[0]}: unknown key; {did_you_mean(unknown[0], known) or known}"
+            )
         if "rank" not in given:
             if needless := [key for key in given if key != "dropout"]:
                 raise ConfigError(

@@ -16,8 +16,10 @@ from torch import nn
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.huggingface import load_config, read_json
 from gpipe_cli.models.hf.checkpoint import stored_tensors
-from gpipe_cli.models.hf.loading import Loading
+from gpipe_cli.models.hf.loading import Loading, is_in_head
+from gpipe_cli.models.hf.lora import LoraSettings, add_adapters
 from gpipe_cli.models.hf.tasks import CLASSIFICATION, model_class
+from gpipe_cli.sequential.unloaded import UnloadedParameter
 from gpipe_cli.values import check_whole_number
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,12 +33,14 @@ def build(
     dtype: str | None = None,
     num_classes: int = 2,
     new_head: bool = False,
+    lora: Mapping[str, Any] | None = None,
     input_shape: tuple[int, ...] = (32,),
     say: Callable[[str], None] = lambda line: None,
 ) -> nn.Module:
     """Return the model in the directory `path`; its parameters stay in the files until a device needs them.
 
     init: `weights` for those of the directory; `random` to draw all parameters from torch's default generator.
+    lora: the keys of `LoraSettings`, to train adapters, the head of a classifier and what the files lack, and no more.
     num_classes: of a classifier; for language models the number of tokens in the data, which the model must know.
     say: prints what the user should know about the files.
     """
@@ -44,6 +48,7 @@ def build(
         raise ConfigError(f"model.init={init}: must be one of: {', '.join(INITS)}")
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"model.dtype={dtype}: must be one of: {', '.join(DTYPES)}, or null for float32")
+    adapters = LoraSettings.of(lora)
     directory = Path(path)
     config = load_config(directory)
     if getattr(config, "quantization_config", None) is not None:
@@ -68,6 +73,8 @@ def build(
     else:
         loading = Loading(chosen, config, kind, stored_tensors(directory), path, say)
         model = loading.load(classifies=task in CLASSIFICATION, new_head=new_head)
+    if adapters is not None:
+        add_adapters(model, adapters, _trained_whole(model, task, init), say)
     return model
 
 
@@ -81,6 +88,16 @@ def normalization(node: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[flo
         case {"image_mean": [*mean], "image_std": [*std]} if settings.get("do_normalize", True):
             return tuple(map(float, mean)), tuple(map(float, std))
     return None
+
+
+def _trained_whole(model: nn.Module, task: str, init: str) -> list[str]:
+    """The parameters that are trained beside adapters: the head of a classifier, and what the files lack."""
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if (task in CLASSIFICATION and is_in_head(model, name))
+        or (init == "weights" and not isinstance(parameter, UnloadedParameter))
+    ]
 
 
 def _turn_off_caches(config: Any) -> None:
