@@ -112,13 +112,12 @@ COMMANDS = {
     ),
     "export": Command(
         "export the weights of a run to a file or directory that loads without gpipe",
-        "gpipe export run=<directory>|snapshot=<directory> [out=<path>] [format=safetensors|hf] [--json]",
+        "gpipe export run=<directory>|snapshot=<directory> [out=<path>] [format=safetensors|hf|peft] [--json]",
         (
             "gpipe export run=runs/train/resnet18/20260101-120000",
-            "gpipe export run=<directory> out=resnet18.safetensors",
             "gpipe export snapshot=<directory>/snapshots/step-00000100 out=early.safetensors",
             "gpipe export run=<directory> format=hf out=llama  # a directory for from_pretrained; needs model=hf",
-            "gpipe export run=<directory> --json          # one JSON document on stdout",
+            "gpipe export run=<directory> format=peft out=adapter  # for PeftModel.from_pretrained; needs model.lora",
         ),
         configured=False,
     ),

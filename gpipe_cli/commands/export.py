@@ -10,12 +10,16 @@ from pathlib import Path
 from gpipe_cli.arguments import Invocation, parse_keys
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.report.tables import print_facts
-from gpipe_cli.run.export import hf_directory, safetensors_file
+from gpipe_cli.run.export import hf_directory, peft_directory, safetensors_file
 from gpipe_cli.run.saved_run import select_snapshot
 from gpipe_cli.training.snapshot.manifest import MODEL
 
 KEYS = {"run": "directory", "snapshot": "directory", "out": "file", "format": "format"}
-FORMATS = {"safetensors": safetensors_file.write, "hf": hf_directory.write}
+FORMATS = {
+    "safetensors": safetensors_file.write,
+    "hf": hf_directory.write,
+    "peft": peft_directory.write,
+}
 
 
 def run(invocation: Invocation) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from torch import nn
 
@@ -52,14 +53,15 @@ def base_weights(settings: ModelConfig, model: nn.Module) -> BaseWeights | None:
     return BaseWeights(directory, frozenset({CONFIG, *files}), frozenset(frozen))
 
 
-def check_base(base: BaseFiles | None, settings: ModelConfig, snapshot: Path, *, contents: bool) -> None:
+def check_base(base: BaseFiles | None, model: Mapping[str, Any], snapshot: Path, *, contents: bool) -> None:
     """Raise RunError unless `model.path` has the files that the snapshot refers to.
 
+    model: the keys of the model.
     contents: compare digests, which reads the files; otherwise only sizes.
     """
     if base is not None:
         try:
-            base.check(Path(settings.model.get("path", base.directory)), contents=contents)
+            base.check(Path(model.get("path", base.directory)), contents=contents)
         except RunError as error:
             raise RunError(f"{snapshot}: {error}") from error
 

@@ -85,7 +85,7 @@ def load_resumed_run(
     base = None if snapshot is None else snapshot.record.base
     changes = _changes(saved, tree, LOADING_KEYS if base is None else (*LOADING_KEYS, BASE_KEY))
     if snapshot is not None:
-        check_base(base, new_settings, snapshot.path, contents=is_main_process())
+        check_base(base, new_settings.model, snapshot.path, contents=is_main_process())
     return ResumedRun(directory, snapshot, new_settings, tree, changes)
 
 

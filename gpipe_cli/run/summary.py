@@ -83,6 +83,14 @@ def write_report(run: Path) -> None:
         print_status(f"warning: {PAGE} was not written: {describe(error)}")
 
 
+def _export_format(settings: TrainConfig, run: Path) -> list[str]:
+    """A model of Hugging Face is exported to a directory, an adapter of one to peft's."""
+    match settings.model:
+        case {"path": _, "lora": {"rank": rank}}:
+            return [f"format={'hf' if rank is None else 'peft'}", f"out={run / 'exported'}"]
+    return []
+
+
 def print_summary(summary: Summary, settings: TrainConfig) -> None:
     """Print the result with the commands that a user is likely to want next."""
     run = Path(str(summary.get("run_dir")))
@@ -91,7 +99,7 @@ def print_summary(summary: Summary, settings: TrainConfig) -> None:
     next_commands = {
         "evaluate": shlex.join(["gpipe", "eval", f"run={run}", *allow]),
         "train_longer": shlex.join(["gpipe", "train", f"resume={run}", longer, *allow]),
-        "export": shlex.join(["gpipe", "export", f"run={run}"]),
+        "export": shlex.join(["gpipe", "export", f"run={run}", *_export_format(settings, run)]),
     }
     print_measured_memory(summary.get("partitions", []))
     facts = {key: value for key, value in summary.items() if key != "partitions"}

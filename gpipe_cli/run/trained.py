@@ -56,7 +56,7 @@ def snapshot_of(settings: TrainedConfig) -> VerifiedSnapshot | None:
     for key, value in (("run", settings.run), ("snapshot", settings.snapshot)):
         if value is not None:
             snapshot = select_snapshot(key, value, () if keeps_on_disk(settings) else (MODEL, BUFFERS))
-            check_base(base_of_snapshot(snapshot), settings, snapshot.path, contents=is_main_process())
+            check_base(base_of_snapshot(snapshot), settings.model, snapshot.path, contents=is_main_process())
             return snapshot
     return None
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from gpipe_cli.huggingface import MAX_JSON_BYTES, load_config
 from gpipe_cli.models.hf import model as hf_model
 from gpipe_cli.models.hf.tasks import CLASSIFICATION, model_class
 from gpipe_cli.models.weights import check_weights
+from gpipe_cli.run.base_weights import base_of_snapshot
 from gpipe_cli.run.saved_run import saved_config
 from gpipe_cli.safe_files import read_regular
 from gpipe_cli.tensor_files.header import BadTensors
@@ -38,35 +41,69 @@ COPIED = """
 
 def write(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
     """Write a directory with the weights of the snapshot; all of it, or nothing."""
-    run = run_directory_of(snapshot.path)
-    tree = saved_config(run)
-    node: Mapping[str, Any] = tree.get("model") or {}
-    if node.get("_target_") != TARGET:
+    trained = TrainedModel.of(snapshot, "hf")
+    if base_of_snapshot(snapshot) is not None:
         raise ConfigError(
-            f"format=hf: {run} has trained {node.get('_target_')}, and only model=hf has a directory to begin with; "
-            "leave format out for a file of weights"
+            f"format=hf: {trained.run} has trained an adapter (model.lora), and merged weights would be rounded; give "
+            "format=peft, and merge with PeftModel.merge_and_unload() if you need one model"
         )
-    tensors = _read(snapshot)
-    model = _without_values(node, tensors, snapshot)
-    try:
-        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    except OSError as error:
-        raise ResourceError(f"out={out}: cannot be written: {error}") from error
-    try:
-        model.save_pretrained(temporary, state_dict=tensors, max_shard_size=MAX_SHARD)
-        for file in _companions(Path(node["path"]), (tree.get("data") or {}).get("tokenizer")):
-            (temporary / file.name).write_bytes(read_regular(file, MAX_JSON_BYTES))
-        temporary.chmod(0o755)  # mkdtemp gives it to nobody else
-        os.rename(temporary, out)  # noqa: PTH104 - unlike Path.replace, fails on a directory that is not empty
-    except OSError as error:
-        raise ResourceError(f"out={out}: cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    tensors = read_tensors(snapshot)
+    model, _ = trained.without_values(tensors)
+    check_weights(model, tensors, snapshot.path / MODEL, "snapshot")
+    names: dict[Tensor, str] = {}
+    # Tied names share memory, as transformers expects.
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        tensors[name] = tensors[names.setdefault(parameter, name)]
+    with whole_directory(out) as folder:
+        model.save_pretrained(folder, state_dict=tensors, max_shard_size=MAX_SHARD)
+        for file in _companions(trained.path, trained.tokenizer):
+            (folder / file.name).write_bytes(read_regular(file, MAX_JSON_BYTES))
     files = list(out.iterdir())
     return {"bytes": sum(file.stat().st_size for file in files), "files": len(files)}
 
 
-def _read(snapshot: VerifiedSnapshot) -> dict[str, Tensor]:
+@final
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model=hf of a run."""
+
+    run: Path
+    node: Mapping[str, Any]
+    """The keys of the model."""
+    tokenizer: Any
+    """data.tokenizer."""
+
+    @staticmethod
+    def of(snapshot: VerifiedSnapshot, format: str) -> TrainedModel:
+        """Raises ConfigError, which names the format, for a run of any other model."""
+        run = run_directory_of(snapshot.path)
+        tree = saved_config(run)
+        node: Mapping[str, Any] = tree.get("model") or {}
+        if node.get("_target_") != TARGET:
+            raise ConfigError(
+                f"format={format}: {run} has trained {node.get('_target_')}, and only model=hf has a directory to begin"
+                " with; leave format out for a file of weights"
+            )
+        return TrainedModel(run, node, (tree.get("data") or {}).get("tokenizer"))
+
+    @property
+    def path(self) -> Path:
+        return Path(self.node["path"])
+
+    def without_values(self, tensors: Mapping[str, Tensor]) -> tuple[Any, str]:
+        """The model on the meta device, without adapters and with as many classes as in `tensors`; and its task."""
+        config = load_config(self.path)
+        task, chosen = model_class(config, self.node.get("task"), str(self.path))
+        dtype = hf_model.DTYPES[self.node.get("dtype") or "float32"]
+        with torch.device("meta"):
+            model = chosen._from_config(config, dtype=dtype)
+            if task in CLASSIFICATION and (classes := _classes(model, tensors)) is not None:
+                config.num_labels = classes
+                model = chosen._from_config(config, dtype=dtype)
+        return model, task
+
+
+def read_tensors(snapshot: VerifiedSnapshot) -> dict[str, Tensor]:
     """Tensor by tensor, because transformers takes tensors that share memory for tied ones."""
     path = snapshot.path / MODEL
     try:
@@ -76,22 +113,20 @@ def _read(snapshot: VerifiedSnapshot) -> dict[str, Tensor]:
         raise RunError(f"{path}: damaged: {error}") from error
 
 
-def _without_values(node: Mapping[str, Any], tensors: dict[str, Tensor], snapshot: VerifiedSnapshot) -> Any:
-    """The model on the meta device; makes tied names of `tensors` share memory."""
-    path = str(node["path"])
-    config = load_config(Path(path))
-    task, chosen = model_class(config, node.get("task"), path)
-    dtype = hf_model.DTYPES[node.get("dtype") or "float32"]
-    with torch.device("meta"):
-        model = chosen._from_config(config, dtype=dtype)
-        if task in CLASSIFICATION and (classes := _classes(model, tensors)) is not None:
-            config.num_labels = classes
-            model = chosen._from_config(config, dtype=dtype)
-    check_weights(model, tensors, snapshot.path / MODEL, "snapshot")
-    names: dict[Tensor, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        tensors[name] = tensors[names.setdefault(parameter, name)]
-    return model
+@contextmanager
+def whole_directory(out: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `out` at the end of the block; after a failure nothing is left of it."""
+    temporary = None
+    try:
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+        yield temporary
+        temporary.chmod(0o755)  # mkdtemp gives it to nobody else
+        os.rename(temporary, out)  # noqa: PTH104 - unlike Path.replace, fails on a directory that is not empty
+    except OSError as error:
+        raise ResourceError(f"out={out}: cannot be written: {error}") from error
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _classes(model: Any, tensors: Mapping[str, Tensor]) -> int | None:
