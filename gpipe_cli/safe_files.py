@@ -96,6 +96,12 @@ def read_regular(path: Path, most: int, *, base: Path | None = None) -> bytes:
         return file.read(size)
 
 
+def user_cache(name: str) -> Path:
+    """A folder of the user's own cache; the XDG specification says to ignore a relative path."""
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    return (cache_home if cache_home.is_absolute() else Path.home() / ".cache") / "gpipe" / name
+
+
 def parse_json(content: str | bytes) -> Any:
     """The value of a JSON text; ValueError if it is malformed, nested too deeply or has absurd numbers.
 

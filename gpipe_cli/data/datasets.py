@@ -66,6 +66,8 @@ class Data:
     longest: int = 0
     """Index of the longest training sample, where lengths differ: the model is traced, and its memory estimated, with a
     batch padded to it."""
+    notes: tuple[str, ...] = ()
+    """What a user should know about how samples were made, a line each."""
 
 
 def check_common_keys(size: int | None, workers: int, timeout: float | None) -> None:

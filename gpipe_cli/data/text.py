@@ -1,92 +1,84 @@
-"""Next-byte prediction on any text file; by default Shakespeare's sonnets (see files/sonnets.md).
+"""Prediction of the next token of text files; by default Shakespeare's sonnets (see files/sonnets.md).
 
-A sample is a window of `context` bytes, and its target is the same window one byte later. The end of the file is held
-out. A byte is a token, so there is no tokenizer, and any encoding and language works.
+Without a tokenizer a byte is a token, so any encoding and language works. With one, its tokens are made once and read
+from a cache after that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import final
 
 import torch
 from torch import Tensor
 
-from gpipe_cli.data.datasets import Data, check_common_keys
-from gpipe_cli.data.tokenizer import ByteTokenizer
+from gpipe_cli.data.datasets import Data
+from gpipe_cli.data.documents import find_files, reading, text_file
+from gpipe_cli.data.file_tokenizer import read_tokenizer
+from gpipe_cli.data.token_cache import Piece
+from gpipe_cli.data.token_data import TokenSpec, document_data, encode_documents, stored_tokens, stream_data
+from gpipe_cli.data.tokenizer import ByteTokenizer, DocumentTokenizer
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.safe_files import read_regular
 from gpipe_cli.values import check_whole_number
 
 _FILE = Path(__file__).parent / "files" / "sonnets.txt"
-_MAX_BYTES = 2**30
-"""Limit on the size of a file: shuffling its windows takes several bytes of memory for each."""
+_BYTE_STRIDE = 8
+_MAX_BYTES_IN_MEMORY = 2**30
+"""A larger file is mapped from the cache."""
 
 
 def build(
     path: str | None = None,
     context: int = 32,
-    stride: int = 8,
+    stride: int | None = None,
     held_out: float = 0.1,
     workers: int = 0,
     timeout: float | None = None,
+    *,
+    tokenizer: str | None = None,
+    eos_token: str | None = None,
+    pack: bool = True,
+    cache: str | None = None,
 ) -> Data:
-    """Make a window of `context` bytes every `stride` bytes; hold out the last `held_out` share of the file.
+    """Make a window of `context` tokens every `stride` tokens; hold out the last `held_out` share of the text."""
+    spec = TokenSpec(str(_FILE) if path is None else path, context, pack, held_out, cache, workers, timeout)
+    if stride is not None:
+        check_whole_number("data.stride", stride, least=1)
+        if not pack:
+            raise ConfigError(f"data.stride={stride}: has no effect with data.pack=false; leave it out")
+    if eos_token is not None and tokenizer is None:
+        raise ConfigError(f"data.eos_token={eos_token}: has no effect without data.tokenizer; leave it out")
+    files = find_files(spec.path)
+    if tokenizer is None:
+        stride = stride or _BYTE_STRIDE
+        if pack and len(files) == 1 and _fits_in_memory(files[0]):
+            return stream_data(spec, _read(files[0]), ByteTokenizer(), stride)
+    maker: DocumentTokenizer = ByteTokenizer() if tokenizer is None else read_tokenizer(tokenizer, eos_token)
 
-    Held-out windows do not overlap, so that the model predicts each of those bytes once.
-    """
-    check_common_keys(None, workers, timeout)
-    check_whole_number("data.context", context, least=1)
-    check_whole_number("data.stride", stride, least=1)
-    if not 0 < held_out < 1:
-        raise ConfigError(f"data.held_out={held_out}: must be between 0 and 1")
-    text = _read(_FILE if path is None else Path(path))
-    held_out_bytes = max(round(len(text) * held_out), context + 1)
-    if len(text) - held_out_bytes <= context:
-        raise DataError(
-            f"data.path={path}: {len(text)} bytes are too few to train on and to hold out windows of {context}; "
-            "give a longer text or a smaller data.context"
-        )
-    train = TextSamples(text[:-held_out_bytes], context, stride)
-    test = TextSamples(text[-held_out_bytes:], context, context)
-    tokenizer = ByteTokenizer()
-    return Data(
-        train,
-        test,
-        classes=tokenizer.vocabulary,
-        shape=(context,),
-        workers=workers,
-        timeout=timeout,
-        tokenizer=tokenizer,
-    )
+    def pieces(path: Path, digest: str) -> Iterator[Piece]:
+        try:
+            yield from encode_documents(maker, text_file(path, digest))
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"data.path={path}: is not UTF-8 text ({error.reason}), which data.tokenizer needs"
+            ) from error
+
+    settings = {"format": "text", "tokenizer": maker.digest, "suffix": maker.suffix}
+    stored = stored_tokens(spec, files, settings, pieces)
+    if pack:
+        return stream_data(spec, stored.tokens, maker, stride or context)
+    return document_data(spec, stored, maker)
+
+
+def _fits_in_memory(path: Path) -> bool:
+    with reading(path):
+        return path.stat().st_size <= _MAX_BYTES_IN_MEMORY
 
 
 def _read(path: Path) -> Tensor:
-    try:
-        content = bytearray(read_regular(path, _MAX_BYTES))
-    except OSError as error:
-        raise DataError(f"data.path={path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:  # the name contains a null byte
-        raise DataError(f"data.path={path}: cannot be read: {error}") from error
+    with reading(path):
+        content = bytearray(read_regular(path, _MAX_BYTES_IN_MEMORY))
     if not content:
         raise DataError(f"data.path={path}: is empty")
     return torch.frombuffer(content, dtype=torch.uint8)
-
-
-@final
-class TextSamples:
-    """text: uint8 [length]. Windows are views of it; batches are copies as int64."""
-
-    def __init__(self, text: Tensor, context: int, stride: int) -> None:
-        self._windows = text.unfold(0, context + 1, stride)
-
-    def __len__(self) -> int:
-        return len(self._windows)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.batch(torch.tensor([index]))
-        return inputs[0], targets[0]
-
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        windows = self._windows.index_select(0, indices).long()
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

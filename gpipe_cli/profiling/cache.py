@@ -25,6 +25,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.profiling.layers import Sample, forward_times, profile_layers
 from gpipe_cli.profiling.measurement_store import Measurement, MeasurementStore, fingerprint
 from gpipe_cli.profiling.phase_times import PhaseTimes, measure_forward_backward, measure_phase_times
+from gpipe_cli.safe_files import user_cache
 from gpipe_cli.sequential import layer_names
 
 TOLERANCE = 0.15
@@ -43,9 +44,7 @@ class LayerTimes:
 
 
 def default_folder() -> Path:
-    """In the user's own cache; the XDG specification says to ignore a relative path."""
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or "")
-    return (cache_home if cache_home.is_absolute() else Path.home() / ".cache") / "gpipe" / "profiles"
+    return user_cache("profiles")
 
 
 @final

@@ -19,6 +19,7 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.pytree import ModelInput
+from gpipe_cli.report.output import print_status
 
 
 @final
@@ -118,11 +119,14 @@ def make_loader(settings: ModelConfig) -> BatchLoader:
         if len(samples) == 0:
             raise DataError(f"data._target_={settings.data['_target_']}: has no samples to {split} on")
     data = _normalized_for_model(settings, data)
+    world = World.current()
+    if world.rank == 0:
+        for note in data.notes:
+            print_status(note)
     transforms = instantiate(settings.transform, "transform", settings.allow, data=data)
     classes = settings.model.get("num_classes") or data.classes
     seed = settings.seed if isinstance(settings, TrainConfig) else 0
     replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
-    world = World.current()
     replica = world.rank // max(1, world.size // replicas)  # ranks of one replica are consecutive
     pin_memory = isinstance(settings, RunConfig) and reads_pinned_memory(available_devices(settings.devices))
     return BatchLoader(data, transforms, classes, settings.batch_size, seed, replica, replicas, pin_memory)

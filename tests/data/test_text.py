@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from hypothesis import strategies as st
 import gpipe_cli.data
 from gpipe_cli.data import text
 from gpipe_cli.data.loading import batches
-from gpipe_cli.errors import ConfigError, DataError
+from gpipe_cli.errors import ConfigError, DataError, ResourceError
+from tests.data.tokenizers import save_tokenizer
 
 FILES = Path(gpipe_cli.data.__file__).parent / "files"
 
@@ -93,18 +96,29 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     assert len(text.build(numbered(tmp_path / "enough", 66)).train) == 1
 
 
-def test_what_never_ends_or_is_too_long_is_refused_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokenizer", [None, "tokenizer.json"])
+def test_what_never_ends_is_refused_at_once(tmp_path: Path, tokenizer: str | None) -> None:
     """data.path=/dev/zero ended in a MemoryError, and a named pipe was waited for."""
+    if tokenizer is not None:
+        tokenizer = str(save_tokenizer(tmp_path) / tokenizer)
     os.mkfifo(tmp_path / "pipe")
-    with (tmp_path / "long").open("wb") as file:
-        file.truncate(2**40)
     for path, message in (
         ("/dev/zero", "is a device"),
         (tmp_path / "pipe", "is a named pipe"),
-        (tmp_path / "long", "has 1,"),
     ):
         with pytest.raises(DataError, match=f"data.path={path}: cannot be read: {message}"):
-            text.build(str(path))
+            text.build(str(path), tokenizer=tokenizer, cache=str(tmp_path / "cache"))
+
+
+def test_a_text_whose_tokens_do_not_fit_on_the_disk_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / "long").open("wb") as file:
+        file.truncate(2**40)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**30))
+    message = r"long: has 1,099,511,627,776 bytes, .* has 1,073,741,824 left; .* data\.cache=FOLDER"
+    with pytest.raises(ResourceError, match=message):
+        text.build(str(tmp_path / "long"), cache=str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,192 @@
+"""A data set of documents: their tokens from the cache, divided into samples to train on and held-out ones."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from gpipe_cli.data.datasets import Data, check_common_keys
+from gpipe_cli.data.documents import PIECE_BYTES, TextPiece, reading
+from gpipe_cli.data.token_cache import Piece, StoredTokens, TokenCache
+from gpipe_cli.data.token_samples import PackedSamples, PaddedSamples
+from gpipe_cli.data.tokenizer import ByteTokenizer, DocumentTokenizer
+from gpipe_cli.errors import ConfigError, DataError
+from gpipe_cli.safe_files import user_cache
+from gpipe_cli.values import check_whole_number
+
+_VERSION = 1
+"""Of how documents become tokens; part of the name of a cache entry."""
+_BYTES_AT_ONCE = 4 * PIECE_BYTES
+
+
+@final
+@dataclass(frozen=True)
+class TokenSpec:
+    """The keys that data sets of documents share."""
+
+    path: str
+    context: int
+    pack: bool
+    held_out: float
+    cache: str | None
+    workers: int
+    timeout: float | None
+
+    def __post_init__(self) -> None:
+        check_common_keys(None, self.workers, self.timeout)
+        check_whole_number("data.context", self.context, least=1)
+        check_held_out(self.held_out)
+        if not isinstance(self.pack, bool):
+            raise ConfigError(f"data.pack={self.pack}: must be true or false")
+
+
+def check_held_out(fraction: float) -> None:
+    if not 0 < fraction < 1:
+        raise ConfigError(f"data.held_out={fraction}: must be between 0 and 1")
+
+
+def stored_tokens(
+    spec: TokenSpec,
+    files: Iterable[Path],
+    settings: Mapping[str, Any],
+    pieces: Callable[[Path, str], Iterator[Piece]],
+) -> StoredTokens:
+    """The tokens of all files, from the cache.
+
+    settings: what they depend on besides the files. pieces: makes those of a file with the given digest.
+    """
+    cache = TokenCache(user_cache("tokens") if spec.cache is None else Path(spec.cache))
+    digests = []
+    for path in files:
+        with reading(path):
+            digests.append((path, cache.digest_of(path)))
+
+    def all_pieces() -> Iterator[Piece]:
+        is_empty = True
+        for path, digest in digests:
+            for piece in pieces(path, digest):
+                is_empty = is_empty and not piece.tokens
+                yield piece
+        if is_empty:
+            raise DataError(f"data.path={spec.path}: is empty")
+
+    key = {**settings, "version": _VERSION, "sources": [digest for _, digest in digests]}
+    return cache.get(key, all_pieces)
+
+
+def encode_documents(tokenizer: DocumentTokenizer, texts: Iterable[TextPiece]) -> Iterator[Piece]:
+    begins = True
+    for group in _groups(texts):
+        for text, tokens in zip(
+            group, tokenizer.encode_pieces([text.content for text in group]), strict=True
+        ):
+            prefix = tokenizer.prefix if begins else ()
+            suffix = tokenizer.suffix if text.ends_document else ()
+            yield Piece(array("i", (*prefix, *tokens, *suffix)), text.ends_document)
+            begins = text.ends_document
+
+
+def _groups(texts: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
+    """Pieces to encode together, because a tokenizer does it in parallel."""
+    group: list[TextPiece] = []
+    size = 0
+    for text in texts:
+        group.append(text)
+        size += len(text.content)
+        if size >= _BYTES_AT_ONCE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def stream_data(spec: TokenSpec, stream: Tensor, tokenizer: DocumentTokenizer, stride: int) -> Data:
+    """Windows of a stream of tokens; the last of them are held out.
+
+    Held-out windows do not overlap, so that the model predicts each of those tokens once.
+    """
+    held_out = max(round(len(stream) * spec.held_out), spec.context + 1)
+    return _packed_data(spec, stream, len(stream) - held_out, tokenizer, stride)
+
+
+def document_data(spec: TokenSpec, stored: StoredTokens, tokenizer: DocumentTokenizer) -> Data:
+    """Samples of documents, of which the last are held out."""
+    ends, first_scored = stored.documents.unbind(1)
+    if spec.pack:
+        split = len(ends) - _held_out_documents(spec, len(ends))
+        return _packed_data(spec, stored.tokens, int(ends[split - 1]), tokenizer, spec.context)
+    if tokenizer.padding is None:
+        raise ConfigError(
+            "data.pack=false: the tokenizer has neither a pad token nor an eos token to pad with; name one with "
+            "data.eos_token=TOKEN"
+        )
+    # A document whose first scored token is cut off teaches nothing.
+    used = (first_scored <= spec.context).nonzero().squeeze(1)
+    if not len(used):
+        raise DataError(
+            f"data.path={spec.path}: no sample has a token to score within data.context={spec.context}"
+        )
+    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
+    spans = torch.stack([begins, ends], 1)[used]
+    split = len(spans) - _held_out_documents(spec, len(spans))
+    cut = int((spans[:, 1] - spans[:, 0] > spec.context + 1).sum())
+    notes = []
+    if cut:
+        notes.append(f"data.context={spec.context}: {cut} of {len(spans)} samples are longer and were cut")
+    if left_out := len(ends) - len(spans):
+        notes.append(
+            f"data.path={spec.path}: {left_out} of {len(ends)} samples have no token to score and were left out"
+        )
+    train, test = (
+        PaddedSamples(stored.tokens, part, spec.context, tokenizer.padding)
+        for part in (spans[:split], spans[split:])
+    )
+    return _data(spec, train, test, tokenizer, tuple(notes))
+
+
+def _held_out_documents(spec: TokenSpec, documents: int) -> int:
+    if documents < 2:
+        raise DataError(
+            f"data.path={spec.path}: has {documents} sample, but one to train on and one to hold out are needed"
+        )
+    return min(max(round(documents * spec.held_out), 1), documents - 1)
+
+
+def _packed_data(
+    spec: TokenSpec, stream: Tensor, split: int, tokenizer: DocumentTokenizer, stride: int
+) -> Data:
+    """split: where the held-out tokens begin."""
+    if min(split, len(stream) - split) <= spec.context:
+        unit = "bytes" if isinstance(tokenizer, ByteTokenizer) else "tokens"
+        raise DataError(
+            f"data.path={spec.path}: {len(stream)} {unit} are too few to train on and to hold out windows of "
+            f"{spec.context}; give a longer text or a smaller data.context"
+        )
+    train = PackedSamples(stream[:split], spec.context, stride)
+    test = PackedSamples(stream[split:], spec.context, spec.context)
+    return _data(spec, train, test, tokenizer)
+
+
+def _data(
+    spec: TokenSpec,
+    train: PackedSamples | PaddedSamples,
+    test: PackedSamples | PaddedSamples,
+    tokenizer: DocumentTokenizer,
+    notes: tuple[str, ...] = (),
+) -> Data:
+    return Data(
+        train,
+        test,
+        classes=tokenizer.vocabulary,
+        shape=(spec.context,),
+        workers=spec.workers,
+        timeout=spec.timeout,
+        tokenizer=tokenizer,
+        notes=notes,
+    )
