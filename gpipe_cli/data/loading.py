@@ -7,7 +7,7 @@ torch's default generator never advances.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -65,14 +65,9 @@ def batches(
             f"{length} samples make no batch of {batch_size}: give more data or a smaller batch_size"
         )
     order = epoch_order(length, seed=seed, epoch=epoch, shuffle=shuffle)
-    requests = []
-    for number in range(start, count):
-        indices = order[number * batch_size : (number + 1) * batch_size]
-        own = replica_part(indices, replica, replicas)
-        # An empty batch still has a shape, which only a sample can tell.
-        requests.append(BatchRequest(epoch, own or indices[:1], without_rows=not own))
+    requests = _Requests(order, epoch, batch_size, range(start, count), replica, replicas)
     fetch = BatchFetcher(samples, transform, seed)
-    if workers and requests:
+    if workers and len(requests):
         return load_in_workers(fetch, requests, workers, timeout, pin_memory=pin_memory)
     return (pinned(fetch(request)) if pin_memory else fetch(request) for request in requests)
 
@@ -88,12 +83,11 @@ def replica_part(indices: list[int], replica: int, replicas: int) -> list[int]:
     return indices[begin : begin + small + (replica < larger)]
 
 
-def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> list[int]:
-    """Return the indices of all samples in the order of this epoch."""
+def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> Sequence[int]:
+    """Return the indices of all samples in the order of this epoch, in eight bytes each."""
     if not shuffle:
-        return list(range(length))
-    order: list[int] = torch.randperm(length, generator=generator_for(seed, "order", epoch)).tolist()
-    return order
+        return range(length)
+    return torch.randperm(length, generator=generator_for(seed, "order", epoch)).numpy().data
 
 
 def check_batch(input: ModelInput, target: Tensor) -> None:
@@ -123,6 +117,29 @@ class BatchRequest:
     indices: list[int]
     without_rows: bool = False
     """Return an empty batch of the right shape."""
+
+
+@final
+@dataclass(frozen=True)
+class _Requests:
+    """The batches to load, made when they are needed: a large data set has millions."""
+
+    order: Sequence[int]
+    epoch: int
+    batch_size: int
+    numbers: range
+    replica: int
+    replicas: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        for number in self.numbers:
+            indices = list(self.order[number * self.batch_size : (number + 1) * self.batch_size])
+            own = replica_part(indices, self.replica, self.replicas)
+            # An empty batch still has a shape, which only a sample can tell.
+            yield BatchRequest(self.epoch, own or indices[:1], without_rows=not own)
 
 
 @final

@@ -10,14 +10,14 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import active_children
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -32,9 +32,16 @@ _DEFAULT_TIMEOUT = 120.0
 """Seconds that a worker may take for a mini-batch if data.timeout is not set."""
 
 
+class Requests(Protocol):
+    """What to load, in order."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
+
+
 def load_in_workers(
     load: Callable[[Any], Batch],
-    requests: list[Any],
+    requests: Requests,
     workers: int,
     timeout: float | None,
     *,
@@ -59,7 +66,7 @@ def load_in_workers(
     processes = set(active_children()) - children_before
     gate = _sigchld_gate()
     try:
-        for _ in requests:
+        for _ in range(len(requests)):
             # Closed again at the `yield`, outside of this block, where the caller trains on the batch.
             with gate:
                 _check_alive(processes)
