@@ -97,7 +97,7 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [None, "tokenizer.json"])
-def test_what_never_ends_is_refused_at_once(tmp_path: Path, tokenizer: str | None) -> None:
+def test_what_never_ends_or_is_too_long_is_refused_at_once(tmp_path: Path, tokenizer: str | None) -> None:
     """data.path=/dev/zero ended in a MemoryError, and a named pipe was waited for."""
     if tokenizer is not None:
         tokenizer = str(save_tokenizer(tmp_path) / tokenizer)
