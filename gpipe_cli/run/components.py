@@ -30,7 +30,7 @@ BALANCE_ARGUMENTS = ("module", "layer_count", "partitions", "sample", "spec", "m
 def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
     """Check the arguments of every component; refuse keys that the engine would ignore."""
     offered = {
-        "model": ("num_classes", "input_shape", "say"),
+        "model": ("num_classes", "input_shape", "tokenizer", "say"),
         "transform": ("data",),
         "balance": BALANCE_ARGUMENTS,
         "engine": ("spec",),

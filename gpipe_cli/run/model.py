@@ -47,7 +47,8 @@ def make_model(settings: ModelConfig, loader: BatchLoader, *, load: bool = True)
     """
     torch.manual_seed(settings.seed if isinstance(settings, TrainConfig) else 0)
     node = model_arguments(settings)
-    offered: dict[str, Any] = {"input_shape": loader.data.shape, "say": print_status}
+    data = loader.data
+    offered: dict[str, Any] = {"input_shape": data.shape, "tokenizer": data.tokenizer, "say": print_status}
     if "num_classes" not in node:
         offered["num_classes"] = loader.classes
     model = instantiate(node, "model", settings.allow, **offered)

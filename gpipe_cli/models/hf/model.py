@@ -16,6 +16,12 @@ from torch import nn
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.huggingface import load_config, read_json
 from gpipe_cli.models.hf.checkpoint import stored_tensors
+from gpipe_cli.models.hf.data_checks import (
+    check_context,
+    check_input_shape,
+    check_vocabulary,
+    ignored_tokenizer,
+)
 from gpipe_cli.models.hf.loading import Loading, is_in_head
 from gpipe_cli.models.hf.lora import LoraSettings, add_adapters
 from gpipe_cli.models.hf.tasks import CLASSIFICATION, model_class
@@ -35,6 +41,7 @@ def build(
     new_head: bool = False,
     lora: Mapping[str, Any] | None = None,
     input_shape: tuple[int, ...] = (32,),
+    tokenizer: Any = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> nn.Module:
     """Return the model in the directory `path`; its parameters stay in the files until a device needs them.
@@ -42,6 +49,7 @@ def build(
     init: `weights` for those of the directory; `random` to draw all parameters from torch's default generator.
     lora: the keys of `LoraSettings`, to train adapters, the head of a classifier and what the files lack, and no more.
     num_classes: of a classifier; for language models the number of tokens in the data, which the model must know.
+    tokenizer: that of the data, if the data is text.
     say: prints what the user should know about the files.
     """
     if init not in INITS:
@@ -61,18 +69,23 @@ def build(
             f"model.new_head=true: is for weights of a classifier, and this is task={task} init={init}"
         )
     _turn_off_caches(config)
-    _check_input(config, task, path, input_shape)
+    check_input_shape(task, path, input_shape)
     if task in CLASSIFICATION:
         check_whole_number("model.num_classes", num_classes, least=1)
         config.num_labels = num_classes
-    else:
-        _check_vocabulary(config, path, num_classes)
+    if task != "image_classification":
+        classes = 0 if task in CLASSIFICATION else num_classes
+        check_vocabulary(config, path, classes if tokenizer is None else tokenizer.vocabulary)
+        if init == "weights" and (warning := ignored_tokenizer(directory, tokenizer)):
+            say(warning)
     kind = DTYPES[dtype or "float32"]
     if init == "random":
         model: nn.Module = chosen._from_config(config, dtype=kind)
     else:
         loading = Loading(chosen, config, kind, stored_tensors(directory), path, say)
         model = loading.load(classifies=task in CLASSIFICATION, new_head=new_head)
+    if task != "image_classification":
+        check_context(config, model, path, input_shape[0])
     if adapters is not None:
         add_adapters(model, adapters, _trained_whole(model, task, init), say)
     return model
@@ -105,35 +118,3 @@ def _turn_off_caches(config: Any) -> None:
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if hasattr(part, "use_cache"):
             part.use_cache = False
-
-
-def _check_input(config: Any, task: str, path: str, input_shape: tuple[int, ...]) -> None:
-    takes_images = task == "image_classification"
-    if len(input_shape) != (3 if takes_images else 1):
-        given = "x".join(map(str, input_shape))
-        kind, cure = (
-            ("images", "data=image_folder loss=cross_entropy")
-            if takes_images
-            else ("sequences of tokens", "data=text loss=token_cross_entropy")
-        )
-        raise ConfigError(
-            f"model.path={path}: task={task} takes {kind}, and the data has {given}; choose data and a loss that fit, "
-            f"such as {cure}"
-        )
-    if takes_images:
-        return
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(longest, int) and input_shape[0] > longest > 0:
-        raise ConfigError(
-            f"data.context={input_shape[0]}: the model has at most {longest} positions (max_position_embeddings of "
-            f"{path}); give data.context={longest} or less"
-        )
-
-
-def _check_vocabulary(config: Any, path: str, tokens: int) -> None:
-    known = getattr(config.get_text_config(), "vocab_size", None)
-    if isinstance(known, int) and tokens > known:
-        raise ConfigError(
-            f"model.path={path}: knows {known} tokens (vocab_size), and the data has {tokens}; give the tokenizer that "
-            f"the model was trained with, such as data.tokenizer={path}"
-        )

@@ -155,10 +155,38 @@ def test_a_bad_directory_is_refused(copy: Path, case: str) -> None:
         ({"dtype": "int8"}, "model.dtype=int8: must be one of: float32"),
         ({"new_head": True}, "is for weights of a classifier"),
         ({"num_classes": 65}, r"knows 64 tokens \(vocab_size\), and the data has 65"),
-        ({"input_shape": (33,)}, "data.context=33: the model has at most 32 positions"),
+        ({"input_shape": (33,)}, "data.context=33: the model has 32 positions"),
         ({"input_shape": (3, 8, 8)}, "takes sequences of tokens, and the data has 3x8x8"),
     ],
 )
 def test_keys_that_do_not_fit_the_model_are_refused(llama: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(str(llama), **{"num_classes": 64, **keys})
+
+
+def test_a_model_that_counts_positions_from_the_padding_token_has_fewer(tmp_path: Path) -> None:
+    path = save_model(tmp_path / "model", "AutoModelForMaskedLM", tiny_config("RobertaConfig"))
+    build(str(path), num_classes=64, input_shape=(30,))
+    with pytest.raises(ConfigError, match=r"data\.context=31: the model has 30 positions"):
+        build(str(path), num_classes=64, input_shape=(31,))
+
+
+def test_the_tokenizer_of_a_classifier_must_fit_too(tmp_path: Path) -> None:
+    class Tokenizer:
+        vocabulary = 65
+
+    path = save_model(tmp_path / "model", "AutoModelForMaskedLM", tiny_config("BertConfig"))
+    with pytest.raises(ConfigError, match=r"knows 64 tokens .*, and the data has 65"):
+        build(str(path), task="sequence_classification", num_classes=2, tokenizer=Tokenizer())
+
+
+def test_bytes_for_a_model_with_a_tokenizer_are_warned_of(copy: Path) -> None:
+    class Bytes:
+        vocabulary, digest = 64, "bytes"
+
+    lines: list[str] = []
+    build(str(copy), num_classes=64, tokenizer=Bytes(), say=lines.append)
+    assert not lines
+    (copy / "tokenizer.json").write_text("{}")
+    build(str(copy), num_classes=64, tokenizer=Bytes(), say=lines.append)
+    assert len(lines) == 1 and f"give data.tokenizer={copy}" in lines[0]
