@@ -22,10 +22,11 @@ from typing import Any, Protocol, TypeVar, final, overload
 
 from torch import Tensor, nn
 
+from gpipe_cli.pytree import SINGLE, Template, unflatten
 from gpipe_cli.torch_internals.state_version import adopt_version, repeat_versions
 
 Member = TypeVar("Member", bound=Tensor)
-NO_OUTPUT_NAMES: Mapping[bool, tuple[str, ...]] = MappingProxyType({})
+NO_TEMPLATES: Mapping[bool, Template] = MappingProxyType({})
 
 
 @final
@@ -36,7 +37,8 @@ class Sequence(nn.Sequential):
     paths: where the content of each layer is in the original; by default the layer's index.
     names: what to call each layer in messages; by default its path, or its index if the path is empty.
     original: read once, for the order of its names and to check that none is lost; by default names are in layer order.
-    output_names: if the original returns a dict, its keys in training (True) and in evaluation (False).
+    output_templates: how to build what the original returns from the tuple of tensors that the last layer returns, in
+        training (True) and in evaluation (False); by default the last layer's output is that of the sequence.
     """
 
     def __init__(
@@ -46,10 +48,10 @@ class Sequence(nn.Sequential):
         paths: Iterable[str] | None = None,
         names: Iterable[str] | None = None,
         original: nn.Module | None = None,
-        output_names: Mapping[bool, tuple[str, ...]] = NO_OUTPUT_NAMES,
+        output_templates: Mapping[bool, Template] = NO_TEMPLATES,
     ) -> None:
         super().__init__(*layers)
-        self.output_names = dict(output_names)
+        self.output_templates = dict(output_templates)
         indices = [str(index) for index in range(len(self))]
         self.paths = tuple(indices if paths is None else paths)
         _check_length("paths", self.paths, len(self))
@@ -131,12 +133,14 @@ def layer_names(module: nn.Sequential) -> tuple[str, ...]:
 
 
 def original_output(module: nn.Sequential, output: Any) -> Any:
-    """Turn the last layer's output back into a dict if the original model returns one.
+    """Build what the original model returns from the last layer's output.
 
-    Pipelines carry tensors and tuples only, so the last layer of such a model returns the values as a tuple.
+    Pipelines carry tensors and tuples, so the last layer of a model that returns anything else returns its tensors.
     """
-    names = module.output_names.get(module.training) if isinstance(module, Sequence) else None
-    return output if names is None else dict(zip(names, output, strict=True))
+    template = (
+        module.output_templates.get(module.training, SINGLE) if isinstance(module, Sequence) else SINGLE
+    )
+    return output if template == SINGLE else unflatten(template, output)
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, TypeAlias, final
+from typing import Any, ClassVar, Protocol, Self, TypeAlias, final, runtime_checkable
 
 from torch import Tensor, nn
 
 from gpipe_cli.skip.namespace import DEFAULT_NAMESPACE, Namespace, SkipName
-from gpipe_cli.skip.tracker import current_skip_tracker
+from gpipe_cli.skip.tracker import load_skip, save_skip
 
 
 # Commands are classes in lower case because they read as verbs: `yield stash("skip", tensor)`.
@@ -125,22 +125,12 @@ class Skippable(nn.Module):
     def _stash(self, command: stash) -> None:
         if command.name not in self.stashable_names:
             raise RuntimeError(f"'{command.name}' has not been declared as stashable")
-        value = command.value
-        if value is not None:
-            # A view gives the skip an autograd node of its own. Autograd then sums the gradients of all uses of the
-            # skip first and adds that sum to the gradients of the value's other uses, so the order of the additions,
-            # and with it the bits, do not depend on whether the skip crosses to another partition. This also holds
-            # without gradients: a checkpointed forward must pass on the same kind of tensor as its recomputation.
-            value = value.view_as(value)
-        current_skip_tracker().save(self._full_name(command.name), value)
+        save_skip(self._full_name(command.name), command.value)
 
     def _pop(self, command: pop) -> Tensor | None:
         if command.name not in self.poppable_names:
             raise RuntimeError(f"'{command.name}' has not been declared as poppable")
-        try:
-            return current_skip_tracker().load(self._full_name(command.name))
-        except KeyError as error:
-            raise RuntimeError(f"'{command.name}' has not been stashed") from error
+        return load_skip(self._full_name(command.name))
 
     def _full_name(self, name: str) -> SkipName:
         return SkipName(self._namespaces.get(name, DEFAULT_NAMESPACE), name)
@@ -155,10 +145,18 @@ def _name_set(parameter: str, names: Iterable[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def named_skippables(module: nn.Module, name: str = "") -> Iterator[tuple[str, Skippable]]:
-    """Yield the skippable modules in a module, itself included, with their paths; duplicates are not removed."""
+@runtime_checkable
+class DeclaresSkips(Protocol):
+    """A module that says which skips it stashes and pops: a `Skippable`, or a traced layer."""
+
+    def stashable(self) -> list[SkipName]: ...
+    def poppable(self) -> list[SkipName]: ...
+
+
+def named_skippables(module: nn.Module, name: str = "") -> Iterator[tuple[str, DeclaresSkips]]:
+    """Yield the modules with skips in a module, itself included, with their paths; duplicates are not removed."""
     for path, nested in module.named_modules(prefix=name, remove_duplicate=False):
-        if isinstance(nested, Skippable):
+        if isinstance(nested, DeclaresSkips) and (nested.stashable() or nested.poppable()):
             yield path, nested
 
 
@@ -187,8 +185,8 @@ def _layer_problems(
     """Yield what is wrong with a layer, given the skips of the layers before it; add its own to the sets."""
     nested = list(named_skippables(layer, name))
     for path, module in nested:
-        for both in sorted(module.stashable_names & module.poppable_names):
-            yield f"'{path}' declared '{both}' both as stashable and as poppable"
+        for both in sorted(set(module.stashable()) & set(module.poppable())):
+            yield f"'{path}' declared '{both.name}' both as stashable and as poppable"
         for skip in module.stashable():
             if skip in stashed:
                 yield f"'{path}' redeclared '{skip.name}' as stashable but not isolated by namespace"

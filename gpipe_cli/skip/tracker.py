@@ -50,6 +50,25 @@ def current_skip_tracker() -> SkipTracker:
     return _current.tracker
 
 
+def save_skip(name: SkipName, value: Tensor | None) -> None:
+    """Store a value for the layer that pops it."""
+    if value is not None:
+        # A view gives the skip an autograd node of its own. Autograd then sums the gradients of all uses of the skip
+        # first and adds that sum to the gradients of the value's other uses, so the order of the additions, and with
+        # it the bits, do not depend on whether the skip crosses to another partition. This also holds without
+        # gradients: a checkpointed forward must pass on the same kind of tensor as its recomputation.
+        value = value.view_as(value)
+    _current.tracker.save(name, value)
+
+
+def load_skip(name: SkipName) -> Tensor | None:
+    """Return the stored value, which can be popped once."""
+    try:
+        return _current.tracker.load(name)
+    except KeyError as error:
+        raise RuntimeError(f"'{name.name}' has not been stashed") from error
+
+
 @final
 class use_skip_tracker:
     """Make layers that this thread runs inside the `with` block use `tracker`.

@@ -1,4 +1,4 @@
-"""Models that torch.fx can trace, as sequences."""
+"""Any model as a sequence, by recording what it does."""
 
 from gpipe_cli.sequential.by_tracing.convert import to_sequential
 

@@ -6,32 +6,44 @@ Every parameter and buffer of the model ends up in a layer, used or not, so that
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, final
 
 from torch import Tensor, nn
 
+from gpipe_cli.pytree import SINGLE
 from gpipe_cli.sequential.by_tracing.cuts import attribute_paths
-from gpipe_cli.sequential.by_tracing.layer import Segment, TracedLayer, segment_graph
-from gpipe_cli.sequential.by_tracing.tracer import Leaves
+from gpipe_cli.sequential.by_tracing.layer import TracedLayer, segment_graph
+from gpipe_cli.sequential.by_tracing.leaves import Leaves
+from gpipe_cli.sequential.by_tracing.routes import Segment
+from gpipe_cli.sequential.by_tracing.sample import InputCheck
+from gpipe_cli.skip.namespace import Namespace
 from gpipe_cli.torch_internals.state_version import adopt_version
 
 
 def build_layers(
     model: nn.Module,
-    clone: nn.Module,
     leaves: Leaves,
     segments: Sequence[Sequence[Segment]],
-    takes_tuple: bool,
+    input_paths: Sequence[tuple[Any, ...]],
+    input_check: InputCheck,
 ) -> list[TracedLayer]:
     """Build a layer for each group of segments: one segment for both modes, or one per mode."""
-    placer = _Placer(model, clone)
+    constants = {
+        name: value for segment in segments[0] for name, value in segment.flow.info.constants.items()
+    }
+    placer = _Placer(model, constants)
     layers = [_fill_layer(placer, group, model.training) for group in segments]
     _place_unused(placer, model, leaves, layers)
+    namespace = Namespace()
     for layer, group in zip(layers, segments, strict=True):
-        graphs = [segment_graph(segment, takes_tuple) for segment in group]
+        graphs = [
+            segment_graph(segment, input_paths, segment.flow.info.template == SINGLE) for segment in group
+        ]
         layer.set_graphs(training=graphs[0], evaluation=graphs[-1])
+        layer.set_skips(namespace, list(group[0].popped), list(group[0].stashed))
+    layers[0].input_check = input_check
     return layers
 
 
@@ -57,7 +69,7 @@ def _place_unused(placer: _Placer, model: nn.Module, leaves: Leaves, layers: Seq
         if name in layer_of:
             continue
         layer = layer_of_tensor.get(id(tensor)) or _nearest(layer_of, name) or layers[0]
-        leaf = leaves.outermost(model, name.rpartition(".")[0])
+        leaf = leaves.outermost(name.rpartition(".")[0])
         if leaf is not None:
             placer.place_module(layer, leaf)
         placer.place_attribute(layer, name)
@@ -88,9 +100,9 @@ class Container(nn.Module):
 class _Placer:
     """Puts parts of a model into its layers, one layer after the other."""
 
-    def __init__(self, model: nn.Module, clone: nn.Module) -> None:
+    def __init__(self, model: nn.Module, constants: Mapping[str, Tensor]) -> None:
         self._model = model
-        self._clone = clone
+        self._constants = constants
         self._persistent = frozenset(model.state_dict(keep_vars=True))
         self._layer_of: dict[nn.Module, nn.Module] = {}
 
@@ -114,8 +126,7 @@ class _Placer:
         if hasattr(container, name):
             return
         owner = self._model.get_submodule(parent)
-        # A constant that tracing created is only at the root of the clone.
-        value: Any = getattr(owner if hasattr(owner, name) else self._clone, name)
+        value: Any = self._constants[path] if path in self._constants else getattr(owner, name)
         if isinstance(value, nn.Parameter):
             container.register_parameter(name, value)
         elif isinstance(value, Tensor) and name in dict(owner.named_buffers(recurse=False)):

@@ -1,85 +1,68 @@
-"""Turn any model that torch.fx can trace into a Sequence, without a change to the model.
+"""Turn a model into a Sequence, without a change to the model.
 
     sequence = to_sequential(model, sample)
 
-The steps: clone the model without storage, trace the clone in training and in evaluation, propagate shapes, choose
-cuts, and distribute the model's own modules among the layers.
+The steps: trace a clone without storage, build graphs, choose cuts, distribute the model's own modules among the
+layers, and compare the result with the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from itertools import pairwise
 
-from torch import Tensor, nn
+from torch import nn
 
+from gpipe_cli.pytree import ModelInput
 from gpipe_cli.sequential.by_tracing.build import build_layers
 from gpipe_cli.sequential.by_tracing.cuts import Dataflow, choose_cuts, cut_points, used_paths
-from gpipe_cli.sequential.by_tracing.layer import Segment, output_names
-from gpipe_cli.sequential.by_tracing.modes import merge_modes
-from gpipe_cli.sequential.by_tracing.shape_prop import propagate_shapes
-from gpipe_cli.sequential.by_tracing.tracer import Leaves, trace
+from gpipe_cli.sequential.by_tracing.graph import build_graph
+from gpipe_cli.sequential.by_tracing.leaves import Leaves
+from gpipe_cli.sequential.by_tracing.routes import segments_of
+from gpipe_cli.sequential.by_tracing.sample import Sample
+from gpipe_cli.sequential.by_tracing.trace import Trace
+from gpipe_cli.sequential.by_tracing.verify import verify
 from gpipe_cli.sequential.sequence import Sequence
-from gpipe_cli.sequential.without_storage import meta_clone
 
 
-def to_sequential(
-    model: nn.Module, sample: Tensor | tuple[Tensor, ...], leaves: Iterable[str] = ()
-) -> Sequence:
+def to_sequential(model: nn.Module, sample: ModelInput, leaves: Iterable[str] = ()) -> Sequence:
     """Return the model as a sequence of layers that share its modules, parameters and names.
 
-    sample: an input of the model, or a tuple of its positional arguments; meta tensors are fine.
+    sample: an input of the model: a tensor, a tuple of positional arguments, or a dict of keyword arguments. The
+        sequence takes the same kind. Meta tensors will do, unless the model looks at values, such as those of a mask.
     leaves: paths or classes of submodules to keep whole.
 
-    If the model returns a dict, the last layer returns a tuple and the sequence a dict. The sequence behaves like the
-    model in both modes: layers read `training` when they run. Other Python attributes of modules that have children
-    are fixed at their current values, and hooks on such modules are lost.
+    The sequence returns what the model returns, and behaves like it in both modes: layers read `training` when they
+    run. Other Python attributes of modules that have children are fixed at their current values.
     """
-    inputs = sample if isinstance(sample, tuple) else (sample,)
+    inputs = Sample(sample)
     whole = Leaves(model, leaves)
-    clone = meta_clone(model)
-    flows = _dataflows(model, clone, whole, inputs)
+    trace = Trace(model, inputs, whole)
+    programs = list(dict.fromkeys(trace.programs.values()))
+    graphs = [build_graph(program, inputs, f"_constant_{index}_") for index, program in enumerate(programs)]
+    flows = [Dataflow(graph) for graph in graphs]
     uses = sum(flow.uses(len(flow.steps)) for flow in flows)
-    cuts = choose_cuts(cut_points(flows, clone), uses)
-    start, end = tuple(0 for _ in flows), tuple(len(flow.steps) for flow in flows)
-    ends = [start, *(cut.positions for cut in cuts), end]
-    segments = [
-        [
-            Segment(flow, first, last, is_last=stop is end)
-            for flow, first, last in zip(flows, start, stop, strict=True)
-        ]
-        for start, stop in pairwise(ends)
+    cuts = choose_cuts(cut_points(flows, model), uses)
+    # Skips are declared once, so both modes would have to agree on them.
+    divided = [
+        segments_of(flow, [cut.positions[index] for cut in cuts], use_skips=len(flows) == 1)
+        for index, flow in enumerate(flows)
     ]
-    layers = build_layers(model, clone, whole, segments, isinstance(sample, tuple))
+    groups = list(zip(*divided, strict=True))
+    templates = {mode: programs.index(trace.programs[mode]) for mode in (True, False)}
+    layers = build_layers(model, whole, groups, inputs.paths, trace.input_check)
     used = [
-        [path for segment in group for step in segment.steps for path in used_paths(step)]
-        for group in segments
+        [path for segment in group for step in segment.steps for path in used_paths(step)] for group in groups
     ]
-    modes = {True: flows[0], False: flows[-1]}
-    return Sequence(
+    sequence = Sequence(
         layers,
         paths=[""] * len(layers),
         names=[_whole_module(used, index) or _range(paths) for index, paths in enumerate(used)],
         original=model,
-        output_names={
-            mode: flow.output_names for mode, flow in modes.items() if flow.output_names is not None
-        },
+        output_templates={mode: graphs[index].template for mode, index in templates.items()},
     )
-
-
-def _dataflows(
-    model: nn.Module, clone: nn.Module, leaves: Leaves, inputs: tuple[Tensor, ...]
-) -> list[Dataflow]:
-    """One if both modes can share a graph, otherwise that of training and that of evaluation."""
-    training, evaluation = (trace(clone, leaves, len(inputs), mode) for mode in (True, False))
-    merged = merge_modes(training, evaluation, clone)
-    modes = {training: [True], evaluation: [False]} if merged is None else {merged: [True, False]}
-    # Every graph runs before any output is judged: an input that the model does not accept is the first error.
-    infos = {
-        graph: propagate_shapes(graph, model, clone, inputs, of_graph) for graph, of_graph in modes.items()
-    }
-    return [Dataflow(graph, info, output_names(model, info.output)) for graph, info in infos.items()]
+    verify(sequence, model, inputs, trace.other_sizes)
+    return sequence
 
 
 def _whole_module(used: SequenceOf[SequenceOf[str]], index: int) -> str:

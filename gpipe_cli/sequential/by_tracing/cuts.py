@@ -6,7 +6,7 @@ holds them.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,41 +18,47 @@ from typing import final
 from torch import fx, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.sequential.by_tracing.shape_prop import GraphInfo
+from gpipe_cli.sequential.by_tracing.graph import GraphInfo
 
 _LONG = 24  # uses of modules: two residual blocks of the larger kind
 _QUARTERS = 4  # in a small model, a segment of more than a quarter of it is long
+_NEAR = 12  # uses of modules on either side in which no point may have fewer activations than a cut
 
 
 @final
 class Dataflow:
     """A graph as steps in order, with the values that cross each position between them."""
 
-    def __init__(self, graph: fx.Graph, info: GraphInfo, output_names: tuple[str, ...] | None) -> None:
-        self.output_names = output_names
-        """The keys of the dict that the graph returns, if it returns one."""
-        self.steps = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-        self.inputs = [node for node in graph.nodes if node.op == "placeholder"]
-        self.output = next(node for node in graph.nodes if node.op == "output")
+    def __init__(self, info: GraphInfo) -> None:
+        self.info = info
+        nodes = info.graph.nodes
+        self.steps = [node for node in nodes if node.op not in ("placeholder", "get_attr", "output")]
+        self.inputs = [node for node in nodes if node.op == "placeholder"]
+        self.output = next(node for node in nodes if node.op == "output")
         self.values = info.values
-        index = {node: index for index, node in enumerate(self.steps)} | dict.fromkeys(self.inputs, -1)
-        index[self.output] = len(self.steps)
+        self.index = {node: index for index, node in enumerate(self.steps)} | dict.fromkeys(self.inputs, -1)
+        self.index[self.output] = len(self.steps)
         self.crossing: list[list[fx.Node]] = [[] for _ in range(len(self.steps) + 1)]
-        """For each position the values that are made before it and used after it, tensors first."""
+        """For each position the values that are made before it and used after it."""
         for node in (*self.inputs, *self.steps):
-            last_use = max((index[user] for user in node.users), default=-1)
+            last_use = max((self.index[user] for user in node.users), default=-1)
             # Quadratic only where many values are used until the end; most are used by the next few steps.
-            for position in range(index[node] + 1, last_use + 1):
+            for position in range(self.index[node] + 1, last_use + 1):
                 self.crossing[position].append(node)
-        for nodes in self.crossing:
-            nodes.sort(key=lambda node: not self.values[node].is_tensor)
-        self._inside_write = {
-            position for span in info.spans for position in range(index[span.first] + 1, index[span.last] + 1)
-        }
+        self._inside_write = self._positions_inside_writes()
         self._uses = [0, *accumulate(any(True for _ in used_paths(step)) for step in self.steps)]
 
-    def tensors(self, position: int) -> int:
-        return sum(self.values[node].is_tensor for node in self.crossing[position])
+    def _positions_inside_writes(self) -> set[int]:
+        calls = [self.info.calls[step] for step in self.steps]
+        inside: set[int] = set()
+        for span in self.info.spans:
+            first = 0 if span.first < 0 else bisect_left(calls, span.first)
+            inside.update(range(first + 1, bisect_right(calls, span.last)))
+        return inside
+
+    def activations(self, position: int) -> int:
+        """How many tensors with gradients cross; masks and positions are the same at every cut."""
+        return sum(self.values[node].requires_grad for node in self.crossing[position])
 
     def bytes(self, position: int) -> int:
         return sum(self.values[node].bytes for node in self.crossing[position])
@@ -67,9 +73,10 @@ class Dataflow:
             return "memory that crosses the cut is written after it"
         for node in self.crossing[position]:
             value = self.values[node]
-            if not (value.is_tensor or value.is_size):
+            if not (value.is_tensor or value.size):
                 return f"a {value.kind.__name__} of {_source_module(node)} crosses"
-        return None if self.tensors(position) else "no tensor crosses"
+        has_tensor = any(self.values[node].is_tensor for node in self.crossing[position])
+        return None if has_tensor else "no tensor crosses"
 
 
 def used_paths(step: fx.Node) -> Iterator[str]:
@@ -103,8 +110,8 @@ class CutPoint:
     positions: tuple[int, ...]
     obstacle: str | None
     """Why the model cannot be cut here; None if it can."""
-    tensors: int
-    """How many cross, in the mode in which fewer do."""
+    activations: int
+    """How many tensors with gradients cross, in the mode in which fewer do."""
     bytes: int
     uses: int
     """Steps before it that use modules or tensors of the model."""
@@ -121,7 +128,7 @@ def cut_points(flows: Sequence[Dataflow], model: nn.Module) -> list[CutPoint]:
         point = CutPoint(
             positions,
             buffer_obstacles.get(index) or next(filter(None, obstacles), None),
-            min(flow.tensors(position) for flow, position in pairs),
+            min(flow.activations(position) for flow, position in pairs),
             sum(flow.bytes(position) for flow, position in pairs),
             sum(flow.uses(position) for flow, position in pairs),
         )
@@ -132,7 +139,7 @@ def cut_points(flows: Sequence[Dataflow], model: nn.Module) -> list[CutPoint]:
 def _common_positions(flows: Sequence[Dataflow]) -> list[tuple[int, ...]]:
     if len(flows) == 1:
         return [(position,) for position in range(1, len(flows[0].steps))]
-    training, evaluation = ([_signature(step) for step in flow.steps] for flow in flows)
+    training, evaluation = ([_signature(flow, step) for step in flow.steps] for flow in flows)
     # autojunk would ignore steps that occur often, such as the same activation function after every layer.
     blocks = SequenceMatcher(None, training, evaluation, autojunk=False).get_matching_blocks()
     positions = {
@@ -144,10 +151,9 @@ def _common_positions(flows: Sequence[Dataflow]) -> list[tuple[int, ...]]:
     return sorted(positions - {(0, 0), (len(training), len(evaluation))})
 
 
-def _signature(step: fx.Node) -> tuple[str, str, str]:
+def _signature(flow: Dataflow, step: fx.Node) -> tuple[str, str, str]:
     """Identifies the same step in the graphs of both modes."""
-    stack = step.meta.get("nn_module_stack") or {}
-    return step.op, str(step.target), next(reversed(stack), "")
+    return step.op, str(step.target), flow.info.owners[step]
 
 
 def _buffer_obstacles(
@@ -171,9 +177,9 @@ def _buffer_obstacles(
 def choose_cuts(points: Sequence[CutPoint], total_uses: int) -> list[CutPoint]:
     """Choose cuts that are cheap and enough to balance any number of partitions.
 
-    Cuts are where the fewest tensors cross, which in most models is one. A long segment without such a point (a dense
-    block, a U-Net's skips) is cut near its middle, where the fewest bytes cross, until no segment is long. Between two
-    modules there is at most one cut.
+    Cuts are where no more activations cross than nearby: in most models one between blocks, and in an encoder-decoder
+    also the encoder's output. A long segment without such a point (a dense block, a U-Net's skips) is cut near its
+    middle, where the fewest bytes cross, until no segment is long. Between two modules there is at most one cut.
     """
     inner = [point for point in points if 0 < point.uses < total_uses]
     legal = [point for point in inner if point.obstacle is None]
@@ -183,8 +189,7 @@ def choose_cuts(points: Sequence[CutPoint], total_uses: int) -> list[CutPoint]:
             f"the model cannot be cut anywhere: {obstacles}; pass only tensors and sizes between its modules, or give "
             "model.layers"
         )
-    fewest = min((point.tensors for point in legal), default=0)
-    narrow = [point for point in legal if point.tensors == fewest]
+    narrow = _narrowest(legal)
     # The last of the cheapest, so that a function stays with the module before it.
     cuts = [
         min(reversed([*group]), key=attrgetter("bytes")) for _, group in groupby(narrow, attrgetter("uses"))
@@ -193,6 +198,17 @@ def choose_cuts(points: Sequence[CutPoint], total_uses: int) -> list[CutPoint]:
     for start, stop in pairwise([0, *(cut.uses for cut in cuts), total_uses]):
         cuts = [*cuts, *_bisect(start, stop, legal, longest)]
     return sorted(cuts, key=attrgetter("positions"))
+
+
+def _narrowest(points: Sequence[CutPoint]) -> list[CutPoint]:
+    """The points that fewest activations cross within their neighborhood."""
+    uses = [point.uses for point in points]
+    narrow = []
+    for point in points:
+        near = points[bisect_left(uses, point.uses - _NEAR) : bisect_right(uses, point.uses + _NEAR)]
+        if point.activations == min(other.activations for other in near):
+            narrow.append(point)
+    return narrow
 
 
 def _bisect(start: int, stop: int, legal: Sequence[CutPoint], longest: int) -> list[CutPoint]:

@@ -1,26 +1,26 @@
 """A traced layer: the code of a segment of a model's graph, and the form in which values enter and leave it.
 
 A single tensor crosses between layers as it is, several as a tuple. A size crosses as an empty tensor of that shape,
-because pipelines carry tensors only. A dict that the model returns leaves the last layer as a tuple of its values.
+because pipelines carry tensors only.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, fx, nn
 
-from gpipe_cli.errors import ConfigError
-from gpipe_cli.sequential.by_tracing.cuts import Dataflow
+from gpipe_cli.sequential.by_tracing.graph import current_device
+from gpipe_cli.sequential.by_tracing.routes import Segment
+from gpipe_cli.sequential.by_tracing.sample import InputCheck
+from gpipe_cli.skip.namespace import Namespace, SkipName
+from gpipe_cli.skip.tracker import load_skip, save_skip
 
-Code: TypeAlias = Callable[[nn.Module, Any], Any]
-"""A layer's forward in one mode."""
-
-_OUTPUT_CURE = "a model must return a tensor, or a tuple or dict of tensors; wrap it in a module that does"
+Code: TypeAlias = Callable[..., Any]
+"""A layer's forward in one mode: of the module, its input and the skips it pops."""
 
 
 @final
@@ -29,6 +29,10 @@ class TracedLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.input_check: InputCheck | None = None
+        """Set on the first layer."""
+        self._pops: list[SkipName] = []
+        self._stashes: list[SkipName] = []
         self._graphs: dict[bool, fx.Graph] = {}
         self._code: dict[bool, Code] = {}
 
@@ -41,8 +45,25 @@ class TracedLayer(nn.Module):
         }
         self._code = {mode: code[graph] for mode, graph in self._graphs.items()}
 
+    def set_skips(self, namespace: Namespace, pops: Sequence[str], stashes: Sequence[str]) -> None:
+        self._pops = [SkipName(namespace, name) for name in pops]
+        self._stashes = [SkipName(namespace, name) for name in stashes]
+
+    def poppable(self) -> list[SkipName]:
+        return sorted(self._pops)
+
+    def stashable(self) -> list[SkipName]:
+        return sorted(self._stashes)
+
     def forward(self, input: Any) -> Any:
-        return self._code[self.training](self, input)
+        if self.input_check is not None:
+            self.input_check(input)
+        output = self._code[self.training](self, input, *map(load_skip, self._pops))
+        if self._stashes:
+            output, values = output
+            for name, value in zip(self._stashes, values, strict=True):
+                save_skip(name, value)
+        return output
 
     # Generated code cannot be pickled, but the graphs it is generated from can.
     def __getstate__(self) -> dict[str, Any]:
@@ -53,37 +74,15 @@ class TracedLayer(nn.Module):
         self.set_graphs(self._graphs[True], self._graphs[False])
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The steps of a graph between two cuts."""
+def segment_graph(segment: Segment, input_paths: Sequence[tuple[Any, ...]], returns_tensor: bool) -> fx.Graph:
+    """Return a graph whose arguments are the layer's input and the skips that it pops.
 
-    flow: Dataflow
-    start: int
-    stop: int
-    is_last: bool
-    """Whether it returns the model's output. In one of the modes an earlier segment may already have computed it."""
-
-    @property
-    def steps(self) -> list[fx.Node]:
-        return self.flow.steps[self.start : self.stop]
-
-
-def segment_graph(segment: Segment, takes_tuple: bool) -> fx.Graph:
-    """Return a graph of one argument; `takes_tuple` says whether the model's own input is a tuple."""
-    flow, graph = segment.flow, fx.Graph()
-    is_first = segment.start == 0
-    entering = flow.inputs if is_first else flow.crossing[segment.start]
-    is_tuple = takes_tuple if is_first else len(entering) > 1
-    input = graph.placeholder("input")
-    copies: dict[fx.Node, fx.Node] = {}
-    for index, node in enumerate(entering):
-        value = graph.call_function(operator.getitem, (input, index)) if is_tuple else input
-        if flow.values[node].is_size:
-            value = graph.call_function(tensor_to_size, (value,))
-            if flow.values[node].kind is int:
-                value = graph.call_function(operator.getitem, (value, 0))
-        copies[node] = value
+    input_paths: for each input of the model the keys that lead to it.
+    returns_tensor: whether the model returns a bare tensor; otherwise the last layer returns a tuple.
+    """
+    graph = fx.Graph()
+    copies = _enter(graph, segment, input_paths)
+    device: list[fx.Node] = []
 
     def copy_of(node: fx.Node) -> fx.Node:
         if node not in copies:
@@ -92,58 +91,62 @@ def segment_graph(segment: Segment, takes_tuple: bool) -> fx.Graph:
         return copies[node]
 
     for step in segment.steps:
-        copies[step] = graph.node_copy(step, copy_of)
-    if segment.is_last:
-        output: Any = fx.map_arg(flow.output.args[0], copy_of)
-        if flow.output_names is not None:
-            # The graph has the dict either as a literal or as the value of a node.
-            is_literal = isinstance(output, dict)
-            output = tuple(output.values()) if is_literal else graph.call_function(dict_values, (output,))
-        graph.output(output)
-    else:
-        leaving = [_leaving(graph, copies[node], flow, node) for node in flow.crossing[segment.stop]]
-        graph.output(leaving[0] if len(leaving) == 1 else tuple(leaving))
+        if step.target is current_device:
+            if not device:
+                tensor = next(node for node in segment.arriving if segment.flow.values[node].is_tensor)
+                device.append(graph.call_function(getattr, (copies[tensor], "device")))
+            copies[step] = device[0]
+        else:
+            copies[step] = graph.node_copy(step, copy_of)
+    output: Any = fx.map_arg(segment.flow.output.args[0], copy_of) if segment.is_last else None
+    if output is None:
+        leaving = [_leave(graph, copy_of(node), segment, node) for node in segment.leaving]
+        output = leaving[0] if len(leaving) == 1 else tuple(leaving)
+    elif returns_tensor:
+        (output,) = output
+    stashed = tuple(copy_of(node) for node in segment.stashed.values())
+    graph.output((output, stashed) if stashed else output)
     for node in graph.nodes:
-        node.meta.clear()  # tracing notes classes of the model there, which may not be picklable
+        node.meta.clear()
     return graph
 
 
-def _leaving(graph: fx.Graph, copy: fx.Node, flow: Dataflow, node: fx.Node) -> fx.Node:
-    if not flow.values[node].is_size:
+def _enter(
+    graph: fx.Graph, segment: Segment, input_paths: Sequence[tuple[Any, ...]]
+) -> dict[fx.Node, fx.Node]:
+    """Take the layer's input apart; return what each value that arrives is in this graph."""
+    values = segment.flow.values
+    input = graph.placeholder("input")
+    skips = [graph.placeholder(f"skip_{index}") for index in range(len(segment.popped))]
+    copies = dict(zip(segment.popped.values(), skips, strict=True))
+    is_tuple = len(segment.entering) > 1
+    for index, node in enumerate(segment.entering):
+        path = input_paths[index] if segment.is_first else (index,) if is_tuple else ()
+        value = input
+        for key in path:
+            value = graph.call_function(operator.getitem, (value, key))
+        if values[node].size is not None:
+            value = graph.call_method("size", (value, 0))
+        copies[node] = value
+    own = set(segment.steps)
+    for node in segment.flow.steps:
+        size = values[node].size
+        if size is None or node in own or node in copies:
+            continue
+        for tensor in segment.arriving:
+            dimension = (values[tensor].dimensions or {}).get(size)
+            if dimension is not None:
+                copies[node] = graph.call_method("size", (copies[tensor], dimension))
+                break
+    return copies
+
+
+def _leave(graph: fx.Graph, copy: fx.Node, segment: Segment, node: fx.Node) -> fx.Node:
+    if segment.flow.values[node].size is None:
         return copy
-    size: Any = (copy,) if flow.values[node].kind is int else copy
-    return graph.call_function(size_to_tensor, (size,))
+    return graph.call_function(size_to_tensor, (copy,))
 
 
-# Functions that generated code calls.
-
-
-def size_to_tensor(size: tuple[int, ...]) -> Tensor:
-    # The shape carries the numbers; the added dimension of 0 makes sure that no element takes memory.
-    return torch.empty((*size, 0))
-
-
-def tensor_to_size(tensor: Tensor) -> torch.Size:
-    return tensor.shape[:-1]
-
-
-def dict_values(output: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    return tuple(output.values())
-
-
-def output_names(model: nn.Module, output: Any) -> tuple[str, ...] | None:
-    """Return the keys of a dict, or None for a tensor or a tuple; refuse an output that no pipeline can carry."""
-    if isinstance(output, Tensor):
-        return None
-    model_name, kind = type(model).__name__, type(output).__name__
-    if not isinstance(output, tuple | dict):
-        raise ConfigError(f"{model_name} returns a {kind}; {_OUTPUT_CURE}")
-    for key, member in output.items() if isinstance(output, dict) else enumerate(output):
-        if not isinstance(member, Tensor) or not isinstance(key, int | str):
-            member_kind = type(member).__name__
-            raise ConfigError(
-                f"{model_name} returns a {kind} with a {member_kind} at {key!r}; {_OUTPUT_CURE}"
-            )
-    if not output:
-        raise ConfigError(f"{model_name} returns an empty {kind}; {_OUTPUT_CURE}")
-    return tuple(map(str, output)) if isinstance(output, dict) else None
+def size_to_tensor(size: int) -> Tensor:
+    """Called by generated code. The shape carries the number; a dimension of 0 makes sure that it takes no memory."""
+    return torch.empty(size, 0)

@@ -1,4 +1,4 @@
-"""A dict that a model returns is a tuple inside a pipe and a dict outside; other outputs are refused."""
+"""What a model returns is a tuple inside a pipe and has its own containers outside."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gpipe_cli import GPipe
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.gpipe import PlainPipe
+from gpipe_cli.pytree import flatten
 from gpipe_cli.sequential import to_sequential
 
 
@@ -101,16 +102,33 @@ def test_the_loss_of_a_step_receives_the_dict(schedule: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "give",
+    [
+        lambda out, aux: [out, aux],
+        lambda out, aux: (out, None),
+        lambda out, aux: {"out": out, "all": [aux, (out, 3)]},
+        lambda out, aux: (out, out),
+    ],
+)
+def test_the_output_keeps_its_containers(give: Any) -> None:
+    original, input = Heads(give).train(), torch.randn(4, 4)
+    expected = original(input)
+    sequence = to_sequential(copy.deepcopy(original), input)
+    with GPipe(sequence, [1, len(sequence) - 1], devices=["cpu"] * 2) as pipe:
+        for actual in (sequence(input), pipe(input)):
+            (tensors, template), (expected_tensors, expected_template) = (
+                flatten(output, "output") for output in (actual, expected)
+            )
+            assert template == expected_template
+            assert all(map(torch.equal, tensors, expected_tensors))
+
+
+@pytest.mark.parametrize(
     ("give", "message"),
     [
-        (
-            lambda out, aux: [out, aux],
-            r"Heads returns a list; a model must return a tensor, or a tuple or dict",
-        ),
-        (lambda out, aux: (out, None), r"Heads returns a tuple with a NoneType at 1; "),
-        (lambda out, aux: {"out": out, "all": [aux]}, r"Heads returns a dict with a list at 'all'; "),
-        (lambda out, aux: {}, r"Heads returns an empty dict; "),
-        (lambda out, aux: 3, r"Heads returns a int; .* wrap it in a module that does"),
+        (lambda out, aux: {}, r"the model returns a dict without tensors; a model must return tensors"),
+        (lambda out, aux: 3, r"the model returns a int without tensors; "),
+        (lambda out, aux: {out}, r"output is not supported: expected Tensor, but got set as output; "),
     ],
 )
 def test_an_output_that_no_pipeline_can_carry_is_refused(give: Any, message: str) -> None:

@@ -1,0 +1,353 @@
+"""Run a model once and record what it does.
+
+The model is a clone without storage, so that a run takes no memory for weights. The sample has values: as long as a
+forward computes with nothing but the sample, sizes and small buffers (masks, positions), it computes for real, and
+Python decides on values as it would in training. Where such a tensor meets one without storage, the result has no
+storage either.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.pytree import flatten
+from gpipe_cli.sequential.by_tracing.leaves import Leaves
+from gpipe_cli.sequential.by_tracing.memory_accesses import INPUTS, MemoryAccesses
+from gpipe_cli.sequential.by_tracing.meta_results import MetaResults
+from gpipe_cli.sequential.by_tracing.recording import (
+    Attribute,
+    Call,
+    ConstantTensor,
+    Device,
+    NotRecordable,
+    ReadDtype,
+    Recording,
+    Ref,
+    SourceLine,
+    Target,
+    Value,
+)
+from gpipe_cli.sequential.by_tracing.sample import Inputs
+from gpipe_cli.sequential.by_tracing.tree import located_tensors, map_tree, tensors_in
+from gpipe_cli.sequential.without_storage import meta_like, with_storage
+from gpipe_cli.torch_internals.module_calls import intercept_calls, without_function_modes
+from gpipe_cli.torch_internals.tensor_memory import version_of
+
+_META = torch.device("meta")
+_OUTPUT_CURE = "a model must return tensors, in tuples, lists and dicts if there are several"
+_NOT_OF_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parent), __file__)
+_METADATA = """
+    __hash__ __len__ __repr__ data_ptr dim element_size get_device is_complex is_conj is_contiguous is_floating_point
+    is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed is_tensor ndimension nelement numel size
+    storage_offset stride
+"""
+_READS_NO_VALUES = frozenset(_METADATA.split())
+"""Functions of tensors that return numbers and lists but depend on shapes and types only."""
+
+
+def record(
+    clone: nn.Module, original: nn.Module, leaves: Leaves, inputs: Inputs, results: MetaResults
+) -> Recording:
+    """Record a call of `clone`. A leaf that cannot run without storage runs as a copy of that of `original`."""
+    recorder = _Recorder(clone, original, leaves, results)
+    recorder.add_inputs(inputs.tensors)
+    python_state = random.getstate()
+    try:
+        with intercept_calls(recorder.call_module, recorder.apply_function), recorder, torch.enable_grad():
+            output = clone(*inputs.args, **inputs.kwargs)
+        recording = recorder.recording(output)
+    except (NotRecordable, ConfigError):
+        raise
+    except Exception as error:  # the model's own code may raise anything
+        error.add_note(recorder.location)
+        raise
+    if random.getstate() != python_state:
+        random.setstate(python_state)
+        raise NotRecordable(
+            "", None, "it draws from Python's random, which a trace would not repeat; draw with torch"
+        )
+    return recording
+
+
+@final
+class _Recorder(TorchFunctionMode):
+    def __init__(self, clone: nn.Module, original: nn.Module, leaves: Leaves, results: MetaResults) -> None:
+        super().__init__()
+        self._results = results
+        self._original = original
+        self._leaves = leaves
+        # The first name of a module or tensor that has several.
+        self._paths = {module: path for path, module in clone.named_modules()}
+        self._attributes = {
+            id(tensor): path for path, tensor in (*clone.named_parameters(), *clone.named_buffers())
+        }
+        devices = (tensor.device for tensor in original.parameters() if not tensor.is_meta)
+        self._device = next(devices, torch.device("cpu"))
+        self._autocast = _autocast_state()
+        self._modules = [""]
+        self._leaf_depth = 0
+        self._calls: list[Call] = []
+        self._values: list[Value] = []
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # so that no tensor gets the id of a freed one
+        self._dtype_reads: dict[torch.dtype, Ref | Attribute] = {}
+        self._copies: dict[int, Tensor] = {}
+        self._memory = MemoryAccesses()
+
+    @property
+    def location(self) -> str:
+        """The module that was running when an error stopped the run."""
+        return self._modules[-1]
+
+    def add_inputs(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self._memory.record(INPUTS, (), (), (tensor,))
+            self._add_value(tensor, frozenset({name}), ())
+            self._values[-1] = replace(self._values[-1], requires_grad=False)
+
+    def recording(self, output: Any) -> Recording:
+        try:
+            tensors, template = flatten(output, "output")
+        except TypeError as error:
+            raise ConfigError(f"the model's output is not supported: {error}; {_OUTPUT_CURE}") from error
+        if not tensors:
+            raise ConfigError(f"the model returns a {type(output).__name__} without tensors; {_OUTPUT_CURE}")
+        spans = list(self._memory.write_spans())
+        return Recording(self._values, self._calls, self._replace(list(tensors)), template, spans)
+
+    # What nn.Module.__call__ and torch.autograd.Function.apply do during the run.
+
+    def call_module(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        path = self._paths.get(module)
+        if self._leaf_depth or path is None:
+            return call(module, *args, **kwargs)
+        # No finally blocks: after an error the last module says where it happened.
+        self._modules.append(path)
+        if not self._leaves.include(path):
+            output = call(module, *args, **kwargs)
+            self._modules.pop()
+            return output
+        with without_function_modes():
+            before = _Versions((args, kwargs))
+        self._leaf_depth += 1
+        output = self._call_leaf(call, module, args, kwargs)
+        self._leaf_depth -= 1
+        self._modules.pop()
+        with without_function_modes():
+            self._add_call(path, args, kwargs, output, before.tensors, before.written())
+        return output
+
+    def apply_function(self, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._leaf_depth:
+            raise self._not_recordable("a torch.autograd.Function has a backward of its own")
+        return apply(*args, **kwargs)
+
+    def _call_leaf(
+        self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a leaf without storage; if its forward needs values, call a copy with storage."""
+        try:
+            key = self._results.module_key(module)
+            if key is None or not any(True for _ in module.parameters()):
+                return call(module, *args, **kwargs)
+            return self._results.call(partial(call, module), args, kwargs, key)
+        except (RuntimeError, NotImplementedError) as error:
+            copied = with_storage(self._original.get_submodule(self._modules[-1])).train(module.training)
+            real_args, real_kwargs = map_tree(_with_values, (args, kwargs))
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    output = call(copied, *real_args, **real_kwargs)
+            except Exception as error_with_values:
+                raise error_with_values from error
+            return map_tree(_without_values, output)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        attribute = _attribute_of(func)
+        if attribute == "device" and args[0].is_meta:
+            return self._device
+        if self._leaf_depth:
+            return self._execute(func, args, named)
+        if attribute == "dtype":
+            self._note_dtype(args[0])
+        before = _Versions((args, named))
+        copies = _Versions([self._copies.get(id(tensor), tensor) for tensor in before.tensors])
+        try:
+            output = self._execute(func, args, named)
+        except (RuntimeError, NotImplementedError) as error:
+            if not any(tensor.is_meta for tensor in before.tensors):
+                raise
+            # Either the function needs values, or it does not accept these shapes. The module that calls it will tell,
+            # when it runs whole.
+            raise self._not_recordable(
+                f"it needs the values of tensors that the model computes ({error})"
+            ) from error
+        written = before.written() or [before.tensors[index] for index in copies.changed()]
+        has_tensors = any(True for _ in tensors_in(output))
+        if attribute is not None:
+            func, args = getattr, (args[0], attribute)
+        if has_tensors or written:
+            self._add_call(func, args, named, output, before.tensors, written)
+        elif attribute is None and before.tensors and _reads_values(func, output):
+            self._add_call(func, args, named, output, before.tensors, [])
+            self._calls[-1].reads_values = True
+            self._calls[-1].result = output
+        return output
+
+    def _execute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
+            return func(*args, **kwargs)
+
+        def without_values(argument: Any) -> Any:
+            if isinstance(argument, Tensor) and not argument.is_meta:
+                return self._copy_of(argument)
+            return _META if isinstance(argument, torch.device) else argument
+
+        meta_args, meta_kwargs = map_tree(without_values, (tuple(args), kwargs))
+        return self._results.call(func, meta_args, meta_kwargs)
+
+    def _copy_of(self, tensor: Tensor) -> Tensor:
+        """The copy without storage of a tensor with values."""
+        if id(tensor) not in self._copies:
+            self._alive.append(tensor)
+            self._copies[id(tensor)] = copied = meta_like(tensor)
+            self._memory.copy(copied, tensor)
+        return self._copies[id(tensor)]
+
+    def _add_call(
+        self,
+        target: Target,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+        tensors: list[Tensor],
+        written: list[Tensor],
+    ) -> None:
+        if _autocast_state() != self._autocast:
+            raise self._not_recordable("it changes autocast")
+        is_module = isinstance(target, str)
+        grad = torch.is_grad_enabled()
+        if not grad and (is_module or written):
+            raise self._not_recordable("it calls modules, or writes in place, with gradients disabled")
+        call = Call(
+            target, self._replace((args, kwargs)), tuple(self._modules), self._line(), grad, len(self._values)
+        )
+        call.writes = bool(written)
+        depends_on = self._dependencies(tensors)
+        if is_module or call.is_random:
+            depends_on |= {"parameters" if is_module else "random"}
+        self._memory.record(len(self._calls), tensors, written, tensors_in(output))
+        for access, tensor in located_tensors(output):
+            self._add_value(tensor, depends_on, access)
+        call.values = self._values[call.first :]
+        self._calls.append(call)
+
+    def _dependencies(self, tensors: list[Tensor]) -> frozenset[str]:
+        names: set[str] = set()
+        for tensor in tensors:
+            if id(tensor) in self._attributes:
+                names.add("parameters")
+            elif id(tensor) in self._numbers:
+                names |= self._values[self._numbers[id(tensor)]].depends_on
+        return frozenset(names)
+
+    def _add_value(self, tensor: Tensor, depends_on: frozenset[str], access: tuple[Any, ...]) -> None:
+        self._alive.append(tensor)
+        self._numbers[id(tensor)] = len(self._values)
+        # Whatever depends on parameters has no values here.
+        requires_grad = tensor.is_meta and tensor.is_floating_point() and torch.is_grad_enabled()
+        value = Value(tuple(tensor.shape), tensor.nbytes, requires_grad, depends_on, access)
+        self._values.append(value)
+
+    def _replace(self, tree: Any) -> Any:
+        return map_tree(self._replacement, tree)
+
+    def _replacement(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return self._reference(leaf) or ConstantTensor(leaf)
+        if isinstance(leaf, torch.dtype):
+            return ReadDtype(leaf, self._dtype_reads.get(leaf))
+        return Device() if isinstance(leaf, torch.device) else leaf
+
+    def _reference(self, tensor: Tensor) -> Ref | Attribute | None:
+        if id(tensor) in self._numbers:
+            return Ref(self._numbers[id(tensor)])
+        path = self._attributes.get(id(tensor))
+        return None if path is None else Attribute(path)
+
+    def _note_dtype(self, tensor: Tensor) -> None:
+        source = self._reference(tensor)
+        if source is not None:
+            self._dtype_reads[tensor.dtype] = source
+
+    def _line(self) -> SourceLine:
+        """The innermost line that is neither torch's nor this file's."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_OF_THE_MODEL):
+            frame = frame.f_back
+        return SourceLine(frame.f_code.co_filename, frame.f_lineno)
+
+    def _not_recordable(self, reason: str) -> NotRecordable:
+        return NotRecordable(self._modules[-1], self._line(), reason.partition("\n")[0])
+
+
+@final
+class _Versions:
+    """The tensors in some arguments, and which of them have been written in place since.
+
+    autograd counts a tensor's in-place writes in its version, also on the meta device.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        self.tensors = list(tensors_in(arguments))
+        self._versions = [version_of(tensor) for tensor in self.tensors]
+
+    def changed(self) -> list[int]:
+        pairs = zip(self.tensors, self._versions, strict=True)
+        return [index for index, (tensor, version) in enumerate(pairs) if version_of(tensor) != version]
+
+    def written(self) -> list[Tensor]:
+        return [self.tensors[index] for index in self.changed()]
+
+
+def _attribute_of(func: Callable[..., Any]) -> str | None:
+    """The name of the tensor attribute that a function reads, such as "shape"; None for other functions."""
+    descriptor = getattr(func, "__self__", None)
+    return descriptor.__name__ if func.__name__ == "__get__" and descriptor is not None else None
+
+
+def _reads_values(func: Callable[..., Any], output: Any) -> bool:
+    return isinstance(output, bool | int | float | complex | list) and func.__name__ not in _READS_NO_VALUES
+
+
+def _autocast_state() -> tuple[bool, ...]:
+    return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda", "xpu"))
+
+
+def _with_values(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor) or not leaf.is_meta:
+        return leaf
+    return torch.ones(leaf.shape, dtype=leaf.dtype)
+
+
+def _without_values(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_like(leaf, device="meta", requires_grad=False)

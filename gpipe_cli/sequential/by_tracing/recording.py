@@ -1,0 +1,162 @@
+"""What one run of a model did: the modules it called, and the torch functions it called between them.
+
+Tensors appear as references, so that recordings of different runs can be compared call by call.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor
+
+from gpipe_cli.pytree import Template
+
+Target: TypeAlias = str | Callable[..., Any]
+"""The path of a module, or a torch function."""
+
+_NAMES = "bernoulli multinomial normal poisson rand rand_like randint randint_like randn randn_like randperm"
+_RANDOM = frozenset(_NAMES.split())
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line of the model's own code."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number} `{linecache.getline(self.file, self.number).strip()}`"
+
+
+@final
+class NotRecordable(Exception):
+    """The module at `path` does something that its recorded calls would not repeat."""
+
+    def __init__(self, path: str, line: SourceLine | None, reason: str) -> None:
+        super().__init__(reason)
+        self.path = path
+        self.line = line
+        self.reason = reason
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The tensor of this number: those of the sample come first, then those that calls return, in order."""
+
+    number: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """A parameter or buffer of the model."""
+
+    path: str
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device. Layers may move to any device, so they use that of their own input."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReadDtype:
+    """A dtype, and the tensor whose dtype the forward has read last with this result."""
+
+    dtype: torch.dtype
+    source: Ref | Attribute | None
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class ConstantTensor:
+    """A tensor that no recorded call has made, such as a plain attribute."""
+
+    tensor: Tensor
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ConstantTensor) or self.tensor.is_meta or other.tensor.is_meta:
+            return isinstance(other, ConstantTensor) and self.tensor is other.tensor
+        return self.tensor.dtype == other.tensor.dtype and torch.equal(self.tensor, other.tensor)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What is known about a tensor."""
+
+    shape: tuple[int, ...]
+    bytes: int
+    requires_grad: bool
+    depends_on: frozenset[str]
+    """The inputs it was computed from, by name; also "parameters" and "random"."""
+    access: tuple[Any, ...] = ()
+    """Where it is in what its call returned: keys of containers and names of attributes."""
+
+
+@final
+@dataclass(slots=True)
+class Call:
+    target: Target
+    arguments: Any
+    """(args, kwargs) with the objects above in place of what they stand for."""
+    modules: tuple[str, ...]
+    """Paths of the modules whose forward is running, the outermost first."""
+    line: SourceLine
+    grad: bool
+    """Whether gradients are enabled."""
+    first: int
+    """The number of the first tensor that it returns."""
+    values: list[Value] = field(default_factory=list)
+    """Those of the tensors that it returns."""
+    writes: bool = False
+    """Whether it writes memory in place."""
+    reads_values: bool = False
+    """Whether it turns values of tensors into Python objects, as `Tensor.__bool__` does."""
+    result: Any = None
+    """What a call that reads values returned."""
+
+    @property
+    def is_impure(self) -> bool:
+        return self.writes or isinstance(self.target, str) or self.is_random
+
+    @property
+    def is_random(self) -> bool:
+        return not isinstance(self.target, str) and self.target.__name__ in _RANDOM
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WriteSpan:
+    """The first and last of the calls that use the same memory, which one of them writes in place.
+
+    A cut between the two would separate the memory from its writer, since layers exchange detached tensors. The number
+    -1 stands for the inputs.
+    """
+
+    first: int
+    last: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Recording:
+    values: list[Value]
+    """Of all tensors, by number."""
+    calls: list[Call]
+    output: list[Ref | Attribute | ConstantTensor]
+    """The tensors that the model returned."""
+    template: Template
+    """Builds what the model returned from them."""
+    spans: list[WriteSpan]

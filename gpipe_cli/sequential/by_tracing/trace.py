@@ -1,0 +1,227 @@
+"""Trace a model: record it at several sizes, in both modes and in two dtypes, and make a program of the recordings.
+
+Python's control flow happens as it does in training, and nothing is symbolic. Instead, a size may vary if the model
+makes the same calls at other sizes, and if each number among their arguments is a sum of products of the sizes.
+Recordings at further sizes then verify the program.
+
+A module that does not agree with this stays whole, if enough of the model is left to cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
+from typing import Any, final
+
+from torch import nn
+
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.sequential.by_tracing.generalize import Program, Setting, check, check_modules, generalize
+from gpipe_cli.sequential.by_tracing.leaves import Leaves
+from gpipe_cli.sequential.by_tracing.meta_results import MetaResults
+from gpipe_cli.sequential.by_tracing.recorder import record
+from gpipe_cli.sequential.by_tracing.recording import NotRecordable, Recording
+from gpipe_cli.sequential.by_tracing.sample import InputCheck, Range, Sample, Size, in_other_dtype
+from gpipe_cli.sequential.without_storage import clone_with, tracing_clone
+
+_BATCHES = (2, 3)
+_SHORT = 3
+"""A sample of this length or less is varied to a longer one."""
+_LONG = 256
+"""Token ids of a shorter sample are also tried at this length."""
+
+
+@final
+class Trace:
+    """What a model does, and for which inputs."""
+
+    def __init__(self, model: nn.Module, sample: Sample, leaves: Leaves) -> None:
+        self._model = model
+        self._sample = sample
+        self._leaves = leaves
+        self._clones = {False: tracing_clone(model)}
+        self._results = MetaResults()
+        self._recordings: dict[tuple[Any, ...], Recording] = {}
+        self.ranges: dict[Size, Range] = {}
+        self.programs: dict[bool, Program] = {}
+        """By mode; the same object for both if they differ in a few arguments only."""
+        with caches_disabled(self._clones[False]):
+            while not self._succeeds():
+                self._recordings.clear()
+
+    @property
+    def other_sizes(self) -> dict[Size, int]:
+        """A length other than the sample's for each size that varies."""
+        return {
+            size: max(allowed.least, size.given - 2)
+            for size, allowed in self.ranges.items()
+            if allowed.least < size.given and allowed.most is not None
+        }
+
+    @property
+    def input_check(self) -> InputCheck:
+        used = {size for program in self.programs.values() for size in program.used_sizes()}
+        places = [
+            (allowed, size.places)
+            for size, allowed in self.ranges.items()
+            if size in used or allowed.least == allowed.most
+        ]
+        return InputCheck(self._sample.keys, tuple(self._sample.names), tuple(places))
+
+    def _succeeds(self) -> bool:
+        try:
+            self._trace()
+        except NotRecordable as error:
+            if not self._leaves.may_keep_whole(error.path):
+                raise ConfigError(self._refusal(error)) from error
+            self._leaves.keep_whole(error.path)
+            return False
+        return True
+
+    def _trace(self) -> None:
+        batch, *others = self._sample.sizes
+        pairs: dict[Size, tuple[int, int]] = {batch: _BATCHES}
+        # First of all: an input that the model does not accept is the first error.
+        self._record(Setting(True, {batch: _BATCHES[0]}), is_first=True)
+        self.ranges = {size: Range(size.given, size.given) for size in others}
+        for size in others:
+            other = size.given - 1 if size.given > _SHORT else size.given + 1
+            program = self._program_for(batch, size, other)
+            if program is not None and program.used_sizes():
+                pairs[size] = (size.given, other)
+            elif program is not None:
+                self.ranges[size] = Range(1, None)
+        self.programs = self._merge_modes(pairs)
+        given = {size: numbers[0] for size, numbers in pairs.items()}
+        for size, numbers in pairs.items():
+            self.ranges[size] = self._range(size, numbers, given)
+        if not self._agrees({**given, batch: _BATCHES[1] + 2}):
+            raise NotRecordable("", None, "it does something else for other batch sizes")
+
+    def _program_for(self, batch: Size, size: Size, other: int) -> Program | None:
+        """A program in which a size varies; None if the model does something else when it changes."""
+        settings = [Setting(True, {batch: _BATCHES[0], size: number}) for number in (size.given, other)]
+        try:
+            return generalize([(setting, self._record(setting)) for setting in settings], [size])
+        except NotRecordable as error:
+            # Images of other sizes are rare; sequences of other lengths are not, and worth a module that stays whole.
+            if self._sample.is_sequence(size) and self._leaves.may_keep_whole(error.path):
+                raise
+            return None
+        except Exception:  # noqa: BLE001 - the model's own code refuses the size, in whatever way it likes
+            return None
+
+    def _merge_modes(self, pairs: Mapping[Size, tuple[int, int]]) -> dict[bool, Program]:
+        corners = [dict(zip(pairs, numbers, strict=True)) for numbers in product(*pairs.values())]
+        runs = {training: self._runs(training, corners) for training in (True, False)}
+        for with_dtypes in (True, False):
+            extra = {True: self._other_dtype(corners[0]) if with_dtypes else [], False: []}
+            for modes in ([(True, False)], [(True,), (False,)]):
+                try:
+                    programs = {
+                        group: generalize(
+                            [run for mode in group for run in (*runs[mode], *extra[mode])], list(pairs)
+                        )
+                        for group in modes
+                    }
+                except NotRecordable as error:
+                    failure = error
+                    continue
+                return {mode: program for group, program in programs.items() for mode in group}
+        raise failure
+
+    def _runs(self, training: bool, corners: Sequence[Mapping[Size, int]]) -> list[tuple[Setting, Recording]]:
+        settings = [Setting(training, sizes) for sizes in corners]
+        return [(setting, self._record(setting)) for setting in settings]
+
+    def _other_dtype(self, sizes: Mapping[Size, int]) -> list[tuple[Setting, Recording]]:
+        """A recording in another dtype, which tells dtypes of tensors from constants; none if the model refuses."""
+        setting = Setting(True, sizes, other_dtype=True)
+        try:
+            return [(setting, self._record(setting))]
+        except Exception:  # noqa: BLE001 - the model's own code, given another dtype, may raise anything
+            return []
+
+    def _range(self, size: Size, numbers: tuple[int, int], given: Mapping[Size, int]) -> Range:
+        """Try the smallest size and larger ones, until the model does something else or refuses them.
+
+        At smaller sizes a model may leave out a function that has no effect there, such as a mask that masks nothing or
+        an expansion to one row, so only the modules that it calls must be the same.
+        """
+        least = 1 if self._agrees({**given, size: 1}, only_modules=True) else min(numbers)
+        if size.is_batch:
+            return Range(least, None)
+        longer = (max(4 * size.given, _LONG), 2 * size.given, size.given + 1) if size.given < _LONG else ()
+        return Range(
+            least, next((number for number in longer if self._agrees({**given, size: number})), size.given)
+        )
+
+    def _agrees(self, sizes: Mapping[Size, int], *, only_modules: bool = False) -> bool:
+        """Whether the programs do what the model does at other sizes, in each mode in which it accepts them."""
+        accepted = 0
+        for training, program in self.programs.items():
+            setting = Setting(training, sizes)
+            try:
+                recording = self._record(setting)
+                (check_modules if only_modules else check)(program, setting, recording)
+            except NotRecordable:
+                return False
+            except Exception:  # noqa: BLE001 - the model's own code refuses the size, in whatever way it likes
+                continue
+            accepted += 1
+        return accepted > 0
+
+    def _record(self, setting: Setting, *, is_first: bool = False) -> Recording:
+        sizes = {size: number for size, number in setting.sizes.items() if number != size.given}
+        key = (setting.training, setting.other_dtype, *sizes.items())
+        if key not in self._recordings:
+            inputs = self._sample.resized(setting.sizes, setting.other_dtype)
+            clone = self._clone(setting.other_dtype).train(setting.training)
+            try:
+                self._recordings[key] = record(clone, self._model, self._leaves, inputs, self._results)
+            except (NotRecordable, ConfigError):
+                raise
+            except Exception as error:
+                if not is_first:
+                    raise
+                raise ConfigError(self._input_error(error)) from error
+        return self._recordings[key]
+
+    def _clone(self, other_dtype: bool) -> nn.Module:
+        if other_dtype not in self._clones:
+            self._clones[other_dtype] = clone_with(self._clones[False], in_other_dtype)
+        return self._clones[other_dtype]
+
+    def _input_error(self, error: Exception) -> str:
+        path = next(iter(getattr(error, "__notes__", ())), "")
+        where = f"'{path}'" if path else type(self._model).__name__
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        return f"{where} does not accept an input of shape {self._sample.shapes}: {reason}"
+
+    def _refusal(self, error: NotRecordable) -> str:
+        module = self._model.get_submodule(error.path)
+        subject = f"'{error.path}' ({type(module).__name__})" if error.path else type(module).__name__
+        cure = (
+            f"mark it as a leaf with model.leaves=[{error.path}], or give model.layers"
+            if error.path
+            else "give model.layers"
+        )
+        line = "" if error.line is None else f"{error.line}: "
+        return f"{subject} cannot be traced: {line}{error.reason}; {cure}"
+
+
+@contextmanager
+def caches_disabled(model: nn.Module) -> Iterator[None]:
+    """Hugging Face models return a cache of keys and values unless their configurations say otherwise."""
+    configs = {
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None))
+    }
+    caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
+    for config in caching:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True

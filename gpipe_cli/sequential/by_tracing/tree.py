@@ -1,0 +1,60 @@
+"""Containers that a forward passes around: tuples, lists, dicts, slices and, in outputs, objects with attributes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+from torch import Tensor
+
+
+@final
+class FieldName(str):
+    """The name of a field of a dataclass, as opposed to a key of a dict."""
+
+
+def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Replace every leaf; a torch.Size becomes a tuple, and a dict of any kind a plain one."""
+    if isinstance(tree, tuple):
+        members = [map_tree(function, member) for member in tree]
+        return type(tree)(*members) if hasattr(tree, "_fields") else tuple(members)
+    if isinstance(tree, list):
+        return [map_tree(function, member) for member in tree]
+    if isinstance(tree, dict):
+        return {key: map_tree(function, member) for key, member in tree.items()}
+    if isinstance(tree, slice):
+        return slice(*(map_tree(function, bound) for bound in (tree.start, tree.stop, tree.step)))
+    return function(tree)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    leaves: list[Any] = []
+    map_tree(leaves.append, tree)
+    return leaves
+
+
+def structure_of(tree: Any) -> Any:
+    """The containers with None in place of every leaf, to compare."""
+    return map_tree(lambda _: None, tree)
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    return (tensor for _, tensor in located_tensors(tree))
+
+
+def located_tensors(tree: Any, access: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """Yield each tensor and where it is: keys of containers, and names of a dataclass's fields."""
+    if isinstance(tree, Tensor):
+        yield access, tree
+    elif isinstance(tree, tuple | list):
+        for index, member in enumerate(tree):
+            yield from located_tensors(member, (*access, index))
+    elif isinstance(tree, dict):
+        for key, member in tree.items():
+            yield from located_tensors(member, (*access, key))
+    elif isinstance(tree, slice):
+        yield from located_tensors((tree.start, tree.stop, tree.step), access)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from located_tensors(getattr(tree, field.name), (*access, FieldName(field.name)))

@@ -1,0 +1,58 @@
+"""What happens when a module or an autograd function is called: hooks and compiled code, and calls to intercept."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def runs_more_than_forward(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its forward says: hooks, or code compiled from it."""
+    is_compiled = getattr(module, "_compiled_call_impl", None) is not None
+    return (
+        is_compiled
+        or hasattr(module, "_torchdynamo_orig_callable")
+        or any(getattr(module, name) for name in _HOOKS)
+    )
+
+
+def without_function_modes() -> AbstractContextManager[None]:
+    """Inside, tensors behave as if no TorchFunctionMode was active."""
+    disabled: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return disabled
+
+
+@contextmanager
+def intercept_calls(call_module: Callable[..., Any], apply_function: Callable[..., Any]) -> Iterator[None]:
+    """Replace nn.Module.__call__ and torch.autograd.Function.apply for this thread.
+
+    The replacements receive the original as their first argument.
+    """
+    thread = threading.get_ident()
+    module_call, function_apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return module_call(module, *args, **kwargs)
+        return call_module(module_call, module, *args, **kwargs)
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        original = function_apply.__get__(None, cls)
+        if threading.get_ident() != thread:
+            return original(*args, **kwargs)
+        return apply_function(original, *args, **kwargs)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = module_call  # type: ignore[method-assign]
+        torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
