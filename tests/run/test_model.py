@@ -61,10 +61,11 @@ def test_a_model_that_is_not_a_sequence_is_traced(train: Callable[..., Any]) -> 
     assert answer.code == 0, answer.err
 
 
-def test_a_model_that_cannot_be_traced_needs_leaves_or_layers(train: Callable[..., Any]) -> None:
+def test_a_module_that_decides_on_values_stays_whole_or_is_listed_as_a_layer(
+    train: Callable[..., Any],
+) -> None:
     condition = "input.sum() > 0"
-    answer = train(condition)
-    assert answer.code == 2 and "mark it as a leaf with model.leaves=[gate]" in answer.err
+    assert train(condition).code == 0
     assert train(condition, "model.leaves=[gate]").code == 0
     layers = "model.layers=[stem,{call:torch.relu},pool,{call:torch.flatten,start_dim:1},gate,fc]"
     assert train(condition, layers).code == 0

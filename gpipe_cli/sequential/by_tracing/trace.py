@@ -101,9 +101,14 @@ class Trace:
 
     def _program_for(self, batch: Size, size: Size, other: int) -> Program | None:
         """A program in which a size varies; None if the model does something else when it changes."""
-        settings = [Setting(True, {batch: _BATCHES[0], size: number}) for number in (size.given, other)]
+        further = 2 * other - size.given
+        first, second, third = (
+            Setting(True, {batch: _BATCHES[0], size: number}) for number in (size.given, other, further)
+        )
         try:
-            return generalize([(setting, self._record(setting)) for setting in settings], [size])
+            program = generalize([(setting, self._record(setting)) for setting in (first, second)], [size])
+            check(program, third, self._record(third))
+            return program
         except NotRecordable as error:
             # Images of other sizes are rare; sequences of other lengths are not, and worth a module that stays whole.
             if self._sample.is_sequence(size) and self._leaves.may_keep_whole(error.path):
@@ -149,7 +154,8 @@ class Trace:
         At smaller sizes a model may leave out a function that has no effect there, such as a mask that masks nothing or
         an expansion to one row, so only the modules that it calls must be the same.
         """
-        least = 1 if self._agrees({**given, size: 1}, only_modules=True) else min(numbers)
+        is_lenient = size.is_batch or self._sample.is_sequence(size)
+        least = 1 if self._agrees({**given, size: 1}, only_modules=is_lenient) else min(numbers)
         if size.is_batch:
             return Range(least, None)
         longer = (max(4 * size.given, _LONG), 2 * size.given, size.given + 1) if size.given < _LONG else ()
