@@ -22,6 +22,7 @@ from gpipe_cli.run.data import BatchLoader
 _INCOMPLETE = "\ufffd"
 """What a tokenizer makes of half a character."""
 _OVERLAP = 8
+_BLOCK = 16
 _SAME = 1e-3
 """The relative difference up to which scores count as the same: a model may group its tokens by their values."""
 
@@ -83,8 +84,14 @@ class TextFormat:
         )
 
     def input(self, tokens: list[int]) -> ModelInput:
-        """A mini-batch of one sample: the last tokens, as many as the model takes."""
-        ids = torch.tensor([tokens[-self.context :]])
+        """A mini-batch of one sample: the last tokens, as many as the model takes, and some more after them.
+
+        The scores of a causal model do not depend on what follows, and with few different lengths the ranks of
+        engine=processes seldom have to agree on new shapes.
+        """
+        window = tokens[-self.context :]
+        length = min(self.context, -(-len(window) // _BLOCK) * _BLOCK)
+        ids = torch.tensor([window + window[-1:] * (length - len(window))])
         if isinstance(self.sample, Tensor):
             return ids
         values = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -106,7 +113,8 @@ def generate(
 
         def choose(output: Any, index: int = index) -> int:
             # A model may have more scores than its tokenizer has tokens.
-            return sampling.choose(_scores(output)[0, -1, : text.tokenizer.vocabulary], index)
+            last = min(len(tokens), text.context) - 1
+            return sampling.choose(_scores(output)[0, last, : text.tokenizer.vocabulary], index)
 
         token = engine.predict(text.input(tokens), choose)
         tokens.append(token)

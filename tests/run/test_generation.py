@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -106,7 +106,13 @@ def continued(engine: Any, tokenizer: Any, prompt: list[int], count: int) -> lis
 def test_the_model_sees_a_window_that_moves_with_the_text() -> None:
     engine = CountingEngine([])
     assert continued(engine, ByteTokenizer(), [5], 4) == [6, 7, 8, 9]
-    assert engine.inputs[2:] == [[5], [5, 6], [5, 6, 7], [6, 7, 8]]
+    assert engine.inputs[2:] == [[5, 5, 5], [5, 6, 6], [5, 6, 7], [6, 7, 8]]
+
+
+def test_inputs_have_few_different_lengths() -> None:
+    text = TextFormat(ByteTokenizer(), 40, ZEROS)
+    lengths = [cast(torch.Tensor, text.input([1] * count)).shape[1] for count in (1, 15, 16, 17, 32, 33, 41)]
+    assert lengths == [16, 16, 16, 32, 32, 40, 40]
 
 
 def test_a_token_that_ends_the_text_is_the_last() -> None:
@@ -122,8 +128,8 @@ def test_a_model_that_takes_a_mask_gets_one() -> None:
     input = text.input([5, 6])
     assert isinstance(input, dict)
     assert {name: value.tolist() for name, value in input.items()} == {
-        "input_ids": [[5, 6]],
-        "attention_mask": [[1, 1]],
+        "input_ids": [[5, 6, 6]],
+        "attention_mask": [[1, 1, 1]],
     }
 
 
@@ -150,7 +156,7 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
 
 def test_a_model_without_scores_for_each_token_is_refused() -> None:
     for output, says in (
-        (lambda scores: scores[0], r"returns \[2, 300\]"),
+        (lambda scores: scores[0], r"returns \[3, 300\]"),
         (lambda scores: None, "returns NoneType"),
     ):
         with pytest.raises(ConfigError, match=rf"model: {says}; a language model returns scores"):
