@@ -35,6 +35,8 @@ EXAMPLES = [
 RUN = "<the run's directory>"
 EXISTING_RUNS = ("first", "mine")
 """Runs that a page's commands name, and that a test has to make before."""
+FINE_TUNING = DOCS / "how-to" / "fine-tune-hugging-face.md"
+"""Its commands build on each other: tests/test_fine_tuning.py runs them in order."""
 LONG = (
     "gpipe train model=resnet101 chunks=8",
     "gpipe train -m chunks=2,4,8",
@@ -168,7 +170,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "line",
     [
         pytest.param(line, marks=[pytest.mark.slow] if line not in README_COMMANDS or line in LONG else [])
-        for line in dict.fromkeys(line for page in PAGES for line in commands(page))
+        for line in dict.fromkeys(line for page in PAGES if page != FINE_TUNING for line in commands(page))
     ],
 )
 def test_a_command_of_the_docs_works(

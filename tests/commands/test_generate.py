@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gpipe_cli.cli import main
+from gpipe_cli.huggingface import transformers
 from gpipe_cli.run import generation
 
 Gpipe = Callable[..., Any]
@@ -144,3 +147,36 @@ def test_damaged_weights_end_with_code_4(gpipe: Gpipe, trained: Path, tmp_path: 
         path.write_bytes(path.read_bytes()[:-1])
     answer = gpipe("generate", "run=run")
     assert (answer.code, answer.out) == (4, "") and "every snapshot in it is damaged" in answer.err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_model_of_hugging_face_continues_a_text_as_transformers_does(gpipe: Gpipe) -> None:
+    script = Path(__file__).parents[2] / "examples" / "tiny_llama" / "make_tiny_llama.py"
+    runpy.run_path(str(script))["make_directory"](Path("tiny"))
+    words = ("data.stride=400", "steps=2", "threads=1", "run_dir=run", "batch_size=8")
+    assert gpipe("train", "recipe=hf_finetune", "model.path=tiny", *words).code == 0
+    assert gpipe("export", "run=run", "format=hf", "out=exported").code == 0
+    model = transformers().AutoModelForCausalLM.from_pretrained("exported")
+    tokenizer = transformers().AutoTokenizer.from_pretrained("exported")
+    prompt = tokenizer("Shall I", return_tensors="pt")
+    with torch.no_grad():
+        tokens = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0]
+    continuation = tokenizer.decode(tokens, skip_special_tokens=True).removeprefix("Shall I")
+    for split in (["partitions=4"], ["engine=single"], ["engine=processes"]):
+        answer = gpipe(
+            "generate", "run=run", "prompt=Shall I", "tokens=20", "temperature=0", *split, "--json"
+        )
+        assert (answer.code, answer.json["text"]) == (0, continuation), (split, answer.err)
+
+
+@pytest.mark.slow
+def test_a_masked_language_model_is_refused(gpipe: Gpipe) -> None:
+    package = transformers()
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    package.BertForMaskedLM(package.BertConfig(vocab_size=256, **sizes)).save_pretrained("bert")
+    words = ("model=hf", "model.path=bert", "steps=1", "run_dir=run", "data.stride=400", "batch_size=8")
+    assert gpipe("train", *words).code == 0
+    answer = gpipe("generate", "run=run", "prompt=a")
+    assert (answer.code, answer.out) == (2, "")
+    assert "model: its scores for a token depend on the tokens after it" in answer.err
