@@ -206,7 +206,12 @@ def unknown(line: str) -> list[str]:
     )
     own = tuple(key.removesuffix("_target_") for key in pairs if key.endswith("._target_"))
     wrong = [
-        key for key in pairs if key not in keys and key not in GROUPS and not (own and key.startswith(own))
+        key
+        for key in pairs
+        # A key of an option may hold further keys, such as model.lora.rank.
+        if ".".join(key.split(".")[:2]) not in keys
+        and key not in GROUPS
+        and not (own and key.startswith(own))
     ]
     return wrong + [
         f"{key}={value}" for key, value in pairs.items() if value not in OPTIONS.get(key, {value})
