@@ -36,7 +36,7 @@ def import_package(name: str) -> Any:
     # Read when the packages are imported. Offline is not up to the user's environment: gpipe downloads nothing.
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     # The default warns in every process that is forked after the first use of a tokenizer.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     importlib.import_module("gpipe_cli.vision")
     try:
         package = importlib.import_module(name)

@@ -19,7 +19,7 @@ from gpipe_cli.data.token_cache import check_unchanged
 from gpipe_cli.errors import DataError
 from gpipe_cli.safe_files import open_regular, parse_json
 
-PIECE_BYTES = 2**20
+PIECE_BYTES = 2**18
 MAX_LINE_BYTES = 2**26
 
 
@@ -88,7 +88,7 @@ def text_file(path: Path, digest: str) -> Iterator[TextPiece]:
 
 
 def document_pieces(read: Callable[[int], bytes]) -> Iterator[TextPiece]:
-    """A document in pieces of about 1 MiB. They end at the end of a line, or else of a word, or else of a character."""
+    """A document in pieces of about 256 KiB. They end with a line, or else with a word, or else with a character."""
     rest = b""
     while block := read(PIECE_BYTES):
         text = rest + block

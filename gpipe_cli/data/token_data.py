@@ -23,6 +23,7 @@ from gpipe_cli.values import check_whole_number
 _VERSION = 1
 """Of how documents become tokens; part of the name of a cache entry."""
 _BYTES_AT_ONCE = 4 * PIECE_BYTES
+"""Encoding takes up to 200 times as much memory."""
 
 
 @final
