@@ -158,7 +158,7 @@ def _train(
             retention,
             setup.record,
             recorder.sync,
-            base_files=lambda: None if base is None else base.digests,
+            base_files=None if base is None else base.digests,
             writes=world.is_rank_zero,
         ) as manager,
     ):

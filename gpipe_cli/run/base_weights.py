@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
@@ -30,7 +29,6 @@ class BaseWeights:
     verified: BaseFiles | None = None
     """What a snapshot says of the files, if the run resumes from one."""
 
-    @cached_property
     def digests(self) -> BaseFiles:
         """Read all files, unless a snapshot was compared with them."""
         if self.verified is not None:

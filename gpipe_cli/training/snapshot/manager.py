@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self, final
@@ -131,17 +131,17 @@ class SnapshotManager:
         resumed: TrainingRecord | None = None,
         before_saving: Callable[[], None] = lambda: None,
         *,
-        base_files: Callable[[], BaseFiles | None] = lambda: None,
+        base_files: Callable[[], BaseFiles] | None = None,
         writes: bool = True,
     ) -> None:
-        """base_files: returns the files that hold what the engine's state leaves out; the writing thread calls it.
+        """base_files: returns the files that hold what the engine's state leaves out; only the writing thread calls it.
         writes: False for a rank that only takes part in the collectives which gather the state.
         """
         self.position = Position() if resumed is None else resumed.position
         self._run, self._engine, self._spec, self._retention = run, engine, spec, retention
         self._best = None if resumed is None else resumed.best
         self._writes = writes
-        self._base_files = base_files
+        self._base_files: BaseFiles | None = None
         self._before_saving = before_saving
         self._writer = _BackgroundWriter()
         self._saved: Position | None = None
@@ -156,6 +156,13 @@ class SnapshotManager:
                 (run / SNAPSHOTS).mkdir(exist_ok=True)
                 with open_directory(run / SNAPSHOTS, run):
                     pass  # raises if it is a link, for example to the snapshots of another run
+            if base_files is not None:
+                # Hashing a large base model takes a while. So do it beside the first steps, not when the first
+                # snapshot is due, which may be the last before a time limit.
+                self._writer.start(lambda on_chunk: self._remember(base_files()))
+
+    def _remember(self, base_files: BaseFiles) -> None:
+        self._base_files = base_files
 
     def after(self, fact: TrainFact) -> None:
         """Save if it is time to, after a step or an evaluation."""
@@ -230,17 +237,18 @@ class SnapshotManager:
             torch.get_num_threads(),
             versions(),
             state.numbers,
+            self._base_files,
         )
         if os.path.isdir(path) and not path.is_symlink():  # noqa: PTH112 - False, not an error, without permission
             # Only a run that was resumed from this very snapshot gets here, to add its evaluation: no tensor changed.
-            replace_record(path, replace(record, base=self._base_files()))
+            replace_record(path, record)
             return
         streamed = state.fetch is not None
         if not streamed:
             state = self._copy = copy_state(state, self._copy)
 
         def write(on_chunk: Callable[[], None]) -> None:
-            write_snapshot(path, state, replace(record, base=self._base_files()), on_chunk)
+            write_snapshot(path, state, record, on_chunk)
             self.save_seconds = time.monotonic() - began
             self._remove_old(path, record.best)
 

@@ -58,7 +58,7 @@ def _base(directory: Path) -> BaseFiles:
     ("kind", "sizes", "auto", "keys", "saved"),
     [
         ("LlamaConfig", {}, "CausalLM", {"lora": {"rank": 2, "targets": ["q_proj"]}}, None),
-        ("LlamaConfig", {}, "CausalLM", {"lora": {"rank": 2, "alpha": 3}, "dtype": "bfloat16"}, None),
+        ("LlamaConfig", {}, "CausalLM", {"lora": {"rank": 2, "alpha": 3}, "dtype": "float16"}, None),
         ("LlamaConfig", {}, "CausalLM", {"lora": {"rank": 2, "targets": ["embed_tokens", "lm_head"]}}, None),
         ("GPT2Config", GPT2, "CausalLM", {"lora": {"rank": 2, "targets": "all-linear"}}, None),
         (
@@ -95,7 +95,7 @@ def test_peft_loads_what_is_exported_to_the_bit(
     assert summary["base"] == str(base)
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(base) and written["modules_to_save"] == saved
-    dtype = torch.bfloat16 if keys.get("dtype") else torch.float32
+    dtype = torch.float16 if keys.get("dtype") else torch.float32
     plain = getattr(transformers(), f"AutoModelFor{auto}").from_pretrained(base, dtype=dtype)
     adapted = import_package("peft").PeftModel.from_pretrained(plain, str(tmp_path / "adapter")).eval()
     tokens = torch.randint(1, 64, (2, 6))
