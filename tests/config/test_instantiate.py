@@ -283,3 +283,15 @@ def test_what_fits_passes(value: Any, annotation: Any) -> None:
 )
 def test_what_does_not_fit_is_told_in_plain_words(value: Any, annotation: Any, says: str) -> None:
     assert type_mismatch(value, annotation) == says
+
+
+def test_models_of_transformers_and_timm_are_built_if_they_are_allowed() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
+    config = {"_target_": "transformers.LlamaConfig", "intermediate_size": 16, **sizes}
+    llama = {"_target_": "transformers.LlamaForCausalLM", "config": config}
+    assert len(instantiate(llama, "model", ["transformers"]).model.layers) == 2
+    resnet = {"_target_": "timm.create_model", "model_name": "test_resnet", "num_classes": 3}
+    assert instantiate(resnet, "model", ["timm"]).fc.out_features == 3
+    for node in (llama, resnet):
+        with pytest.raises(ConfigError, match=r"not allowed here; .* add allow=\["):
+            instantiate(node, "model", [])

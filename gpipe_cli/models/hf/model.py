@@ -19,6 +19,7 @@ from gpipe_cli.models.hf.checkpoint import stored_tensors
 from gpipe_cli.models.hf.data_checks import (
     check_context,
     check_input_shape,
+    check_targets,
     check_vocabulary,
     ignored_tokenizer,
 )
@@ -76,6 +77,7 @@ def build(
     if task != "image_classification":
         classes = 0 if task in CLASSIFICATION else num_classes
         check_vocabulary(config, path, classes if tokenizer is None else tokenizer.vocabulary)
+        check_targets(task, tokenizer, say)
         if init == "weights" and (warning := ignored_tokenizer(directory, tokenizer)):
             say(warning)
     kind = DTYPES[dtype or "float32"]

@@ -190,3 +190,20 @@ def test_bytes_for_a_model_with_a_tokenizer_are_warned_of(copy: Path) -> None:
     (copy / "tokenizer.json").write_text("{}")
     build(str(copy), num_classes=64, tokenizer=Bytes(), say=lines.append)
     assert len(lines) == 1 and f"give data.tokenizer={copy}" in lines[0]
+
+
+def test_texts_do_not_have_what_seq2seq_and_masked_models_learn(tmp_path: Path) -> None:
+    class Tokenizer:
+        vocabulary = 64
+
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    t5 = save_model(tmp_path / "t5", "AutoModelForSeq2SeqLM", tiny_config("T5Config", **sizes))
+    with pytest.raises(ConfigError, match=r"model\.task=seq2seq: .* have no input for the decoder"):
+        build(str(t5), num_classes=64, tokenizer=Tokenizer())
+    build(str(t5), num_classes=64)
+    bert, lines = (
+        save_model(tmp_path / "bert", "AutoModelForMaskedLM", tiny_config("BertConfig")),
+        list[str](),
+    )
+    build(str(bert), num_classes=64, tokenizer=Tokenizer(), say=lines.append)
+    assert len(lines) == 1 and "ask for the next token, which this model sees" in lines[0]
