@@ -33,10 +33,12 @@ def without_function_modes() -> AbstractContextManager[None]:
 def intercept_calls(call_module: Callable[..., Any], apply_function: Callable[..., Any]) -> Iterator[None]:
     """Replace nn.Module.__call__ and torch.autograd.Function.apply for this thread.
 
-    The replacements receive the original as their first argument.
+    The replacements receive the original as their first argument. Scripted functions, whose calls of torch nothing sees,
+    run as the Python functions that they were compiled from.
     """
     thread = threading.get_ident()
     module_call, function_apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
+    script_call = torch.jit.ScriptFunction.__call__
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
@@ -49,10 +51,18 @@ def intercept_calls(call_module: Callable[..., Any], apply_function: Callable[..
             return original(*args, **kwargs)
         return apply_function(original, *args, **kwargs)
 
+    def call_script(function: Any, *args: Any, **kwargs: Any) -> Any:
+        source = getattr(function, "_torchdynamo_inline", None)
+        if source is None or threading.get_ident() != thread:
+            return script_call(function, *args, **kwargs)
+        return source(*args, **kwargs)
+
+    torch.jit.ScriptFunction.__call__ = call_script  # type: ignore[method-assign,assignment]
     nn.Module.__call__ = call  # type: ignore[method-assign]
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
+        torch.jit.ScriptFunction.__call__ = script_call  # type: ignore[method-assign]
         nn.Module.__call__ = module_call  # type: ignore[method-assign]
         torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]

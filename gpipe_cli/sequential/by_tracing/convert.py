@@ -15,10 +15,10 @@ from torch import nn
 
 from gpipe_cli.pytree import ModelInput
 from gpipe_cli.sequential.by_tracing.build import build_layers
-from gpipe_cli.sequential.by_tracing.cuts import Dataflow, choose_cuts, cut_points, used_paths
+from gpipe_cli.sequential.by_tracing.cuts import CutPoint, Dataflow, choose_cuts, cut_points, used_paths
 from gpipe_cli.sequential.by_tracing.graph import build_graph
 from gpipe_cli.sequential.by_tracing.leaves import Leaves
-from gpipe_cli.sequential.by_tracing.routes import segments_of
+from gpipe_cli.sequential.by_tracing.routes import Segment, segments_of
 from gpipe_cli.sequential.by_tracing.sample import Sample
 from gpipe_cli.sequential.by_tracing.trace import Trace
 from gpipe_cli.sequential.by_tracing.verify import verify
@@ -43,12 +43,7 @@ def to_sequential(model: nn.Module, sample: ModelInput, leaves: Iterable[str] = 
     flows = [Dataflow(graph) for graph in graphs]
     uses = sum(flow.uses(len(flow.steps)) for flow in flows)
     cuts = choose_cuts(cut_points(flows, model), uses)
-    # Skips are declared once, so both modes would have to agree on them.
-    divided = [
-        segments_of(flow, [cut.positions[index] for cut in cuts], use_skips=len(flows) == 1)
-        for index, flow in enumerate(flows)
-    ]
-    groups = list(zip(*divided, strict=True))
+    groups = _divide(flows, cuts, use_skips=True) or _divide(flows, cuts, use_skips=False)
     templates = {mode: programs.index(trace.programs[mode]) for mode in (True, False)}
     layers = build_layers(model, whole, groups, inputs.paths, trace.input_check)
     used = [
@@ -63,6 +58,20 @@ def to_sequential(model: nn.Module, sample: ModelInput, leaves: Iterable[str] = 
     )
     verify(sequence, model, inputs, trace.other_sizes)
     return sequence
+
+
+def _divide(
+    flows: SequenceOf[Dataflow], cuts: SequenceOf[CutPoint], *, use_skips: bool
+) -> list[tuple[Segment, ...]]:
+    """The segments of each layer, one for both modes or one per mode; none if the modes disagree on a layer's skips."""
+    divided = [
+        segments_of(flow, [cut.positions[index] for cut in cuts], use_skips=use_skips)
+        for index, flow in enumerate(flows)
+    ]
+    groups = list(zip(*divided, strict=True))
+    # A layer declares its skips once.
+    agree = all(segment.skip_names == group[0].skip_names for group in groups for segment in group)
+    return groups if agree else []
 
 
 def _whole_module(used: SequenceOf[SequenceOf[str]], index: int) -> str:

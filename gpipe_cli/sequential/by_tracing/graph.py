@@ -21,6 +21,14 @@ _OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.__setitem__: operator.setitem,
 }
 
+_METHODS: dict[Callable[..., Any], str] = {
+    member: name
+    for kind in reversed(torch.Tensor.__mro__)
+    for name, member in vars(kind).items()
+    if callable(member)
+}
+"""Not by `__name__`: that of some functions of torch.Tensor is the name of what they wrap."""
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -158,8 +166,8 @@ class _Builder:
     def _call_function(self, target: Callable[..., Any], args: Any, kwargs: Any) -> fx.Node:
         if target in _OPERATORS:
             return self.graph.call_function(_OPERATORS[target], args, kwargs)
-        if getattr(torch.Tensor, target.__name__, None) is target:
-            return self.graph.call_method(target.__name__, args, kwargs)
+        if target in _METHODS:
+            return self.graph.call_method(_METHODS[target], args, kwargs)
         return self.graph.call_function(target, args, kwargs)
 
     def add_output(self) -> None:

@@ -220,6 +220,9 @@ class _Recorder(TorchFunctionMode):
                 return self._copy_of(argument)
             return _META if isinstance(argument, torch.device) else argument
 
+        if func is torch.Tensor.__getitem__ and args[0].is_meta and _is_mask(args[1]):
+            # The size of the result depends on the values of the mask, which are known.
+            return _without_values(_with_values(args[0])[args[1]])
         meta_args, meta_kwargs = map_tree(without_values, (tuple(args), kwargs))
         return self._results.call(func, meta_args, meta_kwargs)
 
@@ -335,6 +338,13 @@ def _attribute_of(func: Callable[..., Any]) -> str | None:
 
 def _reads_values(func: Callable[..., Any], output: Any) -> bool:
     return isinstance(output, bool | int | float | complex | list) and func.__name__ not in _READS_NO_VALUES
+
+
+def _is_mask(index: Any) -> bool:
+    tensors = list(tensors_in(index))
+    return any(tensor.dtype == torch.bool for tensor in tensors) and not any(
+        tensor.is_meta for tensor in tensors
+    )
 
 
 def _autocast_state() -> tuple[bool, ...]:

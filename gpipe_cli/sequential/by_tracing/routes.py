@@ -36,6 +36,10 @@ class Segment:
     stashed: dict[str, fx.Node] = field(default_factory=dict)
 
     @property
+    def skip_names(self) -> tuple[list[str], list[str]]:
+        return list(self.popped), list(self.stashed)
+
+    @property
     def arriving(self) -> list[fx.Node]:
         return [*self.entering, *self.popped.values()]
 

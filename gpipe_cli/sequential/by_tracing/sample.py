@@ -135,9 +135,11 @@ def in_other_dtype(tensor: Tensor) -> Tensor:
 
 def _resized(tensor: Tensor, dimension: int, size: int) -> Tensor:
     """Repeat or drop entries of a dimension."""
-    if tensor.shape[dimension] == size:
+    if tensor.shape[dimension] in (0, size):
         return tensor
-    entries = torch.arange(size, device=tensor.device) % max(1, tensor.shape[dimension])
+    last = tensor.shape[dimension] - 1
+    entries = torch.arange(size, device=tensor.device) % max(1, last)
+    entries[-1] = last  # a sequence keeps the token that ends it
     return tensor.index_select(dimension, entries)
 
 

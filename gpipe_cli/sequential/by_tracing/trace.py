@@ -185,7 +185,8 @@ class Trace:
             inputs = self._sample.resized(setting.sizes, setting.other_dtype)
             clone = self._clone(setting.other_dtype).train(setting.training)
             try:
-                self._recordings[key] = record(clone, self._model, self._leaves, inputs, self._results)
+                with attributes_restored(clone):
+                    self._recordings[key] = record(clone, self._model, self._leaves, inputs, self._results)
             except (NotRecordable, ConfigError):
                 raise
             except Exception as error:
@@ -215,6 +216,18 @@ class Trace:
         )
         line = "" if error.line is None else f"{error.line}: "
         return f"{subject} cannot be traced: {line}{error.reason}; {cure}"
+
+
+@contextmanager
+def attributes_restored(model: nn.Module) -> Iterator[None]:
+    """Undo assignments to attributes, so that a forward that stores what it computes computes it again next time."""
+    before = {module: dict(vars(module)) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 @contextmanager
