@@ -33,8 +33,8 @@ def without_function_modes() -> AbstractContextManager[None]:
 def intercept_calls(call_module: Callable[..., Any], apply_function: Callable[..., Any]) -> Iterator[None]:
     """Replace nn.Module.__call__ and torch.autograd.Function.apply for this thread.
 
-    The replacements receive the original as their first argument. Scripted functions, whose calls of torch nothing sees,
-    run as the Python functions that they were compiled from.
+    The replacements receive the original as their first argument. Scripted functions run as the Python functions that
+    they were compiled from, so that their calls are visible.
     """
     thread = threading.get_ident()
     module_call, function_apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
