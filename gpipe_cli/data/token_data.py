@@ -63,10 +63,13 @@ def stored_tokens(
     settings: what they depend on besides the files. pieces: makes those of a file with the given digest.
     """
     cache = TokenCache(user_cache("tokens") if spec.cache is None else Path(spec.cache))
-    digests = []
+    digests, size = [], 0
     for path in files:
         with reading(path):
             digests.append((path, cache.digest_of(path)))
+            size += path.stat().st_size
+    if not size:
+        raise DataError(f"data.path={spec.path}: is empty")
 
     def all_pieces() -> Iterator[Piece]:
         is_empty = True

@@ -66,6 +66,7 @@ def test_a_run_resumed_in_the_middle_of_an_epoch_continues_to_the_bit(
     assert weights.keys() == again.keys() and all(torch.equal(weights[name], again[name]) for name in weights)
 
 
+@pytest.mark.slow
 def test_engines_and_divisions_agree_on_the_mean_over_answers(gpipe: Run, chats: tuple[str, ...]) -> None:
     losses = {}
     for name, words in {

@@ -88,6 +88,9 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     with pytest.raises(DataError, match=r"empty: is empty"):
         text.build(str(tmp_path / "empty"))
+    with pytest.raises(DataError, match=r"empty: is empty"):
+        folder = save_tokenizer(tmp_path / "tokenizer", eos_token="<|endoftext|>")
+        text.build(str(tmp_path / "empty"), tokenizer=str(folder), cache=str(tmp_path / "cache"))
     with pytest.raises(
         DataError,
         match=r"65 bytes are too few to train on and to hold out windows of 32; .* smaller data\.context",
