@@ -108,7 +108,7 @@ def _prove_here(subject: Subject, sender: Connection, timeout: int) -> None:
     try:
         sender.send(prove(subject))
     except Exception as error:  # noqa: BLE001 - whatever a model raises is its result
-        sender.send(traceback.format_exception_only(error)[-1].strip())
+        sender.send(" ".join("".join(traceback.format_exception_only(error)).split()))
 
 
 def _line(result: Result) -> str:

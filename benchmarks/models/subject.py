@@ -74,10 +74,8 @@ def text_batches(vocabulary: int, multiple: int = 1) -> list[Batches]:
             "4 texts of length 7, padded on the left": padded(4, 7, "left"),
             "1 text of length 5": padded(1, 5, "no"),
         },
-        {
-            key: torch.cat([padded(2, 9, "right")[key], padded(2, 9, "left")[key]])
-            for key in padded(1, 9, "no")
-        },
+        # On the right: in float64, some models compute NaN for a row whose first tokens are padding.
+        padded(4, 9, "right"),
     )
     packed = Batches(
         padded(2, 8, "no")["input_ids"],

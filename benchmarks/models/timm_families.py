@@ -114,8 +114,87 @@ SMALLEST = {
     "xcit": "xcit_nano_12_p8_224",
 }
 """By the name of timm's module; `smallest` chooses them, which takes minutes for all."""
-IMAGE_SIZES: dict[str, int] = {}
-"""Where the default image is large and the model accepts a smaller one."""
+BUILT_FOR = {
+    "beit_base_patch16_224": 64,
+    "cait_xxs24_224": 64,
+    "coat_tiny": 64,
+    "convit_tiny": 64,
+    "convmixer_768_32": 64,
+    "csatv2": 64,
+    "deepseek_vit_412m": 84,
+    "deit_tiny_patch16_224": 64,
+    "efficientformerv2_s0": 64,
+    "ese_vovnet19b_slim_dw": 64,
+    "gcvit_xxtiny": 64,
+    "gemma4_vit_167m": 96,
+    "gmlp_ti16_224": 64,
+    "hgnetv2_b0": 64,
+    "hiera_tiny_224": 64,
+    "hrnet_w18_small": 64,
+    "maxvit_pico_rw_256": 64,
+    "mobilevit_xxs": 64,
+    "mvitv2_tiny": 64,
+    "naflexvit_base_patch16_parfac_gap": 64,
+    "nest_tiny": 64,
+    "poolformerv2_s12": 64,
+    "qwen3_vit_88m": 64,
+    "repvit_m1": 64,
+    "samvit_base_patch16_224": 64,
+    "sequencer2d_s": 64,
+    "swiftformer_xs": 64,
+    "swin_tiny_patch4_window7_224": 64,
+    "swinv2_cr_tiny_224": 64,
+    "swinv2_tiny_window8_256": 64,
+    "tnt_s_legacy_patch16_224": 64,
+    "twins_svt_small": 64,
+    "visformer_tiny": 64,
+    "vit_srelpos_small_patch16_224": 64,
+    "vit_tiny_patch16_dinov3_qkvb": 64,
+    "vit_tiny_r_s16_p8_224": 64,
+    "vitamin_small_224": 64,
+    "volo_d1_224": 64,
+    "xcit_nano_12_p8_224": 64,
+}
+"""Image sizes that models are built for, where the usual one takes long."""
+ACCEPTED = {
+    "cpubone_nano": 64,
+    "crossvit_tiny_240": 64,
+    "davit_tiny": 64,
+    "densenet121": 64,
+    "dla46x_c": 64,
+    "dpn48b": 64,
+    "edgenext_xx_small": 64,
+    "fastvit_t8": 64,
+    "focalnet_tiny_srf": 64,
+    "hardcorenas_b": 64,
+    "iformer_t": 64,
+    "inception_next_atto": 64,
+    "inception_resnet_v2": 96,
+    "inception_v3": 96,
+    "inception_v4": 96,
+    "lcnetv2_small": 64,
+    "legacy_seresnet18": 64,
+    "legacy_xception": 64,
+    "lowformer_b0": 64,
+    "mobilenetv5_base": 64,
+    "nasnetalarge": 64,
+    "nextvit_small": 64,
+    "pnasnet5large": 64,
+    "pvt_v2_b0": 64,
+    "rdnet_tiny": 64,
+    "res2next50": 64,
+    "resnest14d": 64,
+    "resnetv2_18": 64,
+    "rexnet_100": 64,
+    "sam2_hiera_tiny": 64,
+    "selecsls42": 64,
+    "skresnet18": 64,
+    "tiny_vit_5m_224": 64,
+    "tresnet_m": 64,
+    "vgg11": 64,
+    "xception41p": 64,
+}
+"""Image sizes of models that take long with their usual one and accept any."""
 
 
 def smallest(module: str) -> str:
@@ -131,7 +210,8 @@ def subjects() -> list[Subject]:
 
 
 def _subject(name: str) -> Subject:
-    size = IMAGE_SIZES.get(name, timm.models.get_pretrained_cfg(name).input_size[-1])
+    usual = timm.models.get_pretrained_cfg(name).input_size[-1]
+    size = {**BUILT_FOR, **ACCEPTED}.get(name, usual)
     return Subject(
         "timm",
         name,
@@ -143,7 +223,7 @@ def _subject(name: str) -> Subject:
 
 
 def _build(name: str, dropout: float) -> nn.Module:
-    options = {"img_size": IMAGE_SIZES[name]} if name in IMAGE_SIZES else {}
+    options = {"img_size": BUILT_FOR[name]} if name in BUILT_FOR else {}
     model = timm.create_model(name, num_classes=CLASSES, **options)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
