@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import runpy
 from collections.abc import Callable
@@ -14,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.published_lines import Line, published_lines
+from gpipe_cli import huggingface
 from gpipe_cli.config.compose import Request, compose
 from gpipe_cli.config.options import Option, list_options
 from gpipe_cli.config.overrides import recipe_to_group
@@ -50,7 +50,7 @@ def make_needed(recipe: Option) -> None:
             script = Path(__file__).parents[1] / "examples" / "tiny_llama" / "make_tiny_llama.py"
             runpy.run_path(str(script))["make_directory"](Path("tiny-llama"))
         case "model.weights":
-            timm = importlib.import_module("timm")
+            timm = huggingface.import_package("timm")
             torch.manual_seed(0)
             save_file(timm.create_model("resnet10t").state_dict(), NEEDED["model.weights"])
 
