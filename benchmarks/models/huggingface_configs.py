@@ -164,6 +164,7 @@ CAUSAL_LM: Mapping[str, Mapping[str, Any]] = {
         "ffn_dim": 48,
         "num_layers": BLOCKS,
         "attention_heads": 4,
+        "tie_word_embeddings": False,  # tied, it would be compared in float64, which it does not accept
     },
     "openai-gpt": GPT,
     "xlnet": {

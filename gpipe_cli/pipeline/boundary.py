@@ -124,6 +124,7 @@ def pack(
         if aliases:
             crossing = (None if place in aliases else tensor for place, tensor in enumerate(sources))
             sources = [*crossing, *bases]
+    sources = [tensor if tensor is None else _tracked(tensor) for tensor in sources]
     packed = PartitionInput(
         tuple([None if tensor is None else tensor.detach() for tensor in sources]),
         tuple([tensor is not None and tensor.requires_grad for tensor in sources]),
@@ -133,6 +134,12 @@ def pack(
         aliases,
     )
     return packed, sources
+
+
+def _tracked(tensor: Tensor) -> Tensor:
+    """Detach a view of a parameter that was made without a graph: it claims to require grad because its base does."""
+    is_claim = tensor.requires_grad and tensor.grad_fn is None and tensor._base is not None
+    return tensor.detach() if is_claim else tensor
 
 
 @final

@@ -405,3 +405,33 @@ def test_the_plain_pipe_takes_a_step_with_a_computed_input(chunks: int) -> None:
     functional.mse_loss(model(mine.exp()), target).backward()
     assert torch.equal(*gradients)
     torch.testing.assert_close(gradients[0], mine.grad)
+
+
+class WithToken(nn.Module):
+    """Returns a view of a parameter next to its input, as vision transformers do with a class token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        return input * 2, self.token.expand(len(input), -1)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_a_view_of_a_parameter_may_pass_with_and_without_a_graph(checkpoint: str) -> None:
+    """Without a graph torch says of such a view that it requires grad, because its base does."""
+    model = nn.Sequential(WithToken(), Do(lambda pair: pair[0] * pair[1]), nn.Linear(4, 4))
+    input, target = torch.randn(4, 4), torch.randn(4, 4)
+    expected = model(input)
+    functional.mse_loss(expected, target).backward()
+    expected = expected.detach()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    with GPipe(model, [1, 2], devices=["cpu", "cpu"], chunks=2, checkpoint=checkpoint) as pipe:
+        for _ in range(2):
+            with torch.no_grad():
+                torch.testing.assert_close(pipe(input), expected)
+            model.zero_grad()
+            pipe.step(input, target, functional.mse_loss)
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                torch.testing.assert_close(parameter.grad, gradient)
