@@ -226,8 +226,7 @@ def _build(name: str, dropout: float) -> nn.Module:
     options = {"img_size": BUILT_FOR[name]} if name in BUILT_FOR else {}
     model = timm.create_model(name, num_classes=CLASSES, **options)
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = dropout
-        elif isinstance(module, timm.layers.DropPath):
-            module.drop_prob = dropout
+        for attribute in ("p", "drop_prob", "drop_rate"):
+            if isinstance(getattr(module, attribute, None), float):
+                setattr(module, attribute, dropout)
     return model
