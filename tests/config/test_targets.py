@@ -25,15 +25,27 @@ OURS = {
     "model": {
         "gpipe_cli.models.amoebanetd.build",
         "gpipe_cli.models.gpt.build",
+        "gpipe_cli.models.hf.model.build",
         "gpipe_cli.models.mlp.build",
         "gpipe_cli.models.resnet.build",
+        "gpipe_cli.models.timm_zoo.build",
         "gpipe_cli.models.torchvision_zoo.build",
         "gpipe_cli.models.unet.build",
         "gpipe_cli.models.unet.build_standard",
     },
     "data": {
         f"gpipe_cli.data.{name}.build"
-        for name in ("cifar", "digits", "image_folder", "mnist", "pair", "shapes", "synthetic", "text")
+        for name in (
+            "cifar",
+            "digits",
+            "image_folder",
+            "jsonl",
+            "mnist",
+            "pair",
+            "shapes",
+            "synthetic",
+            "text",
+        )
     },
     "transform": {f"gpipe_cli.data.transforms.{name}" for name in ("augment", "basic", "none")},
     "loss": {

@@ -13,7 +13,7 @@ from gpipe_cli.config.instantiate import instantiate
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FILES = sorted(path for group in ("model", "data", "transform") for path in (CONF / group).glob("*.yaml"))
-OWN = {"synthetic_clips": {"shape", "length"}}
+OWN = {"synthetic_clips": {"shape", "length"}, "hf": {"lora"}}
 """Keys in which a file differs from what the builder has without it."""
 OURS = [path for path in FILES if "_target_: gpipe_cli." in path.read_text()]
 
@@ -30,7 +30,9 @@ def test_its_keys_are_those_of_the_builder_with_the_same_defaults(path: Path) ->
     keys = {key: value for key, value in written.items() if key not in ("_target_", "defaults")}
     parameters = dict(builder_of(str(written["_target_"])).parameters)
     # A vocabulary is its own key for the number of classes, and the command gives that too.
-    given_by_the_command = ["data", "input_shape", *(["num_classes"] if "vocabulary" in keys else [])]
+    given_by_the_command = ["data", "input_shape", "say", *(["num_classes"] if "vocabulary" in keys else [])]
+    if path.parent.name == "model":
+        given_by_the_command.append("tokenizer")
     for name in given_by_the_command:
         parameters.pop(name, None)
     assert set(keys) == set(parameters)
