@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+_replacing = threading.Lock()
+"""Held while methods of torch are replaced: two threads would restore each other's replacements."""
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -37,6 +40,13 @@ def intercept_calls(call_module: Callable[..., Any], apply_function: Callable[..
     they were compiled from, so that their calls are visible.
     """
     thread = threading.get_ident()
+    with _replacing:
+        yield from _replaced(thread, call_module, apply_function)
+
+
+def _replaced(
+    thread: int, call_module: Callable[..., Any], apply_function: Callable[..., Any]
+) -> Iterator[None]:
     module_call, function_apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
     script_call = torch.jit.ScriptFunction.__call__
 
