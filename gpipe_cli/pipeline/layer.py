@@ -9,9 +9,7 @@ layer instead.
 from __future__ import annotations
 
 import hashlib
-import random
 import struct
-import sys
 import types
 import warnings
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.sequential import layer_names
+from gpipe_cli.sequential.other_generators import generator_states
 
 _WORD = (1 << 64) - 1
 
@@ -51,9 +50,9 @@ class Layer:
     def watch(self, value: Any) -> Any:
         """Call the layer and check whether it draws random numbers outside torch."""
         self._watched.add(self.module.training)
-        before = _states()
+        before = generator_states()
         output = self.module(value)
-        for owner, state in _states().items():
+        for owner, state in generator_states().items():
             # Other threads draw from the same generators: a changed state counts only if the layer's code uses them.
             if before.get(owner) != state and _mentions(self.module, owner):
                 self.warn_of(owner)
@@ -84,17 +83,6 @@ def layers_of(module: nn.Sequential) -> tuple[Layer, ...]:
         Layer(child, name, position)
         for position, (child, name) in enumerate(zip(module, layer_names(module), strict=True))
     )
-
-
-def _states() -> dict[str, Any]:
-    """The states of the process-wide generators outside torch, by the name of their module."""
-    states: dict[str, Any] = {"random": random.getstate()}
-    # NumPy imports it at first use, perhaps in another thread at this moment.
-    get_state = getattr(sys.modules.get("numpy.random"), "get_state", None)
-    if get_state is not None:
-        kind, keys, position, *rest = get_state()
-        states["numpy.random"] = (kind, keys.tobytes(), position, *rest)
-    return states
 
 
 def _mentions(module: nn.Module, owner: str) -> bool:
