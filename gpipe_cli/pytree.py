@@ -98,6 +98,13 @@ def unflatten(template: Template, tensors: Sequence[Tensor]) -> Any:
     return template.value if isinstance(template, _Plain) else template.build(tensors)
 
 
+def plain_values(template: Template) -> list[Any]:
+    """What a value holds besides tensors, in order."""
+    if isinstance(template, _Container):
+        return [value for member in template.members for value in plain_values(member)]
+    return [template.value] if isinstance(template, _Plain) else []
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """`value` with each tensor replaced by `function(tensor)`."""
     tensors, template = flatten(value, "value")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 from torch import nn
 
@@ -21,7 +22,7 @@ from gpipe_cli.sequential.by_tracing.leaves import Leaves
 from gpipe_cli.sequential.by_tracing.routes import Segment, segments_of
 from gpipe_cli.sequential.by_tracing.sample import Sample
 from gpipe_cli.sequential.by_tracing.trace import Trace
-from gpipe_cli.sequential.by_tracing.verify import verify
+from gpipe_cli.sequential.by_tracing.verify import check_modes, is_right_at, verify
 from gpipe_cli.sequential.sequence import Sequence
 
 
@@ -56,6 +57,9 @@ def to_sequential(model: nn.Module, sample: ModelInput, leaves: Iterable[str] = 
         original=model,
         output_templates={mode: graphs[index].template for mode, index in templates.items()},
     )
+    check_modes(sequence, model)
+    trace.raise_least(partial(is_right_at, sequence, model, inputs))
+    layers[0].input_check = trace.input_check
     verify(sequence, model, inputs, trace.other_sizes)
     return sequence
 

@@ -103,8 +103,8 @@ def _needed_calls(program: Program, sample: Sample) -> list[int]:
 def is_guarded(program: Program, call: Call, sample: Sample) -> bool:
     """Whether a decision on values must be checked at run time.
 
-    Not if the values come from sizes alone, nor from masks alone: the trace has seen padding, and a model that skips
-    its mask where there is none computes the same with it.
+    Not if the values come from sizes alone. Nor if masks alone decide whether to do something: the trace has seen
+    padding, and a model that skips its mask where there is none computes the same with it.
     """
     values = program.recording.values
     sources = {
@@ -114,7 +114,7 @@ def is_guarded(program: Program, call: Call, sample: Sample) -> bool:
         for name in values[leaf.number].depends_on
     }
     sources |= {"parameters" for leaf in leaves_of(call.arguments) if isinstance(leaf, Attribute)}
-    return not sources <= sample.masks
+    return not sources <= (sample.masks if isinstance(call.result, bool) else set())
 
 
 @final
@@ -238,6 +238,11 @@ def _identifier(name: str) -> str:
 # Functions that generated code calls.
 
 
+@final
+class DecisionChanged(RuntimeError):
+    """The model would decide otherwise on the values of this batch than it did when it was traced."""
+
+
 def current_device() -> torch.device:
     raise AssertionError("layers replace this by the device of their input")
 
@@ -248,7 +253,7 @@ def choose(training: bool, in_training: Any, in_evaluation: Any) -> Any:
 
 def check_decision(result: Any, traced: Any, message: str) -> None:
     if result != traced:
-        raise RuntimeError(
+        raise DecisionChanged(
             f"{message}, and now it is {result!r}; keep the module that decides whole with model.leaves, or trace the "
             "model with a sample for which it decides as for your data"
         )

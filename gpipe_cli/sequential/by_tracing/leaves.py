@@ -12,6 +12,8 @@ from torch import nn
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.torch_internals.module_calls import runs_more_than_forward
 
+_OF_TORCH = ("torch.nn.", "torch.ao.nn.")
+
 
 @final
 class Leaves:
@@ -37,6 +39,13 @@ class Leaves:
             for path, module in modules.items()
             if path in names or type(module).__name__ in names or _is_leaf(module)
         }
+        if type(model).__module__.startswith(_OF_TORCH) and not runs_more_than_forward(model):
+            self._whole.discard("")
+        if "" in self._whole:
+            raise ConfigError(
+                f"{type(model).__name__} cannot be cut: it has no submodules, has hooks, or is compiled as a whole; "
+                "put hooks on its blocks and compile them instead"
+            )
         self._sizes = {path: _size(module) for path, module in modules.items()}
 
     def include(self, path: str) -> bool:
@@ -64,7 +73,7 @@ def _is_leaf(module: nn.Module) -> bool:
     if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         return False
     childless = next(module.children(), None) is None
-    return childless or type(module).__module__.startswith(("torch.nn.", "torch.ao.nn."))
+    return childless or type(module).__module__.startswith(_OF_TORCH)
 
 
 def _size(module: nn.Module) -> int:

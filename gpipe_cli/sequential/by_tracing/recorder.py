@@ -8,11 +8,11 @@ storage either.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, final
 
@@ -40,13 +40,17 @@ from gpipe_cli.sequential.by_tracing.recording import (
 )
 from gpipe_cli.sequential.by_tracing.sample import Inputs
 from gpipe_cli.sequential.by_tracing.tree import located_tensors, map_tree, tensors_in
+from gpipe_cli.sequential.other_generators import generator_states
 from gpipe_cli.sequential.without_storage import meta_like, with_storage
+from gpipe_cli.torch_internals import module_calls
 from gpipe_cli.torch_internals.module_calls import intercept_calls, without_function_modes
 from gpipe_cli.torch_internals.tensor_memory import version_of
 
 _META = torch.device("meta")
 _OUTPUT_CURE = "a model must return tensors, in tuples, lists and dicts if there are several"
-_NOT_OF_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parent), __file__)
+_NOT_OF_THE_MODEL = tuple(
+    str(Path(file).parent) for file in (torch.__file__, __file__, module_calls.__file__)
+)
 _METADATA = """
     __hash__ __len__ __repr__ data_ptr dim element_size get_device is_complex is_conj is_contiguous is_floating_point
     is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed is_tensor ndimension nelement numel size
@@ -55,6 +59,9 @@ _METADATA = """
 _READS_NO_VALUES = frozenset(_METADATA.split())
 """Functions of tensors that return numbers and lists but depend on shapes and types only."""
 
+_LEAVES_TORCH = frozenset({"numpy", "__array__", "__dlpack__"})
+"""Functions of tensors whose results are computed with outside torch, where nothing is recorded."""
+
 
 def record(
     clone: nn.Module, original: nn.Module, leaves: Leaves, inputs: Inputs, results: MetaResults
@@ -62,20 +69,23 @@ def record(
     """Record a call of `clone`. A leaf that cannot run without storage runs as a copy of that of `original`."""
     recorder = _Recorder(clone, original, leaves, results)
     recorder.add_inputs(inputs.tensors)
-    python_state = random.getstate()
+    random_states = generator_states()
     try:
         with intercept_calls(recorder.call_module, recorder.apply_function), recorder, torch.enable_grad():
             output = clone(*inputs.args, **inputs.kwargs)
+        recorder.check_buffers(clone)
         recording = recorder.recording(output)
     except (NotRecordable, ConfigError):
         raise
     except Exception as error:  # the model's own code may raise anything
         error.add_note(recorder.location)
         raise
-    if random.getstate() != python_state:
-        random.setstate(python_state)
+    # NumPy may have been imported meanwhile.
+    if any(random_states.get(owner, state) != state for owner, state in generator_states().items()):
         raise NotRecordable(
-            "", None, "it draws from Python's random, which a trace would not repeat; draw with torch"
+            "",
+            None,
+            "it draws from Python's random or NumPy's, which a trace would not repeat; draw with torch",
         )
     return recording
 
@@ -125,6 +135,15 @@ class _Recorder(TorchFunctionMode):
             raise ConfigError(f"the model returns a {type(output).__name__} without tensors; {_OUTPUT_CURE}")
         spans = list(self._memory.write_spans())
         return Recording(self._values, self._calls, self._replace(list(tensors)), template, spans)
+
+    def check_buffers(self, clone: nn.Module) -> None:
+        """Refuse a forward that assigns to a buffer: layers repeat calls, and in-place writes, but no assignments."""
+        for path, buffer in clone.named_buffers():
+            module, _, name = path.rpartition(".")
+            if id(buffer) not in self._attributes and self._leaves.outermost(module) is None:
+                raise NotRecordable(
+                    module, None, f"it assigns to its buffer '{name}'; write in place, with {name}.copy_(...)"
+                )
 
     # What nn.Module.__call__ and torch.autograd.Function.apply do during the run.
 
@@ -187,6 +206,8 @@ class _Recorder(TorchFunctionMode):
             return self._execute(func, args, named)
         if attribute == "dtype":
             self._note_dtype(args[0])
+        if attribute == "requires_grad":
+            return self._requires_grad(args[0])
         before = _Versions((args, named))
         copies = _Versions([self._copies.get(id(tensor), tensor) for tensor in before.tensors])
         try:
@@ -205,6 +226,8 @@ class _Recorder(TorchFunctionMode):
             func, args = getattr, (args[0], attribute)
         if has_tensors or written:
             self._add_call(func, args, named, output, before.tensors, written)
+        elif func.__name__ in _LEAVES_TORCH and self._dependencies(before.tensors):
+            raise self._not_recordable("it computes with values of tensors outside torch")
         elif attribute is None and before.tensors and _reads_values(func, output):
             self._add_call(func, args, named, output, before.tensors, [])
             self._calls[-1].reads_values = True
@@ -299,6 +322,15 @@ class _Recorder(TorchFunctionMode):
         source = self._reference(tensor)
         if source is not None:
             self._dtype_reads[tensor.dtype] = source
+
+    def _requires_grad(self, tensor: Tensor) -> bool:
+        """Nothing in the clone requires gradients. A parameter has the answer of the original's."""
+        source = self._reference(tensor)
+        if isinstance(source, Attribute):
+            return bool(attrgetter(source.path)(self._original).requires_grad)
+        if source is not None and "parameters" in self._values[source.number].depends_on:
+            raise self._not_recordable("it asks whether a computed tensor requires gradients")
+        return tensor.requires_grad
 
     def _line(self) -> SourceLine:
         """The innermost line that is neither torch's nor this file's."""

@@ -18,7 +18,10 @@ from gpipe_cli.pytree import Template
 Target: TypeAlias = str | Callable[..., Any]
 """The path of a module, or a torch function."""
 
-_NAMES = "bernoulli multinomial normal poisson rand rand_like randint randint_like randn randn_like randperm"
+_NAMES = """
+    alpha_dropout bernoulli dropout dropout1d dropout2d dropout3d feature_alpha_dropout feature_dropout gumbel_softmax
+    multinomial normal poisson rand rand_like randint randint_like randn randn_like randperm rrelu
+"""
 _RANDOM = frozenset(_NAMES.split())
 
 

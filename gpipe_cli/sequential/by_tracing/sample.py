@@ -6,6 +6,7 @@ together, such as the lengths of token ids and their mask; dimension 0 is the ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.pytree import Template, element, flatten, unflatten
+from gpipe_cli.pytree import Template, element, flatten, plain_values, unflatten
 
 
 @final
@@ -53,6 +54,8 @@ class Sample:
             raise ConfigError("the sample holds no tensor; give a tensor, a tuple or a dict with tensors")
         self.keys = tuple(value) if isinstance(value, dict) else None
         """Those of a dict."""
+        self.constants = plain_values(self._template)
+        """Arguments that are no tensors, which the trace fixes."""
         paths = dict(reversed([*_paths(self._template)]))
         self.paths = [paths[place] for place in range(len(self.tensors))]
         """For each tensor the keys that lead to it."""
@@ -86,11 +89,16 @@ class Sample:
         tensors = [_padded(name, tensor) for name, tensor in zip(self.names, tensors, strict=True)]
         return self._inputs([in_other_dtype(tensor) for tensor in tensors] if other_dtype else tensors)
 
-    def without_padding(self) -> Inputs:
-        """The sample with masks of ones only."""
-        masked = (_is_mask(name, tensor) for name, tensor in zip(self.names, self.tensors, strict=True))
-        pairs = zip(self.tensors, masked, strict=True)
-        return self._inputs([torch.ones_like(tensor) if is_mask else tensor for tensor, is_mask in pairs])
+    def other_masks(self) -> Iterator[Inputs]:
+        """The sample without padding, with padding on the left, and with half of every row padded."""
+        if not self.masks:
+            return
+        for first, last in ((0.0, 1.0), (0.3, 1.0), (0.0, 0.5)):
+            tensors = [
+                _mask(tensor, first, last) if name in self.masks else tensor
+                for name, tensor in zip(self.names, self.tensors, strict=True)
+            ]
+            yield self._inputs(tensors)
 
     def value_of(self, inputs: Inputs) -> Any:
         """The input of a sequence, of the sample's kind."""
@@ -101,6 +109,7 @@ class Sample:
         return {name for name, tensor in zip(self.names, self.tensors, strict=True) if _is_mask(name, tensor)}
 
     def _inputs(self, tensors: list[Tensor]) -> Inputs:
+        tensors = [tensor.clone() for tensor in tensors]  # a forward may write to its inputs
         value = unflatten(self._template, tensors)
         args, kwargs = (
             ((), value) if isinstance(value, dict) else (value if isinstance(value, tuple) else (value,), {})
@@ -152,6 +161,14 @@ def _padded(name: str, tensor: Tensor) -> Tensor:
     return padded
 
 
+def _mask(tensor: Tensor, first: float, last: float) -> Tensor:
+    """A mask that pads all but a part of every row, given as fractions of its length."""
+    length = tensor.shape[1]
+    positions = torch.arange(length, device=tensor.device)
+    kept = (positions >= int(first * length)) & (positions < math.ceil(last * length))
+    return kept.to(tensor.dtype).expand_as(tensor).contiguous()
+
+
 def _is_mask(name: str, tensor: Tensor) -> bool:
     return name.endswith("mask") and tensor.dim() == 2 and not tensor.is_floating_point()
 
@@ -175,20 +192,29 @@ class InputCheck:
 
     keys: tuple[Any, ...] | None
     names: tuple[str, ...]
+    constants: tuple[Any, ...]
     places: tuple[tuple[Range, tuple[tuple[int, int], ...]], ...]
     """For each size that matters its range, and where it is."""
 
     def __call__(self, value: Any) -> None:
-        if self.keys is not None and isinstance(value, dict) and set(value) != set(self.keys):
-            raise ValueError(
-                f"the batch has {_listed(value)}, but the model was traced with {_listed(self.keys)}; "
-                "give the same keys"
-            )
-        tensors, _ = flatten(value, "input")
+        if self.keys is not None and isinstance(value, dict):
+            if set(value) != set(self.keys):
+                raise ValueError(
+                    f"the batch has {_listed(value)}, but the model was traced with {_listed(self.keys)}; "
+                    "give the same keys"
+                )
+            value = {key: value[key] for key in self.keys}
+        tensors, template = flatten(value, "input")
         if len(tensors) != len(self.names):
             raise ValueError(
                 f"the batch has {len(tensors)} tensors, but the model was traced with {len(self.names)} "
                 f"({_listed(self.names)})"
+            )
+        constants = tuple(plain_values(template))
+        if constants != self.constants:
+            raise ValueError(
+                f"the batch has {_listed(constants)} beside its tensors, but the model was traced with "
+                f"{_listed(self.constants)}; trace it with the same"
             )
         for allowed, places in self.places:
             first: int | None = None
@@ -198,17 +224,18 @@ class InputCheck:
                     first = size
                     continue
                 where = f"dimension {dimension} of {self.names[number]}"
-                raise ValueError(_size_error(where, size, allowed, first))
+                raise ValueError(_size_error(where, size, allowed, first, is_batch=dimension == 0))
 
 
-def _size_error(where: str, size: int, allowed: Range, other: int | None) -> str:
+def _size_error(where: str, size: int, allowed: Range, other: int | None, is_batch: bool) -> str:
     if size not in allowed:
         sizes = f"from {allowed.least} to {allowed.most}"
         if allowed.most is None:
             sizes = f"of at least {allowed.least}"
         elif allowed.least == allowed.most:
             sizes = f"of {allowed.least}"
-        return f"{where} is {size}, but the model was traced for sizes {sizes}; trace it with a sample of size {size}"
+        cure = "use larger micro-batches" if is_batch else f"trace it with a sample of size {size}"
+        return f"{where} is {size}, but the model was traced for sizes {sizes}; {cure}"
     return (
         f"{where} is {size} where another one is {other}, but both were equal when the model was traced; trace it with "
         "a sample in which they differ"

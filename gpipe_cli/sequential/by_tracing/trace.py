@@ -9,11 +9,13 @@ A module that does not agree with this stays whole, if enough of the model is le
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from typing import Any, final
 
+import torch
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
@@ -44,9 +46,11 @@ class Trace:
         self._results = MetaResults()
         self._recordings: dict[tuple[Any, ...], Recording] = {}
         self.ranges: dict[Size, Range] = {}
+        self._lowest: dict[Size, int] = {}
         self.programs: dict[bool, Program] = {}
         """By mode; the same object for both if they differ in a few arguments only."""
-        with caches_disabled(self._clones[False]):
+        # Random numbers differ between the recordings, but those of the caller go on as if there had been none.
+        with caches_disabled(self._clones[False]), torch.random.fork_rng(devices=[]):
             while not self._succeeds():
                 self._recordings.clear()
 
@@ -65,9 +69,19 @@ class Trace:
         places = [
             (allowed, size.places)
             for size, allowed in self.ranges.items()
-            if size in used or allowed.least == allowed.most
+            if size in used or allowed.least > 1 or allowed.least == allowed.most
         ]
-        return InputCheck(self._sample.keys, tuple(self._sample.names), tuple(places))
+        return InputCheck(
+            self._sample.keys, tuple(self._sample.names), tuple(self._sample.constants), tuple(places)
+        )
+
+    def raise_least(self, is_right_at: Callable[[dict[Size, int]], bool]) -> None:
+        """Allow a size smaller than those recorded only if the outputs are right: the model may do something else."""
+        for size, lowest in self._lowest.items():
+            smaller = range(self.ranges[size].least, lowest)
+            tried = sorted({*smaller[:2], *smaller[3:4], *smaller[len(smaller) // 2 :][:1]})
+            least = next((number for number in tried if is_right_at({size: number})), lowest)
+            self.ranges[size] = replace(self.ranges[size], least=least)
 
     def _succeeds(self) -> bool:
         try:
@@ -93,6 +107,7 @@ class Trace:
             elif program is not None:
                 self.ranges[size] = Range(1, None)
         self.programs = self._merge_modes(pairs)
+        self._lowest = {size: min(numbers) for size, numbers in pairs.items()}
         given = {size: numbers[0] for size, numbers in pairs.items()}
         for size, numbers in pairs.items():
             self.ranges[size] = self._range(size, numbers, given)

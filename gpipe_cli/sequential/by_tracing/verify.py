@@ -14,30 +14,72 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.pytree import flatten
+from gpipe_cli.pytree import flatten, unflatten
+from gpipe_cli.sequential.by_tracing.graph import DecisionChanged
 from gpipe_cli.sequential.by_tracing.sample import Inputs, Sample, Size
-from gpipe_cli.sequential.by_tracing.trace import caches_disabled
+from gpipe_cli.sequential.by_tracing.trace import attributes_restored, caches_disabled
 from gpipe_cli.sequential.sequence import Sequence
 
 _BATCH = 3
 
 
+def check_modes(sequence: Sequence, model: nn.Module) -> None:
+    """Refuse a model whose `train` does more than set the mode of every module: layers do not call it."""
+    with _modes_restored(model, sequence):
+        for training in (True, False):
+            wanted = {path: part.training for path, part in model.train(training).named_modules()}
+            sequence.train(training)
+            for path, part in model.named_modules():
+                if part.training != wanted[path]:
+                    raise ConfigError(
+                        f"{type(model).__name__} cannot be traced: train({training}) leaves '{path}' in another mode, "
+                        "and layers do not call it; override train() in that module, or give model.layers"
+                    )
+
+
 def verify(sequence: Sequence, model: nn.Module, sample: Sample, sizes: dict[Size, int]) -> None:
     """Refuse a sequence whose outputs differ from the model's; `sizes` are other than those of the sample."""
-    if any(tensor.is_meta for tensor in chain(sample.tensors, model.parameters(), model.buffers())):
+    if not _have_values(model, sample):
         return
-    samples = [sample.resized({**sizes, sample.sizes[0]: _BATCH})]
-    if sample.masks:
-        samples.append(sample.without_padding())
-    with _modes_restored(model, sequence), caches_disabled(model), torch.no_grad():
-        for inputs in samples:
+    resized = sample.resized({**sizes, sample.sizes[0]: _BATCH})
+    with _unchanged(model, sequence):
+        if len({part.training for part in model.modules()}) > 1:
+            _compare(sequence, model, resized, sample)
+        for inputs in (resized, *sample.other_masks()):
             for training in (True, False):
                 _compare(sequence.train(training), model.train(training), inputs, sample)
 
 
+def is_right_at(sequence: Sequence, model: nn.Module, sample: Sample, sizes: dict[Size, int]) -> bool:
+    """Whether the outputs are the model's at these sizes, in each mode in which the model accepts them."""
+    if not _have_values(model, sample):
+        return True
+    inputs = sample.resized({sample.sizes[0]: _BATCH, **sizes})
+    with _unchanged(model, sequence):
+        for training in (True, False):
+            try:
+                expected, _ = _run(model.train(training), model, *_copied((inputs.args, inputs.kwargs)))
+            except Exception:  # noqa: BLE001 - the model's own code refuses the sizes, in whatever way it likes
+                continue
+            try:
+                actual, _ = _run(sequence.train(training), model, *_copied(((sample.value_of(inputs),), {})))
+            except Exception:  # noqa: BLE001 - and the layers do not
+                return False
+            if not _equal(expected, actual):
+                return False
+    return True
+
+
+def _have_values(model: nn.Module, sample: Sample) -> bool:
+    return not any(tensor.is_meta for tensor in chain(sample.tensors, model.parameters(), model.buffers()))
+
+
 def _compare(sequence: Sequence, model: nn.Module, inputs: Inputs, sample: Sample) -> None:
-    expected, expected_outputs = _run(model, model, inputs.args, inputs.kwargs)
-    actual, actual_outputs = _run(sequence, model, (sample.value_of(inputs),), {})
+    expected, expected_outputs = _run(model, model, *_copied((inputs.args, inputs.kwargs)))
+    try:
+        actual, actual_outputs = _run(sequence, model, *_copied(((sample.value_of(inputs),), {})))
+    except DecisionChanged as error:
+        raise ConfigError(f"{type(model).__name__} cannot be traced: {error}") from error
     if _equal(expected, actual):
         return
     mode = "training" if model.training else "evaluation"
@@ -69,12 +111,34 @@ def _run(
             handle.remove()
 
 
+def _copied(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copy the tensors, since a forward may write to its inputs."""
+    tensors, template = flatten(arguments, "input")
+    args, kwargs = unflatten(template, [tensor.clone() for tensor in tensors])
+    return args, kwargs
+
+
 def _equal(left: Any, right: Any) -> bool:
     (left_tensors, _), (right_tensors, _) = flatten(left, "output"), flatten(right, "output")
     return len(left_tensors) == len(right_tensors) and all(
-        one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+        one.shape == other.shape and one.dtype == other.dtype and _same_values(one, other)
         for one, other in zip(left_tensors, right_tensors, strict=True)
     )
+
+
+def _same_values(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@contextmanager
+def _unchanged(model: nn.Module, sequence: Sequence) -> Iterator[None]:
+    with (
+        _modes_restored(model, sequence),
+        attributes_restored(model),
+        caches_disabled(model),
+        torch.no_grad(),
+    ):
+        yield
 
 
 @contextmanager
@@ -87,11 +151,16 @@ def _same_random_numbers() -> Iterator[None]:
 @contextmanager
 def _buffers_restored(model: nn.Module) -> Iterator[None]:
     """Put the values of buffers back, such as the statistics of batch norm."""
-    before: list[tuple[Tensor, Tensor]] = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    before = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     try:
         yield
     finally:
-        for buffer, values in before:
+        for module, name, buffer, values in before:
+            setattr(module, name, buffer)  # a forward may have assigned another one
             buffer.copy_(values)
 
 
