@@ -72,7 +72,7 @@ def _base(directory: Path) -> BaseFiles:
         ("LlamaConfig", {"pad_token_id": 0}, "SequenceClassification", {"lora": {"rank": 2}}, ["score"]),
         (
             "RobertaConfig",
-            {},
+            {"max_position_embeddings": 34},  # two of them are not for tokens
             "SequenceClassification",
             {"lora": {"rank": 2}, "new_head": True},
             ["classifier"],
