@@ -61,25 +61,25 @@ def check_target_name(path: str, target: Any, group: str, allow: Sequence[str]) 
 
 def resolve_target(target: str, group: str, allow: Sequence[str]) -> Callable[..., Any]:
     """Import the target, and make sure that the object behind the name is one the group accepts."""
-    module_name, _, attribute = target.rpartition(".")
-    package = module_name.partition(".")[0]
+    owner_name, _, attribute = target.rpartition(".")
+    package = owner_name.partition(".")[0]
     if package in ("torchvision", "timm"):
         importlib.import_module("gpipe_cli.vision")  # makes torchvision importable next to a CPU-only torch
     if package == "transformers":
         import_package(package)  # downloads nothing from now on
     try:
-        module = importlib.import_module(module_name)
+        owner = _import_owner(owner_name, may_be_class=is_trusted(target, allow))
     except ImportError as error:
         raise ConfigError(
             f"{group}._target_={target}: {error}; gpipe also searches the current folder"
         ) from error
-    resolved = getattr(module, attribute, None)
+    resolved = getattr(owner, attribute, None)
     if resolved is None:
-        public = [name for name in vars(module) if not name.startswith("_")]
+        public = [name for name in vars(owner) if not name.startswith("_")]
         raise ConfigError(
-            f"{group}._target_={target}: {module_name} has no {attribute}; {or_list(attribute, public)}"
+            f"{group}._target_={target}: {owner_name} has no {attribute}; {or_list(attribute, public)}"
         )
-    if not (inspect.isclass(resolved) or inspect.isfunction(resolved)):
+    if not (inspect.isclass(resolved) or inspect.isfunction(resolved) or inspect.ismethod(resolved)):
         raise ConfigError(f"{group}._target_={target}: is not a class or function")
     # A name in a trusted module may be an alias of anything, so the place of its definition must be trusted too.
     home = f"{resolved.__module__}.{resolved.__qualname__}"
@@ -89,6 +89,20 @@ def resolve_target(target: str, group: str, allow: Sequence[str]) -> Callable[..
             f"{group}._target_={target}: is really {home}, which is not allowed here; {_accepted_by(group, home)}"
         )
     return resolved
+
+
+def _import_owner(name: str, may_be_class: bool) -> Any:
+    """The module of that name, or a class in a module, for a class method such as AutoModel.from_pretrained."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        module_name, _, class_name = name.rpartition(".")
+        if not may_be_class or not module_name or error.name != name:
+            raise
+        owner = getattr(importlib.import_module(module_name), class_name, None)
+        if not inspect.isclass(owner):
+            raise
+        return owner
 
 
 def allows_module(name: str, allow: Sequence[str]) -> bool:

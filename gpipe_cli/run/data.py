@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -137,8 +137,8 @@ def _normalized_for_model(settings: ModelConfig, data: Data) -> Data:
 
     The module of a model may have a function `normalization` next to the one that builds it.
     """
-    accepted_arguments(settings.model, "model", settings.allow)  # checks that the target may be imported
-    module = importlib.import_module(str(settings.model["_target_"]).rpartition(".")[0])
+    accepted_arguments(settings.model, "model", settings.allow)  # imports the target if it is allowed
+    module = sys.modules.get(str(settings.model["_target_"]).rpartition(".")[0])  # None: a method of a class
     declared = getattr(module, "normalization", None)
     stats = declared(settings.model) if callable(declared) and len(data.shape) == 3 else None
     if stats is None or len(stats[0]) != data.shape[0]:

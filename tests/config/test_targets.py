@@ -7,6 +7,7 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -183,3 +184,23 @@ def test_what_is_something_else_is_refused_although_it_lives_nearby(group: str, 
     """A recipe named launch.heartbeat.Heartbeats as its engine, whose constructor emptied the file it was given."""
     with pytest.raises(ConfigError, match=rf"not allowed here; {group} accepts|has no|No module named"):
         accepted_arguments({"_target_": target}, group)
+
+
+def test_a_class_method_is_a_target_if_the_command_line_allows_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in transformers.AutoModelForCausalLM.from_pretrained."""
+    source = "class Net:\n    @classmethod\n    def load(cls, path): ...\nfrom pathlib import Path\n"
+    (tmp_path / "loadable_net.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    allow = ["loadable_net"]
+    assert accepted_arguments({"_target_": "loadable_net.Net.load"}, "model", allow) == {"path"}
+    for target, problem in {
+        "loadable_net.Net.save": "loadable_net.Net has no save",
+        "loadable_net.Nets.load": "No module named 'loadable_net.Nets'",
+        "loadable_net.Path.home": "is really pathlib.Path.home, which is not allowed here",
+    }.items():
+        with pytest.raises(ConfigError, match=problem):
+            accepted_arguments({"_target_": target}, "model", allow)
+    with pytest.raises(ConfigError, match=r"No module named 'torch\.nn\.Linear'"):
+        accepted_arguments({"_target_": "torch.nn.Linear.register_module_forward_hook"}, "model")
