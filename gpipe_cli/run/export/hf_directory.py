@@ -118,6 +118,7 @@ def whole_directory(out: Path) -> Iterator[Path]:
     """A folder to write to, which becomes `out` at the end of the block; after a failure nothing is left of it."""
     temporary = None
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         yield temporary
         temporary.chmod(0o755)  # mkdtemp gives it to nobody else

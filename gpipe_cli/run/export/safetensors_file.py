@@ -23,6 +23,7 @@ def write(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
     except BadTensors as error:
         raise RunError(f"{snapshot.path / MODEL}: damaged: {error}") from error
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         write_file(out, [weights], replace=False)
     except OSError as error:
         raise ResourceError(f"out={out}: cannot be written: {error}") from error

@@ -67,9 +67,9 @@ def test_from_pretrained_loads_the_bits_of_the_snapshot(
     (directory / "tokenizer.json").write_text("{}")
     (directory / "notes.bin").write_text("not a part of the model")
     saved = trained_run(tmp_path / "run", directory, **keys)
-    result = gpipe("export", "run=run", "out=exported", "format=hf", "--json")
+    result = gpipe("export", "run=run", "out=new/exported", "format=hf", "--json")
     assert result.code == 0, result.err
-    out = tmp_path / "exported"
+    out = tmp_path / "new" / "exported"
     assert result.json["files"] == len(list(out.iterdir())) and len(list(out.glob("*.safetensors"))) > 1
     assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} <= {
         path.name for path in out.iterdir()
@@ -81,7 +81,7 @@ def test_from_pretrained_loads_the_bits_of_the_snapshot(
     assert list(state) == list(saved)
     for name, tensor in saved.items():
         assert torch.equal(tensor, state[name]) and tensor.dtype == state[name].dtype, name
-    assert [path.name for path in tmp_path.glob(".exported*")] == []
+    assert [path.name for path in out.parent.glob(".exported*")] == []
 
 
 def test_a_run_of_another_model_is_refused(gpipe: Gpipe, tmp_path: Path) -> None:
