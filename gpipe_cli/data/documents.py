@@ -138,7 +138,7 @@ def _field(line: Line, content: bytes, field: str) -> Any:
     try:
         value = parse_json(content.decode("utf-8-sig"))
     except json.JSONDecodeError as error:
-        raise line.error(f"is not JSON: {error.msg} at column {error.colno}") from error
+        raise line.error(f"is not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from error
     except ValueError as error:
         raise line.error(f"is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -123,10 +123,11 @@ def _read_torch(path: Path, name: str) -> dict[str, Tensor]:
     try:
         # Explicit, because TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD changes the default to running the file's code.
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # on damaged bytes torch.load may raise nearly anything
-        reason = str(error).partition("\n")[0] or type(error).__name__
+    except (
+        Exception
+    ) as error:  # on damaged bytes torch.load may raise nearly anything, and advises to run code
         raise RunError(
-            f"{name}: damaged, or contains more than tensors, which gpipe does not load ({reason})"
+            f"{name}: damaged, or contains more than tensors, which gpipe does not load"
         ) from error
     if not isinstance(content, dict) or not all(_is_named_tensor(item) for item in content.items()):
         raise RunError(f"{name}: contains a {type(content).__name__} instead of a dict of tensors by name")

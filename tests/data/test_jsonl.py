@@ -113,7 +113,7 @@ GOOD = '{"text": "shall I"}\n' * 4
             GOOD + "{'text': 1}",
             "line 5: is not JSON: Expecting property name enclosed in double quotes at column 2",
         ),
-        (GOOD + '\n{"text": "cut', "line 6: is not JSON: Unterminated string starting at at column 10"),
+        (GOOD + '\n{"text": "cut', "line 6: is not JSON: Unterminated string starting at column 10"),
         (GOOD + "[" * 9999, "line 5: is not JSON: it is nested more than 32 levels deep"),
         (GOOD + "[1]", "line 5: is no JSON object but a list"),
         (GOOD + '{"content": "a"}', "line 5: has no field 'text'; set data.field to one of: content"),
