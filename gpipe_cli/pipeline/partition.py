@@ -183,14 +183,13 @@ class Partition:
                 "it cannot be recomputed. Use checkpoint='never' or a layer that does not write its input"
             )
         self._note_writes(written, inputs, given, task)
-        # Not by requires_grad: without grad a view of a parameter requires a gradient, but has no node in a graph.
-        packed = self._pack(outputs, saved, tracked=False)
+        packed = self._pack(outputs, saved)
         if [len(output.tensors) for output in packed] != [len(needed) for needed in traits.needs_grad]:
             raise RuntimeError(
                 f"partition {self.index} returned another number of tensors than when it ran first, so it cannot "
                 "be recomputed. Use checkpoint='never'"
             )
-        saved.node_numbers = ()
+        saved.roots, saved.node_numbers = (), ()
         self._keep_inputs(saved, recompute_inputs, traits)
         # Without grad, autograd tracked none of the outputs; the receiver must treat them as recompute will.
         return tuple(
@@ -334,10 +333,8 @@ class Partition:
         self._buffers_before = ()
         self._all_traits.clear()
 
-    def _pack(
-        self, outputs: LayerOutputs, saved: SavedForBackward, *, tracked: bool = True
-    ) -> tuple[PartitionInput, ...]:
-        """One input for each destination; if autograd tracked them, `saved` remembers where gradients will arrive."""
+    def _pack(self, outputs: LayerOutputs, saved: SavedForBackward) -> tuple[PartitionInput, ...]:
+        """One input for each destination; `saved` remembers where its gradients will arrive."""
         saved.node_numbers = outputs.node_numbers
         if saved.task.whole_graph:
             tensors = (*outputs.values, *outputs.skips)
@@ -347,7 +344,7 @@ class Partition:
             outputs.values, outputs.template, outputs.skips[:with_value], keep_aliases=self.keeps_aliases
         )
         if len(self.sends) == with_value:
-            saved.roots = roots_of(sources) if tracked else ()
+            saved.roots = roots_of(sources)
             return (packed,)
         all_packed, sources = [packed], list(sources)
         further = zip(self.sends[with_value:], outputs.skips[with_value:], strict=True)
@@ -355,7 +352,7 @@ class Partition:
             packed, skip_sources = pack((), NO_VALUE, [skip for _, skip in group])
             all_packed.append(packed)
             sources.extend(skip_sources)
-        saved.roots = roots_of(sources) if tracked else ()
+        saved.roots = roots_of(sources)
         return tuple(all_packed)
 
 

@@ -245,30 +245,3 @@ def test_under_autocast_the_bits_are_those_of_the_plain_sequence() -> None:
     for mine, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
         assert mine.grad.any()
-
-
-def test_a_view_of_a_parameter_may_cross_partitions() -> None:
-    """A class token is expanded in one partition and joined in another: without grad, the view has no graph."""
-
-    class Expand(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.token = nn.Parameter(torch.randn(1, 4))
-
-        def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
-            return input * 2, self.token.expand(input.shape[0], -1)
-
-    class Join(nn.Module):
-        def forward(self, values: tuple[Tensor, Tensor]) -> Tensor:
-            return torch.cat(values, dim=1)
-
-    original, input = nn.Sequential(Expand(), Join(), nn.Linear(8, 2)), torch.randn(6, 4)
-    model = copy.deepcopy(original)
-    PlainPipe(original, chunks=3).step(input, input, lambda output, _: output.square().mean())
-    with GPipe(model, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint="always") as pipe:
-        for _ in range(2):
-            pipe.zero_grad()
-            pipe.step(input, input, lambda output, _: output.square().mean())
-    for expected, parameter in zip(original.parameters(), model.parameters(), strict=True):
-        assert expected.grad is not None and parameter.grad is not None
-        assert torch.equal(expected.grad, parameter.grad)
