@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 ONE_LENGTH = "accepts only texts as long as the sample, because "
+FULL_MASK = (
+    "with a mask of ones, the last bit differs: the original skips it, and torch then uses another kernel"
+)
 EXCEPTIONS: dict[tuple[str, str], str] = {
     (
         "rwkv",
@@ -16,8 +19,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("funnel", "masked_lm"): ONE_LENGTH + "it pools the length by two, rounded up",
     ("bart", "sequence_classification"): ONE_LENGTH + "it selects the ends of texts by a mask of values",
     ("t5", "sequence_classification"): ONE_LENGTH + "it selects the ends of texts by a mask of values",
-    ("hunyuan_v1_dense", "causal_lm"): (
-        "with a mask of ones, gradients differ in the last bit: the original skips it, and torch uses another kernel"
-    ),
+    ("hunyuan_v1_dense", "causal_lm"): FULL_MASK,
+    ("switch_transformers", "seq2seq"): FULL_MASK,
 }
 """By name and task."""
