@@ -226,6 +226,8 @@ def _build(name: str, dropout: float) -> nn.Module:
     options = {"img_size": BUILT_FOR[name]} if name in BUILT_FOR else {}
     model = timm.create_model(name, num_classes=CLASSES, **options)
     for module in model.modules():
+        if getattr(module, "inplace", False):
+            continue  # a dropout in place fails in training: softmax needs its output
         for attribute in ("p", "drop_prob", "drop_rate"):
             if isinstance(getattr(module, attribute, None), float):
                 setattr(module, attribute, dropout)
