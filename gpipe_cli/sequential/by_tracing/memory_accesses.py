@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 
 from gpipe_cli.sequential.by_tracing.recording import WriteSpan
-from gpipe_cli.torch_internals.tensor_memory import storage_of
+from gpipe_cli.sequential.by_tracing.tree import tensors_in
+from gpipe_cli.torch_internals.tensor_memory import storage_of, version_of
 
 INPUTS = -1
 """The number that stands for a call that made the inputs."""
@@ -51,3 +52,22 @@ class MemoryAccesses:
     def _storage(self, tensor: Tensor) -> int:
         storage = storage_of(tensor)
         return self._copied.get(storage, storage)
+
+
+@final
+class Versions:
+    """The tensors in some arguments, and which of them have been written in place since.
+
+    autograd counts a tensor's in-place writes in its version, also on the meta device.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        self.tensors = list(tensors_in(arguments))
+        self._versions = [version_of(tensor) for tensor in self.tensors]
+
+    def changed(self) -> list[int]:
+        pairs = zip(self.tensors, self._versions, strict=True)
+        return [index for index, (tensor, version) in enumerate(pairs) if version_of(tensor) != version]
+
+    def written(self) -> list[Tensor]:
+        return [self.tensors[index] for index in self.changed()]

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pytree import flatten
 from gpipe_cli.sequential.by_tracing.leaves import Leaves
-from gpipe_cli.sequential.by_tracing.memory_accesses import INPUTS, MemoryAccesses
+from gpipe_cli.sequential.by_tracing.memory_accesses import INPUTS, MemoryAccesses, Versions
 from gpipe_cli.sequential.by_tracing.meta_results import MetaResults
 from gpipe_cli.sequential.by_tracing.recording import (
     Attribute,
@@ -44,7 +44,6 @@ from gpipe_cli.sequential.other_generators import generator_states
 from gpipe_cli.sequential.without_storage import meta_like, with_storage
 from gpipe_cli.torch_internals import module_calls
 from gpipe_cli.torch_internals.module_calls import intercept_calls, without_function_modes
-from gpipe_cli.torch_internals.tensor_memory import version_of
 
 _META = torch.device("meta")
 _OUTPUT_CURE = "a model must return tensors, in tuples, lists and dicts if there are several"
@@ -61,6 +60,14 @@ _READS_NO_VALUES = frozenset(_METADATA.split())
 
 _LEAVES_TORCH = frozenset({"numpy", "__array__", "__dlpack__"})
 """Functions of tensors whose results are computed with outside torch, where nothing is recorded."""
+
+
+_SIZED_BY_VALUES = {
+    getattr(namespace, name)
+    for namespace in (torch, torch.Tensor)
+    for name in ("argwhere", "masked_select", "nonzero", "unique", "unique_consecutive")
+}
+"""Functions whose results have as many rows as the values of their input say."""
 
 
 def record(
@@ -113,6 +120,7 @@ class _Recorder(TorchFunctionMode):
         self._alive: list[Tensor] = []  # so that no tensor gets the id of a freed one
         self._dtype_reads: dict[torch.dtype, Ref | Attribute] = {}
         self._copies: dict[int, Tensor] = {}
+        self._sized_by_values: set[int] = set()
         self._memory = MemoryAccesses()
 
     @property
@@ -158,7 +166,7 @@ class _Recorder(TorchFunctionMode):
             self._modules.pop()
             return output
         with without_function_modes():
-            before = _Versions((args, kwargs))
+            before = Versions((args, kwargs))
         self._leaf_depth += 1
         output = self._call_leaf(call, module, args, kwargs)
         self._leaf_depth -= 1
@@ -208,8 +216,10 @@ class _Recorder(TorchFunctionMode):
             self._note_dtype(args[0])
         if attribute == "requires_grad":
             return self._requires_grad(args[0])
-        before = _Versions((args, named))
-        copies = _Versions([self._copies.get(id(tensor), tensor) for tensor in before.tensors])
+        if func is torch.Tensor.__iter__:
+            return iter(self.__torch_function__(torch.Tensor.unbind, types, args))
+        before = Versions((args, named))
+        copies = Versions([self._copies.get(id(tensor), tensor) for tensor in before.tensors])
         try:
             output = self._execute(func, args, named)
         except (RuntimeError, NotImplementedError) as error:
@@ -222,16 +232,21 @@ class _Recorder(TorchFunctionMode):
             ) from error
         written = before.written() or [before.tensors[index] for index in copies.changed()]
         has_tensors = any(True for _ in tensors_in(output))
+        depends_on_values = attribute is None and _reads_values(func, output)
+        if args and id(args[0]) in self._sized_by_values:
+            depends_on_values |= attribute == "shape" or func.__name__ in ("size", "numel", "__len__")
+        if func in _SIZED_BY_VALUES or (func is torch.Tensor.__getitem__ and _is_mask(args[1])):
+            self._sized_by_values.update(map(id, tensors_in(output)))
         if attribute is not None:
             func, args = getattr, (args[0], attribute)
         if has_tensors or written:
             self._add_call(func, args, named, output, before.tensors, written)
         elif func.__name__ in _LEAVES_TORCH and self._dependencies(before.tensors):
             raise self._not_recordable("it computes with values of tensors outside torch")
-        elif attribute is None and before.tensors and _reads_values(func, output):
+        elif before.tensors and depends_on_values:
             self._add_call(func, args, named, output, before.tensors, [])
             self._calls[-1].reads_values = True
-            self._calls[-1].result = output
+            self._calls[-1].result = tuple(output) if isinstance(output, torch.Size) else output
         return output
 
     def _execute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -341,25 +356,6 @@ class _Recorder(TorchFunctionMode):
 
     def _not_recordable(self, reason: str) -> NotRecordable:
         return NotRecordable(self._modules[-1], self._line(), reason.partition("\n")[0])
-
-
-@final
-class _Versions:
-    """The tensors in some arguments, and which of them have been written in place since.
-
-    autograd counts a tensor's in-place writes in its version, also on the meta device.
-    """
-
-    def __init__(self, arguments: Any) -> None:
-        self.tensors = list(tensors_in(arguments))
-        self._versions = [version_of(tensor) for tensor in self.tensors]
-
-    def changed(self) -> list[int]:
-        pairs = zip(self.tensors, self._versions, strict=True)
-        return [index for index, (tensor, version) in enumerate(pairs) if version_of(tensor) != version]
-
-    def written(self) -> list[Tensor]:
-        return [self.tensors[index] for index in self.changed()]
 
 
 def _attribute_of(func: Callable[..., Any]) -> str | None:

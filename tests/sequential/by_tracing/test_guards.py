@@ -224,3 +224,55 @@ def test_an_error_of_the_model_restores_what_the_trace_replaced() -> None:
         torch.autograd.Function.__dict__["apply"],
         torch.jit.ScriptFunction.__call__,
     )
+
+
+class Counting(nn.Module):
+    """Reads in Python how many tokens there are, which is a matter of values."""
+
+    def __init__(self, count: Any) -> None:
+        super().__init__()
+        self.count = count
+        self.embed, self.first, self.second = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.second(self.first(self.embed(tokens)) * self.count(tokens))
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda tokens: (tokens == 1).nonzero().shape[0],
+        lambda tokens: len(torch.unique(tokens)),
+        lambda tokens: tokens[tokens == 1].size(0),
+        lambda tokens: tokens.masked_select(tokens == 1).numel(),
+    ],
+)
+def test_a_number_of_rows_that_depends_on_values_is_checked_or_refused(count: Any) -> None:
+    tokens = torch.zeros(2, 6, dtype=torch.int64)
+    tokens[:, -1] = 1
+    try:
+        sequence = to_sequential(Counting(count), tokens)
+    except ConfigError as error:
+        assert "cannot be traced" in str(error)
+        return
+    with pytest.raises(
+        RuntimeError, match=r"test_guards\.py:\d+ .* when the model was traced, and now it is"
+    ):
+        sequence(torch.arange(12).view(2, 6) % 9)
+
+
+class Unpacking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(4, 4)
+
+    def forward(self, input: Tensor) -> Any:
+        left, right = self.first(input).view(-1, 2, 4).transpose(0, 1)
+        return self.second(left * right)
+
+
+def test_a_tensor_may_be_unpacked() -> None:
+    model, input = Unpacking(), torch.randn(5, 4)
+    sequence = to_sequential(model, torch.randn(2, 4))
+    assert len(sequence) == 2
+    assert torch.equal(sequence(input), model(input))
