@@ -62,7 +62,7 @@ class Versions:
     """
 
     def __init__(self, arguments: Any) -> None:
-        self.tensors = list(tensors_in(arguments))
+        self.tensors = tensors_in(arguments)
         self._versions = [version_of(tensor) for tensor in self.tensors]
 
     def changed(self) -> list[int]:

@@ -40,7 +40,7 @@ class MetaResults:
         if result is not None:
             shape, stride, dtype = result
             return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        inputs = list(tensors_in((args, kwargs)))
+        inputs = tensors_in((args, kwargs))
         versions = [version_of(tensor) for tensor in inputs]
         output = target(*args, **kwargs)
         is_new = (

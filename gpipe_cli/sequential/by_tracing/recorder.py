@@ -231,7 +231,7 @@ class _Recorder(TorchFunctionMode):
                 f"it needs the values of tensors that the model computes ({error})"
             ) from error
         written = before.written() or [before.tensors[index] for index in copies.changed()]
-        has_tensors = any(True for _ in tensors_in(output))
+        has_tensors = bool(tensors_in(output))
         depends_on_values = attribute is None and _reads_values(func, output)
         if args and id(args[0]) in self._sized_by_values:
             depends_on_values |= attribute == "shape" or func.__name__ in ("size", "numel", "__len__")
@@ -369,7 +369,7 @@ def _reads_values(func: Callable[..., Any], output: Any) -> bool:
 
 
 def _is_mask(index: Any) -> bool:
-    tensors = list(tensors_in(index))
+    tensors = tensors_in(index)
     return any(tensor.dtype == torch.bool for tensor in tensors) and not any(
         tensor.is_meta for tensor in tensors
     )

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, final
 
+import torch
 from torch import Tensor
+
+_WITHOUT_TENSORS = frozenset({bool, float, int, str, type(None), torch.Size, torch.device, torch.dtype})
+"""Most arguments are of these types, so they are looked at first."""
 
 
 @final
@@ -39,22 +43,30 @@ def structure_of(tree: Any) -> Any:
     return map_tree(lambda _: None, tree)
 
 
-def tensors_in(tree: Any) -> Iterator[Tensor]:
-    return (tensor for _, tensor in located_tensors(tree))
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [tensor for _, tensor in located_tensors(tree)]
 
 
-def located_tensors(tree: Any, access: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """Yield each tensor and where it is: keys of containers, and names of a dataclass's fields."""
+def located_tensors(tree: Any) -> list[tuple[tuple[Any, ...], Tensor]]:
+    """Each tensor and where it is: keys of containers, and names of a dataclass's fields."""
+    located: list[tuple[tuple[Any, ...], Tensor]] = []
+    _collect(tree, (), located)
+    return located
+
+
+def _collect(tree: Any, access: tuple[Any, ...], located: list[tuple[tuple[Any, ...], Tensor]]) -> None:
+    if type(tree) in _WITHOUT_TENSORS:
+        return
     if isinstance(tree, Tensor):
-        yield access, tree
+        located.append((access, tree))
     elif isinstance(tree, tuple | list):
         for index, member in enumerate(tree):
-            yield from located_tensors(member, (*access, index))
+            _collect(member, (*access, index), located)
     elif isinstance(tree, dict):
         for key, member in tree.items():
-            yield from located_tensors(member, (*access, key))
+            _collect(member, (*access, key), located)
     elif isinstance(tree, slice):
-        yield from located_tensors((tree.start, tree.stop, tree.step), access)
+        _collect((tree.start, tree.stop, tree.step), access, located)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
-            yield from located_tensors(getattr(tree, field.name), (*access, FieldName(field.name)))
+            _collect(getattr(tree, field.name), (*access, FieldName(field.name)), located)
