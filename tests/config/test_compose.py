@@ -41,7 +41,12 @@ def combinations() -> list[list[str]]:
 # tests/test_recipes.py composes every recipe.
 @pytest.mark.parametrize("choices", combinations(), ids=" ".join)
 def test_every_yaml_composes(choices: list[str]) -> None:
-    needs = ["data.train={}", "data.test={}", "data.classes=2"] if "data=pair" in choices else []
+    needed = {
+        "data=pair": ["data.train={}", "data.test={}", "data.classes=2"],
+        "data=jsonl": ["data.path=chats.jsonl"],
+        "model=hf": ["model.path=llama"],
+    }
+    needs = [need for choice in choices for need in needed.get(choice, ())]
     assert isinstance(settings(*choices, *needs), TrainConfig)
 
 
