@@ -13,6 +13,7 @@ import functools
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol, TypeVar, final
@@ -64,6 +65,7 @@ class CpuTier:
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._pinned = reads_pinned_memory(devices)
+        self._lock = threading.Lock()  # workers of several devices make regions of one block
         self._reserved = 0
         self._block = torch.empty(0, dtype=torch.uint8)
         """What is left of the block allocated last."""
@@ -75,11 +77,12 @@ class CpuTier:
     def region(self, nbytes: int) -> _CpuRegion:
         if not self._pinned:
             return _CpuRegion(torch.empty(nbytes, dtype=torch.uint8))
-        if len(self._block) < nbytes:
-            size = max(_power_of_two(nbytes), _power_of_two(self._reserved // 2 + 1))
-            self._block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        memory, self._block = self._block[:nbytes], self._block[nbytes:]
-        self._reserved = max(0, self._reserved - nbytes)
+        with self._lock:
+            if len(self._block) < nbytes:
+                size = max(_power_of_two(nbytes), _power_of_two(self._reserved // 2 + 1))
+                self._block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            memory, self._block = self._block[:nbytes], self._block[nbytes:]
+            self._reserved = max(0, self._reserved - nbytes)
         return _CpuRegion(memory)
 
     def relieves(self, device: torch.device) -> bool:
@@ -113,24 +116,27 @@ class DiskTier:
     def __init__(self, folder: Path) -> None:
         self._folder = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
         self._end = self._reserved = 0
+        self._lock = threading.RLock()  # workers of several devices make regions of one file
         self._staging = Staging()
         self._file = _disk_errors_as_resource_error(self._folder, lambda: _open_nameless_file(self._folder))
 
     def reserve(self, nbytes: int) -> None:
-        wanted = self._end + nbytes
-        if wanted <= self._reserved:
-            return
+        with self._lock:
+            wanted = self._end + nbytes
+            if wanted <= self._reserved:
+                return
 
-        def allocate() -> None:
-            # A write beyond the end would fail too, but in the middle of a step.
-            os.posix_fallocate(self._file, self._reserved, wanted - self._reserved)
+            def allocate() -> None:
+                # A write beyond the end would fail too, but in the middle of a step.
+                os.posix_fallocate(self._file, self._reserved, wanted - self._reserved)
 
-        _disk_errors_as_resource_error(self._folder, allocate, needed=wanted - self._reserved)
-        self._reserved = wanted
+            _disk_errors_as_resource_error(self._folder, allocate, needed=wanted - self._reserved)
+            self._reserved = wanted
 
     def region(self, nbytes: int) -> _DiskRegion:
-        self.reserve(nbytes)
-        begin, self._end = self._end, self._end + nbytes
+        with self._lock:
+            self.reserve(nbytes)
+            begin, self._end = self._end, self._end + nbytes
         return _DiskRegion(self._file, begin, self._folder, self._staging)
 
     def relieves(self, device: torch.device) -> bool:

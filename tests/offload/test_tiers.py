@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -99,3 +100,18 @@ def test_partial_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pyt
     buffer = torch.empty(100, dtype=torch.uint8)
     region.read(0, buffer)
     assert torch.equal(buffer, numbers(100, 4))
+
+
+def test_regions_that_threads_make_at_once_do_not_overlap(tmp_path: Path) -> None:
+    """Two workers once got the same bytes of the file, or bytes beyond its end."""
+    tier = DiskTier(tmp_path)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            regions = list(threads.map(lambda _: tier.region(64), range(2000)))
+        for number, region in enumerate(regions):
+            region.write(0, torch.full((64,), number % 251, dtype=torch.uint8))
+        for number, region in enumerate(regions):
+            region.read(0, read := torch.empty(64, dtype=torch.uint8))
+            assert (read == number % 251).all()
+    finally:
+        tier.close()
