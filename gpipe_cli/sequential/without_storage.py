@@ -129,8 +129,7 @@ class _WithoutStorage(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         named = dict(kwargs or {})
-        # With types some arguments are torch.fx proxies, which have no size yet.
-        if func in _MAKERS and not types:
+        if func in _MAKERS:
             # A generator belongs to a device, and nothing is drawn on the meta device.
             drawn = {name: value for name, value in named.items() if name not in ("generator", "pin_memory")}
             tensor: Tensor = func(*args, **{**drawn, "device": "meta"})

@@ -74,6 +74,8 @@ class Program:
     """One of the recordings."""
     arguments: list[Any]
     """For each call (args, kwargs) with expressions."""
+    results: list[Any]
+    """For each call that reads values what it returned, with expressions; None for others."""
     output: Any
     sizes: tuple[Size, ...]
     """Those that vary."""
@@ -104,10 +106,14 @@ def generalize(recordings: Sequence[tuple[Setting, Recording]], sizes: Sequence[
         merger.merge(calls[0], [call.arguments for call in calls])
         for calls in zip(*(run.calls for run in runs), strict=True)
     ]
+    results = [
+        merger.merge(calls[0], [call.result for call in calls])
+        for calls in zip(*(run.calls for run in runs), strict=True)
+    ]
     output = merger.merge(None, [run.output for run in runs])
     shapes = zip(*([value.shape for value in run.values] for run in runs), strict=True)
     dimensions = [_size_dimensions(settings, of_runs, sizes) for of_runs in shapes]
-    return Program(runs[0], arguments, output, tuple(sizes), dimensions)
+    return Program(runs[0], arguments, results, output, tuple(sizes), dimensions)
 
 
 def check(program: Program, setting: Setting, recording: Recording) -> None:
@@ -116,14 +122,14 @@ def check(program: Program, setting: Setting, recording: Recording) -> None:
     Dimensions that are not equal to a size after all are removed from the program.
     """
     _check_alignment(program.recording, recording)
-    for expected, call in zip(program.arguments, recording.calls, strict=True):
+    for expected, result, call in zip(program.arguments, program.results, recording.calls, strict=True):
         _check_arguments(expected, call.arguments, setting, call)
+        _check_arguments(result, call.result, setting, call)
     _check_arguments(program.output, recording.output, setting, None)
     for dimensions, value in zip(program.dimensions, recording.values, strict=True):
         for size, dimension in list(dimensions.items()):
-            if (
-                value.shape[dimension] != setting.sizes[size]
-            ):  # equal only at some sizes, as in `ids[:, :512]`
+            # Equal only at some sizes, as in `ids[:, :512]`.
+            if value.shape[dimension] != setting.sizes[size]:
                 del dimensions[size]
 
 
@@ -158,7 +164,7 @@ def _check_alignment(one: Recording, other: Recording) -> None:
             raise _diverged(left, right)
         if structure_of(left.arguments) != structure_of(right.arguments):
             raise _diverged(left, right)
-        if left.reads_values and not _same(left.result, right.result):
+        if structure_of(left.result) != structure_of(right.result):
             raise _diverged(left, right)
     if len(one.calls) != len(other.calls) or one.template != other.template:
         raise NotRecordable("", None, "it returns something else, or calls more functions, at other sizes")

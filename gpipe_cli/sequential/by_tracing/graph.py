@@ -151,7 +151,8 @@ class _Builder:
         self.values[node] = ValueInfo(type(call.result))
         if call.reads_values:
             message = f"{call.line} went on with {call.result!r} when the model was traced"
-            self._function(check_decision, (node, call.result, message), type(None))
+            expected = map_tree(lambda leaf: self._argument(leaf, call), self._program.results[number])
+            self._function(check_decision, (node, expected, message), type(None))
         for offset, value in enumerate(call.values):
             member = node
             for key in value.access:
