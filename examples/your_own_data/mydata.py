@@ -37,4 +37,5 @@ def build(count: int = 600, workers: int = 0) -> Data:
         classes=3,
         shape=(64,),
         workers=workers,
+        class_names=("slow", "medium", "fast"),  # optional: what predictions are called
     )

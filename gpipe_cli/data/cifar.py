@@ -17,6 +17,15 @@ from gpipe_cli.errors import ConfigError, DataError
 
 _SHAPE = (3, 32, 32)
 _PIXELS = 3 * 32 * 32
+_CIFAR100 = """
+    apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel can
+    castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin
+    elephant flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster
+    man maple_tree motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck
+    pine_tree plain plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk
+    skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone television tiger
+    tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm
+"""
 
 
 @final
@@ -28,7 +37,8 @@ class _Variant:
     test: tuple[str, ...]
     labels: int
     """Bytes before the image; the last of them is the class."""
-    classes: int
+    classes: tuple[str, ...]
+    """Their names, in the order of the labels."""
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
 
@@ -40,7 +50,7 @@ _VARIANTS = {
         train=tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
         test=("test_batch.bin",),
         labels=1,
-        classes=10,
+        classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2470, 0.2435, 0.2616),
     ),
@@ -50,7 +60,7 @@ _VARIANTS = {
         train=("train.bin",),
         test=("test.bin",),
         labels=2,
-        classes=100,
+        classes=tuple(_CIFAR100.split()),
         mean=(0.5071, 0.4865, 0.4409),
         std=(0.2673, 0.2564, 0.2762),
     ),
@@ -70,13 +80,14 @@ def build(
     return Data(
         train,
         test,
-        classes=variant.classes,
+        classes=len(variant.classes),
         shape=train.shape,
         mean=variant.mean,
         std=variant.std,
         flips=True,
         workers=workers,
         timeout=timeout,
+        class_names=variant.classes,
     )
 
 
@@ -97,6 +108,6 @@ def _records(path: Path, variant: _Variant) -> Tensor:
         raise DataError(f"{path}: has {size} instead of {expected}: not the published file")
     records = torch.frombuffer(content, dtype=torch.uint8).view(-1, length)
     label = int(records[:, variant.labels - 1].max())
-    if label >= variant.classes:
-        raise DataError(f"{path}: has the label {label}, but there are {variant.classes} classes")
+    if label >= len(variant.classes):
+        raise DataError(f"{path}: has the label {label}, but there are {len(variant.classes)} classes")
     return records

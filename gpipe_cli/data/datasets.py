@@ -68,6 +68,12 @@ class Data:
     batch padded to it."""
     notes: tuple[str, ...] = ()
     """What a user should know about how samples were made, a line each."""
+    class_names: tuple[str, ...] | None = None
+    """In the order of the labels; None if the classes have no names, or if targets are no classes."""
+
+    def __post_init__(self) -> None:
+        if self.class_names is not None and len(self.class_names) != self.classes:
+            raise DataError(f"data: has {len(self.class_names)} class names for {self.classes} classes")
 
 
 def check_common_keys(size: int | None, workers: int, timeout: float | None) -> None:

@@ -37,4 +37,5 @@ def build(size: int | None = 32, workers: int = 0, timeout: float | None = None)
         std=(0.324,) * 3,
         workers=workers,
         timeout=timeout,
+        class_names=tuple("0123456789"),
     )

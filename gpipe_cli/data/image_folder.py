@@ -49,6 +49,7 @@ def build(
         flips=True,
         workers=workers,
         timeout=timeout,
+        class_names=tuple(classes),
     )
 
 

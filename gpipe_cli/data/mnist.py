@@ -40,6 +40,7 @@ def build(
         std=(0.3081,) * channels,
         workers=workers,
         timeout=timeout,
+        class_names=tuple("0123456789"),
     )
 
 

@@ -39,8 +39,22 @@ def build(
     samples, test_samples = _samples(train, size), _samples(test, size)
     first, *_ = flatten(samples[0][0], "input")[0]
     return Data(
-        samples, test_samples, classes=classes, shape=tuple(first.shape), workers=workers, timeout=timeout
+        samples,
+        test_samples,
+        classes=classes,
+        shape=tuple(first.shape),
+        workers=workers,
+        timeout=timeout,
+        class_names=_class_names(train, classes),
     )
+
+
+def _class_names(dataset: Any, classes: int) -> tuple[str, ...] | None:
+    """What the datasets of torchvision have as their attribute `classes`."""
+    names = getattr(dataset, "classes", None)
+    if not isinstance(names, list | tuple) or len(names) != classes:
+        return None
+    return tuple(names) if all(isinstance(name, str) for name in names) else None
 
 
 def _samples(dataset: Any, size: int | None) -> Samples:

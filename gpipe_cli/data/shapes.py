@@ -14,7 +14,7 @@ from torch import Tensor
 from gpipe_cli.data.datasets import Data, check_common_keys, generator_for
 from gpipe_cli.values import check_whole_number
 
-_CLASSES = 4  # background, disc, square, triangle
+_CLASSES = ("background", "disc", "square", "triangle")
 _MAX_SHAPES = 3  # in one image; a later shape covers an earlier one
 _NOISE = 0.1
 
@@ -31,12 +31,13 @@ def build(
     return Data(
         train,
         test,
-        classes=_CLASSES,
+        classes=len(_CLASSES),
         shape=(3, size, size),
         mean=(0.5,) * 3,
         std=(0.3,) * 3,
         workers=workers,
         timeout=timeout,
+        class_names=_CLASSES,
     )
 
 
@@ -56,7 +57,7 @@ class ShapesSamples:
         image = colors[0].repeat(1, self._size, self._size)
         mask = torch.zeros(self._size, self._size, dtype=torch.long)
         for color in colors[1 : 2 + int(torch.randint(_MAX_SHAPES, (), generator=generator))]:
-            kind = int(torch.randint(1, _CLASSES, (), generator=generator))
+            kind = int(torch.randint(1, len(_CLASSES), (), generator=generator))
             inside = self._inside(kind, torch.rand(3, generator=generator))
             image = torch.where(inside, color, image)
             mask[inside] = kind

@@ -46,6 +46,8 @@ def test_images_and_labels_come_from_the_published_layout(
     assert [int(data.test[index][1]) for index in range(3)] == [test, test + 1, test + 2]
     assert data.shape == (3, 32, 32) and data.flips
     assert data.classes == int(name.removeprefix("cifar"))
+    assert data.class_names is not None and data.class_names == tuple(sorted(set(data.class_names)))
+    assert {"cifar10": "truck", "cifar100": "worm"}[name] == data.class_names[-1]
     assert cifar.build(name, root=str(tmp_path), size=8).shape == (3, 8, 8)
 
 

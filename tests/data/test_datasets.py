@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpipe_cli.data.datasets import BatchedSamples, ImageSamples, derived_seed
+from gpipe_cli.data.datasets import BatchedSamples, Data, ImageSamples, derived_seed
+from gpipe_cli.errors import DataError
 
 
 @settings(max_examples=40)
@@ -69,3 +70,9 @@ def test_different_parts_give_different_seeds_that_torch_accepts(
 ) -> None:
     assert (derived_seed(*left) == derived_seed(*right)) == (left == right)
     assert 0 <= derived_seed(*left) < 2**63
+
+
+def test_class_names_that_do_not_match_the_classes_are_refused() -> None:
+    samples = ImageSamples(torch.zeros(1, 1, 2, 2, dtype=torch.uint8), torch.zeros(1))
+    with pytest.raises(DataError, match="data: has 1 class names for 2 classes"):
+        Data(samples, samples, classes=2, shape=(3, 2, 2), class_names=("cat",))

@@ -43,7 +43,7 @@ def test_images_have_three_channels_and_the_given_size() -> None:
     assert data.shape == tuple(input.shape) == (3, 32, 32)
     assert torch.equal(input[0], input[1]) and torch.equal(input[0], input[2])
     assert float(input.min()) >= 0 and float(input.max()) <= 1
-    assert target == 0 and data.classes == 10
+    assert target == 0 and data.classes == 10 and data.class_names == tuple(map(str, range(10)))
     assert digits.build(size=20).shape == (3, 20, 20)
     assert digits.build(size=None).shape == (3, 8, 8)
 

@@ -35,6 +35,7 @@ def test_classes_are_the_sorted_folders_and_files_are_sorted_too(root: Path) -> 
     data = image_folder.build(str(root), size=8)
     assert (len(data.train), len(data.test), data.classes, data.shape) == (3, 3, 2, (3, 8, 8))
     assert [target for _, target in (data.train[index] for index in range(3))] == [0, 1, 1]
+    assert data.class_names == ("blue", "red")
     assert data.train[0][0].mean((1, 2)).tolist() == [0.0, 0.0, 1.0]
     assert data.train[1][0].mean((1, 2)).tolist() == [1.0, 0.0, 0.0]
     ((inputs, targets),) = batches(data.test, batch_size=3, seed=0, epoch=0, shuffle=False)

@@ -44,3 +44,15 @@ def test_a_value_that_is_not_a_dataset_is_refused() -> None:
         build(dataset, {"a": 1}, classes=2)
     with pytest.raises(DataError, match=r"data.test: has no samples"):
         build(dataset, torch.utils.data.TensorDataset(torch.zeros(0, 3)), classes=2)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "names"),
+    [(["cat", "dog"], ("cat", "dog")), (["cat"], None), ([1, 2], None), (2, None)],
+)
+def test_class_names_are_those_that_a_dataset_of_torchvision_has(
+    attribute: object, names: tuple[str, ...] | None
+) -> None:
+    dataset = torch.utils.data.TensorDataset(torch.zeros(2, 3), torch.zeros(2))
+    dataset.classes = attribute  # type: ignore[attr-defined]
+    assert build(dataset, dataset, classes=2).class_names == names
