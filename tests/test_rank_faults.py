@@ -153,7 +153,7 @@ def test_without_a_fault_the_others_log_and_rank_0_writes_the_rest() -> None:
         path.name for path in run.iterdir()
     }
     assert [path.name for path in (run / "logs").iterdir()] == ["rank-1.log"]
-    assert "step 8 | loss" in (run / "logs" / "rank-1.log").read_text()
+    assert "step 8 | train loss" in (run / "logs" / "rank-1.log").read_text()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["split"]) for row in rows] == ROWS
 

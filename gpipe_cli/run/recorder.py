@@ -40,7 +40,6 @@ class RunRecorder:
     logger: GuardedLogger
     log: logging.Logger
     progress: ProgressDisplay
-    every: int
     start: Position
     disk: DiskWarnings
 
@@ -65,7 +64,7 @@ class RunRecorder:
                 progress_display(spec.steps, spec.epochs, settings.every, partitions) as progress,
             ):
                 disk.files = [log_file, metrics.file]
-                yield RunRecorder(metrics, logger, log, progress, settings.every, start, disk)
+                yield RunRecorder(metrics, logger, log, progress, start, disk)
         finally:
             # After the files are closed: closing them is the last attempt to write the lines that wait.
             disk.warn_of_lost_lines()
@@ -91,7 +90,7 @@ class RunRecorder:
                 self._evaluated(fact)
             else:
                 self._trained(fact, throughput.after(fact))
-                if fact.step % self.every == 0:
+                if fact.measured:
                     throughput.restart()
             self.disk.warn_once(self.print_status)
         assert last is not None, "training ends with an evaluation"
@@ -109,14 +108,19 @@ class RunRecorder:
             self.print_status(
                 f"step {fact.step}: fp16 gradients overflowed; skipped the update and lowered the loss scale"
             )
-        if fact.step % self.every == 0:
-            extra: dict[str, Any] = {} if fact.grad_norm is None else {"grad_norm": fact.grad_norm}
+        if fact.measured:
+            extra: dict[str, Any] = {
+                "loss_mean": fact.window.mean,
+                "loss_min": fact.window.low,
+                "loss_max": fact.window.high,
+            }
+            extra |= {} if fact.grad_norm is None else {"grad_norm": fact.grad_norm}
             extra |= {} if fact.transfers is None else asdict(fact.transfers)
             self._write({**_row(fact, "train", samples_per_second), **extra})
             self.log.info(
-                "step %d | loss %.6g | lr %.3g | %.1f samples/s%s",
+                "step %d | train loss %.6g | lr %.3g | %.1f samples/s%s",
                 fact.step,
-                fact.loss,
+                fact.window.mean,
                 fact.lr,
                 samples_per_second,
                 transfers and f" | {transfers}",
@@ -138,7 +142,6 @@ class RankRecorder:
     """The recorder of a rank other than 0: it writes logs/rank-N.log and nothing else."""
 
     log: logging.Logger
-    every: int
     start: Position
 
     @staticmethod
@@ -153,7 +156,7 @@ class RankRecorder:
             closing(LineFile(path, directory)) as file,
             run_log(file, partitions=settings.partitions, layers=settings.layers) as log,
         ):
-            yield RankRecorder(log, settings.every, start)
+            yield RankRecorder(log, start)
 
     def print_status(self, line: str) -> None:
         self.log.info("%s", line)
@@ -167,8 +170,8 @@ class RankRecorder:
             if isinstance(fact, EvalResult):
                 last = fact
                 self.log.info("step %d | eval loss %.6g", fact.step, fact.loss)
-            elif fact.step % self.every == 0:
-                self.log.info("step %d | loss %.6g | lr %.3g", fact.step, fact.loss, fact.lr)
+            elif fact.measured:
+                self.log.info("step %d | train loss %.6g | lr %.3g", fact.step, fact.window.mean, fact.lr)
         assert last is not None, "training ends with an evaluation"
         return last
 

@@ -51,6 +51,37 @@ class TrainSpec:
         """Whether an epoch, or the run, ends after this many steps."""
         return step > 0 and (step % self.steps_per_epoch == 0 or step == self.steps)
 
+    def measures(self, step: int) -> bool:
+        """Whether the metrics of this step, counted from 1, are computed and recorded.
+
+        The first step shows where the loss started; the last one before an evaluation can be compared with it.
+        """
+        return step == 1 or step % self.measure_every == 0 or self.evaluates_after(step)
+
+
+@final
+@dataclass(frozen=True)
+class LossWindow:
+    """Mean and extremes of the training loss over the steps since the last measured one.
+
+    Every step computes its loss anyway, so the window costs nothing. Snapshots store it as JSON under these field
+    names, so that a resumed run records the same rows as one that never stopped.
+    """
+
+    steps: int = 0
+    total: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+
+    def after(self, loss: float) -> LossWindow:
+        if self.steps == 0:
+            return LossWindow(1, loss, loss, loss)
+        return LossWindow(self.steps + 1, self.total + loss, min(self.low, loss), max(self.high, loss))
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.steps
+
 
 @final
 @dataclass(frozen=True)
@@ -60,6 +91,9 @@ class StepResult:
     step: int
     epoch: int
     loss: float
+    window: LossWindow
+    """Of the losses since the last measured step, this one included."""
+    measured: bool
     means: dict[str, float]
     """Empty if the step was not measured."""
     lr: float
@@ -101,14 +135,18 @@ class Position:
     seconds: float = 0.0
     evaluation: EvalResult | None = None
     """The most recent one."""
+    window: LossWindow = LossWindow()
+    """Of the losses that no row of metrics contains yet."""
 
     @property
     def evaluated(self) -> bool:
         return self.evaluation is not None and self.evaluation.step == self.step
 
     def after(self, fact: TrainFact) -> Position:
-        evaluation = fact if isinstance(fact, EvalResult) else self.evaluation
-        return Position(fact.step, fact.seconds, evaluation)
+        if isinstance(fact, EvalResult):
+            return Position(fact.step, fact.seconds, fact, self.window)
+        window = LossWindow() if fact.measured else fact.window
+        return Position(fact.step, fact.seconds, self.evaluation, window)
 
 
 @final
@@ -160,25 +198,26 @@ def train(
 ) -> Generator[TrainFact, None, None]:
     """Train from `start` to the last step; yield a fact after every step and every evaluation."""
     began = time.perf_counter() - start.seconds
-    step = start.step
+    step, window = start.step, start.window
     # A snapshot taken on a stop request between an epoch's last step and its evaluation lacks that evaluation.
     if spec.evaluates_after(step) and not start.evaluated:
         yield _evaluate_epoch(engine, spec, step, eval_batches, began)
     while step < spec.steps:
         epoch, first = divmod(step, spec.steps_per_epoch)
         for batch in train_batches(epoch, first):
-            lr = spec.lr_at(step)
+            lr, measured = spec.lr_at(step), spec.measures(step + 1)
             try:
-                measure = (step + 1) % spec.measure_every == 0
-                facts = engine.train_step(batch, step_key(spec.seed, step), lr, measure=measure)
+                facts = engine.train_step(batch, step_key(spec.seed, step), lr, measure=measured)
             except NumericError as error:
                 error.add_note(f"step {step + 1}, epoch {epoch + 1}")
                 raise
-            step += 1
+            step, window = step + 1, window.after(facts.loss)
             yield StepResult(
                 step=step,
                 epoch=epoch,
                 loss=facts.loss,
+                window=window,
+                measured=measured,
                 means=metric_means(facts.sums, facts.weight),
                 lr=lr,
                 samples=facts.samples,
@@ -188,6 +227,8 @@ def train(
                 transfers=facts.transfers,
                 utilization=facts.utilization,
             )
+            if measured:
+                window = LossWindow()
             if step == spec.steps:
                 break
         yield _evaluate_epoch(engine, spec, step, eval_batches, began)

@@ -51,9 +51,10 @@ def test_a_run_writes_everything_needed_to_repeat_and_analyse_it(tiny: Gpipe) ->
 
 
 def test_metrics_have_a_row_per_logged_step_and_one_per_evaluation(tiny: Gpipe) -> None:
-    metrics = rows(tiny("train", "--json", "log.every=2").json["run_dir"])
+    metrics = rows(tiny("train", "--json", "log.every=3").json["run_dir"])
     assert [(row["step"], row["split"]) for row in metrics] == [
-        (2, "train"),
+        (1, "train"),
+        (3, "train"),
         (4, "train"),
         (4, "eval"),
         (6, "train"),
@@ -62,7 +63,21 @@ def test_metrics_have_a_row_per_logged_step_and_one_per_evaluation(tiny: Gpipe) 
     ]
     keys = {"step", "epoch", "split", "loss", "top1", "lr", "samples_per_second", "seconds"}
     assert all(keys <= row.keys() for row in metrics)
-    assert [row["epoch"] for row in metrics] == [0, 0, 0, 1, 1, 1]
+    assert [row["epoch"] for row in metrics] == [0, 0, 0, 0, 1, 1, 1]
+
+
+def test_the_rows_of_metrics_contain_mean_and_extremes_of_every_loss(tiny: Gpipe) -> None:
+    every, some = (rows(tiny("train", "--json", f"log.every={count}").json["run_dir"]) for count in (1, 3))
+    losses = {row["step"]: row["loss"] for row in every if row["split"] == "train"}
+    first = 1
+    for row in some:
+        if row["split"] == "train":
+            window = [losses[step] for step in range(first, row["step"] + 1)]
+            assert row["loss"] == window[-1]
+            assert row["loss_mean"] == pytest.approx(sum(window) / len(window), rel=1e-12)
+            assert (row["loss_min"], row["loss_max"]) == (min(window), max(window))
+            first = row["step"] + 1
+    assert first == 9
 
 
 def test_results_do_not_depend_on_engine_partitions_schedule_or_checkpointing(tiny: Gpipe) -> None:

@@ -15,7 +15,9 @@ from gpipe_cli.engines.protocol import Batch, StepFacts
 from gpipe_cli.errors import DataError, NumericError
 from gpipe_cli.training.loop import (
     EvalResult,
+    LossWindow,
     MetricTotals,
+    Position,
     StepResult,
     TrainFact,
     TrainSpec,
@@ -181,13 +183,34 @@ def test_held_out_samples_without_a_scored_label_cannot_be_evaluated() -> None:
         evaluate(unscored, batches(4))
 
 
-def test_only_every_nth_step_is_measured() -> None:
-    spec = replace(plan(steps=5, per_epoch=5), measure_every=2)
+def test_the_first_step_every_nth_and_those_before_evaluations_are_measured() -> None:
+    spec = replace(plan(steps=7, per_epoch=5), measure_every=3)
     facts = list(train(Fake(), spec, lambda epoch, first: batches(4, 4, 4, 4, 4), lambda epoch: batches(4)))
-    assert [fact.means for fact in facts if isinstance(fact, StepResult)] == [
-        {},
-        {"top1": 0.5},
-        {},
-        {"top1": 0.5},
-        {},
+    steps = [fact for fact in facts if isinstance(fact, StepResult)]
+    assert [fact.step for fact in steps if fact.measured] == [1, 3, 5, 6, 7]
+    assert all(fact.means == ({"top1": 0.5} if fact.measured else {}) for fact in steps)
+
+
+def test_windows_contain_every_loss_once_however_often_a_run_stops() -> None:
+    losses = {1: 0.5, 2: 4.0, 3: -1.0, 4: 2.0, 5: 0.0, 6: 1.0, 7: 8.0}
+    spec = replace(plan(steps=7, per_epoch=7), measure_every=4)
+
+    def facts_from(start: Position) -> Iterator[TrainFact]:
+        sizes = list(losses)
+        return train(
+            Fake(losses), spec, lambda epoch, first: batches(*sizes[first:]), lambda epoch: batches(5), start
+        )
+
+    whole = list(facts_from(Position()))
+    windows = [fact.window for fact in whole if isinstance(fact, StepResult) and fact.measured]
+    assert windows == [
+        LossWindow(1, 0.5, 0.5, 0.5),
+        LossWindow(3, 5.0, -1.0, 4.0),
+        LossWindow(3, 9.0, 0.0, 8.0),
     ]
+    assert windows[2].mean == 3.0
+    position = Position()
+    for done, fact in enumerate(whole, 1):
+        position = position.after(fact)
+        rest = [other.window for other in facts_from(position) if isinstance(other, StepResult)]
+        assert rest == [other.window for other in whole[done:] if isinstance(other, StepResult)]

@@ -16,7 +16,7 @@ import torch
 
 from gpipe_cli import __version__
 from gpipe_cli.errors import RunError
-from gpipe_cli.training.loop import EvalResult, Position
+from gpipe_cli.training.loop import EvalResult, LossWindow, Position
 from gpipe_cli.training.snapshot.base_files import BaseFiles
 
 MAX_COUNT = 2**63 - 1
@@ -58,6 +58,7 @@ class TrainingRecord:
             "steps_per_epoch": self.steps_per_epoch,
             "seconds": self.position.seconds,
             "evaluation": None if self.position.evaluation is None else asdict(self.position.evaluation),
+            "window": asdict(self.position.window),
             "best": None if self.best is None else asdict(self.best),
             "seed": self.seed,
             "threads": self.threads,
@@ -71,7 +72,9 @@ class TrainingRecord:
         """Check the type and range of every value: the file may come from anywhere."""
         try:
             evaluation = _parse_dataclass(EvalResult, content["evaluation"])
-            position = Position(_count(content["step"]), _duration(content["seconds"]), evaluation)
+            # Snapshots of older versions have no window.
+            window = _parse_dataclass(LossWindow, content.get("window")) or LossWindow()
+            position = Position(_count(content["step"]), _duration(content["seconds"]), evaluation, window)
             if evaluation is not None and evaluation.step > position.step:
                 raise ValueError(f"evaluated at step {evaluation.step}, after step {position.step}")
             steps_per_epoch = _positive(content["steps_per_epoch"])
@@ -97,7 +100,7 @@ def versions() -> dict[str, str]:
 
 
 def _parse_dataclass(kind: type[Any], content: Any) -> Any:
-    """An EvalResult or a BestEvaluation; the parser of a field is chosen by its name, else by its type."""
+    """A result as its dataclass; the parser of a field is chosen by its name, else by its type."""
     if content is None:
         return None
     parsers: dict[str, Callable[[Any], Any]] = {

@@ -15,7 +15,7 @@ import torch
 
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, ResourceError, RunError
-from gpipe_cli.training.loop import EvalResult, Position
+from gpipe_cli.training.loop import EvalResult, LossWindow, Position
 from gpipe_cli.training.snapshot import durable, manifest
 from gpipe_cli.training.snapshot.contents import (
     check_savable,
@@ -53,7 +53,15 @@ def state() -> EngineState:
 
 def record(step: int = 4, **changes: Any) -> TrainingRecord:
     best = BestEvaluation("loss", 0.25, 2)
-    whole = TrainingRecord(Position(step, 3.5, EVALUATION), best, 4, 7, 1, versions(), state().numbers)
+    whole = TrainingRecord(
+        Position(step, 3.5, EVALUATION, LossWindow(2, 0.1, -1.5, 1.6)),
+        best,
+        4,
+        7,
+        1,
+        versions(),
+        state().numbers,
+    )
     return replace(whole, **changes)
 
 
@@ -227,6 +235,11 @@ def test_a_copy_stays_as_it_is_and_its_memory_is_used_again() -> None:
     assert all(again.model[name].data_ptr() == copy.model[name].data_ptr() for name in before)
     assert all(torch.equal(again.model[name], saved.model[name]) for name in before)
     assert torch.equal(again.optimizer["a.weight/step"], torch.zeros(2))
+
+
+def test_a_record_of_an_older_version_has_no_window() -> None:
+    content = {name: value for name, value in record().to_json().items() if name != "window"}
+    assert TrainingRecord.from_json(content).position == Position(4, 3.5, EVALUATION)
 
 
 def test_the_record_can_be_amended_without_touching_a_tensor(tmp_path: Path) -> None:

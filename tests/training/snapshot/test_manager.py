@@ -14,7 +14,7 @@ from torch import nn
 
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, ResourceError, RunError
-from gpipe_cli.training.loop import EvalResult, StepResult, TrainFact, TrainSpec
+from gpipe_cli.training.loop import EvalResult, LossWindow, StepResult, TrainFact, TrainSpec
 from gpipe_cli.training.lr_schedules import Constant
 from gpipe_cli.training.snapshot import contents, manager
 from gpipe_cli.training.snapshot.contents import open_snapshot
@@ -44,7 +44,17 @@ class Fake:
 
 def trained(step: int) -> StepResult:
     return StepResult(
-        step, 0, 1.0, {"top1": 0.5, "mean_absolute_error": 1.0}, 0.1, 4, None, False, float(step)
+        step=step,
+        epoch=0,
+        loss=1.0,
+        window=LossWindow(1, 1.0, 1.0, 1.0),
+        measured=True,
+        means={"top1": 0.5, "mean_absolute_error": 1.0},
+        lr=0.1,
+        samples=4,
+        grad_norm=None,
+        skipped=False,
+        seconds=float(step),
     )
 
 
