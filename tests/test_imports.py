@@ -37,7 +37,7 @@ LEVELS = """
     sequential
     skip
     schedule accelerator torch_internals huggingface config.schema
-    vision
+    vision run_state
     values pytree safe_files process_lifetime
     errors redaction lazy_imports __version__
 """
@@ -81,6 +81,7 @@ WITHOUT_TORCH = {
     "balance.solver",
     "config.schema",
     "safe_files",
+    "run_state",
     "errors",
     "process_lifetime",
     "redaction",

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 import gpipe_cli
+from gpipe_cli.run_state import run_state
 from tests.fault_injection import ALLOW, ROWS, TEMPLATE, TRAIN
 from tests.faulty_ranks import FAULT, SOCKETS
 from tests.sandbox import Sandbox, run_in_sandbox
@@ -31,6 +32,8 @@ STOPPED = "rank 1 (partition 1): stopped (SIGSTOP, or a debugger); no answer wit
 SECONDS = 240
 """Until a launch counts as hanging: a busy machine may take that long to import torch three times."""
 pytestmark = pytest.mark.timeout(4 * SECONDS)
+STATES = {75: "stopped", 130: "stopped", -signal.SIGKILL: "dead"}
+"""Of the run, by the exit code of its launcher; a run with any other code has failed."""
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
 
 
@@ -170,6 +173,9 @@ def check(row: Row, sandbox: Sandbox) -> None:
     assert all(line in sandbox.stderr for line in row.messages), sandbox.stderr
     assert "Traceback" not in sandbox.stderr and sandbox.stderr.count("gpipe: ") == (code > 0), sandbox.stderr
     assert sandbox.all_ended(), "processes are still running"
+    state = run_state(sandbox.run)
+    assert state is not None and state.name == STATES.get(code, "failed"), state
+    assert state.reason in sandbox.stderr, sandbox.stderr
     if SOCKETS.name in {path.name for path in sandbox.folder.iterdir()}:
         listening = json.loads((sandbox.folder / SOCKETS).read_text())
         assert listening and all(address.partition(":")[0] in LOOPBACK for address in listening), listening

@@ -48,6 +48,7 @@ from gpipe_cli.run.resume import ResumedRun, check_resumable, check_same_snapsho
 from gpipe_cli.run.setup import RunSetup, check_disk_space, launch_facts, set_up_run, write_launch
 from gpipe_cli.run.summary import (
     print_summary,
+    recorded_outcome,
     stop_with_resume_command,
     summarize,
     summary_if_finished,
@@ -110,6 +111,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             if world.is_rank_zero:
                 write_launch(setup.directory, launch)
                 cleanup.callback(write_report, setup.directory)  # however the run ends
+                cleanup.enter_context(recorded_outcome(setup.directory))
                 cleanup.enter_context(logger.opened(setup.directory, setup.position, job))
             resumed = None  # frees the snapshot's tensors, which the engine has copied
             with _recorder(settings, spec, setup, world, logger, launch["partitions"]) as recorder:

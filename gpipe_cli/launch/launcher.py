@@ -14,10 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.errors import ConfigError, Interrupted, PeerError, Stopped
+from gpipe_cli.errors import ConfigError, GpipeError, Interrupted, PeerError, Stopped
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles, RankTask
 from gpipe_cli.launch.rank_group import RankGroup, RanksFailed
+from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
+from gpipe_cli.training.run_directory import write_outcome
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 
 # A rank imports the same files as its launcher, because it takes over the launcher's sys.path: neither the current
@@ -54,9 +56,14 @@ def launch_ranks(
                 if failed.run_directory is not None:
                     task = replace(task, run_directory=str(failed.run_directory))
                 # Before any restart: a rank that a stop signal killed is not a transient failure.
-                _raise_if_stopped(stops, failed, task, resume_command)
-                if not max_restarts or not failed.is_transient:
-                    raise failed.cause from failed
+                error: GpipeError | None = _stopped(stops, failed, task, resume_command)
+                if error is None and not (max_restarts and failed.is_transient):
+                    error = failed.cause
+                if error is not None:
+                    if task.run_directory is not None:
+                        # Rank 0 may have been killed, or has recorded only that it lost the rank that failed.
+                        write_outcome(Path(task.run_directory), error, describe(error))
+                    raise error from failed
                 max_restarts -= 1
                 print_status(f"{failed}; restarting all ranks, restarts left: {max_restarts}")
 
@@ -76,21 +83,21 @@ def _result(report: ExitReport) -> Mapping[str, Any]:
     return report.summary
 
 
-def _raise_if_stopped(
+def _stopped(
     stops: StopRequests,
     failed: RanksFailed,
     task: RankTask,
     resume_command: Callable[[Path], str] | None,
-) -> None:
-    """A stop signal kills ranks that do not handle it yet; that is a stop, not a failure."""
+) -> Stopped | None:
+    """A stop signal kills ranks that do not handle it yet; that is a stop, not a failure. None for a failure."""
     if isinstance(failed.cause, Interrupted):  # a second Ctrl-C
         reason = " at once"
     elif stops.signal is not None and isinstance(failed.cause, PeerError):
         reason = f", which interrupted the ranks ({failed})"
     else:
-        return
+        return None
     request = stops.request or StopRequested("Ctrl-C")
     message = f"stopped by {request.reason}{reason}"
     if task.run_directory is not None and resume_command is not None:
         message += f"; resume with: {resume_command(Path(task.run_directory))}"
-    raise request.error(message) from failed
+    return request.error(message)

@@ -25,6 +25,7 @@ from gpipe_cli.run.components import traits_of_engine
 from gpipe_cli.run.job import Job
 from gpipe_cli.run.resume import ResumedRun, version_changes
 from gpipe_cli.run.training_step import optimizer_factory
+from gpipe_cli.run_state import OUTCOME
 from gpipe_cli.safe_files import parse_json, read_regular, writing
 from gpipe_cli.training.loop import Position, TrainSpec
 from gpipe_cli.training.metrics import metrics_length_at, truncate_metrics
@@ -116,7 +117,8 @@ def _rewind(resumed: ResumedRun, record: TrainingRecord | None) -> RunSetup:
     with writing(directory):
         set_aside = rewind_snapshots(directory, position.step, snapshot)
         truncate_metrics(metrics, size)
-        (directory / "summary.json").unlink(missing_ok=True)
+        for name in ("summary.json", OUTCOME):
+            (directory / name).unlink(missing_ok=True)
         if resumed.changes:
             write_text(directory / "config.yaml", OmegaConf.to_yaml(resumed.tree))
     new_optimizer = ", with a new optimizer state" if resumed.settings.reset_optimizer else ""

@@ -4,7 +4,7 @@ config.yaml overrides.yaml env.json launch.json    run/setup
 train.log logger.json                              run/recorder, loggers/protocol
 metrics.jsonl                                      training/metrics
 snapshots/                                         training/snapshot/manager
-summary.json report.html                           run/summary, commands/report
+summary.json outcome.json report.html              run/summary, commands/report
 trace.json                                         commands/profile
 check.json                                         commands/check
 """
@@ -23,12 +23,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.errors import ConfigError, ResourceError
+from gpipe_cli.errors import ConfigError, GpipeError, ResourceError, Stopped
+from gpipe_cli.redaction import redacted
+from gpipe_cli.run_state import LOCK_NAME, OUTCOME, own_locks
 from gpipe_cli.safe_files import open_regular, parse_json, writing
 from gpipe_cli.training.snapshot.durable import write_file
 
 MAX_NAME_LENGTH = 80
-LOCK_NAME = "run.lock"
 
 
 def check_run_dir(run_dir: str | None, number: int | None) -> None:
@@ -111,6 +112,13 @@ def write_text(path: Path, text: str) -> None:
         write_file(path, [text.encode()])
 
 
+def write_outcome(run: Path, error: BaseException, reason: str) -> None:
+    """Record which error ended a run, for `run_state`; reason: the error in one line."""
+    state = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
+    with suppress(GpipeError):  # a full disk must not hide the error itself
+        write_json(run / OUTCOME, {"state": state, "reason": redacted(reason)})
+
+
 @contextmanager
 def lock_run_directory(run: Path) -> Iterator[None]:
     """Inside, no other gpipe process writes to the run directory.
@@ -120,6 +128,8 @@ def lock_run_directory(run: Path) -> Iterator[None]:
     """
     path = run / LOCK_NAME
     descriptor = _acquire_lock(path)
+    status = os.fstat(descriptor)
+    own_locks.add((status.st_dev, status.st_ino))
     try:
         with writing(path):
             owner = {
@@ -136,6 +146,7 @@ def lock_run_directory(run: Path) -> Iterator[None]:
         # again. If the directory has become read-only the file stays, and the next writer takes it over.
         with suppress(OSError):
             path.unlink()
+        own_locks.discard((status.st_dev, status.st_ino))
         os.close(descriptor)
 
 
