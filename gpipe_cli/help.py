@@ -43,7 +43,7 @@ COMMANDS = {
         "gpipe eval run=<directory>|snapshot=<directory>|weights=<file> [key=value ...] [flags]",
         (
             "gpipe eval run=runs/train/resnet18/20260101-120000",
-            "gpipe eval run=<directory> split=train       # on the training samples",
+            "gpipe eval run=<directory> at=last split=train   # the last snapshot, on the training samples",
             "gpipe eval run=<directory> partitions=4      # divide it differently than in training",
             "gpipe eval run=<directory> --json            # one JSON document on stdout",
         ),
@@ -112,9 +112,9 @@ COMMANDS = {
     ),
     "export": Command(
         "export the weights of a run to a file or directory that loads without gpipe",
-        "gpipe export run=<directory>|snapshot=<directory> [out=<path>] [format=safetensors|hf|peft] [--json]",
+        "gpipe export run=<directory>|snapshot=<directory> [at=best|last] [out=<path>] [format=<format>] [--json]",
         (
-            "gpipe export run=runs/train/resnet18/20260101-120000",
+            "gpipe export run=runs/train/resnet18/20260101-120000   # format=safetensors",
             "gpipe export snapshot=<directory>/snapshots/step-00000100 out=early.safetensors",
             "gpipe export run=<directory> format=hf out=llama  # a directory for from_pretrained; needs model=hf",
             "gpipe export run=<directory> format=peft out=adapter  # for PeftModel.from_pretrained; needs model.lora",

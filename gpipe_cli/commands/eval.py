@@ -12,6 +12,7 @@ from gpipe_cli.report.model_tables import print_partitions
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.ranks import connect, run_in_ranks, settings_for_rank, starts_ranks
+from gpipe_cli.run.snapshot_choice import ChosenSnapshot
 from gpipe_cli.run.trained import (
     build_trained,
     snapshot_of,
@@ -21,13 +22,10 @@ from gpipe_cli.run.trained import (
 )
 from gpipe_cli.training.loop import evaluate
 from gpipe_cli.training.signals import StopRequested, stop_requests
-from gpipe_cli.training.snapshot.manifest import VerifiedSnapshot
-
-OWN_KEYS = ("run", "snapshot", "weights", "split")
 
 
 def run(settings: EvalConfig, job: Job) -> Summary:
-    settings = with_saved_settings(settings, job, OWN_KEYS)
+    settings = with_saved_settings(settings, job)
     snapshot = snapshot_of(settings)
     settings = settings_for_rank(settings, job)
     with deterministic_algorithms(enabled=settings.deterministic), connect(settings, job) as world:
@@ -37,7 +35,7 @@ def run(settings: EvalConfig, job: Job) -> Summary:
     return summary
 
 
-def _evaluate(settings: EvalConfig, job: Job, snapshot: VerifiedSnapshot | None, world: World) -> Summary:
+def _evaluate(settings: EvalConfig, job: Job, snapshot: ChosenSnapshot | None, world: World) -> Summary:
     parts = build_trained(settings, job, snapshot, world)
     source = {"weights": weights_name(settings, snapshot), "command": job.line}
     if job.dry_run:

@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 from gpipe_cli.arguments import Invocation, parse_keys
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, or_list
+from gpipe_cli.report.output import print_status
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.export import hf_directory, peft_directory, safetensors_file
-from gpipe_cli.run.saved_run import select_snapshot
+from gpipe_cli.run.snapshot_choice import AT, choose_snapshot
 from gpipe_cli.training.snapshot.manifest import MODEL
 
-KEYS = {"run": "directory", "snapshot": "directory", "out": "file", "format": "format"}
+KEYS = {"run": "directory", "at": "best|last", "snapshot": "directory", "out": "file", "format": "format"}
 FORMATS = {
     "safetensors": safetensors_file.write,
     "hf": hf_directory.write,
@@ -33,8 +34,10 @@ def run(invocation: Invocation) -> None:
     if os.path.lexists(out):
         raise ConfigError(f"out={out}: exists; give another name, or remove it")
     key = "snapshot" if "snapshot" in keys else "run"
-    snapshot = select_snapshot(key, keys[key], (MODEL,) if name == "safetensors" else ())
+    chosen = choose_snapshot(key, keys[key], keys.get("at"), (MODEL,) if name == "safetensors" else ())
+    snapshot = chosen.verified
     facts = {"out": str(out), **FORMATS[name](snapshot, out), "snapshot": str(snapshot.path)}
+    print_status(chosen.reason)
     if invocation.json:
         sys.stdout.write(f"{json.dumps(facts)}\n")
     else:
@@ -45,4 +48,8 @@ def _parse(words: tuple[str, ...]) -> dict[str, str]:
     given = parse_keys(words, KEYS)
     if ("run" in given) == ("snapshot" in given):
         raise ConfigError("give either run=<directory> or snapshot=<directory>")
+    if "at" in given and "snapshot" in given:
+        raise ConfigError(f"at={given['at']}: chooses among the snapshots of run=...; leave it out")
+    if given.get("at", AT[0]) not in AT:
+        raise ConfigError(f"at={given['at']}: {or_list(given['at'], AT)}")
     return given

@@ -16,6 +16,7 @@ from gpipe_cli.report.output import print_status, print_text
 from gpipe_cli.run.generation import Sampling, TextFormat, TextStream, generate
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.ranks import connect, run_in_ranks, settings_for_rank, starts_ranks
+from gpipe_cli.run.snapshot_choice import ChosenSnapshot
 from gpipe_cli.run.trained import (
     build_trained,
     snapshot_of,
@@ -24,22 +25,20 @@ from gpipe_cli.run.trained import (
     with_saved_settings,
 )
 from gpipe_cli.training.signals import StopRequested, stop_requests
-from gpipe_cli.training.snapshot.manifest import VerifiedSnapshot
 
-OWN_KEYS = ("run", "snapshot", "weights", "prompt", "tokens", "temperature", "top_k", "seed")
 STDIN = "-"
 MAX_PROMPT_BYTES = 2**24
 
 
 def run(settings: GenerateConfig, job: Job) -> Summary:
-    settings = with_saved_settings(settings, job, OWN_KEYS)
+    settings = with_saved_settings(settings, job)
     snapshot = snapshot_of(settings)
     settings = settings_for_rank(settings, job)
     with deterministic_algorithms(enabled=settings.deterministic), connect(settings, job) as world:
         return _generate(settings, job, snapshot, world)
 
 
-def _generate(settings: GenerateConfig, job: Job, snapshot: VerifiedSnapshot | None, world: World) -> Summary:
+def _generate(settings: GenerateConfig, job: Job, snapshot: ChosenSnapshot | None, world: World) -> Summary:
     parts = build_trained(settings, job, snapshot, world)
     text = TextFormat.of(parts.loader)
     source = {"weights": weights_name(settings, snapshot), "command": job.line}

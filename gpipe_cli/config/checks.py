@@ -35,6 +35,7 @@ CHOICES = {
     "precision": ("fp32", "bf16", "fp16"),
     "split": ("test", "train"),
     "sort": ("order", "time", "memory"),
+    "at": ("best", "last"),
 }
 AT_LEAST = {
     "chunks": 1,
@@ -113,6 +114,8 @@ def _problems(settings: ModelConfig) -> Iterator[str]:
             yield f"run: give the run to {use}, run=runs/train/..., or snapshot=..., or weights=..."
         elif len(given) > 1:
             yield f"{given[0]} and {given[1]} exclude each other; give one of them"
+        elif settings.at is not None and settings.run is None:
+            yield f"at={settings.at}: chooses among the snapshots of run=...; with {given[0]} leave it out"
 
 
 def _numbers(flat: Mapping[str, Any]) -> Iterator[str]:
@@ -137,7 +140,7 @@ def _numbers(flat: Mapping[str, Any]) -> Iterator[str]:
 
 def _choices(flat: Mapping[str, Any]) -> Iterator[str]:
     for key, choices in CHOICES.items():
-        if key in flat and flat[key] not in choices:
+        if flat.get(key) is not None and flat[key] not in choices:
             yield f"{key}={flat[key]}: {or_list(str(flat[key]), choices)}"
 
 

@@ -158,7 +158,9 @@ class TrainedConfig(RunConfig):
     """The keys of commands that use trained weights."""
 
     run: str | None = None
-    """The run directory whose newest snapshot to use, with the settings it was trained with."""
+    """The run directory whose best snapshot to use, with the settings it was trained with."""
+    at: str | None = None
+    """Which snapshot of `run`: best (of snapshot.monitor) or last; null: the best if there is one, else the last."""
     snapshot: str | None = None
     """A snapshot of a run, instead of `run`."""
     weights: str | None = None

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TypeVar
 
 from gpipe_cli.config.compose import settings_of
-from gpipe_cli.config.schema import TrainedConfig
+from gpipe_cli.config.schema import RunConfig, TrainedConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.launch.rank_setup import is_main_process
+from gpipe_cli.report.output import print_status
 from gpipe_cli.run.base_weights import base_of_snapshot, check_base
 from gpipe_cli.run.build import RunParts, make_engine
 from gpipe_cli.run.components import keeps_on_disk
@@ -21,13 +23,12 @@ from gpipe_cli.run.saved_run import (
     load_into_model,
     load_slice_by_slice,
     saved_config,
-    select_snapshot,
     with_overrides,
 )
+from gpipe_cli.run.snapshot_choice import ChosenSnapshot, choose_snapshot
 from gpipe_cli.training.snapshot.manifest import (
     BUFFERS,
     MODEL,
-    VerifiedSnapshot,
     is_snapshot,
     run_directory_of,
     snapshot_paths,
@@ -36,54 +37,58 @@ from gpipe_cli.training.snapshot.manifest import (
 Settings = TypeVar("Settings", bound=TrainedConfig)
 
 
-def with_saved_settings(settings: Settings, job: Job, own_keys: Collection[str]) -> Settings:
-    """The settings of the run, overridden by those of this command; unchanged where there is no run.
-
-    own_keys: the keys of the command, in which the saved settings have no say.
-    """
+def with_saved_settings(settings: Settings, job: Job) -> Settings:
+    """The settings of the run, overridden by those of this command; unchanged where there is no run."""
     path = settings.run or settings.snapshot
     run = None if path is None else run_directory_of(Path(path)) if is_snapshot(Path(path)) else Path(path)
     if run is None or not snapshot_paths(run):  # select_snapshot reports what is wrong with it
         return settings
+    # Training has keys of the same names, such as `seed`, which mean something else.
+    own_keys = {field.name for field in fields(settings)} - {field.name for field in fields(RunConfig)}
     tree = with_overrides(saved_config(run), job.tree, job.overrides, own_keys)
     merged = settings_of(tree, job.command, job.overrides)
     assert isinstance(merged, type(settings))
     return merged
 
 
-def snapshot_of(settings: TrainedConfig) -> VerifiedSnapshot | None:
+def snapshot_of(settings: TrainedConfig) -> ChosenSnapshot | None:
     """The snapshot to use, or None for a file of weights; one that may exceed memory is not read yet."""
     for key, value in (("run", settings.run), ("snapshot", settings.snapshot)):
         if value is not None:
-            snapshot = select_snapshot(key, value, () if keeps_on_disk(settings) else (MODEL, BUFFERS))
+            wanted = () if keeps_on_disk(settings) else (MODEL, BUFFERS)
+            chosen = choose_snapshot(key, value, settings.at, wanted)
+            snapshot = chosen.verified
             check_base(base_of_snapshot(snapshot), settings.model, snapshot.path, contents=is_main_process())
-            return snapshot
+            return chosen
     return None
 
 
-def weights_name(settings: TrainedConfig, snapshot: VerifiedSnapshot | None) -> str:
+def weights_name(settings: TrainedConfig, chosen: ChosenSnapshot | None) -> str:
     """The file that the weights come from."""
-    return str(settings.weights if snapshot is None else snapshot.path / MODEL)
+    return str(settings.weights if chosen is None else chosen.verified.path / MODEL)
 
 
-def build_trained(
-    settings: TrainedConfig, job: Job, snapshot: VerifiedSnapshot | None, world: World
-) -> RunParts:
+def build_trained(settings: TrainedConfig, job: Job, chosen: ChosenSnapshot | None, world: World) -> RunParts:
     """Build the parts of the run, and load the weights, unless the model may be larger than memory."""
     parts = build_parts_in_ranks(settings, job, world)
     if not keeps_on_disk(settings):
+        snapshot = None if chosen is None else chosen.verified
         load_into_model(parts.model, settings.weights, snapshot, parts.referenced)
+    # A launcher has already printed what its ranks use.
+    if chosen is not None and job.rank is None and is_main_process():
+        print_status(chosen.reason)
     return parts
 
 
 @contextmanager
 def trained_engine(
-    settings: TrainedConfig, job: Job, parts: RunParts, snapshot: VerifiedSnapshot | None, world: World
+    settings: TrainedConfig, job: Job, parts: RunParts, chosen: ChosenSnapshot | None, world: World
 ) -> Iterator[Engine]:
     """An engine that has the weights, closed when the block ends."""
     engine = with_heartbeat(make_engine(settings, parts), job, world)
     try:
         if keeps_on_disk(settings):
+            snapshot = None if chosen is None else chosen.verified
             load_slice_by_slice(engine, parts.model, settings.weights, snapshot)
         yield engine
     finally:

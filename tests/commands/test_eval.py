@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -136,3 +137,53 @@ def test_an_unresolvable_reference_in_a_saved_config_is_reported_with_its_key(
     config.write_text(config.read_text().replace("chunks: 3\n", "chunks: ${nowhere}\n"))
     answer = tiny("eval", f"run={trained['run_dir']}", ALLOW)
     assert (answer.code, answer.err) == (2, "gpipe: error: chunks: interpolation key 'nowhere' not found\n")
+
+
+def test_the_best_snapshot_is_evaluated_unless_another_is_asked_for(tiny: Gpipe, tmp_path: Path) -> None:
+    """A run that got worse at its end was evaluated and exported at its end, though it had printed a better epoch."""
+    words = ["epochs=4", "snapshot.monitor=loss", "snapshot.keep=9", "optimizer.lr=3", "lr_schedule=constant"]
+    last = tiny("train", *words, "run_dir=run", "--json").json
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    best = min((row for row in rows if row["split"] == "eval"), key=lambda row: float(row["loss"]))
+    assert best["loss"] < last["loss"], "the learning rate is so high that training diverges"
+    default = tiny("eval", "run=run", ALLOW, "--json")
+    assert default.err == f"best: eval loss {best['loss']:.4g} at step {best['step']} of 16\n"
+    assert default.json["loss"] == best["loss"]
+    newest = tiny("eval", "run=run", "at=last", ALLOW, "--json")
+    assert newest.err.startswith("last: step 16 (best: eval loss ") and newest.json["loss"] == last["loss"]
+    named = tiny("eval", "snapshot=run/snapshots/step-00000016", ALLOW, "--json")
+    assert named.err == "snapshot: step 16\n" and named.json["loss"] == last["loss"]
+    exported = tiny("export", "run=run", "--json")
+    assert exported.err == default.err and exported.json["snapshot"].endswith(f"step-{best['step']:08d}")
+    assert tiny("export", "run=run", "at=last", "out=last", "--json").json["snapshot"].endswith("16")
+
+    (tmp_path / f"run/snapshots/step-{best['step']:08d}/model.safetensors").write_bytes(b"damaged")
+    for command in (("eval", "run=run", ALLOW), ("export", "run=run", "out=other")):
+        answer = tiny(*command)
+        assert answer.code == 4 and "its best snapshot (eval loss" in answer.err
+        assert answer.err.endswith("give at=last to use the last one\n")
+    assert tiny("eval", "run=run", "at=last", ALLOW).code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["run=run", "at=bset"], 2, "at=bset: did you mean 'best'?"),
+        (
+            ["weights=w.safetensors", "at=best"],
+            2,
+            "at=best: chooses among the snapshots of run=...; with weights",
+        ),
+        (
+            ["run=run", "at=best"],
+            4,
+            "at=best: run=run has no best snapshot, because it has not been evaluated yet or",
+        ),
+    ],
+)
+def test_a_choice_of_snapshot_that_makes_no_sense_is_refused(
+    tiny: Gpipe, words: list[str], code: int, message: str
+) -> None:
+    tiny("train", "steps=1", "run_dir=run")
+    answer = tiny("eval", *words, ALLOW)
+    assert answer.code == code and message in answer.err

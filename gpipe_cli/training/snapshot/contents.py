@@ -40,13 +40,7 @@ class Snapshot:
 
 def open_snapshot(verified: VerifiedSnapshot) -> Snapshot:
     """The state and record in verified bytes. Tensors share memory with those bytes."""
-    try:
-        record = TrainingRecord.from_json(verified.manifest.record)
-        # A directory that was renamed must not resume a run at another step than its name says.
-        if snapshot_step(verified.path) not in (None, record.position.step):
-            raise RunError(f"damaged: it belongs to step {record.position.step}, unlike its directory")
-    except RunError as error:
-        raise RunError(f"{verified.path / MANIFEST}: {error}") from error
+    record = record_of(verified.path, verified.manifest)
     state = EngineState(
         model=decode_tensors(verified, MODEL),
         buffers=decode_tensors(verified, BUFFERS),
@@ -54,6 +48,18 @@ def open_snapshot(verified: VerifiedSnapshot) -> Snapshot:
         numbers=dict(record.numbers),
     )
     return Snapshot(verified.path, record, state)
+
+
+def record_of(path: Path, manifest: Manifest) -> TrainingRecord:
+    """The record of the snapshot at `path`; RunError if it cannot be used."""
+    try:
+        record = TrainingRecord.from_json(manifest.record)
+        # A directory that was renamed must not resume a run at another step than its name says.
+        if snapshot_step(path) not in (None, record.position.step):
+            raise RunError(f"damaged: it belongs to step {record.position.step}, unlike its directory")
+    except RunError as error:
+        raise RunError(f"{path / MANIFEST}: {error}") from error
+    return record
 
 
 def open_large_snapshot(verified: VerifiedSnapshot) -> Snapshot:
