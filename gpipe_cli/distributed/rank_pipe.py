@@ -100,7 +100,7 @@ class RankPipe(PipeBase):
         return {partition.index: partition.device for partition in self._own}
 
     def _forward(self, input: Value) -> Value:
-        batch = self._mini_batch(MiniBatch.of(input, self.chunks, key=None))
+        batch = self._of_replica(self._mini_batch(input))
         if not batch.rows:
             return ()
         # Without backward any schedule does what ScheduleGPipe does, unless a process has several partitions.
@@ -113,7 +113,7 @@ class RankPipe(PipeBase):
 
     def _step(self, batch: MiniBatch, loss: StepLoss) -> None:
         rows, loss.total_weight = self._replicas.totals(batch.rows, loss.total_weight)
-        batch = self._mini_batch(batch)
+        batch = self._of_replica(batch)
         before = save_buffers(self._plain_buffers()) if self._replicas.several else ()
         untied = self._tied.untied()
         with commit_or_discard(self._own_batch_norms):
@@ -191,7 +191,7 @@ class RankPipe(PipeBase):
             del self._schedules[next(iter(self._schedules))]
         return cached
 
-    def _mini_batch(self, batch: MiniBatch) -> MiniBatch:
+    def _of_replica(self, batch: MiniBatch) -> MiniBatch:
         return replace(batch, key=replica_key(batch.key, self.coords.replica))
 
     @property

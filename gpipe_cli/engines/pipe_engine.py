@@ -41,6 +41,7 @@ class Pipe(Protocol):
     """What `GPipe`, `PlainPipe` and `RankPipe` have in common; a rank without the last partition returns ()."""
 
     chunks: int
+    least_rows: int
     training: bool
 
     @property
@@ -114,6 +115,7 @@ class PipeEngine:
         # Only here, not in every step: an evaluation restores the mode of every module, and setting it again would
         # take a noticeable part of a small model's step.
         pipe.train()
+        pipe.least_rows = spec.least_rows
         self._objective, self._balance, self._eval_chunks = spec.objective, spec.balance, spec.eval_chunks
         self._input_device, self._output_device = input_device, output_device
         self._devices = spec.devices

@@ -86,6 +86,8 @@ class EngineSpec:
     """One per worker; for engine=processes those of the ranks of one pipe."""
     chunks: int
     eval_chunks: int
+    least_rows: int = 1
+    """Rows of the smallest micro-batch that all layers accept in training."""
     schedule: str = "gpipe"
     checkpoint: Checkpoint = "except_last"
     deferred_batch_norm: bool = False

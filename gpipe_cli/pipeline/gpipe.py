@@ -63,7 +63,7 @@ class PipeBase(PipeModule):
         key: determines all random numbers of the step; drawn from torch's default generator if None.
         """
         self._check_layers()
-        batch = MiniBatch.of(input, self.chunks, key)
+        batch = self._mini_batch(input, key)
         loss = self._step_loss(batch, target, loss_fn, return_output)
         self._step(batch, loss)
         return self._step_result(loss, return_output)
@@ -72,6 +72,9 @@ class PipeBase(PipeModule):
         self._check_layers()
         # Without layers there is nothing to split the input for.
         return self._original_output(self._forward(input)) if self._layers else input
+
+    def _mini_batch(self, input: Value, key: int | None = None) -> MiniBatch:
+        return MiniBatch.of(input, self.chunks, key, self.least_rows if self.training else 1)
 
     @abstractmethod
     def _forward(self, input: Value) -> Value:
@@ -94,7 +97,7 @@ class ThreadedPipe(PipeBase):
     _executor: Executor
 
     def _forward(self, input: Value) -> Value:
-        batch = MiniBatch.of(input, self.chunks, key=None)
+        batch = self._mini_batch(input)
         return self._executor.forward(batch, self._checkpoint_stops(batch))
 
     def _step(self, batch: MiniBatch, loss: StepLoss) -> None:

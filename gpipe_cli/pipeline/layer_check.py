@@ -6,6 +6,7 @@ The layers run once on the meta device. Where a layer needs values, they run for
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 
 class _Misfit(Exception):
     """A layer raised. The message says what it received; the cause is what it raised."""
+
+    def __init__(self, layer: str, message: str) -> None:
+        super().__init__(f"{layer} {message}")
+        self.layer = layer
 
 
 def check_input(sequence: nn.Sequential, sample: ModelInput) -> None:
@@ -60,14 +65,45 @@ def check_fit(sequence: nn.Sequential, sample: ModelInput, cure: str) -> None:
     else:
         return
     try:
-        _run(copy.deepcopy(sequence), layer_names(sequence), sample)
+        _run_copy(sequence, sample)
     except _Misfit as misfit:
         raise ConfigError(f"{misfit}; {cure}") from misfit.__cause__
 
 
+def layer_that_rejects_one_row(sequence: nn.Sequential, sample: ModelInput) -> str | None:
+    """The layer that accepts two rows but not one in training, such as a batch norm with one value per channel.
+
+    sample: two rows.
+    """
+    one_row: ModelInput = map_tensors(lambda tensor: tensor[:1], sample)
+    has_values = not any(tensor.is_meta for tensor in (*tensors_of(sample), *sequence.parameters()))
+    for run in (_run_without_storage, _run_copy)[: 1 + has_values]:
+        misfit = _misfit(run, sequence, one_row)
+        if misfit is None:
+            return None
+        # If two rows fail as well, a layer needs values, which the second run has, or the layer is broken.
+        if _misfit(run, sequence, sample) is None:
+            return misfit.layer
+    return None
+
+
+def _misfit(
+    run: Callable[[nn.Sequential, ModelInput], None], sequence: nn.Sequential, sample: ModelInput
+) -> _Misfit | None:
+    try:
+        run(sequence, sample)
+    except _Misfit as misfit:
+        return misfit
+    return None
+
+
 def _run_without_storage(sequence: nn.Sequential, sample: ModelInput) -> None:
     with torch.device("meta"):
-        _run(meta_clone(sequence), layer_names(sequence), map_tensors(meta_like, sample))
+        _run(meta_clone(sequence).train(), layer_names(sequence), map_tensors(meta_like, sample))
+
+
+def _run_copy(sequence: nn.Sequential, sample: ModelInput) -> None:
+    _run(copy.deepcopy(sequence).train(), layer_names(sequence), sample)
 
 
 @torch.no_grad()
@@ -87,7 +123,7 @@ def _run(layers: nn.Module, names: tuple[str, ...], value: Any) -> None:
                 SystemExit,
             ) as error:  # its code, given what it may not expect, may do anything
                 reason = str(error).partition("\n")[0] or type(error).__name__
-                raise _Misfit(f"{subject} does not take {given}: {reason}") from error
+                raise _Misfit(subject, f"does not take {given}: {reason}") from error
             _check_carried(subject, value)
 
 

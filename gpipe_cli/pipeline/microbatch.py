@@ -116,9 +116,12 @@ def moved(value: Value, device: torch.device) -> Value:
     return map_tensors(lambda tensor: tensor.to(device), value)
 
 
-def micro_batches(rows: int, chunks: int) -> tuple[MicroBatch, ...]:
-    """min(rows, chunks) micro-batches whose sizes differ by at most one; one empty one for an empty batch."""
-    count = max(1, min(rows, chunks))
+def micro_batches(rows: int, chunks: int, least_rows: int = 1) -> tuple[MicroBatch, ...]:
+    """At most `chunks` micro-batches whose sizes differ by at most one; one empty one for an empty batch.
+
+    A batch that is too small for `chunks` micro-batches of `least_rows` rows is split into fewer.
+    """
+    count = max(1, min(rows // least_rows, chunks))
     small, larger = divmod(rows, count)
     return tuple(MicroBatch(index, small + (index < larger)) for index in range(count))
 
@@ -142,9 +145,9 @@ class MiniBatch:
     state: CallerState
 
     @classmethod
-    def of(cls, input: Value, chunks: int, key: int | None) -> MiniBatch:
+    def of(cls, input: Value, chunks: int, key: int | None, least_rows: int = 1) -> MiniBatch:
         batch = Batch(input, "input")
-        pieces = micro_batches(batch.rows, chunks)
+        pieces = micro_batches(batch.rows, chunks, least_rows)
         return cls(
             key=draw_key() if key is None else key,
             rows=batch.rows,

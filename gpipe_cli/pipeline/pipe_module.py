@@ -41,6 +41,9 @@ class PipeModule(nn.Module):
         self.chunks = int(chunks)
         if self.chunks <= 0:
             raise ValueError(f"number of chunks must be positive integer (chunks: {chunks})")
+        self.least_rows = 1
+        """Rows that every layer needs in training mode: 2 for a batch norm with one value per channel and row. A
+        mini-batch that is too small for `chunks` such micro-batches is split into fewer."""
         if len(set(module.children())) < len(module):
             raise ValueError("module with duplicate children is not supported")
         # Before anything is changed: a module that is refused must be as it was.

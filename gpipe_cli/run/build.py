@@ -27,6 +27,7 @@ from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.report.model_tables import partition_rows
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.base_weights import BaseWeights, base_weights
+from gpipe_cli.run.batch_rows import with_least_rows
 from gpipe_cli.run.components import (
     check_components,
     engine_name,
@@ -92,8 +93,13 @@ class RunParts:
         return partition_rows(self.model, self.partitioning.balance, self.partitioning.devices)
 
 
-def build_parts(settings: ModelConfig, overrides: Sequence[str], *, storage: bool = True) -> RunParts:
-    """Check every component, then build data, model and partitions; without `storage` the model has no values."""
+def build_parts(
+    settings: ModelConfig, overrides: Sequence[str], *, storage: bool = True, print_notes: bool = True
+) -> RunParts:
+    """Check every component, then build data, model and partitions; without `storage` the model has no values.
+
+    print_notes: print what the user should know about the data.
+    """
     add_current_folder(settings.allow)
     check_components(settings, overrides)
     loader = make_loader(settings)
@@ -110,11 +116,16 @@ def build_parts(settings: ModelConfig, overrides: Sequence[str], *, storage: boo
             load_parameters([model], torch.device("cpu"))
         return model
 
+    built = None
     if storage and isinstance(settings, RunConfig) and keeps_on_disk(settings):
         built = build_on_tier(DiskTier(scratch_folder(settings)), make)
-        return RunParts(loader, built.model, partition_model(settings, built.model, loader), built, base)
-    model = make() if storage else build_without_storage(make)
-    return RunParts(loader, model, partition_model(settings, model, loader), base=base)
+        model = built.model
+    else:
+        model = make() if storage else build_without_storage(make)
+    loader = with_least_rows(settings, loader, model)
+    for note in loader.notes if print_notes else ():
+        print_status(note)
+    return RunParts(loader, model, partition_model(settings, model, loader), built, base)
 
 
 @report_out_of_memory("balancing the model", MEASURE_CURE)
@@ -126,7 +137,7 @@ def partition_model(settings: ModelConfig, model: nn.Sequential, loader: BatchLo
             raise ConfigError(f"devices={settings.devices}: {engine_name(settings)} runs on one device")
         set_threads(settings.threads, devices)
         # The engine runs forward and backward of each micro-batch before the next one, as 1f1b does on one device.
-        spec = PipelineSpec(one_f_one_b.TRAITS.name, 1, min(settings.chunks, settings.batch_size))
+        spec = PipelineSpec(one_f_one_b.TRAITS.name, 1, loader.micro_batches(settings.chunks))
         return Partitioning(BalanceResult.of([len(model)], [1] * len(model), "layers"), devices, spec)
     layers = settings.balance.get("layers")
     replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
@@ -148,7 +159,8 @@ def partition_model(settings: ModelConfig, model: nn.Sequential, loader: BatchLo
         )
     # A balance method measures with as many threads as the training will use.
     set_threads(settings.threads, all_devices)
-    return _balance(settings, model, loader, devices, make_pipeline_spec(settings, partitions, devices))
+    spec = make_pipeline_spec(settings, loader, partitions, devices)
+    return _balance(settings, model, loader, devices, spec)
 
 
 def _balance(
@@ -198,6 +210,7 @@ def make_engine(settings: RunConfig, parts: RunParts, *, measure_utilization: bo
         devices=partitioning.devices,
         chunks=settings.chunks,
         eval_chunks=settings.eval_chunks or settings.chunks,
+        least_rows=parts.loader.least_rows,
         schedule=settings.schedule.name,
         checkpoint=checkpoint_mode(settings, len(partitioning.balance)),
         deferred_batch_norm=isinstance(settings, TrainConfig) and settings.deferred_batch_norm,

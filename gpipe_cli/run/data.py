@@ -19,7 +19,6 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.pytree import ModelInput
-from gpipe_cli.report.output import print_status
 
 
 @final
@@ -35,10 +34,20 @@ class BatchLoader:
     replica: int = 0
     replicas: int = 1
     pin_memory: bool = False
+    drop_last: bool = False
+    """Whether an epoch leaves out the samples that do not fill a mini-batch."""
+    least_rows: int = 1
+    """Rows of the smallest micro-batch that the model accepts in training."""
+    notes: tuple[str, ...] = ()
+    """What a user should know about samples and batches, a line each."""
 
     @property
     def steps_per_epoch(self) -> int:
-        return batch_count(len(self.data.train), self.batch_size)
+        return batch_count(len(self.data.train), self.batch_size, drop_last=self.drop_last)
+
+    def micro_batches(self, chunks: int) -> int:
+        """How many micro-batches a whole mini-batch becomes."""
+        return max(1, min(chunks, self.batch_size // self.least_rows))
 
     def train(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The training samples in the shuffled order of this epoch, beginning with mini-batch `start`."""
@@ -55,7 +64,8 @@ class BatchLoader:
 
     def micro_batch(self, chunks: int) -> Batch:
         """A micro-batch to measure with: it has as many rows as the largest one of a mini-batch, and is as long."""
-        rows = min(len(self.data.train), -(-self.batch_size // (chunks * self.replicas)))
+        rows = max(self.least_rows, -(-self.batch_size // (chunks * self.replicas)))
+        rows = min(len(self.data.train), rows)
         longest = self.data.longest
         others = (index for index in range(rows) if index != longest)
         return self._checked(self._fetch([longest, *islice(others, rows - 1)]))
@@ -119,17 +129,24 @@ def make_loader(settings: ModelConfig) -> BatchLoader:
         if len(samples) == 0:
             raise DataError(f"data._target_={settings.data['_target_']}: has no samples to {split} on")
     data = _normalized_for_model(settings, data)
-    world = World.current()
-    if world.rank == 0:
-        for note in data.notes:
-            print_status(note)
     transforms = instantiate(settings.transform, "transform", settings.allow, data=data)
     classes = settings.model.get("num_classes") or data.classes
     seed = settings.seed if isinstance(settings, TrainConfig) else 0
     replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
+    world = World.current()
     replica = world.rank // max(1, world.size // replicas)  # ranks of one replica are consecutive
     pin_memory = isinstance(settings, RunConfig) and reads_pinned_memory(available_devices(settings.devices))
-    return BatchLoader(data, transforms, classes, settings.batch_size, seed, replica, replicas, pin_memory)
+    return BatchLoader(
+        data,
+        transforms,
+        classes,
+        settings.batch_size,
+        seed,
+        replica,
+        replicas,
+        pin_memory,
+        notes=data.notes,
+    )
 
 
 def _normalized_for_model(settings: ModelConfig, data: Data) -> Data:

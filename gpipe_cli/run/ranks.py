@@ -146,7 +146,12 @@ def build_parts_in_ranks(settings: RunConfig, job: Job, world: World) -> RunPart
         settings = _with_balance(settings, json.loads(world.from_rank_zero("")))
     without_running = job.dry_run or starts_ranks(settings)
     needs_storage = isinstance(settings, TrainedConfig) or measures_layers(settings)
-    parts = build_parts(settings, job.overrides, storage=needs_storage or not without_running)
+    parts = build_parts(
+        settings,
+        job.overrides,
+        storage=needs_storage or not without_running,
+        print_notes=world.is_rank_zero and job.rank is None,  # a launcher has printed them for its ranks
+    )
     if world.is_rank_zero and measures_layers(settings):
         world.from_rank_zero(json.dumps(parts.partitioning.balance))
     partitioning = parts.partitioning

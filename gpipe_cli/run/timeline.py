@@ -130,6 +130,7 @@ def _recorded_pipe(settings: ProfileConfig, parts: RunParts, sample: Sample) -> 
             pipe, offloaded = _slicing(settings, parts, sample).offload(spec.balance)
         if offloaded is not None:
             cleanup.enter_context(closing(offloaded))
+        pipe.least_rows = spec.least_rows
         yield cleanup.enter_context(pipe)
 
 
@@ -148,6 +149,7 @@ def _engine_spec(settings: ProfileConfig, parts: RunParts, sample: Sample) -> En
         parts.partitioning.devices,
         settings.chunks,
         eval_chunks=settings.chunks,
+        least_rows=parts.loader.least_rows,
         schedule=settings.schedule.name,
         checkpoint=parts.partitioning.spec.checkpoint,
         scratch=Path(settings.run_dir or "runs"),

@@ -31,12 +31,12 @@ from gpipe_cli.values import parse_bytes
 
 
 def make_pipeline_spec(
-    settings: ModelConfig, partitions: int, devices: Sequence[torch.device]
+    settings: ModelConfig, loader: BatchLoader, partitions: int, devices: Sequence[torch.device]
 ) -> PipelineSpec:
     return PipelineSpec(
         schedule=settings.schedule.name,
         partitions=partitions,
-        micro_batches=min(settings.chunks, settings.batch_size),
+        micro_batches=loader.micro_batches(settings.chunks),
         checkpoint=checkpoint_mode(settings, partitions),
         devices=len(devices),
         cores=available_cores() if all(device.type == "cpu" for device in devices) else None,

@@ -33,6 +33,7 @@ class Case:
     clip: float | None = 0.1
     precision: str = "fp32"
     deferred: bool = False
+    least_rows: int = 1
     spoilt: int | None = None
     """The step whose input is not finite."""
     resumed: int = 0
@@ -65,6 +66,7 @@ class Case:
             [device],
             chunks=self.chunks * self.replicas,
             eval_chunks=3,
+            least_rows=self.least_rows,
             deferred_batch_norm=self.deferred,
         )
         return single.build(spec)
@@ -79,6 +81,7 @@ class Case:
             devices or [CPU] * ranks,
             chunks=self.chunks,
             eval_chunks=3,
+            least_rows=self.least_rows,
             checkpoint=self.checkpoint,
             schedule=self.schedule,
             deferred_batch_norm=self.deferred,

@@ -182,6 +182,13 @@ def normed(rows: int) -> Task:
     return Task(model, torch.randn(rows, 2, 6), torch.randint(3, (rows,)), CrossEntropy())
 
 
+def normed_rows(rows: int) -> Task:
+    """Batch norms with one value per channel and row, which reject a single row."""
+    layers = [nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True), nn.Dropout(0.2)]
+    model = nn.Sequential(*layers, nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    return Task(model, torch.randn(rows, 6), torch.randint(3, (rows,)), CrossEntropy())
+
+
 class Failing(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         # Without values nothing is wrong with it, so that its shape can be told.
@@ -207,6 +214,7 @@ TASKS: dict[str, Callable[[int], Task]] = {
         keyword_arguments,
         frozen_start,
         normed,
+        normed_rows,
         failing,
     )
 }

@@ -48,6 +48,7 @@ EQUAL = {
         Case("perceptron", "1f1b", deferred=True),
         Case("perceptron", "1f1b", precision="bf16"),
         Case("perceptron", "1f1b", precision="fp16"),
+        Case("normed_rows", "1f1b", "except_last", rows=(10, 6, 5, 2), least_rows=2),
         RESUMED,
     ],
     3: [

@@ -46,6 +46,14 @@ def test_there_are_as_many_micro_batches_as_rows_and_chunks_allow_and_sizes_diff
     assert torch.equal(nested["pairs"][0], value[1]["pairs"][0])
 
 
+@given(rows=st.integers(0, 40), chunks=st.integers(1, 12))
+def test_a_batch_becomes_fewer_micro_batches_rather_than_one_of_a_single_row(rows: int, chunks: int) -> None:
+    before, sizes = ([piece.size for piece in micro_batches(rows, chunks, least)] for least in (1, 2))
+    assert sum(sizes) == rows and max(sizes) - min(sizes) <= 1
+    assert rows < 2 or min(sizes) >= 2
+    assert sizes == before or min(before) < 2
+
+
 def test_nine_rows_in_eight_chunks_are_eight_micro_batches_where_tensor_chunk_gives_five() -> None:
     assert [piece.size for piece in micro_batches(9, 8)] == [2, 1, 1, 1, 1, 1, 1, 1]
 
