@@ -17,19 +17,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
+from gpipe_cli.report.colors import ACTIONS
 from gpipe_cli.report.tables import show
 
 if TYPE_CHECKING:  # reading a trace needs no torch
     from gpipe_cli.profiling.action_recorder import Piece
     from gpipe_cli.profiling.timeline import StepTimeline
 
-STYLES = {
-    "forward": "blue",
-    "recompute": "yellow",
-    "backward": "green",
-    "load": "magenta",
-    "drop": "magenta",
-}
+DRAWN = ("forward", "recompute", "backward", "load", "drop")
+"""Phases with a place in the picture; copies run beside them."""
 PIPE_WIDTH = 100
 MIN_WIDTH = 20
 MEASURED, IDEAL = 1, 2
@@ -49,7 +45,7 @@ def timeline_lines(step: StepTimeline, partitions: int, width: int, longest: flo
     cells = max(MIN_WIDTH, width - len(names[0]) - 1)
     lines = []
     for index, name in enumerate(names):
-        own = [piece for piece in step.pieces if piece.action.partition == index and piece.phase in STYLES]
+        own = [piece for piece in step.pieces if piece.action.partition == index and piece.phase in DRAWN]
         lines.append(Text(f"{name} ").append_text(_line(own, step.begin, cells / longest)))
     return lines
 
@@ -61,7 +57,7 @@ def _line(pieces: Iterable[Piece], origin: float, scale: float) -> Text:
         begin, end = (round(scale * (moment - origin)) for moment in (piece.begin, piece.end))
         line.append(" " * max(0, begin - len(line)))
         room = end - len(line)
-        line.append(piece.label.ljust(room, "-")[: max(0, room)], style=STYLES[piece.phase])
+        line.append(piece.label.ljust(room, "-")[: max(0, room)], style=ACTIONS[piece.phase].terminal)
     return line
 
 

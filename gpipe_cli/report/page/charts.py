@@ -1,4 +1,4 @@
-"""The charts of a report: metrics over the steps of training, and timelines of the ideal and the measured step.
+"""The charts of a report: metrics over the steps of training.
 
 Lines stretch with the page, texts do not, so a phone shows as much as a wide screen. `script.js` shows the values under
 the pointer from the attribute `data-hover`: positions from left to right, each with its text.
@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
+from gpipe_cli.report.colors import curve_class
 from gpipe_cli.report.formatting import format_value
+from gpipe_cli.report.page.curves import CurvePoint, MetricCurve
 from gpipe_cli.report.page.html import Html, join, tag
-from gpipe_cli.report.page.run_facts import MetricCurve, RunFacts, TimelineBar, TimelineFacts
+from gpipe_cli.report.page.run_facts import RunFacts
 
 FIRST_METRICS = ("loss", "top1", "accuracy", "mean_iou", "lr", "samples_per_second")
 """The order of charts; other metrics follow by name."""
 TITLES = {"samples_per_second": "samples per second", "lr": "learning rate", "top1": "top-1", "top5": "top-5"}
 TRAINING_ONLY = ("lr", "samples_per_second")
 """Metrics that say nothing new, or nothing comparable, about an evaluation."""
-MAX_POINTS = 600
 MAX_DOTS = 40
 GRID_SIZE = 1000
 """Lines are drawn on a square of this side, which the browser stretches."""
@@ -31,14 +32,6 @@ TICKS = 5
 EQUAL = 1e-9
 """Values that differ by less than this share count as one value; the arithmetic of ticks could not part them."""
 TINY = 1e-200
-PHASES = ("forward", "recompute", "backward", "copy")
-ROW_HEIGHT = 26
-BAR_HEIGHT = 22
-AXIS_HEIGHT = 20
-MIN_WIDTH = 900
-MIN_BAR_WIDTH = 14
-"""Pixels of the average bar: the picture scrolls if the screen is narrower than that."""
-LETTER_WIDTH = 7
 
 
 @final
@@ -79,11 +72,19 @@ class ChartLine:
     name: str
     color: int
     dashed: bool
-    points: Sequence[tuple[float, float]]
+    points: Sequence[CurvePoint]
+
+    @property
+    def has_range(self) -> bool:
+        return any(point.low < point.high for point in self.points)
 
     @property
     def css_class(self) -> str:
-        return f"line c{self.color % 8}{' dashed' if self.dashed else ''}"
+        return f"line {curve_class(self.color)}{' dashed' if self.dashed else ''}"
+
+    @property
+    def band_class(self) -> str:
+        return f"band {curve_class(self.color)}"
 
 
 def metric_charts(runs: Sequence[RunFacts]) -> Html | None:
@@ -107,28 +108,13 @@ def _chart_line(curve: MetricCurve, run: RunFacts, index: int | None) -> ChartLi
     is_evaluation = curve.split == "eval"
     name = curve.split if index is None else f"{run.path.name} {curve.split}"
     color = int(is_evaluation) if index is None else index
-    return ChartLine(name, color, is_evaluation, thin_points(curve.points))
-
-
-def thin_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Few enough points to draw: of each stretch the lowest and the highest, so that no spike is lost."""
-    if len(points) <= MAX_POINTS:
-        return list(points)
-    stretch = -(-2 * len(points) // MAX_POINTS)
-    thinned: list[tuple[float, float]] = []
-    for begin in range(0, len(points), stretch):
-        part = points[begin : begin + stretch]
-        thinned += sorted({min(part, key=_value), max(part, key=_value)})
-    return [*thinned, points[-1]] if thinned[-1] != points[-1] else thinned
-
-
-def _value(point: tuple[float, float]) -> float:
-    return point[1]
+    return ChartLine(name, color, is_evaluation, curve.points)
 
 
 def _chart(metric: str, lines: Sequence[ChartLine]) -> Html:
-    horizontal = Scale.over(step for line in lines for step, _ in line.points)
-    vertical = Scale.over((value for line in lines for _, value in line.points), margin=0.06)
+    points = [point for line in lines for point in line.points]
+    horizontal = Scale.over(point.step for point in points)
+    vertical = Scale.over((end for point in points for end in (point.low, point.high)), margin=0.06)
     title = TITLES.get(metric, metric.replace("_", " "))
     return tag(
         "figure",
@@ -152,7 +138,11 @@ def _legend(lines: Sequence[ChartLine]) -> Html:
     keys = []
     for line in lines:
         stroke = tag("line", {"class": line.css_class, "x2": "100%", "y1": 5, "y2": 5})
-        keys.append(tag("span", {"class": "key"}, tag("svg", {"class": "swatch"}, stroke), line.name))
+        band = (
+            tag("rect", {"class": line.band_class, "width": "100%", "height": 10}) if line.has_range else None
+        )
+        name = f"{line.name}: mean and range" if line.has_range else line.name
+        keys.append(tag("span", {"class": "key"}, tag("svg", {"class": "swatch"}, band, stroke), name))
     return join(keys)
 
 
@@ -161,20 +151,33 @@ def _drawing(lines: Sequence[ChartLine], horizontal: Scale, vertical: Scale) -> 
         tag("line", {"class": "grid", "x2": "100%", "y1": y, "y2": y})
         for y in (f"{100 * (1 - vertical.share(tick)):.2f}%" for tick in vertical.ticks())
     ]
-    polylines, dots = [], []
+    shapes, dots = [], []
     for line in lines:
-        positions = [(horizontal.share(step), 1 - vertical.share(value)) for step, value in line.points]
-        points = " ".join(f"{GRID_SIZE * x:.0f},{GRID_SIZE * y:.0f}" for x, y in positions)
-        polylines.append(tag("polyline", {"class": line.css_class, "points": points}))
+        if line.has_range:
+            highs = [_position(point.step, point.high, horizontal, vertical) for point in line.points]
+            lows = [_position(point.step, point.low, horizontal, vertical) for point in line.points]
+            shapes.append(
+                tag("polygon", {"class": line.band_class, "points": _on_grid([*highs, *lows[::-1]])})
+            )
+        positions = [_position(point.step, point.mean, horizontal, vertical) for point in line.points]
+        shapes.append(tag("polyline", {"class": line.css_class, "points": _on_grid(positions)}))
         if len(positions) <= MAX_DOTS:  # a single point would have no line at all
             for x, y in positions:
                 center = {"cx": f"{100 * x:.2f}%", "cy": f"{100 * y:.2f}%"}
-                dots.append(tag("circle", {"class": f"c{line.color % 8}", **center, "r": 2.5}))
+                dots.append(tag("circle", {"class": curve_class(line.color), **center, "r": 2.5}))
     stretched = tag(
-        "svg", {"viewBox": f"0 0 {GRID_SIZE} {GRID_SIZE}", "preserveAspectRatio": "none"}, *polylines
+        "svg", {"viewBox": f"0 0 {GRID_SIZE} {GRID_SIZE}", "preserveAspectRatio": "none"}, *shapes
     )
     cross = tag("line", {"class": "cross", "y2": "100%", "visibility": "hidden"})
     return [*grid, stretched, *dots, cross]
+
+
+def _position(step: float, value: float, horizontal: Scale, vertical: Scale) -> tuple[float, float]:
+    return horizontal.share(step), 1 - vertical.share(value)
+
+
+def _on_grid(positions: Iterable[tuple[float, float]]) -> str:
+    return " ".join(f"{GRID_SIZE * x:.0f},{GRID_SIZE * y:.0f}" for x, y in positions)
 
 
 def _vertical_axis(metric: str, vertical: Scale) -> Html:
@@ -200,96 +203,16 @@ def _horizontal_axis(horizontal: Scale) -> Html:
 
 def _hover_texts(metric: str, lines: Sequence[ChartLine], horizontal: Scale) -> list[tuple[float, str]]:
     texts: dict[float, list[str]] = defaultdict(list)
+    titles: dict[float, str] = {}
     for line in lines:
-        for step, value in line.points:
-            texts[step].append(f"{line.name} {format_value(metric, value)}")
+        for point in line.points:
+            ends = f"{point.first:.0f}", f"{point.last:.0f}"
+            titles.setdefault(
+                point.step, f"step {ends[0]}" if ends[0] == ends[1] else f"steps {' to '.join(ends)}"
+            )
+            low, high = format_value(metric, point.low), format_value(metric, point.high)
+            extremes = f" ({low} to {high})" if low != high else ""
+            texts[point.step].append(f"{line.name} {format_value(metric, point.mean)}{extremes}")
     return [
-        (round(horizontal.share(step), 4), "\n".join([f"step {step:.0f}", *texts[step]]))
-        for step in sorted(texts)
+        (round(horizontal.share(step), 4), "\n".join([titles[step], *texts[step]])) for step in sorted(texts)
     ]
-
-
-def step_timelines(run: RunFacts) -> Html | None:
-    """None if no step was recorded."""
-    if run.measured is None:
-        return None
-    timelines = (
-        {"measured": run.measured} if run.ideal is None else {"ideal": run.ideal, "measured": run.measured}
-    )
-    longest = max(timeline.milliseconds for timeline in timelines.values()) or 1.0
-    most_bars = max(
-        max(Counter(bar.partition for bar in timeline.bars).values()) for timeline in timelines.values()
-    )
-    width = max(MIN_WIDTH, MIN_BAR_WIDTH * most_bars)
-    figures = [_figure(title, timeline, Scale(0, longest), width) for title, timeline in timelines.items()]
-    legend = tag("p", {"class": "legend"}, *(_legend_key(phase) for phase in PHASES))
-    advice = (
-        tag("p", None, tag("strong", None, "Try this: "), "; ".join(run.advice), ".") if run.advice else None
-    )
-    return join([legend, *figures, advice])
-
-
-def _legend_key(phase: str) -> Html:
-    swatch = tag("svg", {"class": "swatch"}, tag("rect", {"class": phase, "width": "100%", "height": 10}))
-    return tag("span", {"class": "key"}, swatch, phase)
-
-
-def _figure(title: str, timeline: TimelineFacts, scale: Scale, width: int) -> Html:
-    """width: at least so many pixels."""
-    height = ROW_HEIGHT * timeline.partitions
-    bubble = "" if timeline.bubble is None else f", bubble {format_value('bubble', timeline.bubble)}"
-    names = (
-        tag("text", {"x": "100%", "y": ROW_HEIGHT * index + BAR_HEIGHT / 2}, str(index))
-        for index in range(timeline.partitions)
-    )
-    area = tag(
-        "svg",
-        {"class": "bars", "width": width, "height": height + AXIS_HEIGHT},
-        *_axis(scale, height),
-        *(_bar(bar, scale, width) for bar in timeline.bars),
-    )
-    return tag(
-        "figure",
-        {"class": f"timeline {title}"},
-        tag("figcaption", None, tag("strong", None, title), f" {timeline.milliseconds:.1f} ms{bubble}"),
-        tag(
-            "div",
-            {"class": "rows"},
-            tag("svg", {"class": "names", "height": height + AXIS_HEIGHT}, *names),
-            tag("div", {"class": "scroll", "tabindex": "0"}, area),
-        ),
-    )
-
-
-def _bar(bar: TimelineBar, scale: Scale, width: int) -> Html:
-    tooltip = (
-        f"{bar.label}: {bar.phase}\npartition {bar.partition}, micro-batch {bar.micro_batch}\n"
-        f"{bar.milliseconds:.3f} ms, from {bar.begin:.3f} ms"
-    )
-    geometry: dict[str, str | float] = {
-        "x": f"{100 * scale.share(bar.begin):.3f}%",
-        "width": f"{100 * scale.share(bar.milliseconds):.3f}%",
-        "y": ROW_HEIGHT * bar.partition,
-        "height": BAR_HEIGHT,
-    }
-    has_room = width * scale.share(bar.milliseconds) > LETTER_WIDTH * len(bar.label)
-    return tag(
-        "svg",
-        {"class": "piece", **geometry},
-        tag("title", None, tooltip),
-        tag(
-            "rect",
-            {"class": bar.phase if bar.phase in PHASES else "copy", "width": "100%", "height": "100%"},
-        ),
-        tag("text", {"x": "50%", "y": "50%"}, bar.label) if has_room else None,
-    )
-
-
-def _axis(scale: Scale, height: float) -> list[Html]:
-    axis = []
-    for tick in scale.ticks():
-        x = f"{100 * scale.share(tick):.2f}%"
-        axis.append(tag("line", {"class": "grid", "x1": x, "x2": x, "y2": height}))
-        if tick:  # 0 needs no label
-            axis.append(tag("text", {"class": "mark", "x": x, "y": height + 14}, f"{tick:.6g} ms"))
-    return axis

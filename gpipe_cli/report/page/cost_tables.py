@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from gpipe_cli.report.colors import partition_class
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.page.html import Child, Html, color_dot, join, table, tag
 from gpipe_cli.report.page.run_facts import LayerCost, PartitionUsage, RunFacts
@@ -31,7 +32,7 @@ def layer_table(run: RunFacts) -> Html | None:
 def _layer_row(index: int, layer: LayerCost, unit: str, slowest: float, largest: float) -> Sequence[Child]:
     cost = {f"forward_{unit}": layer.forward, f"backward_{unit}": layer.backward}
     memory = {"parameter bytes": layer.parameter_bytes, "saved bytes": layer.saved_bytes}
-    color = _partition_color(layer.partition)
+    color = partition_class(layer.partition)
     return (
         str(index),
         layer.name,
@@ -72,7 +73,7 @@ def partition_table(run: RunFacts) -> Html | None:
 
 def _partition_cells(index: int, partition: PartitionUsage, *, timed: bool) -> list[Child]:
     cells: list[Child] = [
-        join([color_dot(_partition_color(index)), str(index)]),
+        join([color_dot(partition_class(index)), str(index)]),
         partition.device or "-",
         partition.layers or "-",
         format_value("parameters", partition.parameters),
@@ -88,7 +89,7 @@ def _partition_cells(index: int, partition: PartitionUsage, *, timed: bool) -> l
 
 def _memory_bar(index: int, partition: PartitionUsage, longest: float, limit: float | None) -> Html:
     sizes = {f"{purpose} bytes": size for purpose, size in partition.memory.items()}
-    return _bar(_partition_color(index), f"partition {index}", sizes, longest, limit)
+    return _bar(partition_class(index), f"partition {index}", sizes, longest, limit)
 
 
 def _balance_bar(layers: Sequence[LayerCost]) -> Html | None:
@@ -100,7 +101,7 @@ def _balance_bar(layers: Sequence[LayerCost]) -> Html | None:
     for layer in layers:
         width = 100 * (layer.forward + layer.backward) / total
         tooltip = f"{layer.name}\npartition {layer.partition}\n{width:.2f} % of the time"
-        segments.append(_segment(_partition_color(layer.partition), begin, width, tooltip))
+        segments.append(_segment(partition_class(layer.partition), begin, width, tooltip))
         begin += width
     return tag("svg", {"class": "shares", "role": "img", "aria-label": "balance"}, *segments)
 
@@ -127,7 +128,3 @@ def _bar(
 def _segment(color: str, begin: float, width: float, tooltip: str) -> Html:
     geometry = {"x": f"{begin:.2f}%", "width": f"{width:.2f}%", "height": "100%"}
     return tag("rect", {"class": color, **geometry}, tag("title", None, tooltip))
-
-
-def _partition_color(partition: int) -> str:
-    return f"p{partition % 8}"

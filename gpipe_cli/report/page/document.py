@@ -12,13 +12,16 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 
+from gpipe_cli.report.colors import color_style, curve_class
 from gpipe_cli.report.formatting import format_value
-from gpipe_cli.report.page.charts import metric_charts, step_timelines
+from gpipe_cli.report.page.charts import metric_charts
 from gpipe_cli.report.page.check_section import check_table, verdict_counts
 from gpipe_cli.report.page.cost_tables import layer_table, partition_table
+from gpipe_cli.report.page.curves import MetricCurve
 from gpipe_cli.report.page.html import Child, Html, color_dot, join, table, tag
-from gpipe_cli.report.page.run_facts import MetricCurve, RunFacts
+from gpipe_cli.report.page.run_facts import RunFacts
 from gpipe_cli.report.page.run_files import as_number
+from gpipe_cli.report.page.step_timelines import step_timelines
 
 PAGE = "report.html"
 GENERATOR = '<meta name="generator" content="gpipe">'
@@ -50,7 +53,7 @@ def render_page(runs: Sequence[RunFacts]) -> str:
     title = str(runs[0].path) if len(runs) == 1 else f"Comparison of {len(runs)} runs"
     content = _run_content(runs[0]) if len(runs) == 1 else _comparison_content(runs)
     policy = (
-        f"default-src 'none'; style-src {_digest('style.css')}; script-src {_digest('script.js')}; "
+        f"default-src 'none'; style-src {_digest(_style())}; script-src {_digest(_asset('script.js'))}; "
         "base-uri 'none'; form-action 'none'"
     )
     head = tag(
@@ -61,7 +64,7 @@ def render_page(runs: Sequence[RunFacts]) -> str:
         tag("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}),
         Html(GENERATOR),
         tag("title", None, f"{title} · gpipe"),
-        Html(f"<style>{_asset('style.css')}</style>"),
+        Html(f"<style>{_style()}</style>"),
     )
     body = tag(
         "body",
@@ -173,8 +176,13 @@ def _asset(name: str) -> str:
     return files("gpipe_cli.report.page").joinpath(name).read_text(encoding="utf-8")
 
 
-def _digest(name: str) -> str:
-    digest = hashlib.sha256(_asset(name).encode()).digest()
+def _style() -> str:
+    # The colors first: the rest may make an exception of one.
+    return color_style() + _asset("style.css")
+
+
+def _digest(source: str) -> str:
+    digest = hashlib.sha256(source.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
@@ -190,7 +198,7 @@ def headline(run: RunFacts) -> dict[str, str]:
     results |= {verdict: str(count) for verdict, count in verdict_counts(run.checks).items()}
     for curve in run.curves:
         if (curve.metric, curve.split) == ("loss", "eval"):
-            step, loss = min(curve.points, key=lambda point: point[1])
+            step, loss = curve.lowest
             results["best loss"] = f"{format_value('loss', loss)} at step {step:.0f}"
     for name, value in numbers.items():
         if name not in TITLES and name not in HIDDEN:
@@ -215,7 +223,7 @@ def comparison_table(runs: Sequence[RunFacts]) -> Html:
     titles = list(dict.fromkeys(title for result in results for title in result))
     rows: list[list[Child]] = [
         [
-            join([color_dot(f"c{index % 8}"), tag("a", {"href": f"#run{index}"}, str(run.path))]),
+            join([color_dot(curve_class(index)), tag("a", {"href": f"#run{index}"}, str(run.path))]),
             *(result.get(title, "-") for title in titles),
         ]
         for index, (run, result) in enumerate(zip(runs, results, strict=True))
@@ -226,11 +234,11 @@ def comparison_table(runs: Sequence[RunFacts]) -> Html:
 def _latest_metrics(curves: Sequence[MetricCurve]) -> dict[str, str]:
     """For a run that has not finished: what it measured last."""
     losses = {
-        f"loss ({curve.split})": format_value("loss", curve.points[-1][1])
+        f"loss ({curve.split})": format_value("loss", curve.points[-1].mean)
         for curve in curves
         if curve.metric == "loss"
     }
-    steps = [curve.points[-1][0] for curve in curves]
+    steps = [curve.points[-1].last for curve in curves]
     return {**losses, "steps": f"{max(steps):.0f}, not finished"} if steps else {}
 
 

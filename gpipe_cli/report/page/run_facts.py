@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, final
 
 from gpipe_cli.errors import RunError
 from gpipe_cli.report.page.check_section import CheckRow, read_check_rows
+from gpipe_cli.report.page.curves import MetricCurve, read_curves
 from gpipe_cli.report.page.run_files import (
     RunFiles,
     as_int,
@@ -29,24 +30,11 @@ RUN_FILES = ("launch.json", "config.yaml", "metrics.jsonl", "profile.json", "sum
 """A directory with none of these is not a run."""
 TABLES = ("layers", "timeline", "rows", "partitions")
 """What a result contains besides its summary."""
-POSITION_COLUMNS = ("step", "epoch", "seconds")
-"""Numbers in a row of metrics that say where it stands, not what was measured."""
 MEMORY_PURPOSES = ("parameter", "gradient", "optimizer", "activation")
 PACKAGE_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 MAX_PARTITIONS = 1024
 MAX_BARS = 20_000
 """A timeline of more bars would show nothing."""
-
-
-@final
-@dataclass(frozen=True)
-class MetricCurve:
-    """One metric of one split over the steps of a run."""
-
-    metric: str
-    split: str
-    points: tuple[tuple[float, float], ...]
-    """Step and value, by step."""
 
 
 @final
@@ -156,7 +144,7 @@ def read_run(directory: Path) -> RunFacts:
         path=directory,
         command="train" if summary else "profile" if profile else "check" if check else "train",
         summary={key: value for key, value in result.items() if key not in TABLES},
-        curves=_curves(files.json_lines("metrics.jsonl")),
+        curves=read_curves(files.json_lines("metrics.jsonl")),
         layers=tuple(_layer_cost(row, unit) for row in layers),
         unit=unit,
         measured=_median_step(trace, MEASURED, as_number(timeline.get("bubble"))),
@@ -171,18 +159,6 @@ def read_run(directory: Path) -> RunFacts:
         checks=read_check_rows(check),
         problems=tuple(files.problems),
     )
-
-
-def _curves(metrics: Iterable[Mapping[str, Any]]) -> tuple[MetricCurve, ...]:
-    """One per metric and split. A value that is not finite is left out of its own curve only."""
-    points: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    for row in metrics:
-        step, split = as_number(row.get("step")), as_text(row.get("split"))
-        for metric, value in row.items():
-            number = as_number(value)
-            if step is not None and number is not None and metric not in POSITION_COLUMNS:
-                points[metric, split].append((step, number))
-    return tuple(MetricCurve(*key, tuple(sorted(values))) for key, values in points.items())
 
 
 def _layer_cost(row: Mapping[str, Any], unit: str) -> LayerCost:

@@ -6,15 +6,20 @@ rest of the page is made without it.
 
 from __future__ import annotations
 
-import math
+import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from gpipe_cli.safe_files import parse_json, read_regular
+from gpipe_cli.safe_files import UnsafeFile, open_regular, parse_json, read_regular
 
 MAX_FILE_BYTES = 64 * 2**20
 """A page could not show more."""
+MAX_LINES_BYTES = 4 * 2**30
+"""Ten million rows of metrics, which take a minute or two to read."""
+MAX_LINE_BYTES = 2**20
+"""A row of metrics has a few hundred."""
 MAX_NUMBER = 1e100
 """Sums and differences of such numbers do not overflow."""
 
@@ -51,33 +56,54 @@ class RunFiles:
         return parsed
 
     def json_lines(self, name: str) -> Iterator[Mapping[str, Any]]:
-        damaged = 0
-        for line in self.text(name).splitlines():
-            parsed = _parse(line)
-            if isinstance(parsed, dict):
-                yield parsed
-            else:
-                damaged += 1
+        """The mappings in a file, line by line, so that the file may be larger than memory."""
+        path, damaged = self._directory / name, 0
+        try:
+            with os.fdopen(open_regular(path, base=self._directory), "rb") as file:
+                left = os.fstat(file.fileno()).st_size  # what a run appends meanwhile is left out
+                if left > MAX_LINES_BYTES:
+                    raise UnsafeFile(f"has {left:,} bytes; gpipe reads at most {MAX_LINES_BYTES:,}")
+                while left > 0 and (line := file.readline(MAX_LINE_BYTES)):
+                    left -= len(line)
+                    parsed = _parse_line(line)
+                    if isinstance(parsed, dict):
+                        yield parsed
+                    else:
+                        damaged += 1
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self.problems.append(f"{name}: cannot be read: {error.strerror or error}")
         if damaged:
             self.problems.append(f"{name}: {damaged} damaged lines; the page leaves them out")
 
 
-def _parse(content: str) -> Any:
+def _parse(content: str | bytes) -> Any:
     try:
         return parse_json(content)
     except ValueError:
         return None
 
 
+def _parse_line(line: bytes) -> Any:
+    """As `_parse` for a line of which there may be millions: whoever takes a number from it has to check its size."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
 def as_number(value: Any) -> float | None:
     """A number that can be drawn, else None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if type(value) is float:  # nearly all numbers of a long metrics.jsonl
+        return value if -MAX_NUMBER <= value <= MAX_NUMBER else None
+    if type(value) is not int:
         return None
     try:
         number = float(value)
     except OverflowError:  # an integer of hundreds of digits
         return None
-    return number if math.isfinite(number) and abs(number) <= MAX_NUMBER else None
+    return number if abs(number) <= MAX_NUMBER else None
 
 
 def as_int(value: Any, most: int) -> int | None:

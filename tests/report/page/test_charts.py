@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_cli.report.page.charts import MAX_POINTS, Scale, thin_points
+from gpipe_cli.report.page.charts import Scale
 
 numbers = st.floats(-1e100, 1e100)
 
@@ -21,17 +21,3 @@ def test_every_value_has_a_position_and_ticks_lie_on_the_axis(values: list[float
 def test_ticks_are_round_numbers() -> None:
     assert Scale(0, 1).ticks() == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
     assert Scale(0, 2437.5).ticks() == [0, 500, 1000, 1500, 2000]
-
-
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5000))
-def test_a_long_curve_keeps_its_spikes_and_its_ends(values: list[float]) -> None:
-    points = [(float(step), value) for step, value in enumerate(values)]
-    thinned = thin_points(points)
-    assert len(thinned) <= MAX_POINTS + 2
-    assert thinned == sorted(set(thinned)) and set(thinned) <= set(points) and thinned[-1] == points[-1]
-    assert {min(values), max(values)} <= {value for _, value in thinned}
-
-
-def test_a_short_curve_stays_as_it_is() -> None:
-    points = [(1.0, 5.0), (2.0, 5.0), (3.0, 4.0)]
-    assert thin_points(points) == points

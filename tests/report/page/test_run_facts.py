@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gpipe_cli.errors import RunError
+from gpipe_cli.report.page.curves import CurvePoint
 from gpipe_cli.report.page.document import render_page
 from gpipe_cli.report.page.run_facts import read_run
 from tests.report.page.runs import steps, write_profile, write_training
@@ -36,7 +37,9 @@ def test_a_profile_is_read_whole(tmp_path: Path) -> None:
 def test_a_training_run_is_read_whole(tmp_path: Path) -> None:
     run = read_run(write_training(tmp_path))
     curves = {(curve.metric, curve.split): curve.points for curve in run.curves}
-    assert curves["loss", "eval"] == ((20, 0.5),) and len(curves["loss", "train"]) == 20
+    assert (
+        curves["loss", "eval"] == (CurvePoint(20, 20, 0.5, 0.5, 0.5),) and len(curves["loss", "train"]) == 20
+    )
     assert run.commands == ("gpipe train",) and run.environment["devices"] == ["cpu"]
     assert run.next_commands["Evaluate it"] == f"gpipe eval run={tmp_path}"
 
@@ -92,7 +95,8 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert run.problems == ("metrics.jsonl: 2 damaged lines; the page leaves them out",)
     curves = {(curve.metric, curve.split): curve.points for curve in run.curves}
-    assert curves["lr", "train"][-1] == (21, 0.2) and curves["loss", "train"][-1][0] == 20
+    assert curves["lr", "train"][-1] == CurvePoint(21, 21, 0.2, 0.2, 0.2)
+    assert curves["loss", "train"][-1].last == 20
 
 
 @pytest.mark.parametrize("name", [*JSON_FILES, "metrics.jsonl"])
