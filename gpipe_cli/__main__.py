@@ -10,7 +10,10 @@ from gpipe_cli.report.output import secure_streams
 from gpipe_cli.training.signals import ignore_signals, install_handlers
 
 
-def script() -> NoReturn:
+def script(
+    argv: list[str] | None = None, *, number: int | None = None, began: float | None = None
+) -> NoReturn:
+    """The arguments are those of `main`."""
     # Before any other import: a signal that arrives meanwhile is remembered, and no file gets a closed stream's number.
     with install_handlers().defer(patient=True):
         secure_streams()
@@ -18,7 +21,7 @@ def script() -> NoReturn:
         # and again. `commands.jobs` enables it before a command runs.
         gc.disable()
         from gpipe_cli.cli import main
-    code = main()
+    code = main(argv, number=number, began=began)
     sys.stdout.flush()
     ignore_signals()
     sys.exit(code)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from gpipe_cli.config.overrides import recipe_to_group
+from gpipe_cli.config.overrides import JOBS_KEY, recipe_to_group, take_jobs
 from gpipe_cli.errors import ConfigError, or_list
 
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -69,6 +69,10 @@ class Invocation:
 
     words: tuple[str, ...] = ()
     """The overrides, or the arguments of a command without a configuration."""
+    typed: tuple[str, ...] = field(default=(), compare=False)
+    """Everything after the command, as it was typed."""
+    jobs: int = 1
+    """How many jobs of a sweep run side by side."""
     help: bool = False
     version: bool = False
     json: bool = False
@@ -114,8 +118,9 @@ def parse(arguments: list[str], *, configured: bool = True) -> Invocation:
         if word.startswith("-"):
             name = word.partition("=")[0]
             raise ConfigError(f"unknown flag {name}; {or_list(name, flag_names(configured=configured))}")
+    rest, jobs = take_jobs(rest) if configured else (rest, 1)
     overrides = recipe_to_group([*rest, *([] if by is None else [f"balance={by}"])])
-    invocation = Invocation(tuple(overrides), **values)
+    invocation = Invocation(tuple(overrides), tuple(arguments), jobs, **values)
     _check_combinations(invocation)
     return invocation
 
@@ -140,6 +145,10 @@ def _check_combinations(invocation: Invocation) -> None:
     given = [flag for flag, value in modes.items() if value]
     if len(given) > 1:
         raise ConfigError(f"{given[0]} and {given[1]} exclude each other; give one of them")
+    if invocation.jobs > 1 and not invocation.multirun:
+        raise ConfigError(
+            f"{JOBS_KEY}={invocation.jobs}: runs jobs of a sweep side by side, and this is no sweep; add -m"
+        )
     if invocation.cfg not in (None, *CFG_PARTS):
         raise ConfigError(f"--cfg {invocation.cfg}: {or_list(str(invocation.cfg), CFG_PARTS)}")
     for flag, value in (("--resolve", invocation.resolve), ("--package", invocation.package)):

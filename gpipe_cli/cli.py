@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from typing import TextIO
 
 from gpipe_cli import __version__
@@ -24,19 +25,22 @@ from gpipe_cli.training.signals import StopNow, ignore_signals, stop_immediately
 COMPLETION = ("-sc", "--shell-completion")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run a command line and return the exit code."""
+def main(argv: list[str] | None = None, *, number: int | None = None, began: float | None = None) -> int:
+    """Run a command line and return the exit code.
+
+    number: of the job that this process runs for a sweep; began: when that sweep did, by the monotonic clock.
+    """
     arguments = sys.argv[1:] if argv is None else argv
     if torchrun.follows():
         discard_stdout()
     try:
-        return _dispatch(arguments)
+        return _dispatch(arguments, number, began)
     except BaseException as error:  # noqa: BLE001 - the outermost handler: a layer may raise anything
         ignore_signals()
         return _fail(error, debug="--debug" in arguments)
 
 
-def _dispatch(arguments: list[str]) -> int:
+def _dispatch(arguments: list[str], number: int | None, began: float | None) -> int:
     command, *rest = arguments or ["--help"]
     if command in COMPLETION:
         complete(rest, _hydra_completion)
@@ -51,7 +55,7 @@ def _dispatch(arguments: list[str]) -> int:
     if invocation.help:
         return _say(command_help(command))
     if COMMANDS[command].configured:
-        return _configured(command, invocation)
+        return _configured(command, invocation, number, began)
     module = importlib.import_module(f"gpipe_cli.commands.{command}")
     with stop_immediately():
         module.run(invocation)
@@ -64,9 +68,10 @@ def _known(command: str) -> str:
     return command
 
 
-def _configured(command: str, invocation: Invocation) -> int:
+def _configured(command: str, invocation: Invocation, number: int | None, began: float | None) -> int:
     """Compose and check the configuration, then print it, or run it, once or as a sweep."""
     from gpipe_cli.commands.jobs import Jobs
+    from gpipe_cli.commands.sweep import Sweep
     from gpipe_cli.config.compose import Request, compose, compose_tree, config_errors
     from gpipe_cli.config.hydra_loader import open_hydra, print_config, print_info
     from gpipe_cli.config.overrides import quote_override
@@ -83,7 +88,9 @@ def _configured(command: str, invocation: Invocation) -> int:
         with open_hydra(command, invocation.config_dir) as hydra, config_errors(command):
             print_info(hydra, invocation.info, invocation.config_name or command, list(words))
         return 0
-    return Jobs(command, invocation, compose(request, multirun=invocation.multirun)).run()
+    composition = compose(request, multirun=invocation.multirun)
+    jobs = Jobs(command, invocation, composition, time.monotonic() if began is None else began)
+    return Sweep(jobs).run() if invocation.multirun else jobs.run_single(number)
 
 
 def _hydra_completion(command: str, words: list[str]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gpipe_cli import arguments
 from gpipe_cli.config.options import default_options, list_options, takes_recipes
-from gpipe_cli.config.overrides import SCALE_KEY, SMALL
+from gpipe_cli.config.overrides import JOBS_KEY, JOBS_MEANING, SCALE_KEY, SMALL
 from gpipe_cli.config.schema import GROUPS, config_keys
 
 WIDTH = 110
@@ -35,7 +35,7 @@ COMMANDS = {
             "gpipe train                                  # ResNet-18 on handwritten digits, two partitions",
             "gpipe train model=resnet101 chunks=8         # another model, more micro-batches",
             "gpipe train resume=<directory> epochs=6      # resume a stopped run, or train longer",
-            "gpipe train -m chunks=2,4,8                  # a sweep, with a table at the end",
+            "gpipe train -m chunks=2,4,8 jobs=2           # a sweep, two jobs at a time; the same line resumes it",
         ),
     ),
     "eval": Command(
@@ -229,6 +229,8 @@ def _keys(command: str) -> list[str]:
                 part for part in (field.type, f"= {field.default}" if field.default else "") if part
             )
             rows[f"{field.key}  {kind}".strip()] = field.meaning
+    if command == "train":
+        rows[f"{JOBS_KEY}  int = 1"] = JOBS_MEANING
     return _table(rows)
 
 

@@ -16,6 +16,8 @@ BYTE_UNITS = {
 }
 IGNORED_LABEL = -100
 """Marks a label that losses and metrics leave out, such as that of a token of padding; torch uses the same number."""
+LOWER_IS_BETTER = ("loss", "error", "bits_per_token", "perplexity")
+"""A metric whose name ends like this is best when it is smallest; any other when it is largest."""
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 
 
@@ -46,6 +48,10 @@ def parse_duration(text: str) -> float | None:
         return None
     parts = zip(match.groups(), (3600.0, 60.0, 1.0), strict=True)
     return sum(float(number) * unit for number, unit in parts if number is not None) or None
+
+
+def lower_is_better(metric: str) -> bool:
+    return metric.endswith(LOWER_IS_BETTER)
 
 
 def check_whole_number(key: str, value: object, *, least: int) -> None:

@@ -292,6 +292,8 @@ def test_ctrl_c_ends_a_whole_sweep_and_leaves_no_process(
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert error.splitlines()[-1].startswith("gpipe: stopped by Ctrl-C; saved in runs/train/prints/")
+    *_, line = error.splitlines()
+    assert line.startswith("gpipe: stopped by Ctrl-C; 0 of 2 jobs have finished; resume with: gpipe train ")
+    assert line.endswith(" -m seed=1,2")
     assert "Traceback" not in error and "run directory" not in error, "no further job begins"
     assert not any(Path(f"/proc/{pid}").exists() for pid in data_workers)

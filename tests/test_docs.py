@@ -33,7 +33,7 @@ EXAMPLES = [
     TOP / "examples" / "your_own_data" / "sentences.py",
 ]
 RUN = "<the run's directory>"
-EXISTING_RUNS = ("first", "mine")
+EXISTING_RUNS = ("first", "mine", "mine/0", "mine/1", "mine/2")
 """Runs that a page's commands name, and that a test has to make before."""
 FINE_TUNING = DOCS / "how-to" / "fine-tune-hugging-face.md"
 """Its commands build on each other: tests/test_fine_tuning.py runs them in order."""
@@ -201,7 +201,7 @@ def unknown(line: str) -> list[str]:
     pairs = dict(word.split("=", 1) for word in words if "=" in word)
     keys = (
         {field.key for field in config_keys(command)}
-        | {"recipe"}
+        | {"recipe", "jobs"}
         | {f"{group}.{key}" for group in GROUPS for key in KEYS[group]}
     )
     own = tuple(key.removesuffix("_target_") for key in pairs if key.endswith("._target_"))

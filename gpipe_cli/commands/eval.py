@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.config.schema import EvalConfig
 from gpipe_cli.distributed.world import World
@@ -43,7 +41,7 @@ def _evaluate(settings: EvalConfig, job: Job, snapshot: ChosenSnapshot | None, w
             print_partitions(parts.partitions)
         return {"partitions": parts.partitions, **source}
     if starts_ranks(settings):
-        return run_in_ranks(settings, job, parts, time.monotonic())
+        return run_in_ranks(settings, job, parts)
     try:
         with (
             trained_engine(settings, job, parts, snapshot, world) as engine,

@@ -47,7 +47,7 @@ def _generate(settings: GenerateConfig, job: Job, snapshot: ChosenSnapshot | Non
             print_partitions(parts.partitions)
         return {"partitions": parts.partitions, **source}
     if starts_ranks(settings):
-        return run_in_ranks(settings, job, parts, time.monotonic())
+        return run_in_ranks(settings, job, parts)
     given = _read_prompt(settings.prompt) if world.is_rank_zero else ""
     prompt = json.loads(world.from_rank_zero(json.dumps(text.encode(given) if world.is_rank_zero else [])))
     context = text.context

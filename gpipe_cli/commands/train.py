@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
@@ -66,7 +65,6 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def run(settings: TrainConfig, job: Job) -> Summary:
-    started = time.monotonic() if job.rank is None else job.rank.began
     with ExitStack() as cleanup:
         resumed = load_resumed_run(settings, job, cleanup, lock=is_main_process())
         if resumed is None and is_main_process():
@@ -92,7 +90,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
         if summary is None and starts_ranks(settings):
             resumed = None
             cleanup.close()  # releases the lock on the run directory: rank 0 takes it
-            summary = run_in_ranks(settings, job, parts, started)
+            summary = run_in_ranks(settings, job, parts)
         elif summary is None:
             logger = GuardedLogger(settings)
             # Before the engine takes the model: one of several ranks keeps only its own partitions.
@@ -116,7 +114,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             resumed = None  # frees the snapshot's tensors, which the engine has copied
             with _recorder(settings, spec, setup, world, logger, launch["partitions"]) as recorder:
                 _record_start(recorder, settings, setup, warning, parts.partitioning, launch["partitions"])
-                last = _train(settings, parts, spec, engine, setup, started, recorder, world)
+                last = _train(settings, parts, spec, engine, setup, job.began, recorder, world)
             summary = summarize(last, spec, parts.loader, setup.directory, job)
             summary["partitions"] = measured_memory_rows(launch["partitions"], engine.peak_bytes())
             if world.is_rank_zero:

@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from typing import Any, final
@@ -25,7 +27,14 @@ from omegaconf.resolvers import oc
 from gpipe_cli.config.checks import check, check_numbers
 from gpipe_cli.config.hydra_loader import CUSTOM, HYDRA_NODE, GuardedLoader, check_hydra_choices, open_hydra
 from gpipe_cli.config.options import list_options, takes_recipes
-from gpipe_cli.config.overrides import SCALE_KEY, SMALL, escape_references, override_group, override_key
+from gpipe_cli.config.overrides import (
+    SCALE_KEY,
+    SMALL,
+    escape_references,
+    override_group,
+    override_key,
+    without_keys,
+)
 from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
     GROUPS,
@@ -75,6 +84,12 @@ class JobConfig:
     settings: ModelConfig
     """The typed configuration, with references resolved."""
 
+    def with_values(self, **values: Any) -> JobConfig:
+        """The same job with other values of some top-level keys, and the overrides that were given."""
+        tree = OmegaConf.merge(self.tree, values)
+        assert isinstance(tree, DictConfig)
+        return replace(self, tree=tree, settings=replace(self.settings, **values))
+
 
 @final
 class Composition:
@@ -103,6 +118,21 @@ class Composition:
         own = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != HYDRA_NODE])
         settings = settings_of(own, self.request.command, self.request.overrides)
         self._composed[overrides] = JobConfig(tuple(recorded), own, choices, settings)
+
+    def digest(self, without: Sequence[str]) -> str:
+        """A fingerprint of all jobs, whatever the values of the keys in `without`.
+
+        Every value of every key has been composed at least once, so it covers the content of all files in use.
+        """
+        words = [sorted(without_keys(job, without)) for job in self.jobs]
+        trees = [OmegaConf.to_container(config.tree) for config in self._composed.values()]
+        kept = [
+            {key: value for key, value in tree.items() if key not in without}
+            for tree in trees
+            if isinstance(tree, dict)
+        ]
+        content = json.dumps([self.request.command, words, kept], sort_keys=True, default=str)
+        return hashlib.sha256(content.encode()).hexdigest()
 
 
 def compose(request: Request, *, multirun: bool = False) -> Composition:

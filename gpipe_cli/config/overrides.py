@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from gpipe_cli.errors import ConfigError, or_list
 
@@ -11,6 +11,8 @@ SMALL = "small"
 SCALES = ("full", SMALL)
 SCALE_KEY = "recipe.scale"
 _RECIPE, _SCALE, _RECIPE_GROUP = "recipe=", f"{SCALE_KEY}=", "recipes="
+JOBS_KEY, MOST_JOBS = "jobs", 1024
+JOBS_MEANING = "With -m: how many jobs of the sweep run at a time; they divide devices and cores."
 _PIECE = re.compile(
     r"""
       (?P<quoted> \s* (?: "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' ) \s* (?=[\]}),:]|$) )
@@ -39,6 +41,10 @@ def override_group(word: str) -> str:
 def sets_key(overrides: Iterable[str], key: str) -> bool:
     """Whether an override sets the key, or a key below it."""
     return any(f"{override_key(word)}.".startswith(f"{key}.") for word in overrides)
+
+
+def without_keys(overrides: Iterable[str], keys: Collection[str]) -> tuple[str, ...]:
+    return tuple(word for word in overrides if override_key(word) not in keys)
 
 
 def recipe_to_group(words: Sequence[str]) -> list[str]:
@@ -71,6 +77,16 @@ def recipe_to_group(words: Sequence[str]) -> list[str]:
         for word in words
         if not word.startswith(_SCALE)
     ]
+
+
+def take_jobs(words: Sequence[str]) -> tuple[list[str], int]:
+    """The words without `jobs=2`, and how many jobs of a sweep run side by side."""
+    given = [word.partition("=")[2] for word in words if override_key(word) == JOBS_KEY]
+    if len(given) > 1:
+        raise ConfigError(f"{JOBS_KEY}: given {len(given)} times ({', '.join(given)}); give it once")
+    if given and not (given[0].isascii() and given[0].isdecimal() and 0 < int(given[0]) <= MOST_JOBS):
+        raise ConfigError(f"{JOBS_KEY}={given[0]}: must be a whole number from 1 to {MOST_JOBS}")
+    return [word for word in words if override_key(word) != JOBS_KEY], int(given[0]) if given else 1
 
 
 def group_to_recipe(words: Iterable[str]) -> Iterator[str]:

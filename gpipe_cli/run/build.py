@@ -132,22 +132,19 @@ def build_parts(
 def partition_model(settings: ModelConfig, model: nn.Sequential, loader: BatchLoader) -> Partitioning:
     """Choose the devices of the partitions, and balance the layers between them."""
     if isinstance(settings, EngineConfig) and not traits_of_engine(settings).has_partitions:
-        devices = resolve_devices(settings.devices, 1)
+        devices = worker_devices(settings)
         if len(devices) > 1:
             raise ConfigError(f"devices={settings.devices}: {engine_name(settings)} runs on one device")
         set_threads(settings.threads, devices)
         # The engine runs forward and backward of each micro-batch before the next one, as 1f1b does on one device.
         spec = PipelineSpec(one_f_one_b.TRAITS.name, 1, loader.micro_batches(settings.chunks))
         return Partitioning(BalanceResult.of([len(model)], [1] * len(model), "layers"), devices, spec)
-    layers = settings.balance.get("layers")
-    replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
-    default = len(layers) if layers else default_partitions(settings.devices, replicas)
-    partitions = settings.partitions or default
+    partitions, replicas = _partitions_and_replicas(settings)
     if partitions > len(model):
         raise ConfigError(
             f"partitions={partitions}: the model has only {len(model)} layers; give at most that many"
         )
-    all_devices = resolve_devices(settings.devices, partitions * replicas)
+    all_devices = worker_devices(settings)
     width = len(all_devices) // replicas
     replica = World.current().rank // max(1, width)
     devices = all_devices[replica * width : (replica + 1) * width]
@@ -161,6 +158,21 @@ def partition_model(settings: ModelConfig, model: nn.Sequential, loader: BatchLo
     set_threads(settings.threads, all_devices)
     spec = make_pipeline_spec(settings, loader, partitions, devices)
     return _balance(settings, model, loader, devices, spec)
+
+
+def worker_devices(settings: ModelConfig) -> list[torch.device]:
+    """The devices of the workers of all replicas."""
+    if isinstance(settings, EngineConfig) and not traits_of_engine(settings).has_partitions:
+        return resolve_devices(settings.devices, 1)
+    partitions, replicas = _partitions_and_replicas(settings)
+    return resolve_devices(settings.devices, partitions * replicas)
+
+
+def _partitions_and_replicas(settings: ModelConfig) -> tuple[int, int]:
+    layers = settings.balance.get("layers")
+    replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
+    default = len(layers) if layers else default_partitions(settings.devices, replicas)
+    return settings.partitions or default, replicas
 
 
 def _balance(

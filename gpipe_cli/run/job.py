@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from omegaconf import DictConfig, OmegaConf
@@ -25,8 +26,6 @@ class Rank:
     files: RankFiles
     balance: list[int]
     """Layers per partition, chosen once by the launcher."""
-    began: float
-    """When the command started, by the monotonic clock, which all processes of a machine share."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,8 @@ class Job:
     """The index of the job in a sweep; None for a single job."""
     json: bool
     dry_run: bool
+    began: float = field(default_factory=time.monotonic)
+    """When the command started, by the monotonic clock, which all processes of a machine share."""
     rank: Rank | None = None
     """Set if a launcher started this process as one of several."""
 
@@ -60,7 +61,8 @@ class Job:
             number=task.number if task.run_directory is None else None,
             json=task.json,
             dry_run=False,
-            rank=Rank(files, task.balance, task.began),
+            began=task.began,
+            rank=Rank(files, task.balance),
         )
 
     @property

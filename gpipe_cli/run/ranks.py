@@ -39,7 +39,7 @@ def starts_ranks(settings: RunConfig) -> bool:
     return traits_of_engine(settings).needs_processes and not is_rank()
 
 
-def run_in_ranks(settings: RunConfig, job: Job, parts: RunParts, began: float) -> Summary:
+def run_in_ranks(settings: RunConfig, job: Job, parts: RunParts) -> Summary:
     """Start ranks that run the job, and wait for them; the summary of rank 0."""
     partitioning = parts.partitioning
     if partitioning.origin:
@@ -53,7 +53,7 @@ def run_in_ranks(settings: RunConfig, job: Job, parts: RunParts, began: float) -
         model=job.model,
         number=job.number,
         balance=partitioning.balance,
-        began=began,
+        began=job.began,
         json=job.json,
     )
     return launch_ranks(

@@ -17,15 +17,19 @@ _LATER = 60
 """Seconds. torchrun reports the process that failed first, by timestamps in whole seconds."""
 
 
+def is_rank() -> bool:
+    return _STARTED in os.environ
+
+
 def follows() -> bool:
     """Whether another process prints for this one."""
-    return _STARTED in os.environ and os.environ.get(_RANK, "0") != "0"
+    return is_rank() and os.environ.get(_RANK, "0") != "0"
 
 
 def leave_reason(line: str, *, of_another: bool) -> None:
     """Write the reason to torchrun's error file; of_another: this process failed only because another did."""
     path = os.environ.get(_REASON)
-    if _STARTED not in os.environ or not path:
+    if not is_rank() or not path:
         return
     when = int(time.time()) + (_LATER if of_another else 0)
     shown = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(when)}}

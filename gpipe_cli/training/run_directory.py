@@ -34,10 +34,7 @@ MAX_NAME_LENGTH = 80
 
 def check_run_dir(run_dir: str | None, number: int | None) -> None:
     """Reject a directory that cannot be used, before anything expensive is done."""
-    if run_dir is not None and (not run_dir or "\0" in run_dir):
-        raise ConfigError(
-            f"run_dir={run_dir}: give the name of a directory, or null for runs/<command>/<model>/<time>"
-        )
+    check_directory_name(run_dir)
     path = planned_run_directory(run_dir, number)
     try:
         if run_dir is not None and path.is_dir() and any(path.iterdir()):
@@ -52,6 +49,13 @@ def check_run_dir(run_dir: str | None, number: int | None) -> None:
         raise ConfigError(f"run_dir={path}: {existing} is a file; choose another directory")
     if not os.access(existing, os.W_OK):
         raise ResourceError(f"run_dir={path}: {existing} is not writable")
+
+
+def check_directory_name(run_dir: str | None) -> None:
+    if run_dir is not None and (not run_dir or "\0" in run_dir):
+        raise ConfigError(
+            f"run_dir={run_dir}: give the name of a directory, or null for runs/<command>/<model>/<time>"
+        )
 
 
 def make_run_directory(run_dir: str | None, command: str, name: str, number: int | None) -> Path:

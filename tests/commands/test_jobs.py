@@ -19,25 +19,6 @@ def test_the_command_in_the_summary_is_the_typed_one(tiny: Gpipe, tmp_path: Path
     assert line.endswith(" recipe=mine --config-dir own")
 
 
-def test_a_sweep_prints_one_table_and_no_result_twice(tiny: Gpipe) -> None:
-    answer = tiny("train", "-m", "steps=1", "chunks=1,2")
-    assert answer.out.splitlines()[0] == "2 jobs, 0 failed"
-    assert [line.split()[:2] for line in answer.out.splitlines()[2:]] == [
-        ["0", "chunks=1"],
-        ["1", "chunks=2"],
-    ]
-
-
-def test_a_failure_in_a_sweep_is_reported_with_its_type_and_place(tiny: Gpipe) -> None:
-    answer = tiny("train", "-m", "model._target_=tiny_for_tests.broken", "steps=1", "seed=1,2")
-    assert answer.code == 1
-    for line in answer.out.splitlines()[2:]:
-        assert "FAILED (1): ZeroDivisionError: as [31mwritten (in partition 1, layer '2'" in line
-    assert "Traceback" not in answer.err
-    debugged = tiny("train", "-m", "model._target_=tiny_for_tests.broken", "steps=1", "seed=1", "--debug")
-    assert "Traceback" in debugged.err
-
-
 @pytest.mark.parametrize("engine", ["single", "threads"])
 def test_more_chunks_than_samples_are_reported_as_fewer_micro_batches(tiny: Gpipe, engine: str) -> None:
     answer = tiny("train", "steps=1", "batch_size=4", "chunks=9", f"engine={engine}")

@@ -146,7 +146,7 @@ def test_a_sweep_numbers_its_directories_and_ends_in_a_table(tiny: Gpipe, tmp_pa
     answer = tiny("train", "-m", "steps=1", "partitions=1,2", "run_dir=sweep")
     assert answer.code == 0
     assert "2 jobs, 0 failed" in answer.out
-    assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["0", "1"]
+    assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["0", "1", "sweep.json"]
     assert not list(tmp_path.rglob("multirun.yaml"))
 
 

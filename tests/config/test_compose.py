@@ -160,3 +160,16 @@ def test_each_job_is_composed_once(
     )
     composition = compose(Request("train", overrides), multirun=jobs > 1)
     assert len([composition.job(job) for job in composition.jobs]) == len(composed) == jobs
+
+
+def test_the_digest_of_a_sweep_follows_its_words_and_files_but_not_its_directory(tmp_path: Path) -> None:
+    option = tmp_path / "optimizer" / "mine.yaml"
+    option.parent.mkdir()
+
+    def digest(*overrides: str, lr: float = 0.1) -> str:
+        option.write_text(f"_target_: torch.optim.SGD\nlr: {lr}\n", encoding="utf-8")
+        request = Request("train", ("optimizer=sgd,mine", *overrides), config_dir=str(tmp_path))
+        return compose(request, multirun=True).digest(("run_dir", "resume"))
+
+    assert digest("run_dir=a") == digest("run_dir=b")
+    assert len({digest(), digest("seed=1"), digest(lr=0.2)}) == 3

@@ -105,7 +105,7 @@ def test_the_launcher_refuses_devices_before_it_starts_a_rank(
 
 
 def test_a_rank_uses_the_balance_that_its_launcher_found(torchrun: None) -> None:
-    job = Job(**{**vars(JOB), "rank": Rank(RankFiles(Path()), [3, 1, 4], began=0.0)})
+    job = Job(**{**vars(JOB), "rank": Rank(RankFiles(Path()), [3, 1, 4])})
     assert settings_for_rank(settings(partitions=3), job).balance["layers"] == [3, 1, 4]
 
 

@@ -26,10 +26,7 @@ from gpipe_cli.training.snapshot.contents import check_savable, copy_state, repl
 from gpipe_cli.training.snapshot.durable import remove_atomically
 from gpipe_cli.training.snapshot.manifest import SNAPSHOTS, snapshot_path, snapshot_paths, verify_snapshot
 from gpipe_cli.training.snapshot.record import BestEvaluation, TrainingRecord, versions
-from gpipe_cli.values import format_bytes
-
-LOWER_IS_BETTER = ("loss", "error", "bits_per_token", "perplexity")
-"""A metric whose name ends like this is best when it is smallest; any other when it is largest."""
+from gpipe_cli.values import format_bytes, lower_is_better
 
 SLOW_DISK = 50e6
 """Bytes per second, for the duration of a save before one was measured."""
@@ -56,7 +53,7 @@ class Retention:
 
     def is_better(self, value: float, best: float) -> bool:
         assert self.monitor is not None, "there is a metric to compare"
-        return value < best if self.monitor.endswith(LOWER_IS_BETTER) else value > best
+        return value < best if lower_is_better(self.monitor) else value > best
 
 
 def check_snapshot_space(run: Path, spec: TrainSpec, retention: Retention, size: int) -> str | None:
