@@ -34,6 +34,7 @@ from gpipe_cli.run.build import Partitioning, RunParts, make_engine
 from gpipe_cli.run.components import traits_of_engine
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.job import Job, Summary
+from gpipe_cli.run.optimizer import optimizer_factory
 from gpipe_cli.run.ranks import (
     build_parts_in_ranks,
     connect,
@@ -54,7 +55,7 @@ from gpipe_cli.run.summary import (
     write_report,
     write_summary,
 )
-from gpipe_cli.run.training_step import autocast_of, make_sample, optimizer_factory
+from gpipe_cli.run.training_step import autocast_of, make_sample
 from gpipe_cli.training.loop import EvalResult, TrainSpec, train
 from gpipe_cli.training.run_directory import check_run_dir, planned_run_directory
 from gpipe_cli.training.signals import defer_signals
@@ -252,7 +253,7 @@ def _dry_run(settings: TrainConfig, job: Job, parts: RunParts, steps: int) -> Su
             for row, boundary in zip(partitions, boundaries, strict=True)
         ]
         estimates = partition_memory(
-            parts.model, facts, balance, parts.partitioning.spec, optimizer_factory(settings)
+            parts.model, facts, balance, parts.partitioning.spec, optimizer_factory(settings, parts.model)
         )
         memory = [{**asdict(estimate), "total_bytes": estimate.total_bytes} for estimate in estimates]
     if not job.json:

@@ -55,9 +55,13 @@ def bind(
     group: str,
     allow: Sequence[str] = (),
     offered: Mapping[str, Any] = MappingProxyType({}),
+    path: str | None = None,
 ) -> Callable[[], Any]:
-    """Check the target's arguments against its signature; the returned function makes the call."""
-    return _bind(node, group, group, allow, offered)
+    """Check the target's arguments against its signature; the returned function makes the call.
+
+    path: what messages call the node; by default the group.
+    """
+    return _bind(node, path or group, group, allow, offered)
 
 
 def accepted_arguments(node: Mapping[str, Any], group: str, allow: Sequence[str] = ()) -> frozenset[str]:

@@ -28,7 +28,6 @@ from gpipe_cli.offload.sizing import layer_bytes, optimizer_bytes
 from gpipe_cli.offload.slices import ALL_WEIGHTS, Part, Slice
 from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
 from gpipe_cli.offload.transfers import Transfers
-from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
 from gpipe_cli.pytree import ModelInput
 
 
@@ -171,9 +170,10 @@ class OffloadEngine:
         if make is None:
             return None
         check_optimizer(make)
+        names = self._names()
         for group in self._groups():
             if group.trained:
-                group.optimizer = make(group.trained)
+                group.optimizer = make([(names[parameter], parameter) for parameter in group.trained])
         update = SliceUpdate(
             [parameter for parameter in self.module.parameters() if parameter.requires_grad],
             self._shared,
@@ -191,21 +191,19 @@ class OffloadEngine:
     def _make_optimizer_states(self, objective: TrainingObjective) -> dict[int, OptimizerState]:
         if objective.optimizer is None:
             return {}
-        shapes = OptimizerStateShapes(objective.optimizer)
+        names = self._names()
         return {
-            id(group): self._make_optimizer_state(group, shapes)
+            id(group): OptimizerState(
+                group.optimizer,
+                {parameter: names[parameter] for parameter in group.trained},
+                objective.optimizer,
+            )
             for group in self._groups()
             if group.optimizer
         }
 
-    def _make_optimizer_state(
-        self, group: Slice | ResidentParameters, shapes: OptimizerStateShapes
-    ) -> OptimizerState:
-        assert group.optimizer is not None, "only trained groups have one"
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        return OptimizerState(
-            group.optimizer, {parameter: names[parameter] for parameter in group.trained}, shapes
-        )
+    def _names(self) -> dict[nn.Parameter, str]:
+        return {parameter: name for name, parameter in self.module.named_parameters()}
 
     def _keys(self, state: EngineState) -> dict[Tensor, list[str]]:
         """The names in the state of each parameter and buffer; none for those that the state leaves out."""

@@ -31,7 +31,6 @@ from gpipe_cli.pipeline.gpipe import ThreadedPipe
 from gpipe_cli.pipeline.loss import row_weights
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.action_recorder import ActionRecorder
-from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.pytree import ModelInput, map_tensors
 from gpipe_cli.sequential import layer_names
@@ -271,13 +270,13 @@ class PipeEngine:
         check_optimizer(make)
         # Parameters on the meta device belong to other processes.
         parameters = [
-            parameter
-            for parameter in self.module.parameters()
+            (name, parameter)
+            for name, parameter in self.module.named_parameters()
             if parameter.requires_grad and not parameter.is_meta
         ]
         return Update(
-            make(parameters or [self._placeholder]),
-            parameters,
+            make(parameters or [("", self._placeholder)]),
+            [parameter for _, parameter in parameters],
             clip_grad_norm=self._objective.clip_grad_norm,
             scale_loss=self._objective.precision == "fp16",
             device=self._output_device,
@@ -285,10 +284,9 @@ class PipeEngine:
         )
 
     def _make_optimizer_state(self, update: Update) -> OptimizerState:
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        named = {parameter: name for name, parameter in self.module.named_parameters()}
         assert self._objective.optimizer is not None, "an update needs one"
-        shapes = OptimizerStateShapes(self._objective.optimizer)
-        return OptimizerState(update.optimizer, {**names, self._placeholder: ""}, shapes)
+        return OptimizerState(update.optimizer, {**named, self._placeholder: ""}, self._objective.optimizer)
 
     def _to_devices(self, batch: Batch) -> tuple[ModelInput, Tensor]:
         input, target = batch

@@ -6,7 +6,7 @@ Forward, backward, clipping, the finite check and the update happen inside the e
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -19,6 +19,7 @@ from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.optimizer_state import MakeOptimizer
 from gpipe_cli.pytree import ModelInput
 from gpipe_cli.schedule.checkpoint import Checkpoint
 
@@ -67,7 +68,7 @@ class TrainingObjective:
 
     loss: Callable[[Any, Tensor], Tensor]
     measure: Measure
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
+    optimizer: MakeOptimizer | None = None
     """None where nothing is trained."""
     clip_grad_norm: float | None = None
     precision: str = "fp32"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from gpipe_cli.accelerator.memory import is_out_of_memory
 from gpipe_cli.engines.state_check import check_numbers, check_parameter_state, check_tensors
 from gpipe_cli.errors import ConfigError, RunError
-from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
+from gpipe_cli.profiling.optimizer_state import MakeOptimizer, OptimizerStateShapes
 
 STORABLE_TYPES = (bool, int, float, str, type(None))
-EXCLUDED_SETTINGS = ("params", "lr")
+EXCLUDED_SETTINGS = ("params", "param_names", "lr")
 """Settings of a parameter group that the model and the learning-rate schedule decide."""
 WITHOUT_STATE = "without_state"
 """Among an optimizer's numbers: the parameters without any state, because they never had a gradient."""
@@ -105,10 +105,12 @@ class OptimizerState:
         self,
         optimizer: torch.optim.Optimizer,
         names: Mapping[nn.Parameter, str],
-        shapes: OptimizerStateShapes,
+        make: MakeOptimizer,
     ) -> None:
-        self._optimizer, self._names, self._shapes = optimizer, names, shapes
+        """make: what made the optimizer."""
+        self._optimizer, self._names = optimizer, names
         self._initial_settings = _settings(optimizer)
+        self._shapes = OptimizerStateShapes(make, self._named_parameters())
 
     def take(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors by `parameter/key`, and numbers."""
@@ -133,7 +135,7 @@ class OptimizerState:
     def put(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Load what `take` returned."""
         groups = self._optimizer.state_dict()["param_groups"]
-        states = _parameter_numbers(numbers, len(groups))
+        states = _parameter_numbers(numbers)
         for path, tensor in tensors.items():
             name, _, key = path.rpartition("/")
             states.setdefault(name, {})[key] = tensor
@@ -151,7 +153,7 @@ class OptimizerState:
         # Up to here nothing has changed: `groups` are copies that state_dict made, and a state that does not fit
         # raises.
         self._check(states, numbers)
-        for group, changed in zip(groups, numbers["groups"], strict=True):
+        for group, changed in zip(groups, _group_numbers(numbers, len(groups)), strict=True):
             group.update(changed)
         # By index, as torch wants it; snapshots hold names, because indices depend on the partitioning.
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -178,7 +180,8 @@ class OptimizerState:
             expected = self._shapes.of(parameter)
             if expected is not None and name not in without:
                 check_parameter_state(name, expected, states.get(name, {}), complete=complete)
-        for settings, changed in zip(_settings(self._optimizer), numbers["groups"], strict=True):
+        settings_now = _settings(self._optimizer)
+        for settings, changed in zip(settings_now, _group_numbers(numbers, len(settings_now)), strict=True):
             added = {key: value for key, value in changed.items() if key not in EXCLUDED_SETTINGS}
             check_numbers({} if complete else {**added, **settings}, changed)
 
@@ -208,16 +211,16 @@ class OptimizerState:
         return self._names[parameter]
 
 
-def check_optimizer(make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]) -> None:
+def check_optimizer(make: MakeOptimizer) -> None:
     """Try the optimizer on a dummy parameter: state that cannot be saved is an error now, not at the first save."""
     parameter = nn.Parameter(torch.ones(2, 2))
     parameter.grad = torch.ones(2, 2)
-    optimizer = make([parameter])
+    optimizer = make([("parameter", parameter)])
     try:
         optimizer.step()
     except Exception:  # noqa: BLE001 - it may reject the dummy gradient, and still train
         return
-    OptimizerState(optimizer, {parameter: "parameter"}, OptimizerStateShapes(make)).take()
+    OptimizerState(optimizer, {parameter: "parameter"}, make).take()
 
 
 def merged_numbers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -239,13 +242,29 @@ def _check_storable(optimizer: torch.optim.Optimizer, key: Any, value: Any) -> N
         )
 
 
-def _parameter_numbers(numbers: Mapping[str, Any], groups: int) -> dict[str, dict[str, Any]]:
+def _parameter_numbers(numbers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """A copy of each parameter's numbers; they come from a file, so their form is checked first."""
     match numbers:
-        case {"state": dict(state), "groups": list(changed)} if len(changed) == groups:
+        case {"state": dict(state), "groups": [_, *_] as changed}:
             if all(isinstance(entry, dict) for entry in (*state.values(), *changed)):
                 return {name: dict(values) for name, values in state.items()}
-    raise RunError("does not fit the optimizer: it has no state of an optimizer with these parameter groups")
+    raise RunError("does not fit the optimizer: it has no state of an optimizer with parameter groups")
+
+
+def _group_numbers(numbers: Mapping[str, Any], count: int) -> Groups:
+    """The settings that the optimizer changed in each of `count` groups.
+
+    A resumed run may have other groups, unless their settings differ: it would not be known which are whose.
+    """
+    groups: Groups = numbers["groups"]
+    if len(groups) == count:
+        return groups
+    if any(group != groups[0] for group in groups):
+        raise RunError(
+            f"does not fit the optimizer: its {len(groups)} parameter groups have different settings, and now there "
+            f"are {count} groups; resume with the optimizer.groups and optimizer.no_decay of the run"
+        )
+    return groups[:1] * count
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> Groups:

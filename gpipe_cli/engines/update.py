@@ -222,7 +222,7 @@ class SliceUpdate:
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def require_finite_loss(loss: float) -> None:

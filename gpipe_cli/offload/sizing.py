@@ -6,7 +6,7 @@ its gradients, and then either the activations that its layers save for backward
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import final
@@ -139,7 +139,8 @@ def device_demand(
     """batch_bytes: of a mini-batch, which stays on the device during its step."""
     parameters = SlicedParameters.of(module, [1] * len(module))
     groups = [list(parameters.shared), *parameters.slices]
-    shared, *layers = _bytes_of(groups, make, device)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    shared, *layers = _bytes_of(groups, names, make, device)
     # Each of the layers that share a parameter has a gradient of its own; hardly ever are there more than two.
     shared_bytes = shared.frozen + shared.weights + shared.state + 3 * shared.gradients + shared.update
     buffer_bytes = sum(buffer.nbytes for buffer in module.buffers())
@@ -156,11 +157,15 @@ def device_demand(
 
 
 def _bytes_of(
-    groups: Sequence[Sequence[nn.Parameter]], make: MakeOptimizer | None, device: torch.device
+    groups: Sequence[Sequence[nn.Parameter]],
+    names: Mapping[nn.Parameter, str],
+    make: MakeOptimizer | None,
+    device: torch.device,
 ) -> list[LayerBytes]:
     parameters = list(chain.from_iterable(groups))
+    named = [(names[parameter], parameter) for parameter in parameters]
     none = [0] * len(parameters)
-    states = none if make is None else state_bytes(make, parameters)
+    states = none if make is None else state_bytes(make, named)
     updates = none if make is None else update_bytes(make, parameters, device)
     each = {
         parameter: LayerBytes(
@@ -189,7 +194,9 @@ def optimizer_bytes(module: nn.Sequential, make: MakeOptimizer | None) -> list[i
     """Per layer."""
     if make is None:
         return [0] * len(module)
-    return [sum(state_bytes(make, layer.parameters())) for layer in module]
+    named = list(module.named_parameters())
+    sizes = dict(zip((parameter for _, parameter in named), state_bytes(make, named), strict=True))
+    return [sum(sizes[parameter] for parameter in layer.parameters()) for layer in module]
 
 
 def boundary_bytes(

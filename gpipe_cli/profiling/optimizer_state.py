@@ -1,6 +1,6 @@
-"""What an optimizer will keep per parameter, and how many bytes that is, found by trying it on a tiny parameter.
+"""What an optimizer will keep per parameter, and how many bytes that is, found by trying it on tiny parameters.
 
-No optimizer is known by name: each makes one update of a parameter with a few elements, and the shapes of its state
+No optimizer is known by name: each makes one update of parameters with a few elements, and the shapes of its state
 then tell how the state grows. Momenta have the parameter's shape, Adafactor's rows and columns a part of it.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Any, final
 
@@ -17,7 +16,12 @@ from torch import Tensor, nn
 
 from gpipe_cli.torch_internals.without_compiler import without_compiler
 
-MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+MakeOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]
+"""Makes an optimizer of parameters with their names in the model; the names decide the parameter groups.
+
+The constructors of torch.optim are such functions.
+"""
 
 _SIDES = (2, 3, 5, 7, 11, 13, 17, 19)
 """The shape of a tiny parameter: different primes, so that each side of a state tensor can be told apart."""
@@ -35,39 +39,37 @@ class _StateTensor:
         return self.rest * prod(shape[side] for side in self.sides)
 
 
-def state_bytes(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> list[int]:
+def state_bytes(make: MakeOptimizer, parameters: NamedParameters) -> list[int]:
     """For each parameter what the optimizer keeps after an update; nothing for a frozen one."""
-
-    @cache
-    def state_tensors(dimensions: int, dtype: torch.dtype) -> list[_StateTensor]:
-        state = _state_after_a_step(make, dimensions, dtype)
-        return [_describe(value, dimensions) for value in state.values() if isinstance(value, Tensor)]
-
-    return [
-        sum(tensor.bytes(parameter.shape) for tensor in state_tensors(parameter.dim(), parameter.dtype))
-        if parameter.requires_grad
-        else 0
-        for parameter in parameters
-    ]
+    named = list(parameters)
+    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    sizes = {
+        parameter: sum(
+            _describe(value, parameter.dim()).bytes(parameter.shape)
+            for value in state.values()
+            if isinstance(value, Tensor)
+        )
+        for (_, parameter), state in zip(trained, _states_after_a_step(make, trained), strict=True)
+    }
+    return [sizes.get(parameter, 0) for _, parameter in named]
 
 
 @final
 class OptimizerStateShapes:
-    """What an optimizer keeps for a parameter from its first update on: names, shapes, dtypes."""
+    """What an optimizer keeps for each of its parameters from the first update on: names, shapes, dtypes."""
 
-    def __init__(self, make: MakeOptimizer) -> None:
-        self._make = make
-        self._states: dict[tuple[int, torch.dtype], dict[str, Any] | None] = {}
+    def __init__(self, make: MakeOptimizer, parameters: NamedParameters) -> None:
+        named = list(parameters)
+        self._states: dict[nn.Parameter, dict[str, Any]] = {}
+        try:
+            states = _states_after_a_step(make, named)
+        except Exception:  # noqa: BLE001 - it may need other gradients than these; training itself will tell
+            return
+        self._states = {parameter: state for (_, parameter), state in zip(named, states, strict=True)}
 
-    def of(self, parameter: Tensor) -> dict[str, Any] | None:
+    def of(self, parameter: nn.Parameter) -> dict[str, Any] | None:
         """Tensors on the meta device, and numbers; None for an optimizer that cannot be tried out this way."""
-        key = parameter.dim(), parameter.dtype
-        if key not in self._states:
-            try:
-                self._states[key] = _state_after_a_step(self._make, *key)
-            except Exception:  # noqa: BLE001 - it may need other gradients than these; training itself will tell
-                self._states[key] = None
-        state = self._states[key]
+        state = self._states.get(parameter)
         if state is None:
             return None
         return {name: _scaled(value, parameter.shape) for name, value in state.items()}
@@ -86,14 +88,31 @@ def _scaled(value: Any, shape: Sequence[int]) -> Any:
     )
 
 
-def _state_after_a_step(make: MakeOptimizer, dimensions: int, dtype: torch.dtype) -> dict[str, Any]:
-    tiny = nn.Parameter(torch.ones(_SIDES[:dimensions], dtype=dtype))
-    # Optimizers create their state in the first update, and only for parameters with a gradient.
-    tiny.grad = torch.ones_like(tiny)
+def _states_after_a_step(
+    make: MakeOptimizer, parameters: Sequence[tuple[str, nn.Parameter]]
+) -> list[dict[str, Any]]:
+    """The state of a tiny parameter in the place of each parameter."""
+    if not parameters:
+        return []
+    tiny = [
+        nn.Parameter(torch.ones(_SIDES[: parameter.dim()], dtype=parameter.dtype))
+        for _, parameter in parameters
+    ]
     with without_compiler():
-        optimizer = make([tiny])
+        optimizer = make([(name, stand_in) for (name, _), stand_in in zip(parameters, tiny, strict=True)])
+        groups = {
+            parameter: index
+            for index, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        kinds = [(groups[stand_in], stand_in.dim(), stand_in.dtype) for stand_in in tiny]
+        # Those of one group with as many dimensions and the same dtype have the same state, so one of each kind is
+        # updated. Optimizers create their state in the first update, and only for parameters with a gradient.
+        updated = dict(zip(reversed(kinds), reversed(tiny), strict=True))
+        for stand_in in updated.values():
+            stand_in.grad = torch.ones_like(stand_in)
         optimizer.step()
-    return dict(optimizer.state[tiny])
+    return [dict(optimizer.state[updated[kind]]) for kind in kinds]
 
 
 def _describe(value: Tensor, dimensions: int) -> _StateTensor:

@@ -61,16 +61,18 @@ def resident_memory(
 ) -> list[PartitionMemory]:
     """The same without activations, which needs no facts about the layers; optimizer: None if there is no update."""
     partitions = []
+    names = {parameter: name for name, parameter in module.named_parameters()}
     for begin, end in _layer_ranges(balance):
         layers = list(module)[begin:end]
         # A dict counts what layers share once, and keeps the order.
         parameters = dict.fromkeys(parameter for layer in layers for parameter in layer.parameters())
         buffers = dict.fromkeys(buffer for layer in layers for buffer in layer.buffers())
+        named = [(names[parameter], parameter) for parameter in parameters]
         partitions.append(
             PartitionMemory(
                 parameter_bytes=sum(tensor.nbytes for tensor in (*parameters, *buffers)),
                 gradient_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
-                optimizer_bytes=0 if optimizer is None else sum(state_bytes(optimizer, parameters)),
+                optimizer_bytes=0 if optimizer is None else sum(state_bytes(optimizer, named)),
                 activation_bytes=0,
             )
         )

@@ -37,7 +37,7 @@ def _update_factor(make: MakeOptimizer, dtype: torch.dtype, device: torch.device
     parameter = nn.Parameter(torch.ones(_SIDE, _SIDE, dtype=dtype, device=device))
     parameter.grad = torch.ones_like(parameter)
     with without_compiler():
-        optimizer = make([parameter])
+        optimizer = make([("", parameter)])
         peaks: list[int] = []
         for _ in range(2):
             with LiveBytes() as live:

@@ -38,6 +38,7 @@ from gpipe_cli.run.components import (
 )
 from gpipe_cli.run.data import BatchLoader, make_loader
 from gpipe_cli.run.model import build_without_storage, make_model
+from gpipe_cli.run.optimizer import optimizer_factory, parameter_groups
 from gpipe_cli.run.training_step import (
     autocast_of,
     checkpoint_mode,
@@ -45,7 +46,6 @@ from gpipe_cli.run.training_step import (
     make_memory,
     make_pipeline_spec,
     make_sample,
-    optimizer_factory,
     sample_must_fit,
 )
 from gpipe_cli.schedule import names, one_f_one_b, traits
@@ -112,6 +112,10 @@ def build_parts(
         nonlocal base
         model = make_model(settings, loader, load=False)
         base = base_weights(settings, model)
+        if isinstance(settings, CostConfig):
+            parameter_groups(
+                settings.optimizer, model
+            )  # refuses patterns that match nothing, before anything runs
         if load:
             load_parameters([model], torch.device("cpu"))
         return model
@@ -217,7 +221,7 @@ def make_engine(settings: RunConfig, parts: RunParts, *, measure_utilization: bo
     partitioning = parts.partitioning
     spec = EngineSpec(
         module=parts.model,
-        objective=_objective(settings),
+        objective=_objective(settings, parts.model),
         balance=partitioning.balance,
         devices=partitioning.devices,
         chunks=settings.chunks,
@@ -243,14 +247,14 @@ def make_engine(settings: RunConfig, parts: RunParts, *, measure_utilization: bo
     return engine
 
 
-def _objective(settings: RunConfig) -> TrainingObjective:
+def _objective(settings: RunConfig, model: nn.Sequential) -> TrainingObjective:
     loss = make_loss(settings)
     if not isinstance(settings, TrainConfig):
         return TrainingObjective(loss, measure_of(loss), precision=settings.precision)
     return TrainingObjective(
         loss,
         measure_of(loss),
-        optimizer=optimizer_factory(settings),
+        optimizer=optimizer_factory(settings, model),
         clip_grad_norm=settings.clip_grad_norm,
         precision=settings.precision,
     )

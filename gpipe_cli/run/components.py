@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from gpipe_cli.config.instantiate import accepted_arguments, bind
 from gpipe_cli.config.options import default_options
 from gpipe_cli.config.overrides import sets_key
+from gpipe_cli.config.parameter_groups import GROUPS, group_options, optimizer_arguments
 from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
     CostConfig,
@@ -38,7 +39,7 @@ def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
     }
     for group in COMPONENT_GROUPS:
         if hasattr(settings, group):
-            node = model_arguments(settings) if group == "model" else getattr(settings, group)
+            node = _arguments(settings, group)
             bind(
                 node,
                 group,
@@ -46,8 +47,26 @@ def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
                 {name: None for name in offered.get(group, ()) if name not in node},
             )
     check_layers(sequence_keys(settings))
+    if isinstance(settings, CostConfig):
+        _check_groups(settings)
     if isinstance(settings, EngineConfig):
         _check_engine(settings, overrides)
+
+
+def _arguments(settings: ModelConfig, group: str) -> Mapping[str, Any]:
+    """What the target of the group's component gets from the configuration."""
+    if group == "model":
+        return model_arguments(settings)
+    node: Mapping[str, Any] = getattr(settings, group)
+    return optimizer_arguments(node) if group == "optimizer" else node
+
+
+def _check_groups(settings: CostConfig) -> None:
+    """Check the options of each parameter group as if they were those of the whole optimizer."""
+    node = optimizer_arguments(settings.optimizer)
+    for index, group in enumerate(settings.optimizer.get(GROUPS) or []):
+        path = f"optimizer.{GROUPS}[{index}]"
+        bind({**node, **group_options(group)}, "optimizer", settings.allow, {"params": None}, path)
 
 
 def _check_engine(settings: EngineConfig, overrides: Sequence[str]) -> None:

@@ -47,11 +47,11 @@ from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.partition_memory import partition_memory
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.data import BatchLoader
+from gpipe_cli.run.optimizer import optimizer_factory
 from gpipe_cli.run.training_step import (
     autocast_of,
     make_sample,
     memory_limit,
-    optimizer_factory,
     sample_must_fit,
     trained_bytes,
 )
@@ -312,7 +312,7 @@ class Planner:
             self._facts(shape.chunks),
             answer.best.balance,
             shape.spec(),
-            optimizer_factory(self._settings),
+            optimizer_factory(self._settings, self._model),
         )
         return predict(
             answer,

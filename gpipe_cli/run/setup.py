@@ -23,8 +23,8 @@ from gpipe_cli.report.environment import environment
 from gpipe_cli.run.build import RunParts
 from gpipe_cli.run.components import traits_of_engine
 from gpipe_cli.run.job import Job
+from gpipe_cli.run.optimizer import optimizer_factory
 from gpipe_cli.run.resume import ResumedRun, version_changes
-from gpipe_cli.run.training_step import optimizer_factory
 from gpipe_cli.run_state import OUTCOME
 from gpipe_cli.safe_files import parse_json, read_regular, writing
 from gpipe_cli.training.loop import Position, TrainSpec
@@ -57,7 +57,7 @@ class RunSetup:
 def check_disk_space(
     run: Path,
     settings: TrainConfig,
-    model: nn.Module,
+    model: nn.Sequential,
     spec: TrainSpec,
     retention: Retention,
     referenced: Collection[str],
@@ -70,7 +70,7 @@ def check_disk_space(
     saved = (tensor for name, tensor in model.state_dict().items() if name not in referenced)
     size = sum(tensor.nbytes for tensor in (*saved, *module_state(model).buffers.values()))
     try:
-        optimizer_size = sum(state_bytes(optimizer_factory(settings), model.parameters()))
+        optimizer_size = sum(state_bytes(optimizer_factory(settings, model), model.named_parameters()))
     except Exception:  # noqa: BLE001 - an optimizer may reject the gradients of the trial step, and still train
         optimizer_size = 0
     return check_snapshot_space(run, spec, retention, size + optimizer_size)
@@ -188,7 +188,9 @@ def _partition_rows(
 ) -> list[dict[str, Any]]:
     rows = parts.partitions
     try:
-        resident = resident_memory(parts.model, parts.partitioning.balance, optimizer_factory(settings))
+        resident = resident_memory(
+            parts.model, parts.partitioning.balance, optimizer_factory(settings, parts.model)
+        )
     except Exception:  # noqa: BLE001 - an optimizer may reject the trial gradients, and still train
         return rows
     sizes: list[Mapping[str, Any]] = [asdict(partition) for partition in resident]

@@ -30,7 +30,8 @@ from gpipe_cli.report.tables import print_facts, print_rows
 from gpipe_cli.report.timeline import print_step_timeline
 from gpipe_cli.run.build import Partitioning, RunParts
 from gpipe_cli.run.components import traits_of_engine
-from gpipe_cli.run.training_step import make_sample, optimizer_factory
+from gpipe_cli.run.optimizer import optimizer_factory
+from gpipe_cli.run.training_step import make_sample
 from gpipe_cli.schedule.by_slice import TRAITS as BY_SLICE
 from gpipe_cli.schedule.simulate import Simulation
 
@@ -144,7 +145,7 @@ def _engine_spec(settings: ProfileConfig, parts: RunParts, sample: Sample) -> En
     assert sample.loss is not None, "a configured command has a loss"
     return EngineSpec(
         parts.model,
-        TrainingObjective(sample.loss, lambda output, target: {}, optimizer_factory(settings)),
+        TrainingObjective(sample.loss, lambda output, target: {}, optimizer_factory(settings, parts.model)),
         parts.partitioning.balance,
         parts.partitioning.devices,
         settings.chunks,

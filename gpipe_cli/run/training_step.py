@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -25,6 +24,7 @@ from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.optimizer_state import state_bytes
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.run.data import BatchLoader
+from gpipe_cli.run.optimizer import optimizer_factory
 from gpipe_cli.schedule.checkpoint import Checkpoint, checked_checkpoint
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.values import parse_bytes
@@ -91,26 +91,6 @@ def autocast_of(settings: ModelConfig, device_type: str = "cpu") -> AbstractCont
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
 
 
-def optimizer_factory(settings: CostConfig) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer: torch.optim.Optimizer = instantiate(
-            settings.optimizer, "optimizer", settings.allow, params=parameters
-        )
-        required = [
-            parameter.name
-            for parameter in inspect.signature(optimizer.step).parameters.values()
-            if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        ]
-        if required:
-            raise ConfigError(
-                f"optimizer: the step of {type(optimizer).__name__} needs a {required[0]}, which gpipe does not pass, "
-                "because the pipeline computes the gradients once per step; choose another optimizer"
-            )
-        return optimizer
-
-    return make_optimizer
-
-
 def make_memory(
     settings: ModelConfig, model: nn.Sequential, sample: Sample, spec: PipelineSpec
 ) -> MemoryObjective:
@@ -125,10 +105,10 @@ def memory_limit(settings: ModelConfig) -> int | None:
     return None if limit is None else parse_bytes(limit)
 
 
-def trained_bytes(settings: ModelConfig, model: nn.Module) -> TrainedBytes:
+def trained_bytes(settings: ModelConfig, model: nn.Sequential) -> TrainedBytes:
     """Bytes of a parameter with its gradient and, for a command with an optimizer, its optimizer state."""
     state = dict[nn.Parameter, int]()
     if isinstance(settings, CostConfig):
-        parameters = list(model.parameters())
-        state = dict(zip(parameters, state_bytes(optimizer_factory(settings), parameters), strict=True))
+        sizes = state_bytes(optimizer_factory(settings, model), model.named_parameters())
+        state = dict(zip(model.parameters(), sizes, strict=True))
     return lambda parameter: 2 * parameter.nbytes + state.get(parameter, 0)

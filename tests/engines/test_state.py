@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state
 from gpipe_cli.errors import ConfigError, RunError
-from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
 
 
 def trained(make: Any, steps: int = 3) -> tuple[nn.Linear, torch.optim.Optimizer, OptimizerState]:
@@ -17,7 +16,7 @@ def trained(make: Any, steps: int = 3) -> tuple[nn.Linear, torch.optim.Optimizer
     module = nn.Linear(3, 2)
     optimizer = make(module.parameters())
     names = {parameter: name for name, parameter in module.named_parameters()}
-    state = OptimizerState(optimizer, names, OptimizerStateShapes(make))
+    state = OptimizerState(optimizer, names, make)
     for _ in range(steps):
         step(module, optimizer)
     return module, optimizer, state

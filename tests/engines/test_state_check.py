@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from gpipe_cli.engines.state import EngineState, OptimizerState, load_module, merged_numbers
 from gpipe_cli.engines.state_check import check_scaler
 from gpipe_cli.errors import RunError
-from gpipe_cli.profiling.optimizer_state import OptimizerStateShapes
 
 MAKE: dict[str, Any] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
@@ -34,7 +33,7 @@ def trained(make: Any, steps: int, module: nn.Module | None = None) -> Optimizer
     module = Half() if module is None else module
     optimizer = make(module.parameters())
     names = {parameter: name for name, parameter in module.named_parameters()}
-    state = OptimizerState(optimizer, names, OptimizerStateShapes(make))
+    state = OptimizerState(optimizer, names, make)
     for _ in range(steps):
         optimizer.zero_grad()
         module.used(torch.ones(2, 3)).sum().backward()
@@ -160,7 +159,7 @@ def test_a_tensor_that_names_no_parameter_is_refused() -> None:
     module = Half()
     stand_in = nn.Parameter(torch.zeros(0))
     names = {**{parameter: name for name, parameter in module.named_parameters()}, stand_in: ""}
-    state = OptimizerState(MAKE["sgd"](module.parameters()), names, OptimizerStateShapes(MAKE["sgd"]))
+    state = OptimizerState(MAKE["sgd"](module.parameters()), names, MAKE["sgd"])
     tensors, numbers = trained(MAKE["sgd"], 1).take()
     with pytest.raises(RunError, match="it trains no"):
         state.put({**tensors, "extra": torch.ones(2)}, numbers)
