@@ -1,6 +1,7 @@
 """Balance by time: measures every layer on this machine and makes the slowest partition as fast as possible.
 
-Among balances that are as good to within 1 %, it takes the one with the shortest step under the chosen schedule.
+Among balances that are as good to within 1 %, it takes the one with the shortest step under the chosen schedule. Where
+measuring is impossible, or costs more than a short run could gain from it, the times are estimated from FLOPs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Protocol, overload
 from torch import nn
 
 from gpipe_cli.accelerator.devices import Device, device_here
+from gpipe_cli.accelerator.memory import is_out_of_memory
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.result import BalanceResult, either_order, solve_within
 from gpipe_cli.balance.solver import (
@@ -24,12 +26,18 @@ from gpipe_cli.balance.solver import (
     require_layers,
     sums,
 )
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
-from gpipe_cli.profiling.cache import ProfileCache
-from gpipe_cli.profiling.layers import Sample, frozen_layers
+from gpipe_cli.profiling.cache import LayerTimes, ProfileCache
+from gpipe_cli.profiling.facts import model_facts
+from gpipe_cli.profiling.layers import MOST_REPEATS, Sample, frozen_layers, has_values
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 
+MEASURED_SHARE = 0.05
+"""Measuring runs at most this share of the micro-batches that the run trains."""
+LEAST_REPEATS = 8
+"""So many and a few to warm up: a shorter measurement says too little."""
 AS_GOOD = 1.01
 SIMULATED_ACTIONS = 200_000
 """For all balances compared: under a second."""
@@ -53,11 +61,24 @@ def balance(
     profiles: ProfileCache | None = None,
     seconds: float = 3.0,
     cache: bool = True,
+    measure: str = "always",
+    trained_micro_batches: int | None = None,
 ) -> BalanceResult:
-    """`seconds` is how long to measure, at least five runs; `profiles` may have the times already."""
+    """`seconds` is how long to measure, at least five runs; `profiles` may have the times already.
+
+    With measure="auto" a module without values, or a run of too few `trained_micro_batches` to gain from a
+    measurement, gets estimated times; without a number of them the run counts as long.
+    """
+    if measure not in ("auto", "always"):
+        raise ConfigError(f"balance.measure={measure}: must be auto or always")
     require_layers(len(module), partitions)
-    usable = profiles if profiles is not None and cache else ProfileCache(None)
-    layers = usable.times(module, sample, seconds)
+    usable = profiles if profiles is not None else ProfileCache(None)
+    layers: Sequence[TimedLayer] | None = usable.stored_times(module, sample, seconds) if cache else None
+    unit = "ms"
+    if layers is None and measure == "always":
+        layers = usable.measured_times(module, sample, seconds)
+    elif layers is None:
+        layers, unit = _measured_or_estimated(usable, module, sample, seconds, trained_micro_batches)
     spec = spec or PipelineSpec("gpipe", partitions, micro_batches=1)
     frozen = frozen_layers(module, sample)
     objective = _objective(layers, spec, frozen)
@@ -76,7 +97,32 @@ def balance(
         budget=max(1, SIMULATED_ACTIONS // sum(map(len, spec.order))),
     )
     costs = layer_costs(layers, statistics.fmean(spec.checkpoint_stops) / spec.micro_batches)
-    return BalanceResult.of(chosen, costs, "ms", solution.largest, objective)
+    return BalanceResult.of(chosen, costs, unit, solution.largest, objective)
+
+
+def _measured_or_estimated(
+    profiles: ProfileCache, module: nn.Sequential, sample: Sample, seconds: float, trained: int | None
+) -> tuple[Sequence[TimedLayer], str]:
+    """The times of all layers and their unit."""
+    repeats = MOST_REPEATS if trained is None else min(MOST_REPEATS, int(MEASURED_SHARE * trained))
+    if not has_values(module):
+        reason = "this process has no values of the parameters"
+    elif repeats < LEAST_REPEATS:
+        reason = "the run is too short to gain from a measurement"
+    else:
+        try:
+            return profiles.measured_times(module, sample, seconds, repeats), "ms"
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = "the whole model does not fit on one device"
+    try:
+        flops = model_facts(module, sample).flops
+    except Exception as error:  # noqa: BLE001 - a layer that fails in training too fails there with its place
+        profiles.origin = f"the same cost for every layer, since {reason} and their FLOPs cannot be counted ({type(error).__name__})"
+        return [LayerTimes(1.0, 1.0) for _ in module], "layers"
+    profiles.origin = f"estimated from FLOPs, since {reason}; balance.measure=always measures the layers"
+    return [LayerTimes(float(layer.forward), float(layer.backward)) for layer in flops], "FLOPs"
 
 
 def _objective(layers: Sequence[TimedLayer], spec: PipelineSpec, frozen: int) -> Objective:

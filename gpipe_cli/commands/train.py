@@ -30,7 +30,7 @@ from gpipe_cli.report.output import print_status
 from gpipe_cli.report.progress import on_terminal
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.auto_plan import with_best_plan
-from gpipe_cli.run.build import Partitioning, RunParts, make_engine
+from gpipe_cli.run.build import Partitioning, RunParts, make_engine, train_steps
 from gpipe_cli.run.components import traits_of_engine
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.job import Job, Summary
@@ -171,7 +171,7 @@ def _train(
 
 def _train_spec(settings: TrainConfig, loader: BatchLoader) -> TrainSpec:
     return TrainSpec(
-        steps=settings.steps or settings.epochs * loader.steps_per_epoch,
+        steps=train_steps(settings, loader),
         steps_per_epoch=loader.steps_per_epoch,
         lr=settings.optimizer["lr"],
         lr_schedule=instantiate(settings.lr_schedule, "lr_schedule", settings.allow),

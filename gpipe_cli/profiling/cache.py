@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.profiling.layers import Sample, forward_times, profile_layers
+from gpipe_cli.profiling.layers import MOST_REPEATS, Sample, forward_times, has_values, profile_layers
 from gpipe_cli.profiling.measurement_store import Measurement, MeasurementStore, fingerprint
 from gpipe_cli.profiling.phase_times import PhaseTimes, measure_forward_backward, measure_phase_times
 from gpipe_cli.safe_files import user_cache
@@ -63,17 +63,26 @@ class ProfileCache:
 
     def times(self, module: nn.Sequential, sample: Sample, seconds: float) -> list[LayerTimes]:
         """The times of each layer, measured for `seconds` now, or for as long or longer before if they still hold."""
-        key = fingerprint(module, sample)
-        has_storage = not any(parameter.is_meta for parameter in module.parameters())
-        if self._reuse or not has_storage:
-            stored = self._store.load(key, len(module), 2, seconds)
-            if stored is not None:
-                layers = [LayerTimes(*row) for row in stored.numbers]
-                forward = [layer.forward_ms for layer in layers]
-                drift = recheck_layers(module, sample, forward) if has_storage else None
-                if self._still_holds(stored, drift):
-                    return layers
-        if not has_storage:
+        stored = self.stored_times(module, sample, seconds)
+        return self.measured_times(module, sample, seconds) if stored is None else stored
+
+    def stored_times(self, module: nn.Sequential, sample: Sample, seconds: float) -> list[LayerTimes] | None:
+        """The times of an earlier measurement, if there is one that still holds."""
+        runs = has_values(module)
+        if runs and not self._reuse:
+            return None
+        stored = self._store.load(fingerprint(module, sample), len(module), 2, seconds)
+        if stored is None:
+            return None
+        layers = [LayerTimes(*row) for row in stored.numbers]
+        drift = recheck_layers(module, sample, [layer.forward_ms for layer in layers]) if runs else None
+        return layers if self._still_holds(stored, drift) else None
+
+    def measured_times(
+        self, module: nn.Sequential, sample: Sample, seconds: float, repeats: int = MOST_REPEATS
+    ) -> list[LayerTimes]:
+        """Measure now, for `seconds` or until each layer ran `repeats` times, and store the result."""
+        if not has_values(module):
             raise ConfigError(
                 "balance=time: nothing is run here, and no measurement of this model with these settings is stored; "
                 "`gpipe balance --by time` makes one and prints the line to paste, balance=params needs none"
@@ -82,10 +91,14 @@ class ProfileCache:
         load, began = load_per_core(), time.perf_counter()
         layers = [
             LayerTimes(profile.forward_ms, profile.backward_ms)
-            for profile in profile_layers(module, sample, seconds=seconds)
+            for profile in profile_layers(module, sample, seconds=seconds, most_repeats=repeats)
         ]
-        self.origin = "; ".join([f"layers measured in {time.perf_counter() - began:.1f} s", *self.outdated])
-        self._store.save(key, seconds, load, [astuple(layer) for layer in layers])
+        took = time.perf_counter() - began
+        self.origin = "; ".join([f"layers measured in {took:.1f} s", *self.outdated])
+        key = fingerprint(module, sample)
+        # A measurement that ended early serves runs that ask for no more.
+        ended_early = repeats < MOST_REPEATS and took < seconds
+        self._store.save(key, took if ended_early else seconds, load, [astuple(layer) for layer in layers])
         return layers
 
     def phases(

@@ -141,15 +141,20 @@ class Sample:
 
 
 def profile_layers(
-    module: nn.Sequential, sample: Sample, *, seconds: float = 1.0, repeats: int = 5
+    module: nn.Sequential,
+    sample: Sample,
+    *,
+    seconds: float = 1.0,
+    repeats: int = 5,
+    most_repeats: int = MOST_REPEATS,
 ) -> list[LayerProfile]:
-    """Medians of at least `repeats` runs, and of more while `seconds` last."""
-    if any(parameter.is_meta for parameter in module.parameters()):
+    """Medians of at least `repeats` runs, and of up to `most_repeats` while `seconds` last."""
+    if not has_values(module):
         raise ConfigError("a model without storage cannot be run, so its layers cannot be measured")
     with _layer_by_layer(module, sample) as pipe:
         # In a step of its own: the hooks would add to the times.
         saved = _saved_tensors(pipe, sample)
-        times = _measure(pipe, sample, seconds, repeats)
+        times = _measure(pipe, sample, seconds, repeats, most_repeats)
     frozen = frozen_layers(module, sample)
     # Medians, because a burst of other work on the machine disturbs some runs, not half of them.
     return [
@@ -161,6 +166,11 @@ def profile_layers(
         )
         for index, (name, layer) in enumerate(zip(layer_names(module), module, strict=True))
     ]
+
+
+def has_values(module: nn.Module) -> bool:
+    """Whether the module can run: no parameter was built without storage."""
+    return not any(parameter.is_meta for parameter in module.parameters())
 
 
 def forward_times(module: nn.Sequential, sample: Sample, runs: int) -> list[list[float]]:
@@ -237,14 +247,16 @@ def _step(pipe: GPipe, sample: Sample) -> None:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
-def _measure(pipe: GPipe, sample: Sample, seconds: float, repeats: int) -> dict[tuple[int, str], list[float]]:
+def _measure(
+    pipe: GPipe, sample: Sample, seconds: float, repeats: int, most_repeats: int
+) -> dict[tuple[int, str], list[float]]:
     """Seconds of every run, by layer and phase."""
     # The first steps also pay for new threads and their memory.
     for _ in range(WARM_UP):
         _step(pipe, sample)
     with recording(pipe) as record:
         deadline = time.perf_counter() + seconds
-        for run in range(MOST_REPEATS):
+        for run in range(max(repeats, most_repeats)):
             if run >= repeats and time.perf_counter() > deadline:
                 break
             _step(pipe, sample)

@@ -32,7 +32,7 @@ from gpipe_cli.run.components import (
     check_components,
     engine_name,
     keeps_on_disk,
-    measures_layers,
+    needs_values,
     scratch_folder,
     traits_of_engine,
 )
@@ -104,7 +104,7 @@ def build_parts(
     check_components(settings, overrides)
     loader = make_loader(settings)
     # An engine reads the parameters of its own layers; a balance method or a profile that runs the model needs all.
-    load = storage and (measures_layers(settings) or not isinstance(settings, RunConfig))
+    load = storage and (needs_values(settings) or not isinstance(settings, RunConfig))
 
     base = None
 
@@ -209,11 +209,25 @@ def _balance(
             memory=memory,
             within=memory if limited else None,
             profiles=profiles,
+            trained_micro_batches=_trained_micro_batches(settings, loader),
         )
     # balance=manual and a user's own method may ignore the limit.
     if memory is not None and not memory.fits(balanced.layers):
         raise memory.refusal(balanced.layers)
     return Partitioning(balanced, devices, spec, memory, profiles.origin)
+
+
+def _trained_micro_batches(settings: ModelConfig, loader: BatchLoader) -> int | None:
+    """How many micro-batches this process trains; None for a command that only measures."""
+    if not isinstance(settings, RunConfig):
+        return None
+    if not isinstance(settings, TrainConfig):
+        return 0
+    return settings.chunks * train_steps(settings, loader)
+
+
+def train_steps(settings: TrainConfig, loader: BatchLoader) -> int:
+    return settings.steps or settings.epochs * loader.steps_per_epoch
 
 
 def make_engine(settings: RunConfig, parts: RunParts, *, measure_utilization: bool = False) -> Engine:

@@ -25,7 +25,17 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.run.model import check_layers, model_arguments, sequence_keys
 
 # What a balance method may take as arguments; `within` is the memory model if there is a limit to respect.
-BALANCE_ARGUMENTS = ("module", "layer_count", "partitions", "sample", "spec", "memory", "within", "profiles")
+BALANCE_ARGUMENTS = (
+    "module",
+    "layer_count",
+    "partitions",
+    "sample",
+    "spec",
+    "memory",
+    "within",
+    "profiles",
+    "trained_micro_batches",
+)
 
 
 def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
@@ -122,8 +132,13 @@ def scratch_folder(settings: RunConfig) -> Path:
 
 
 def measures_layers(settings: ModelConfig) -> bool:
-    """Whether the balance method runs the model, and so needs its values."""
+    """Whether the balance method may run the model."""
     return "sample" in accepted_arguments(settings.balance, "balance", settings.allow)
+
+
+def needs_values(settings: ModelConfig) -> bool:
+    """Whether the balance method cannot do without the values of the parameters."""
+    return measures_layers(settings) and settings.balance.get("measure") != "auto"
 
 
 def engine_name(settings: EngineConfig) -> str:

@@ -26,7 +26,13 @@ from gpipe_cli.launch.rank_files import RankTask
 from gpipe_cli.launch.rank_setup import connect_ranks, describe_ranks, is_rank
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.build import RunParts, build_parts
-from gpipe_cli.run.components import engine_name, manual_balance, measures_layers, traits_of_engine
+from gpipe_cli.run.components import (
+    engine_name,
+    manual_balance,
+    measures_layers,
+    needs_values,
+    traits_of_engine,
+)
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.resume import resume_command
 from gpipe_cli.schedule import traits
@@ -145,7 +151,7 @@ def build_parts_in_ranks(settings: RunConfig, job: Job, world: World) -> RunPart
     if not world.is_rank_zero and measures_layers(settings):
         settings = _with_balance(settings, json.loads(world.from_rank_zero("")))
     without_running = job.dry_run or starts_ranks(settings)
-    needs_storage = isinstance(settings, TrainedConfig) or measures_layers(settings)
+    needs_storage = isinstance(settings, TrainedConfig) or needs_values(settings)
     parts = build_parts(
         settings,
         job.overrides,
