@@ -119,7 +119,10 @@ def _measured_or_estimated(
     try:
         flops = model_facts(module, sample).flops
     except Exception as error:  # noqa: BLE001 - a layer that fails in training too fails there with its place
-        profiles.origin = f"the same cost for every layer, since {reason} and their FLOPs cannot be counted ({type(error).__name__})"
+        profiles.origin = (
+            f"the same cost for every layer, since {reason} and their FLOPs cannot be counted "
+            f"({type(error).__name__})"
+        )
         return [LayerTimes(1.0, 1.0) for _ in module], "layers"
     profiles.origin = f"estimated from FLOPs, since {reason}; balance.measure=always measures the layers"
     return [LayerTimes(float(layer.forward), float(layer.backward)) for layer in flops], "FLOPs"

@@ -24,6 +24,7 @@ from gpipe_cli.losses.measures import measure_of
 from gpipe_cli.offload.building import BuiltModel, build_on_tier
 from gpipe_cli.offload.tiers import DiskTier
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
+from gpipe_cli.profiling.layers import has_values
 from gpipe_cli.report.model_tables import partition_rows
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.base_weights import BaseWeights, base_weights
@@ -195,7 +196,9 @@ def _balance(
     profiles = ProfileCache(default_folder(), reuse=isinstance(settings, RunConfig), say=print_status)
     with ExitStack() as contexts:
         if limited or takes & {"sample", "memory"}:
-            offered["sample"] = make_sample(settings, loader).to(devices[0])
+            sample = make_sample(settings, loader)
+            # A process that runs nothing leaves the device alone: torch would reserve memory on it.
+            offered["sample"] = sample.to(devices[0]) if has_values(model) else sample
             contexts.enter_context(sample_must_fit(offered["sample"]))
             contexts.enter_context(autocast_of(settings, devices[0].type))
         if limited or "memory" in takes:

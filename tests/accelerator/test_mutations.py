@@ -24,6 +24,7 @@ def found_and_missed(*files: str) -> tuple[list[str], list[str]]:
     return [line for line in lines if line not in missed], missed
 
 
+@pytest.mark.slow
 def test_without_any_synchronization_of_copies_between_partitions_a_test_fails() -> None:
     found, missed = found_and_missed("accelerator/copies.py")
     assert missed == []

@@ -33,7 +33,7 @@ def run_marked_tests(build: str, expression: str) -> str:
     return answer.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("build", ["cuda", "sim"])
+@pytest.mark.parametrize("build", ["cuda", pytest.param("sim", marks=pytest.mark.slow)])
 def test_the_marked_tests_pass(build: str) -> None:
     assert " passed" in run_marked_tests(build, "accelerator and not slow")
 

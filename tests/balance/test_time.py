@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from gpipe_cli.balance import balance_by_time
 from gpipe_cli.balance.time import balance as by_time
 from gpipe_cli.balance.time import layer_costs, partition_costs
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.profiling import cache
 from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import LayerFacts, LayerProfile, Sample
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
@@ -40,7 +43,7 @@ def test_among_equally_good_balances_the_simulated_step_decides(monkeypatch: pyt
     beside a backward of 20; in the second one they are 20 and 22.
     """
     layers = [profiled(20, 10), profiled(8, 2), profiled(10, 20)]
-    monkeypatch.setattr(ProfileCache, "times", lambda *_: layers)
+    monkeypatch.setattr(ProfileCache, "stored_times", lambda *_: layers)
     module, sample = nn.Sequential(*(nn.Identity() for _ in layers)), Sample(torch.zeros(1))
     result = by_time(module, sample, 2, PipelineSpec("gpipe", 2, 8))
     assert result.layers == [1, 2]
@@ -60,7 +63,7 @@ def test_recomputation_counts_where_the_checkpoint_mode_asks_for_it() -> None:
 
 def test_a_partition_that_recomputes_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [profiled(1, 1) for _ in range(5)]
-    monkeypatch.setattr(ProfileCache, "times", lambda *_: layers)
+    monkeypatch.setattr(ProfileCache, "stored_times", lambda *_: layers)
     module = nn.Sequential(*(nn.Identity() for _ in layers))
     sample = Sample(torch.zeros(1, requires_grad=True))
     result = by_time(module, sample, 2, PipelineSpec("gpipe", 2, 8, ("always", "never")))
@@ -71,7 +74,7 @@ def test_a_partition_that_recomputes_gets_less(monkeypatch: pytest.MonkeyPatch) 
 
 def test_layers_before_the_first_trained_one_cost_their_forward_only(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [profiled(1, 0) for _ in range(6)] + [profiled(1, 1) for _ in range(3)]
-    monkeypatch.setattr(ProfileCache, "times", lambda *_: layers)
+    monkeypatch.setattr(ProfileCache, "stored_times", lambda *_: layers)
     module = nn.Sequential(*(nn.Linear(1, 1) for _ in layers))
     module[:6].requires_grad_(False)
     result = by_time(module, Sample(torch.zeros(1)), 2, PipelineSpec("gpipe", 2, 8, "always"))
@@ -82,6 +85,71 @@ def test_layers_before_the_first_trained_one_cost_their_forward_only(monkeypatch
     assert (first.backward, first.recompute) == (0, 0) and (second.backward, second.recompute) == (3, 3)
     first, second = partition_costs(layers, [5, 4], frozen=6)
     assert first.recompute == 0 and second.recompute == 4
+
+
+class ReadsValues(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        return input * 2 if float(input.sum()) > 0 else input
+
+
+def widths(*widths: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(first, second) for first, second in pairwise(widths)))
+
+
+@pytest.mark.parametrize(("trained", "unit"), [(None, "ms"), (160, "ms"), (159, "FLOPs"), (0, "FLOPs")])
+def test_a_run_too_short_to_gain_from_a_measurement_is_balanced_by_flops(
+    trained: int | None, unit: str
+) -> None:
+    profiles = ProfileCache(None)
+    module, sample = widths(8, 8, 8, 8, 32, 32), Sample(torch.ones(2, 8))
+    result = by_time(
+        module, sample, 2, None, None, profiles, 0.0, measure="auto", trained_micro_batches=trained
+    )
+    assert result.unit == unit
+    assert ("too short" in profiles.origin) == (unit == "FLOPs")
+    if unit == "FLOPs":  # 2 x 2 x 8 x 8 of a forward, and twice that of a backward that needs both gradients
+        assert result.costs[1] == 256 * 3 and result.layers == [4, 1]
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_a_model_without_values_is_balanced_by_flops_unless_it_must_be_measured() -> None:
+    profiles = ProfileCache(None)
+    with torch.device("meta"):
+        module = widths(8, 8, 8, 8, 32, 32)
+    sample = Sample(torch.ones(2, 8))
+    assert by_time(module, sample, 2, profiles=profiles, measure="auto").layers == [4, 1]
+    assert "this process has no values of the parameters; balance.measure=always" in profiles.origin
+    with pytest.raises(ConfigError, match="nothing is run here"):
+        by_time(module, sample, 2)
+
+
+def test_layers_whose_flops_cannot_be_counted_cost_the_same() -> None:
+    profiles = ProfileCache(None)
+    module = nn.Sequential(*(ReadsValues() for _ in range(6)))
+    result = by_time(
+        module, Sample(torch.ones(2)), 2, profiles=profiles, measure="auto", trained_micro_batches=3
+    )
+    assert result.layers == [3, 3] and result.unit == "layers"
+    assert "their FLOPs cannot be counted (ConfigError)" in profiles.origin
+
+
+def test_a_model_too_large_to_measure_on_one_device_is_balanced_by_flops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(cache, "profile_layers", fails)
+    profiles, sample = ProfileCache(None), Sample(torch.ones(2, 8))
+    result = by_time(widths(8, 8, 8, 8, 32, 32), sample, 2, profiles=profiles, measure="auto")
+    assert result.layers == [4, 1] and "does not fit on one device" in profiles.origin
+    with pytest.raises(torch.OutOfMemoryError):
+        by_time(widths(8, 8, 8), sample, 2)
+
+
+def test_another_way_to_measure_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"balance\.measure=once: must be auto or always"):
+        by_time(widths(8, 8, 8), Sample(torch.ones(2, 8)), 2, measure="once")
 
 
 def test_more_partitions_than_layers_and_gradients_already_there_are_refused() -> None:

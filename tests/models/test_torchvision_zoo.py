@@ -1,8 +1,8 @@
 """Every model of torchvision for classification, segmentation and video becomes a Sequence.
 
-By default one model of each family is traced: the smallest trains a step in a pipe like the original, to the bit, where
-it takes small inputs, otherwise only its names and cuts are checked, on the meta device. `-m slow` does both for every
-model; `python -m benchmarks.models --family torchvision` does more, one process per model, since the largest need 8 GB.
+By default a few small models train a step in a pipe like the original, to the bit, and of a few others only names and
+cuts are checked, on the meta device. `-m slow` does both for every model;
+`python -m benchmarks.models --family torchvision` does more, one process per model, since the largest need 8 GB.
 """
 
 from __future__ import annotations
@@ -37,14 +37,13 @@ CONF = Path(__file__).resolve().parents[2] / "conf" / "model"
 FILES = [path for path in sorted(CONF.glob("*.yaml")) if "torchvision_zoo" in path.read_text()]
 NAMES = [name for task in TASKS for name in torchvision_zoo.names(task)]
 COMPARED = """
-    alexnet convnext_tiny densenet121 efficientnet_b0 googlenet mnasnet0_5 mobilenet_v2 mobilenet_v3_small
-    regnet_y_400mf resnet18 shufflenet_v2_x0_5 squeezenet1_1 swin_t mc3_18
+    alexnet efficientnet_b0 resnet18 shufflenet_v2_x0_5 squeezenet1_1 mc3_18
 """.split()  # noqa: SIM905 - a list of words reads better as words
-"""The smallest of a family that takes images of 64x64, or clips of them; slower ones are left to `-m slow`."""
+"""Small ones that take images of 64x64, or clips of them; the other families are left to `-m slow`."""
 TRACED = """
-    deeplabv3_mobilenet_v3_large fcn_resnet50 inception_v3 lraspp_mobilenet_v3_large mvit_v1_b s3d swin3d_t vit_b_32
+    googlenet lraspp_mobilenet_v3_large s3d swin_t vit_b_32
 """.split()  # noqa: SIM905
-"""One of each remaining family; `prove_in_a_pipe` checks names too, so those of COMPARED are not repeated here."""
+"""Of other kinds; `prove_in_a_pipe` checks names too, so those of COMPARED are not repeated here."""
 
 
 def slow_unless_in(default: list[str]) -> list[Any]:

@@ -33,7 +33,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """For how many seconds layers were measured, each time they were."""
     calls: list[float] = []
 
-    def watched(module: nn.Sequential, sample: Sample, *, seconds: float) -> Any:
+    def watched(module: nn.Sequential, sample: Sample, *, seconds: float, most_repeats: int) -> Any:
         calls.append(seconds)
         return profile_layers(module, sample, seconds=0, repeats=1)
 
