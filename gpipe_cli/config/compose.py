@@ -160,6 +160,20 @@ def compose_tree(request: Request) -> DictConfig:
         return _compose_tree(hydra, request, request.overrides)[0]
 
 
+def compose_plain(request: Request) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """The composed configuration as plain values, references as text; and the option chosen in each group."""
+    tree = compose_tree(request)
+    return _plain(tree), tree.hydra.runtime.choices
+
+
+def _plain(tree: DictConfig) -> dict[str, Any]:
+    plain = OmegaConf.to_container(
+        OmegaConf.masked_copy(tree, [str(key) for key in tree if key != HYDRA_NODE])
+    )
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
 def settings_of(tree: DictConfig, command: str, overrides: Sequence[str]) -> ModelConfig:
     """The typed configuration: no key lost, none unknown, every value checked."""
     _hide_environment_values()
@@ -245,9 +259,7 @@ def _compose_tree(
         config_name=request.config_name or request.command, overrides=words, run_mode=RunMode.RUN
     )
     check_hydra_choices(tree.hydra.runtime.choices)
-    check_references(
-        OmegaConf.to_container(OmegaConf.masked_copy(tree, [str(key) for key in tree if key != HYDRA_NODE]))
-    )
+    check_references(_plain(tree))
     return tree, loader.replaced_groups
 
 

@@ -109,7 +109,7 @@ def quote_override(word: str) -> str:
     """
     key, equals, value = word.partition("=")
     if equals and key in TEXT_KEYS:
-        return f"{key}={_quoted(escape_references(value))}"
+        return f"{key}={quoted(escape_references(value))}"
     open_brackets: list[str] = []
     pieces = []
     for match in _PIECE.finditer(value):
@@ -134,14 +134,15 @@ def escape_references(text: str) -> str:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
+def quoted(text: str) -> str:
+    """The text in quotes, as Hydra's grammar reads it."""
+    # Inside quotes a backslash stands for itself unless a quote follows it.
+    escaped = re.sub(r"(\\*)('|\Z)", lambda end: end[1] * 2 + (r"\'" if end[2] else ""), text)
+    return f"'{escaped}'"
+
+
 def _quote(text: str) -> str:
     inner = text.strip(" \t")
     if _NEEDS_NO_QUOTES.fullmatch(inner):
         return text
-    return text.replace(inner, _quoted(_ESCAPED.sub(r"\1", inner)))
-
-
-def _quoted(text: str) -> str:
-    # Inside quotes a backslash stands for itself unless a quote follows it.
-    escaped = re.sub(r"(\\*)('|\Z)", lambda end: end[1] * 2 + (r"\'" if end[2] else ""), text)
-    return f"'{escaped}'"
+    return text.replace(inner, quoted(_ESCAPED.sub(r"\1", inner)))

@@ -1,6 +1,7 @@
 """Reads YAML files that may be hostile: regular files only; bounded size, nesting, aliases and `${...}` references.
 
-Every YAML file that gpipe reads goes through here: shipped options, recipes, --config-dir and a run's config.yaml.
+Every YAML file that gpipe reads goes through here: shipped options, recipes, --config-dir, config=FILE and a run's
+config.yaml.
 The limits are far above any real configuration, and low enough that OmegaConf, which is slow, needs a few seconds.
 """
 
@@ -34,6 +35,19 @@ _Events = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser wher
 def load_yaml(path: Path, *, base: Path | None = None) -> DictConfig | ListConfig:
     """base: the run directory that the file belongs to; FileNotFoundError where it has none."""
     return parse_yaml(read_config_text(path, base=base), str(path))
+
+
+def load_mapping(path: Path) -> dict[Any, Any]:
+    """The keys and values of a file, with references as text."""
+    plain = OmegaConf.to_container(load_yaml(path))
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{path}: its top level must be a mapping of keys")
+    return plain
+
+
+def dump_mapping(plain: dict[str, Any]) -> str:
+    """The text of a file that `load_mapping` reads."""
+    return OmegaConf.to_yaml(OmegaConf.create(plain))
 
 
 def read_config_text(path: Path, *, base: Path | None = None) -> str:

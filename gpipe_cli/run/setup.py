@@ -202,7 +202,7 @@ def _partition_rows(
 
 
 def _profile_command(commands: Sequence[str], *, has_timeline: bool) -> str | None:
-    """The command that records a step of the same pipeline; None for a recipe, which `gpipe profile` does not take.
+    """The command that records a step of the same pipeline; None for a recipe or a file, which may have other keys.
 
     has_timeline: whether the run's engine can record its steps; otherwise the profile uses the default engine.
     """
@@ -210,7 +210,7 @@ def _profile_command(commands: Sequence[str], *, has_timeline: bool) -> str | No
     words: dict[str, str] = {}
     for line in commands:
         given = shlex.split(line)[2:]
-        if any(word.startswith(("recipe=", "--config-")) for word in given):
+        if any(word.startswith(("recipe=", "config=", "--config-")) for word in given):
             return None
         for word in given:
             path = override_key(word)
