@@ -163,10 +163,10 @@ def _train(
             writes=world.is_rank_zero,
         ) as manager,
     ):
-        facts = train(
+        events = train(
             engine, spec, loader.train, lambda epoch: stops.until_stopped(loader.test(epoch)), setup.position
         )
-        return recorder.record(save_and_stop(facts, manager, stops))
+        return recorder.record(save_and_stop(events, manager, stops))
 
 
 def _train_spec(settings: TrainConfig, loader: BatchLoader) -> TrainSpec:
@@ -177,6 +177,7 @@ def _train_spec(settings: TrainConfig, loader: BatchLoader) -> TrainSpec:
         lr_schedule=instantiate(settings.lr_schedule, "lr_schedule", settings.allow),
         seed=settings.seed,
         measure_every=settings.log.every,
+        eval_batches=loader.eval_batches,
     )
 
 

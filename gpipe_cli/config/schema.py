@@ -35,8 +35,8 @@ class PlanSearchConfig:
 @dataclass
 class LogConfig:
     every: int = 10
-    """Steps between rows of metrics.jsonl and between lines of output; the first step and those before evaluations have
-    a row too."""
+    """Steps between rows of metrics.jsonl; the first step and those before evaluations have a row too. Lines of output
+    come by time."""
     partitions: bool = False
     """Log every (micro-batch, partition) to train.log."""
     layers: bool = False

@@ -60,6 +60,19 @@ def processor_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
+def process_peak_bytes() -> int | None:
+    """The most memory that this process has held at once; None where the system does not report it.
+
+    getrusage would also count the peak of the process that started this one.
+    """
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:  # not Linux
+        return None
+    peak = next((line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:")), None)
+    return None if peak is None else int(peak) * 1024
+
+
 def memory_gib() -> float | None:
     if sys.platform != "linux":
         return None

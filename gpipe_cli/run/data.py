@@ -49,6 +49,10 @@ class BatchLoader:
         """How many micro-batches a whole mini-batch becomes."""
         return max(1, min(chunks, self.batch_size // self.least_rows))
 
+    @property
+    def eval_batches(self) -> int:
+        return batch_count(len(self.data.test), self.batch_size)
+
     def train(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The training samples in the shuffled order of this epoch, beginning with mini-batch `start`."""
         return self._batches(self.data.train, self.transforms.train, epoch, shuffle=True, start=start)

@@ -19,12 +19,21 @@ from gpipe_cli.config.schema import LogConfig, TrainConfig
 from gpipe_cli.errors import GpipeError, ResourceError
 from gpipe_cli.loggers.protocol import LoggedRun, Logger
 from gpipe_cli.redaction import redacted
-from gpipe_cli.report.formatting import describe, format_value
+from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status, redirect_streams
-from gpipe_cli.report.progress import ProgressDisplay, progress_display
+from gpipe_cli.report.progress import progress_display
+from gpipe_cli.report.progress_facts import ProgressDisplay, RunSize, ShownEvaluation, ShownStep
 from gpipe_cli.run.job import Job
 from gpipe_cli.safe_files import writing
-from gpipe_cli.training.loop import EvalResult, Position, StepResult, TrainFact, TrainSpec
+from gpipe_cli.training.loop import (
+    EvalProgress,
+    EvalResult,
+    Position,
+    StepResult,
+    TrainEvent,
+    TrainFact,
+    TrainSpec,
+)
 from gpipe_cli.training.metrics import LineFile, MetricsFile
 from gpipe_cli.values import format_bytes
 
@@ -40,6 +49,7 @@ class RunRecorder:
     logger: GuardedLogger
     log: logging.Logger
     progress: ProgressDisplay
+    size: RunSize
     start: Position
     disk: DiskWarnings
 
@@ -56,15 +66,16 @@ class RunRecorder:
     ) -> Iterator[RunRecorder]:
         """Open the files of a run directory; the progress panel shows one row for each of `partitions`."""
         disk = DiskWarnings()
+        size = RunSize(spec.steps, spec.epochs, spec.eval_batches, partitions)
         try:
             with (
                 closing(LineFile(directory / "train.log")) as log_file,
                 run_log(log_file, partitions=settings.partitions, layers=settings.layers) as log,
                 MetricsFile(directory / "metrics.jsonl") as metrics,
-                progress_display(spec.steps, spec.epochs, settings.every, partitions) as progress,
+                progress_display(size) as progress,
             ):
                 disk.files = [log_file, metrics.file]
-                yield RunRecorder(metrics, logger, log, progress, start, disk)
+                yield RunRecorder(metrics, logger, log, progress, size, start, disk)
         finally:
             # After the files are closed: closing them is the last attempt to write the lines that wait.
             disk.warn_of_lost_lines()
@@ -79,11 +90,14 @@ class RunRecorder:
         # and could not restore rows that the snapshot counts but the disk never received.
         self.metrics.sync()
 
-    def record(self, facts: Iterable[TrainFact]) -> EvalResult:
+    def record(self, events: Iterable[TrainEvent]) -> EvalResult:
         """Drive the training loop, record each fact, and return the last evaluation."""
         last = self.start.evaluation
         throughput = Throughput(self.start.seconds)
-        for fact in facts:
+        for fact in events:
+            if isinstance(fact, EvalProgress):
+                self.progress.evaluating(fact.batches)
+                continue
             if isinstance(fact, EvalResult):
                 last = fact
                 throughput.exclude(fact.took)
@@ -101,7 +115,18 @@ class RunRecorder:
         if fact.transfers is not None:
             moved, waited = format_bytes(fact.transfers.moved_bytes), 1000 * fact.transfers.waited_seconds
             transfers = f"moved {moved}, waited {waited:.0f} ms"
-        self.progress.step(fact.step, fact.epoch, fact.loss, fact.lr, samples_per_second, transfers)
+        self.progress.step(
+            ShownStep(
+                fact.step,
+                fact.epoch,
+                fact.loss,
+                fact.lr,
+                samples_per_second,
+                fact.seconds,
+                fact.grad_norm,
+                transfers,
+            )
+        )
         if fact.utilization is not None:
             self.progress.utilization(fact.utilization.busy, fact.utilization.bubble, fact.utilization.memory)
         if fact.skipped:
@@ -128,8 +153,9 @@ class RunRecorder:
 
     def _evaluated(self, fact: EvalResult) -> None:
         self._write(_row(fact, "eval", fact.samples / fact.took))
-        means = "".join(f" | {name} {format_value(name, value)}" for name, value in fact.means.items())
-        self.print_status(f"epoch {fact.epoch + 1} | step {fact.step} | eval loss {fact.loss:.4f}{means}")
+        shown = ShownEvaluation(fact.step, fact.epoch, fact.loss, fact.means, fact.took, fact.seconds)
+        self.progress.evaluated(shown)
+        self.log.info("%s", shown.line(self.size))
 
     def _write(self, row: Mapping[str, Any]) -> None:
         self.metrics.write(row)
@@ -164,13 +190,13 @@ class RankRecorder:
     def sync(self) -> None:
         """Do nothing: this rank writes no file that a snapshot depends on."""
 
-    def record(self, facts: Iterable[TrainFact]) -> EvalResult:
+    def record(self, events: Iterable[TrainEvent]) -> EvalResult:
         last = self.start.evaluation
-        for fact in facts:
+        for fact in events:
             if isinstance(fact, EvalResult):
                 last = fact
                 self.log.info("step %d | eval loss %.6g", fact.step, fact.loss)
-            elif fact.measured:
+            elif isinstance(fact, StepResult) and fact.measured:
                 self.log.info("step %d | train loss %.6g | lr %.3g", fact.step, fact.window.mean, fact.lr)
         assert last is not None, "training ends with an evaluation"
         return last

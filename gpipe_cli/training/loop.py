@@ -9,7 +9,7 @@ import hashlib
 import math
 import struct
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -39,6 +39,8 @@ class TrainSpec:
     measure_every: int = 1
     """Steps between two whose metrics are computed. Only their time is exact: the others return while a device may
     still work on them, because waiting for it in every step would leave it idle between steps."""
+    eval_batches: int | None = None
+    """How many mini-batches an evaluation has, if that is known; only for display."""
 
     @property
     def epochs(self) -> int:
@@ -123,7 +125,21 @@ class EvalResult:
     seconds: float
 
 
+@final
+@dataclass(frozen=True)
+class EvalProgress:
+    """How far an evaluation is. It is there to be shown, and changes nothing that is recorded."""
+
+    step: int
+    epoch: int
+    batches: int
+    """How many mini-batches are done; 0 when the evaluation begins."""
+    seconds: float
+
+
 TrainFact = StepResult | EvalResult
+"""What a run records."""
+TrainEvent = TrainFact | EvalProgress
 
 
 @final
@@ -195,13 +211,13 @@ def train(
     train_batches: TrainBatches,
     eval_batches: EvalBatches,
     start: Position = Position(),  # noqa: B008 - immutable
-) -> Generator[TrainFact, None, None]:
-    """Train from `start` to the last step; yield a fact after every step and every evaluation."""
+) -> Generator[TrainEvent, None, None]:
+    """Train from `start` to the last step; yield a fact after every step and every evaluation, and its progress."""
     began = time.perf_counter() - start.seconds
     step, window = start.step, start.window
     # A snapshot taken on a stop request between an epoch's last step and its evaluation lacks that evaluation.
     if spec.evaluates_after(step) and not start.evaluated:
-        yield _evaluate_epoch(engine, spec, step, eval_batches, began)
+        yield from _evaluate_epoch(engine, spec, step, eval_batches, began)
     while step < spec.steps:
         epoch, first = divmod(step, spec.steps_per_epoch)
         for batch in train_batches(epoch, first):
@@ -231,14 +247,22 @@ def train(
                 window = LossWindow()
             if step == spec.steps:
                 break
-        yield _evaluate_epoch(engine, spec, step, eval_batches, began)
+        yield from _evaluate_epoch(engine, spec, step, eval_batches, began)
 
 
 def _evaluate_epoch(
     engine: Engine, spec: TrainSpec, step: int, eval_batches: EvalBatches, began: float
-) -> EvalResult:
+) -> Iterator[TrainEvent]:
     epoch = (step - 1) // spec.steps_per_epoch
-    totals, took = evaluate(engine, eval_batches(epoch))
+    started, batches = time.perf_counter(), 0
+    yield EvalProgress(step, epoch, batches, started - began)
+    totals = MetricTotals()
+    for batch in eval_batches(epoch):
+        totals.add(engine.eval_step(batch))
+        batches += 1
+        yield EvalProgress(step, epoch, batches, time.perf_counter() - began)
+    _check_scored(totals)
+    took = time.perf_counter() - started
     if not math.isfinite(
         totals.loss
     ):  # raised before the snapshot: the last update may have broken the weights
@@ -247,7 +271,7 @@ def _evaluate_epoch(
             "try a smaller optimizer.lr or clip_grad_norm=1"
         )
     seconds = time.perf_counter() - began
-    return EvalResult(
+    yield EvalResult(
         step, epoch, totals.loss, totals.means, totals.samples, spec.lr_at(step - 1), took, seconds
     )
 
@@ -257,12 +281,15 @@ def evaluate(engine: Engine, batches: Iterable[Batch]) -> tuple[MetricTotals, fl
     began = time.perf_counter()
     totals = MetricTotals()
     for batch in batches:
-        facts = engine.eval_step(batch)
-        totals.add(facts)
+        totals.add(engine.eval_step(batch))
+    _check_scored(totals)
+    return totals, time.perf_counter() - began
+
+
+def _check_scored(totals: MetricTotals) -> None:
     if totals.samples == 0:
         raise DataError("there are no samples to evaluate on")
     if totals.weight == 0:
         raise DataError(
             "no sample to evaluate on has a label that the loss scores; hold out more or other data"
         )
-    return totals, time.perf_counter() - began

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pty
-import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from rich.console import Console
 
 import gpipe_cli
-from gpipe_cli.report import progress
-from gpipe_cli.report.progress import BLOCKS, Eta, ProgressLines, ProgressPanel, sparkline
+from gpipe_cli.report.progress import ProgressLines
+from gpipe_cli.report.progress_facts import Progress, RunSize, ShownEvaluation, ShownStep, format_clock
 
 SHOW_PROGRESS = """
 from gpipe_cli.report.progress import progress_display
-with progress_display(steps=4, epochs=2, every=2) as display:
+from gpipe_cli.report.progress_facts import RunSize, ShownEvaluation, ShownStep
+with progress_display(RunSize(steps=4, epochs=2)) as display:
     display.print_status("run directory: a\\x1b[2Jb\\nc")
     for step in range(1, 5):
-        display.step(step, (step - 1) // 2, 0.5, 0.001, 99.0)
+        display.step(ShownStep(step, (step - 1) // 2, 1 / step, 0.001, 99.0, float(step)))
+    display.evaluating(0)
+    display.evaluated(ShownEvaluation(4, 1, 0.25, {"top1": 0.5}, 2.0, 6.0))
 """
 LINES = [
     "run directory: a[2Jb c",
-    "epoch 1/2 | step 2/4 | loss 0.5000 | lr 1.00e-03 | 99 samples/s | eta 0:00",
-    "epoch 2/2 | step 4/4 | loss 0.5000 | lr 1.00e-03 | 99 samples/s | eta 0:00",
+    "step 1/4 | epoch 1/2 | train loss 1.0000 | lr 0.001 | 99 samples/s | elapsed 0:01 | remaining -",
+    "step 4/4 | epoch 2/2 | train loss 0.5208 | lr 0.001 | 99 samples/s | elapsed 0:04 | remaining 0:00",
+    "step 4/4 | epoch 2/2 | eval loss 0.2500 | top1 50.00 % | took 0:02 | elapsed 0:06",
 ]
-ROWS = [{"device": "cpu", "parameter_bytes": 2**20, "gradient_bytes": 2**20}, {"device": "cuda:0"}]
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -81,8 +81,9 @@ def test_a_pipe_gets_plain_lines() -> None:
 def test_a_terminal_gets_a_panel_with_all_that_matters() -> None:
     shown = on_a_terminal(TERM="xterm-256color")
     assert "\x1b[" in shown
-    for part in ("epoch 2/2", "4/4", "loss 0.5000", "lr 1.00e-03", "99 samples/s", "eta 0:00", "━"):
+    for part in ("epoch 2/2", "4/4", "train loss 0.5208", "lr 0.001", "99 samples/s", "0:00 left", "━"):
         assert part in shown
+    assert "evaluating" in shown and "eval loss 0.2500" in shown
     assert "run directory: a[2Jb c" in shown and "\x1b[2J" not in shown
 
 
@@ -96,98 +97,54 @@ def test_no_color_is_obeyed() -> None:
     assert "\x1b[3" not in shown and "\x1b[38" not in shown
 
 
-def test_the_last_step_has_a_line_whatever_the_interval(capsys: pytest.CaptureFixture[str]) -> None:
-    with ProgressLines(steps=5, epochs=1, every=3) as display:
-        for step in range(1, 6):
-            display.step(step, 0, 1.0, 0.1, 1.0)
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split(" | ")[1] for line in lines] == ["step 3/5", "step 5/5"]
+def step(number: int, seconds: float, loss: float = 1.0) -> ShownStep:
+    return ShownStep(number, 0, loss, 0.1, 1.0, seconds)
 
 
-def test_the_time_left_follows_the_pace_and_leaves_out_the_first_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = iter([100.0, 102.0, 104.0, 106.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    eta = Eta(steps=3600)
-    assert [eta.after(step) for step in (1, 2, 3, 3570)] == ["-", "1:59:56", "1:59:54", "0:00"]
+def steps_with_a_line(
+    lines: ProgressLines, seconds: Sequence[float], capsys: pytest.CaptureFixture[str]
+) -> list[int]:
+    for number, moment in enumerate(seconds, 1):
+        lines.step(step(number, moment))
+    printed = capsys.readouterr().err.splitlines()
+    return [int(line.split("/")[0].removeprefix("step ")) for line in printed]
 
 
-def drawn(panel: ProgressPanel, width: int, height: int = 24) -> list[str]:
-    file = io.StringIO()
-    Console(file=file, width=width, height=height, legacy_windows=False).print(panel)
-    return [line.rstrip() for line in file.getvalue().splitlines()]
+def test_the_first_step_has_a_line_at_once_and_later_ones_by_time(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ProgressLines(RunSize(steps=10_000, epochs=1))
+    # Steps of four seconds: every third at first. After 200 seconds a line comes after a tenth of the time so far.
+    printed = steps_with_a_line(lines, [4.0 * number for number in range(1, 251)], capsys)
+    assert printed[:6] == [1, 4, 7, 10, 13, 16]
+    gaps = [later - earlier for earlier, later in pairwise(printed)]
+    assert gaps == sorted(gaps) and 20 <= gaps[-1] <= 25
 
 
-@pytest.fixture
-def panel() -> ProgressPanel:
-    panel = ProgressPanel(steps=8, epochs=2, partitions=ROWS)
-    for step in range(1, 7):
-        panel.step(step, (step - 1) // 4, 3.0 / step, 1e-3, 120.0, "read 3 MiB")
-        panel.utilization([0.25, 0.75], 0.5, [None, 3 * 2**20])
-    return panel
+def test_a_fast_run_does_not_flood(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ProgressLines(RunSize(steps=5000, epochs=1))
+    assert steps_with_a_line(lines, [0.001 * number for number in range(5000)], capsys) == [1, 5000]
+    for number in range(1, 1001):
+        lines.evaluated(ShownEvaluation(number, 0, 1.0, {}, 0.1, 6.0))
+    assert len(capsys.readouterr().err.splitlines()) == 20
+    lines.evaluated(ShownEvaluation(5000, 0, 1.0, {}, 0.1, 6.0))
+    assert capsys.readouterr().err.startswith("step 5000/5000 | epoch 1/1 | eval loss 1.0000")
 
 
-def test_a_wide_panel_shows_everything(panel: ProgressPanel) -> None:
-    progress, loss, numbers, *partitions = drawn(panel, 100)
-    assert re.fullmatch(r"epoch 2/2 [━╸╺ ]+ 6/8  eta 0:00", progress)
-    assert loss == "loss 0.5000 █▄▂▂▁▁"
-    assert numbers == "lr 1.00e-03  120 samples/s  bubble 50 %  read 3 MiB"
-    assert re.fullmatch(r"0 cpu +[━╸╺ ]+ 25 % busy +2.00 MiB \+ activations", partitions[0])
-    assert re.fullmatch(r"1 cuda:0 +[━╸╺ ]+ 75 % busy +3.00 MiB at most", partitions[1])
+def test_the_intervals_of_a_resumed_run_begin_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = ProgressLines(RunSize(steps=100, epochs=1))
+    assert steps_with_a_line(lines, [90_000.0, 90_005.0, 90_011.0], capsys) == [1, 3]
 
 
-@pytest.mark.parametrize("width", [20, 39, 69, 70, 200])
-def test_no_line_is_wider_than_the_terminal(panel: ProgressPanel, width: int) -> None:
-    lines = drawn(panel, width)
-    assert len(lines) == 5 and max(map(len, lines)) <= width
-    assert lines[0].startswith("epoch 2/2") and "6/8" in lines[0] and "25 %" in lines[3]
+def test_the_time_left_follows_the_pace_and_leaves_out_the_first_step() -> None:
+    progress = Progress(RunSize(steps=3600, epochs=1))
+    remaining = []
+    for number, seconds in ((1, 100.0), (2, 102.0), (3, 104.0), (3600, 106.0)):
+        progress.after(step(number, seconds))
+        remaining.append(format_clock(progress.remaining))
+    assert remaining == ["-", "1:59:56", "1:59:54", "0:00"]
 
 
-def test_partitions_beyond_the_height_are_counted() -> None:
-    panel = ProgressPanel(8, 1, [])
-    panel.utilization([0.5] * 40, 0.5, [None] * 40)
-    lines = drawn(panel, 80, height=10)
-    assert len(lines) < 10 and lines[-1] == "... and 37 more"
-
-
-def test_single_steps_do_not_flicker() -> None:
-    panel = ProgressPanel(8, 1, [])
-    panel.utilization([1.0], 0.0, [None])
-    panel.utilization([0.0], 1.0, [None])
-    assert "80 % busy" in drawn(panel, 80)[-1] and "bubble 20 %" in drawn(panel, 80)[2]
-
-
-def reflowed_rows(lines: list[str], width: int) -> int:
-    """How many rows a terminal of that width shows of lines that were wider."""
-    return sum(max(1, -(-len(line) // width)) for line in lines)
-
-
-@pytest.mark.parametrize("narrower", [20, 33, 60])
-def test_a_frame_that_a_narrower_terminal_has_broken_is_cleared_as_a_whole(narrower: int) -> None:
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=100, height=24, legacy_windows=False)
-    panel = ProgressPanel(8, 2, ROWS, console)
-    with panel:
-        panel.utilization([0.25, 0.75], 0.5, [None, 3 * 2**20])
-        panel.print_status("as wide as before")
-        before = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", file.getvalue()).splitlines()[-5:]
-        file.truncate(0)
-        console.width = narrower
-        panel.print_status("narrower")
-        cleared = file.getvalue().split("narrower")[0].count("\x1b[2K")
-    # The row that the cursor is in counts as well: it is cleared before it is left.
-    assert cleared == reflowed_rows(before, narrower)
-
-
-@given(st.lists(st.floats(-1e6, 1e6), max_size=300), st.integers(0, 80))
-def test_a_sparkline_has_its_width_and_goes_from_low_to_high(values: list[float], width: int) -> None:
-    line = sparkline(values, width)
-    assert len(line) == min(len(values), width)
-    assert set(line) <= set(BLOCKS)
-
-
-def test_a_sparkline_follows_its_values() -> None:
-    assert sparkline([0, 7, 3.5], 10) == "▁█▅"
-    assert sparkline([1, 1, 1], 2) == "▁▁"
-    assert sparkline([], 10) == sparkline([1.0], 0) == ""
+def test_the_train_loss_is_the_mean_of_the_last_steps_whose_loss_is_finite() -> None:
+    progress = Progress(RunSize(steps=100, epochs=1))
+    for number, loss in enumerate([1000.0, *[2.0, 4.0] * 10, float("nan")], 1):
+        progress.after(step(number, 0.0, loss))
+    assert progress.loss == 3.0 and progress.averaged == 20

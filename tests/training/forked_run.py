@@ -24,7 +24,7 @@ from gpipe_cli.engines.protocol import Batch, Engine, EngineSpec, TrainingObject
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.losses.measures import accuracy
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.training.loop import EvalResult, Position, TrainFact, TrainSpec, train
+from gpipe_cli.training.loop import EvalProgress, EvalResult, Position, TrainFact, TrainSpec, train
 from gpipe_cli.training.lr_schedules import Cosine
 from gpipe_cli.training.metrics import MetricsFile, metrics_length_at, truncate_metrics
 from gpipe_cli.training.signals import StopRequested as StopRequested
@@ -184,7 +184,8 @@ def run(
                 in_evaluation()
 
         facts = train(engine, spec, train_batches, lambda epoch: stops.until_stopped(held_out(epoch)), start)
-        for count, fact in enumerate(save_and_stop(facts, snapshots, stops)):
+        events = save_and_stop(facts, snapshots, stops)
+        for count, fact in enumerate(event for event in events if not isinstance(event, EvalProgress)):
             metrics.write(_row(fact, sample_numbers))
             at_fact(count)
     engine.close()

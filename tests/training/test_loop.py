@@ -14,11 +14,13 @@ from torch import nn
 from gpipe_cli.engines.protocol import Batch, StepFacts
 from gpipe_cli.errors import DataError, NumericError
 from gpipe_cli.training.loop import (
+    EvalProgress,
     EvalResult,
     LossWindow,
     MetricTotals,
     Position,
     StepResult,
+    TrainEvent,
     TrainFact,
     TrainSpec,
     evaluate,
@@ -64,13 +66,17 @@ def plan(steps: int, per_epoch: int, seed: int = 0) -> TrainSpec:
     return TrainSpec(steps=steps, steps_per_epoch=per_epoch, lr=0.5, lr_schedule=Cosine(), seed=seed)
 
 
-def run(engine: Fake, steps: int, seed: int = 0) -> Iterator[TrainFact]:
+def events(engine: Fake, steps: int, seed: int = 0) -> Iterator[TrainEvent]:
     return train(
         engine,
         plan(steps, 2, seed),
         lambda epoch, first: list(batches(4, 2))[first:],
         lambda epoch: batches(3, 1),
     )
+
+
+def run(engine: Fake, steps: int, seed: int = 0) -> Iterator[TrainFact]:
+    return (event for event in events(engine, steps, seed) if not isinstance(event, EvalProgress))
 
 
 def test_every_epoch_ends_in_an_evaluation() -> None:
@@ -84,6 +90,18 @@ def test_every_epoch_ends_in_an_evaluation() -> None:
         (EvalResult, 4, 1),
     ]
     assert [fact.seconds for fact in facts] == sorted(fact.seconds for fact in facts)
+
+
+def test_an_evaluation_tells_its_progress_before_its_first_and_after_each_batch() -> None:
+    shown = [event for event in events(Fake(), steps=4) if isinstance(event, EvalProgress)]
+    assert [(event.step, event.epoch, event.batches) for event in shown] == [
+        (2, 0, 0),
+        (2, 0, 1),
+        (2, 0, 2),
+        (4, 1, 0),
+        (4, 1, 1),
+        (4, 1, 2),
+    ]
 
 
 def test_a_run_may_end_in_the_middle_of_an_epoch() -> None:
@@ -197,9 +215,10 @@ def test_windows_contain_every_loss_once_however_often_a_run_stops() -> None:
 
     def facts_from(start: Position) -> Iterator[TrainFact]:
         sizes = list(losses)
-        return train(
+        all_events = train(
             Fake(losses), spec, lambda epoch, first: batches(*sizes[first:]), lambda epoch: batches(5), start
         )
+        return (event for event in all_events if not isinstance(event, EvalProgress))
 
     whole = list(facts_from(Position()))
     windows = [fact.window for fact in whole if isinstance(fact, StepResult) and fact.measured]

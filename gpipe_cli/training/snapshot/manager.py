@@ -19,7 +19,7 @@ from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, ResourceError, RunError
 from gpipe_cli.safe_files import open_directory, writing
-from gpipe_cli.training.loop import EvalResult, Position, TrainFact, TrainSpec
+from gpipe_cli.training.loop import EvalProgress, EvalResult, Position, TrainEvent, TrainFact, TrainSpec
 from gpipe_cli.training.signals import StopRequested, StopRequests
 from gpipe_cli.training.snapshot.base_files import BaseFiles
 from gpipe_cli.training.snapshot.contents import check_savable, copy_state, replace_record, write_snapshot
@@ -83,9 +83,9 @@ def check_snapshot_space(run: Path, spec: TrainSpec, retention: Retention, size:
 
 
 def save_and_stop(
-    facts: Generator[TrainFact, None, None], snapshots: SnapshotManager, stops: StopRequests
-) -> Iterator[TrainFact]:
-    """Pass the facts of the loop on, save between them, and stop on a request after a last snapshot.
+    events: Generator[TrainEvent, None, None], snapshots: SnapshotManager, stops: StopRequests
+) -> Iterator[TrainEvent]:
+    """Pass the events of the loop on, save between them, and stop on a request after a last snapshot.
 
     The consumer writes each fact to metrics.jsonl before it asks for the next one, so a snapshot, which is saved when
     it does, never knows a row that the file lacks. On a request to stop this raises StopRequested.
@@ -93,8 +93,10 @@ def save_and_stop(
     longest = 0.0
     last = time.monotonic()
     try:
-        for fact in facts:
+        for fact in events:
             yield fact
+            if isinstance(fact, EvalProgress):
+                continue  # the batches of an evaluation look for requests to stop themselves
             snapshots.after(fact)
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
             # The next look at the deadline is a step away, and a clean stop then still has to save.
@@ -108,7 +110,7 @@ def save_and_stop(
         snapshots.save_now()
         raise
     finally:
-        facts.close()
+        events.close()
 
 
 @final

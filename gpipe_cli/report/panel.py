@@ -1,0 +1,336 @@
+"""The live panel: progress, losses, speed, and a row for each partition.
+
+It fits the terminal at each redraw: a narrow one gets fewer texts, a wide one more, and a low one fewer partitions. The
+cursor rests at the start of the last line: what the terminal echoes there, such as ^C, then wraps no line, which would
+leave a part of the frame behind.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, Self, final
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.control import Control
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.segment import ControlType, Segment
+from rich.table import Table
+from rich.text import Text
+
+from gpipe_cli.report.environment import process_peak_bytes
+from gpipe_cli.report.formatting import format_value, one_line
+from gpipe_cli.report.progress_facts import Progress, RunSize, ShownEvaluation, ShownStep, format_clock
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+MAX_LOSSES = 400
+"""The sparkline shows this many of the last losses."""
+REDRAW_SECONDS = 0.2
+"""At least this long between two frames."""
+TICK_SECONDS = 1.0
+"""At most this long: the clock runs during a long step, too."""
+OTHER_LINES = 7
+"""Lines of the terminal that are not for partitions: the rest of the panel, and some for messages above it."""
+SMOOTHING = 0.8
+"""Weight of the previous value in a shown share: single steps would make it flicker."""
+NARROW, MEDIUM, WIDE = 40, 70, 110
+"""Widths from which on the time left is shown, then sizes and devices, then everything."""
+TRAINING, EVALUATING, BUSY, SPARKS = "cyan", "blue", "green", "cyan"
+"""Colors of the terminal's own palette, so that they suit its background."""
+
+
+@final
+class ProgressPanel:
+    def __init__(self, size: RunSize, console: Console | None = None) -> None:
+        self._size = size
+        self._progress = Progress(size)
+        self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
+        self._evaluation: ShownEvaluation | None = None
+        self._evaluated_batches: int | None = None
+        self._busy: list[float] = []
+        self._bubble: float | None = None
+        self._memory: Sequence[int | None] = ()
+        self._console = console or Console(stderr=True)
+        self._live = Live(self, console=self._console, auto_refresh=False, redirect_stdout=False)
+        self._shown_at = time.monotonic()
+        """When the last step was shown: its times are as old as that."""
+        self._due = 0.0
+        self._drawn: list[int] = []  # the widths of the lines of the last frame
+        self._waiting: list[str] = []  # lines of a log
+        # Workers print log lines, and the ticker redraws, while the main thread shows a step.
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, name="gpipe panel", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        self._rest_cursor()
+        self._ticker.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed.set()
+        self._ticker.join()
+        with self._lock:
+            if self._waiting:
+                self._print_waiting()
+            self._clear_wrapped()
+            # A run that is stopped or fails leaves one line, under which its last message comes.
+            self._live.transient = kind is not None
+            self._live.stop()
+            if kind is not None and self._progress.last is not None:
+                self._print(self._progress.line())
+
+    def step(self, step: ShownStep) -> None:
+        with self._lock:
+            self._progress.after(step)
+            if math.isfinite(step.loss):
+                self._losses.append(step.loss)
+            self._evaluated_batches = None
+            self._shown_at = time.monotonic()
+            self._redraw()
+
+    def evaluating(self, batches: int) -> None:
+        with self._lock:
+            began = self._evaluated_batches is None
+            self._evaluated_batches = batches
+            if began:
+                self._due = 0.0  # say at once that an evaluation is what takes time now
+            self._redraw()
+
+    def evaluated(self, evaluation: ShownEvaluation) -> None:
+        with self._lock:
+            self._evaluation, self._evaluated_batches = evaluation, None
+            self.print_status(evaluation.line(self._size))
+
+    def utilization(self, busy: Sequence[float], bubble: float, memory: Sequence[int | None]) -> None:
+        with self._lock:
+            before = self._busy or busy
+            self._busy = [_smooth(old, new) for old, new in zip(before, busy, strict=True)]
+            self._bubble = bubble if self._bubble is None else _smooth(self._bubble, bubble)
+            self._memory = memory
+            self._redraw()
+
+    def print_status(self, line: str) -> None:
+        with self._lock:
+            self._waiting.append(line)
+            self._print_waiting()
+
+    def print_log(self, line: str) -> None:
+        with self._lock:
+            self._waiting.append(line)
+            if (
+                time.monotonic() >= self._due
+            ):  # each print draws a frame, which takes longer than many a layer
+                self._print_waiting()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width
+        shown = max(0, console.size.height - OTHER_LINES)
+        rows = self._rows(width)
+        hidden = len(rows) - shown
+        if hidden > 0:
+            rows = [*rows[: shown - 1], (Text(f"... and {hidden + 1} more", style="dim"),)]
+        top = (self._progress_bar(width), self._train_loss(width, options.ascii_only), self._eval_loss())
+        frame = Group(*top, self._numbers(width), *_grid(rows))
+        lines = console.render_lines(frame, options, pad=False)
+        self._drawn = [Segment.get_line_length(line) for line in lines]
+        for line in lines:
+            yield from line
+            yield Segment.line()
+
+    def _tick(self) -> None:
+        while not self._closed.wait(TICK_SECONDS):
+            with self._lock:
+                self._redraw()
+
+    def _redraw(self) -> None:
+        if time.monotonic() < self._due:
+            return
+        if self._waiting:
+            self._print_waiting()
+            return
+        self._clear_wrapped()
+        self._live.refresh()
+        self._rest_cursor()
+        self._due = time.monotonic() + REDRAW_SECONDS
+
+    def _print_waiting(self) -> None:
+        """Print the waiting lines above a new frame."""
+        self._clear_wrapped()
+        lines, self._waiting = self._waiting, []
+        self._print(*lines)
+        self._rest_cursor()
+        self._due = time.monotonic() + REDRAW_SECONDS
+
+    def _print(self, *lines: str) -> None:
+        self._console.print("\n".join(map(one_line, lines)), markup=False, highlight=False, soft_wrap=True)
+
+    def _rest_cursor(self) -> None:
+        self._console.control(Control(ControlType.CARRIAGE_RETURN))
+
+    def _clear_wrapped(self) -> None:
+        """Erase what a terminal that became narrower made of the last frame: it wraps each line into several, while
+        rich goes back and clears only as many lines as it wrote."""
+        width = max(1, self._console.width)
+        extra_rows = [(drawn - 1) // width if drawn else 0 for drawn in self._drawn]
+        if any(extra_rows):
+            # The cursor is at the start of the last line. Its further rows are below the cursor, the others above it.
+            below = extra_rows.pop()
+            self._console.control(Control(*[(ControlType.CURSOR_DOWN, 1)] * below))
+            up = ((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1))
+            self._console.control(Control(*up * (below + sum(extra_rows))))
+        self._drawn = []
+
+    def _progress_bar(self, width: int) -> Table:
+        """The step or, during an evaluation, its mini-batch, with the time that the run has taken and still needs."""
+        last, size = self._progress.last, self._size
+        batches, total, color = 0 if last is None else last.step, size.steps, TRAINING
+        label = f"epoch {1 if last is None else last.epoch + 1}/{size.epochs}"
+        if self._evaluated_batches is not None:
+            batches, total, color = self._evaluated_batches, size.eval_batches or 0, EVALUATING
+            label = f"evaluating, {label}" if width >= MEDIUM else "evaluating"
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True, justify="right")
+        bar = _bar(batches, max(total, batches), color)
+        row.add_row(label, bar, f"{batches}/{total}{self._times(width)}" if total else str(batches))
+        return row
+
+    def _times(self, width: int) -> str:
+        last = self._progress.last
+        if last is None or width < NARROW:
+            return ""
+        since = 0.0 if self._closed.is_set() else time.monotonic() - self._shown_at
+        remaining = self._progress.remaining
+        left = f"{format_clock(None if remaining is None else remaining - since)} left"
+        elapsed = f"  {format_clock(last.seconds + since)} elapsed" if width >= MEDIUM else ""
+        return f"{elapsed}  {left}"
+
+    def _train_loss(self, width: int, ascii_only: bool) -> Text:
+        averaged = self._progress.averaged
+        line = Text(f"train loss {self._progress.loss:.4f} " if averaged else "train loss - ", no_wrap=True)
+        line.overflow = "crop"
+        if averaged > 1 and width >= MEDIUM:
+            line.append(f"mean of {averaged} steps ", style="dim")
+        if not ascii_only and _can_print(self._console, BLOCKS):
+            line.append(sparkline(self._losses, max(0, width - len(line))), style=SPARKS)
+        return line
+
+    def _eval_loss(self) -> Text:
+        evaluation = self._evaluation
+        if evaluation is None:
+            return Text("eval loss -", no_wrap=True)
+        line = Text(evaluation.result.replace(" | ", "  "), no_wrap=True, overflow="ellipsis")
+        return line.append(f"  epoch {evaluation.epoch + 1}", style="dim")
+
+    def _numbers(self, width: int) -> Text:
+        """As many of them as fit, the most important first."""
+        step = self._progress.last
+        parts = [] if step is None else [f"{step.samples_per_second:.0f} samples/s", f"lr {step.lr:.3g}"]
+        if step is not None and step.extra:
+            parts.append(step.extra)
+        if self._bubble is not None:
+            meaning = " (workers idle)" if width >= MEDIUM else ""
+            parts.append(f"bubble {100 * self._bubble:.0f} %{meaning}")
+        if (peak := process_peak_bytes()) is not None:
+            parts.append(f"process peak {format_value('bytes', peak)}")
+        if step is not None and step.grad_norm is not None:
+            parts.append(f"grad norm {step.grad_norm:.3g}")
+        line = ""
+        for part in parts:
+            if len(line) + len(part) <= width:
+                line += f"{part}  "
+        return Text(line.rstrip(), no_wrap=True, overflow="ellipsis")
+
+    def _rows(self, width: int) -> list[Sequence[RenderableType]]:
+        """A row per partition; without their busy times only the panel of a pipe of several has them."""
+        count = len(self._busy) or len(self._size.partitions)
+        return [] if count < 2 and not self._busy else [self._row(index, width) for index in range(count)]
+
+    def _row(self, index: int, width: int) -> Sequence[RenderableType]:
+        partitions = self._size.partitions
+        partition = partitions[index] if index < len(partitions) else {}
+        device = one_line(str(partition.get("device", "")))
+        row: list[RenderableType] = [Text(f"{index} {device}" if width >= MEDIUM else str(index))]
+        if width >= WIDE:
+            row.append(Text(_layers_text(partition), style="dim", overflow="ellipsis"))
+        known = index < len(self._busy)
+        row.append(_bar(self._busy[index], 1.0, BUSY) if known else "")
+        row.append(Text(f"{100 * self._busy[index]:.0f} % busy" if known else ""))
+        if width >= MEDIUM:
+            row.append(Text(self._memory_text(index, partition), style="dim"))
+        return row
+
+    def _memory_text(self, index: int, partition: Mapping[str, Any]) -> str:
+        """The peak, if the device reports it; else what parameters, gradients and optimizer state take."""
+        measured = self._memory[index] if index < len(self._memory) else None
+        if measured is not None:
+            return f"{format_value('bytes', measured)} peak"
+        keys = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+        sizes = [partition[key] for key in keys if key in partition]
+        return f"{format_value('bytes', sum(sizes))} model state" if sizes else ""
+
+
+def _layers_text(partition: Mapping[str, Any]) -> str:
+    if "first" not in partition:
+        return ""
+    first, last = one_line(str(partition["first"])), one_line(str(partition["last"]))
+    parameters = format_value("parameters", partition["parameters"])
+    return f"{first if first == last else f'{first} to {last}'}, {parameters} parameters"
+
+
+def sparkline(values: Iterable[float], width: int) -> str:
+    """The values as at most `width` blocks of different heights; if all are equal, the blocks are low."""
+    points = list(values)
+    if not points or width <= 0:
+        return ""
+    parts = min(width, len(points))
+    ends = [round(index * len(points) / parts) for index in range(parts + 1)]
+    means = [sum(points[begin:end]) / (end - begin) for begin, end in pairwise(ends)]
+    low, high = min(means), max(means)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round(scale * (mean - low))] for mean in means)
+
+
+def _smooth(before: float, now: float) -> float:
+    return SMOOTHING * before + (1 - SMOOTHING) * now
+
+
+def _bar(completed: float, total: float, color: str) -> ProgressBar:
+    return ProgressBar(
+        total=total, completed=min(completed, total), complete_style=color, finished_style=color
+    )
+
+
+def _grid(rows: Sequence[Sequence[RenderableType]]) -> list[Table]:
+    if not rows:
+        return []
+    grid = Table.grid(padding=(0, 1), expand=True)
+    columns = max(map(len, rows))
+    for column in range(columns):
+        is_bar = column == max(1, columns - 3)
+        grid.add_column(
+            no_wrap=True, ratio=1 if is_bar else None, justify="left" if column < columns - 2 else "right"
+        )
+    for row in rows:
+        grid.add_row(*row)
+    return [grid]
+
+
+def _can_print(console: Console, text: str) -> bool:
+    try:
+        text.encode(console.encoding or sys.getdefaultencoding())
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
