@@ -217,8 +217,6 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("train lr_schedule.rise=2", 2, "lr_schedule.rise=2: must be from 0 to 1"),
     ("train run_dir=", 2, "run_dir=: give the name of a directory"),
     (f"train run_dir={'x' * 300}", 2, "cannot be used: "),
-    ("train engine=single log.layers=true", 2, "log.layers: has no effect with engine=single"),
-    ("train engine=single log.partitions=true", 2, "log.partitions: has no effect with engine=single"),
     ("eval run=. recipe=digits", 2, "recipe: gpipe eval takes none"),
     ("-sc install=nosh", 2, "-sc install=nosh: choose one of: install=bash"),
     ("profile measure=perhaps", 2, "measure=perhaps: expected true or false"),

@@ -232,7 +232,7 @@ def _record_start(
     if partitioning.origin:
         recorder.print_status(f"balance {partitioning.balance}: {partitioning.origin}")
     for row, cost in zip(partitions, partitioning.balanced.sums, strict=True):
-        recorder.log.info(
+        recorder.log.write(
             "partition %(partition)d on %(device)s: layers %(first)s to %(last)s (%(layers)d), "
             "%(parameters)d parameters, cost %(cost).6g %(unit)s",
             {**row, "cost": cost, "unit": partitioning.balanced.unit},

@@ -107,6 +107,8 @@ def _problems(settings: ModelConfig) -> Iterator[str]:
     if isinstance(settings, ProfileConfig) and settings.timeline and not settings.measure:
         yield "timeline=true: runs the model, but measure=false runs nothing; leave one of them out"
     if isinstance(settings, TrainConfig):
+        if settings.log.console and not (settings.log.partitions or settings.log.layers):
+            yield "log.console=true: prints the lines of log.layers and log.partitions; set one of them to true"
         yield from _resuming(settings)
     if isinstance(settings, PlanConfig) and settings.device is not None:
         yield from _other_device(settings, settings.device)

@@ -40,7 +40,9 @@ class LogConfig:
     partitions: bool = False
     """Log every (micro-batch, partition) to train.log."""
     layers: bool = False
-    """Log every layer that runs to train.log."""
+    """Log every layer that runs to train.log: step, phase, micro-batch, partition, name, class and milliseconds."""
+    console: bool = False
+    """Print the lines of log.partitions and log.layers on the terminal as well."""
 
 
 @dataclass

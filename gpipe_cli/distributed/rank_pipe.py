@@ -33,6 +33,7 @@ from gpipe_cli.pipeline.boundary import PartitionInput
 from gpipe_cli.pipeline.forward_task import MicroBatchLoss
 from gpipe_cli.pipeline.gpipe import PipeBase
 from gpipe_cli.pipeline.layer import replica_key
+from gpipe_cli.pipeline.layer_logging import log_layer_times
 from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value
 from gpipe_cli.pipeline.module_state import Buffer, all_buffers, save_buffers, tensors_in
@@ -202,6 +203,9 @@ class RankPipe(PipeBase):
             for partition, length in enumerate(self._balance)
             for _ in range(length)
         ]
+
+    def log_layers(self) -> None:
+        log_layer_times(self._own)
 
     def close(self) -> None:
         """Drop the cached schedules; the process groups belong to their creator."""

@@ -19,7 +19,6 @@ from gpipe_cli.offload.prefetcher import SlicePrefetcher
 from gpipe_cli.offload.sizing import DeviceDemand, boundary_bytes, device_demand, layer_bytes
 from gpipe_cli.offload.slices import SlicedParameters, put_parameters_on
 from gpipe_cli.offload.tiers import TIERS
-from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
@@ -52,8 +51,6 @@ def build(
     balance = slicing.balance()
     pipe, offloaded = slicing.offload(balance)
     pipe.step_timeout = spec.step_timeout
-    if spec.log_layers:
-        register_layer_logging_hooks(pipe.partitions)
     (device,) = spec.devices
     spec = replace(spec, balance=balance)
     return OffloadEngine(

@@ -48,6 +48,7 @@ class Pipe(Protocol):
     def __call__(self, input: Any) -> Any: ...
     def step(self, input: Any, target: Any, loss_fn: Any, key: int | None = None) -> Tensor: ...
     def train(self, mode: bool = True) -> Any: ...
+    def log_layers(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -115,6 +116,8 @@ class PipeEngine:
         # take a noticeable part of a small model's step.
         pipe.train()
         pipe.least_rows = spec.least_rows
+        if spec.log_layers:
+            pipe.log_layers()
         self._objective, self._balance, self._eval_chunks = spec.objective, spec.balance, spec.eval_chunks
         self._input_device, self._output_device = input_device, output_device
         self._devices = spec.devices

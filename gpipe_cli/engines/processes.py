@@ -14,7 +14,6 @@ from gpipe_cli.engines.collectives import RankCollectives
 from gpipe_cli.engines.pipe_engine import PipeEngine
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
 
 TRAITS = EngineTraits(needs_processes=True)
 
@@ -36,8 +35,6 @@ def build(spec: EngineSpec, max_restarts: int = 0) -> Engine:
         schedule=spec.schedule,
         deferred_batch_norm=spec.deferred_batch_norm,
     )
-    if spec.log_layers:
-        register_layer_logging_hooks(pipe.partitions)
     return PipeEngine(
         pipe,
         replace(spec, module=pipe.module, devices=[coords.device]),

@@ -20,8 +20,6 @@ TRAITS = EngineTraits(
             "checkpoint",
             "step_timeout",
             "data_parallel",
-            "log.layers",
-            "log.partitions",
         }
     ),
 )

@@ -15,7 +15,6 @@ from gpipe_cli.offload.sizing import boundary_bytes
 from gpipe_cli.offload.slices import SlicedParameters, put_parameters_on
 from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.gpipe import GPipe, ThreadedPipe
-from gpipe_cli.pipeline.layer_logging import register_layer_logging_hooks
 from gpipe_cli.schedule.action import partitions_of
 from gpipe_cli.schedule.checkpoint import checkpoint_stops
 from gpipe_cli.torch_internals.tensor_memory import exchanges_memory
@@ -27,8 +26,6 @@ def build(spec: EngineSpec, offload: str | None = None) -> Engine:
     """offload: the tier that keeps a partition's parameters and optimizer state while no worker uses it."""
     pipe, offloaded = make_pipe(spec, offload)
     pipe.step_timeout = spec.step_timeout
-    if spec.log_layers:
-        register_layer_logging_hooks(pipe.partitions)
     input_device, output_device = pipe.devices[0], pipe.output_device
     if offloaded is not None:
         return OffloadEngine(

@@ -19,7 +19,7 @@ from gpipe_cli.values import check_whole_number
 
 
 @final
-class _Basic(nn.Module):
+class BasicBlock(nn.Module):
     """Two 3x3 convolutions with a residual connection around them."""
 
     expansion = 1
@@ -47,7 +47,7 @@ class _Basic(nn.Module):
 
 
 @final
-class _Bottleneck(nn.Module):
+class Bottleneck(nn.Module):
     """A 3x3 convolution between two 1x1 convolutions that narrow and widen, with a residual connection."""
 
     expansion = 4
@@ -78,12 +78,12 @@ class _Bottleneck(nn.Module):
         return relu
 
 
-BLOCKS: dict[str, tuple[type[_Basic] | type[_Bottleneck], tuple[int, ...]]] = {
-    "resnet18": (_Basic, (2, 2, 2, 2)),
-    "resnet34": (_Basic, (3, 4, 6, 3)),
-    "resnet50": (_Bottleneck, (3, 4, 6, 3)),
-    "resnet101": (_Bottleneck, (3, 4, 23, 3)),
-    "resnet152": (_Bottleneck, (3, 8, 36, 3)),
+BLOCKS: dict[str, tuple[type[BasicBlock] | type[Bottleneck], tuple[int, ...]]] = {
+    "resnet18": (BasicBlock, (2, 2, 2, 2)),
+    "resnet34": (BasicBlock, (3, 4, 6, 3)),
+    "resnet50": (Bottleneck, (3, 4, 6, 3)),
+    "resnet101": (Bottleneck, (3, 4, 23, 3)),
+    "resnet152": (Bottleneck, (3, 8, 36, 3)),
 }
 """The block class of each network, and the number of blocks in each of its four stages."""
 NAMES = tuple(BLOCKS)
@@ -106,7 +106,7 @@ def build(
     sequence = _sequence(name, num_classes)
     if zero_init_residual:
         for layer in sequence:
-            if isinstance(layer, _Basic | _Bottleneck):
+            if isinstance(layer, BasicBlock | Bottleneck):
                 nn.init.zeros_(layer.last_norm.weight)
     if weights is not None:
         _load(sequence, weights, num_classes)

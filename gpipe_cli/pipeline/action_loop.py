@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -30,7 +29,6 @@ from gpipe_cli.schedule.action import Action, Kind, Order
 from gpipe_cli.torch_internals.thread_modes import CallerModes
 
 _NO_MODES = _NO_LOCK = contextlib.nullcontext()
-logger = logging.getLogger("gpipe_cli.pipeline")
 
 
 class Recorder(Protocol):
@@ -116,7 +114,6 @@ class ActionLoop:
         self._failure: BaseException | None = None
         self._modes = modes
         self._shared_modules = threading.Lock()
-        self._logs = logger.isEnabledFor(logging.INFO)
         self._handlers: dict[Kind, Callable[[_Position, Action], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -231,14 +228,6 @@ class ActionLoop:
         # Blocks until the partitions that send to this one have run the micro-batch, or a worker has failed.
         inputs = self._channels.receive(partition, action.micro_batch)
         task = self._state.forward_task(action.partition, action.micro_batch)
-        if self._logs:
-            logger.info(
-                "Micro-batch %d (partition %d): checkpoint_stop=%d, using_checkpointing=%s",
-                action.micro_batch,
-                action.partition,
-                self._state.checkpoint_stops[action.partition],
-                task.checkpointed,
-            )
         self._check_no_failure()
         started = self._now(partition)
         with self._caller_modes(), self._modules_of(partition):

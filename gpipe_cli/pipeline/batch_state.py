@@ -7,6 +7,7 @@ writer's action.
 from __future__ import annotations
 
 import contextvars
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from gpipe_cli.pipeline.partition_backward import GradientCollector
 from gpipe_cli.pipeline.tied import TiedParameters, Untied, sum_present
 from gpipe_cli.pytree import Template, unflatten
 from gpipe_cli.torch_internals.tensor_memory import version_of
+
+logger = logging.getLogger("gpipe_cli.pipeline")
 
 
 @final
@@ -85,11 +88,22 @@ class BatchState:
         return cls(batch, inputs, tied, untied, checkpoint_stops, loss, whole_graph, streams)
 
     def forward_task(self, partition: int, micro_batch: int) -> ForwardTask:
+        """The task of a forward that is about to run."""
         untied = self.untied[micro_batch % len(self.untied)]  # one set for all micro-batches, or one for each
+        checkpoint_stop = self.checkpoint_stops[partition]
+        checkpointed = micro_batch < checkpoint_stop
+        if logger.isEnabledFor(logging.INFO):
+            logger.info(
+                "Micro-batch %d (partition %d): checkpoint_stop=%d, using_checkpointing=%s",
+                micro_batch,
+                partition,
+                checkpoint_stop,
+                checkpointed,
+            )
         return ForwardTask(
             self.batch,
             self.batch.micro_batches[micro_batch],
-            micro_batch < self.checkpoint_stops[partition],
+            checkpointed,
             self.loss if partition == len(untied) - 1 else None,
             untied[partition],
             self.whole_graph,

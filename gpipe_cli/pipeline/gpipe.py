@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gpipe_cli.accelerator.devices import Device, asks_for_device, choose_devices
 from gpipe_cli.pipeline.action_loop import Recorder
 from gpipe_cli.pipeline.executor import Executor
+from gpipe_cli.pipeline.layer_logging import log_layer_times
 from gpipe_cli.pipeline.loss import LossFunction, StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value
 from gpipe_cli.pipeline.partition import Partition
@@ -75,6 +76,10 @@ class PipeBase(PipeModule):
 
     def _mini_batch(self, input: Value, key: int | None = None) -> MiniBatch:
         return MiniBatch.of(input, self.chunks, key, self.least_rows if self.training else 1)
+
+    @abstractmethod
+    def log_layers(self) -> None:
+        """From now on, log each layer that this process runs, with its time."""
 
     @abstractmethod
     def _forward(self, input: Value) -> Value:
@@ -142,6 +147,9 @@ class ThreadedPipe(PipeBase):
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
         self._executor.recorder = recorder
+
+    def log_layers(self) -> None:
+        log_layer_times(self._executor.partitions)
 
     def close(self) -> None:
         """End the workers. You may close a pipe twice; using it again starts new ones."""

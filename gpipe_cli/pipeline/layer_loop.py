@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import NamedTuple, final
 
@@ -32,6 +33,8 @@ from gpipe_cli.torch_internals.tensor_memory import storage_of, version_of
 
 _NO_SKIPS = contextlib.nullcontext()
 INPUT, LOSS = "its input", "the loss function"
+BackwardWatch = Callable[[SavedForBackward, str], AbstractContextManager[object]]
+"""Makes the context in which a backward, or the half of one that is named, runs."""
 
 
 class LayerOutputs(NamedTuple):
@@ -58,6 +61,7 @@ class LayerLoop:
         """Of the graph whose backward is running."""
         self._random = KeyedRandom(self._seed_of, self._warn_of)
         self._random.source = INPUT
+        self.backward_watch: BackwardWatch | None = None
 
     def begin(self) -> None:
         """Look once per mini-batch whether every layer was already watched for unkeyed randomness."""
@@ -124,12 +128,21 @@ class LayerLoop:
             received = [*received, *chain.from_iterable(others)]
         return value, PartitionSkips(self._receives, received, self._sends, inputs[0].linked_skips())
 
-    def keyed_backward(self, saved: SavedForBackward) -> KeyedRandom:
+    def keyed_backward(
+        self, saved: SavedForBackward, phase: str = "backward"
+    ) -> AbstractContextManager[object]:
         """Context manager: what autograd nodes draw in backward is keyed by the layer that created them."""
         self._key, self._micro_batch = saved.task.batch.key, saved.task.micro_batch.index
         self._node_numbers = saved.node_numbers
         self._random.source = BACKWARD
-        return self._random
+        return (
+            self._random if self.backward_watch is None else self._watched(self.backward_watch(saved, phase))
+        )
+
+    @contextmanager
+    def _watched(self, watch: AbstractContextManager[object]) -> Iterator[None]:
+        with watch, self._random:
+            yield
 
     def locate(self, phase: str, saved: SavedForBackward | None, error: BaseException) -> str:
         """Name the layer that raised `error`."""

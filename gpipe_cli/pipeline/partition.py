@@ -28,7 +28,7 @@ from gpipe_cli.pipeline.boundary import (
 )
 from gpipe_cli.pipeline.forward_task import ForwardTask, LayerTraits, SavedForBackward
 from gpipe_cli.pipeline.layer import Layer
-from gpipe_cli.pipeline.layer_loop import LayerLoop, LayerOutputs
+from gpipe_cli.pipeline.layer_loop import BackwardWatch, LayerLoop, LayerOutputs
 from gpipe_cli.pipeline.module_state import (
     BufferCopies,
     ModuleTensors,
@@ -311,7 +311,7 @@ class Partition:
         split = SplitBackward(_roots_with_gradients(saved, gradients), saved.sink)
         if not split.possible:
             return self.backward(saved, gradients, keep_graph=keep_graph)
-        with self._loop.keyed_backward(saved), saved.task.batch.state.without_autocast():
+        with self._loop.keyed_backward(saved, "backward input"), saved.task.batch.state.without_autocast():
             split.run_input_half()
         saved.split = split
         return saved.sink.take()
@@ -320,8 +320,15 @@ class Partition:
         """The other half, if `backward_input` left one."""
         split, saved.split = saved.split, None
         if split is not None:
-            with self._loop.keyed_backward(saved), saved.task.batch.state.without_autocast():
+            with (
+                self._loop.keyed_backward(saved, "backward weights"),
+                saved.task.batch.state.without_autocast(),
+            ):
                 split.run_weight_half(keep_graph=keep_graph)
+
+    def watch_backward(self, watch: BackwardWatch) -> None:
+        """Run every later backward in a context that `watch` makes."""
+        self._loop.backward_watch = watch
 
     def locate(self, phase: str, saved: SavedForBackward | None, error: BaseException) -> str:
         """Name the layer that raised `error`."""

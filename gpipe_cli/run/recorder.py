@@ -5,7 +5,6 @@ Rank 0, or the only process, has a `RunRecorder`; the other ranks of a run have 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
@@ -18,12 +17,12 @@ from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.config.schema import LogConfig, TrainConfig
 from gpipe_cli.errors import GpipeError, ResourceError
 from gpipe_cli.loggers.protocol import LoggedRun, Logger
-from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status, redirect_streams
 from gpipe_cli.report.progress import progress_display
 from gpipe_cli.report.progress_facts import ProgressDisplay, RunSize, ShownEvaluation, ShownStep
 from gpipe_cli.run.job import Job
+from gpipe_cli.run.run_log import RunLog, log_to_console, run_log
 from gpipe_cli.safe_files import writing
 from gpipe_cli.training.loop import (
     EvalProgress,
@@ -47,7 +46,7 @@ STEP_COLUMNS = ("step", "epoch", "split", "seconds")
 class RunRecorder:
     metrics: MetricsFile
     logger: GuardedLogger
-    log: logging.Logger
+    log: RunLog
     progress: ProgressDisplay
     size: RunSize
     start: Position
@@ -70,9 +69,10 @@ class RunRecorder:
         try:
             with (
                 closing(LineFile(directory / "train.log")) as log_file,
-                run_log(log_file, partitions=settings.partitions, layers=settings.layers) as log,
+                run_log(log_file, settings, start.step) as log,
                 MetricsFile(directory / "metrics.jsonl") as metrics,
                 progress_display(size) as progress,
+                log_to_console(progress.print_log, enabled=settings.console),
             ):
                 disk.files = [log_file, metrics.file]
                 yield RunRecorder(metrics, logger, log, progress, size, start, disk)
@@ -83,7 +83,7 @@ class RunRecorder:
     def print_status(self, line: str) -> None:
         """Write a line to stderr and to train.log."""
         self.progress.print_status(line)
-        self.log.info("%s", line)
+        self.log.write("%s", line)
 
     def sync(self) -> None:
         # Rows go to disk before the snapshot of their step: a resumed run cuts the file back to its snapshot,
@@ -95,6 +95,7 @@ class RunRecorder:
         last = self.start.evaluation
         throughput = Throughput(self.start.seconds)
         for fact in events:
+            self.log.label(fact.step, evaluates=isinstance(fact, EvalProgress))
             if isinstance(fact, EvalProgress):
                 self.progress.evaluating(fact.batches)
                 continue
@@ -142,7 +143,7 @@ class RunRecorder:
             extra |= {} if fact.grad_norm is None else {"grad_norm": fact.grad_norm}
             extra |= {} if fact.transfers is None else asdict(fact.transfers)
             self._write({**_row(fact, "train", samples_per_second), **extra})
-            self.log.info(
+            self.log.write(
                 "step %d | train loss %.6g | lr %.3g | %.1f samples/s%s",
                 fact.step,
                 fact.window.mean,
@@ -155,7 +156,7 @@ class RunRecorder:
         self._write(_row(fact, "eval", fact.samples / fact.took))
         shown = ShownEvaluation(fact.step, fact.epoch, fact.loss, fact.means, fact.took, fact.seconds)
         self.progress.evaluated(shown)
-        self.log.info("%s", shown.line(self.size))
+        self.log.write("%s", shown.line(self.size))
 
     def _write(self, row: Mapping[str, Any]) -> None:
         self.metrics.write(row)
@@ -167,7 +168,7 @@ class RunRecorder:
 class RankRecorder:
     """The recorder of a rank other than 0: it writes logs/rank-N.log and nothing else."""
 
-    log: logging.Logger
+    log: RunLog
     start: Position
 
     @staticmethod
@@ -180,12 +181,12 @@ class RankRecorder:
             redirect_streams(path, directory)
         with (
             closing(LineFile(path, directory)) as file,
-            run_log(file, partitions=settings.partitions, layers=settings.layers) as log,
+            run_log(file, settings, start.step) as log,
         ):
             yield RankRecorder(log, start)
 
     def print_status(self, line: str) -> None:
-        self.log.info("%s", line)
+        self.log.write("%s", line)
 
     def sync(self) -> None:
         """Do nothing: this rank writes no file that a snapshot depends on."""
@@ -193,11 +194,12 @@ class RankRecorder:
     def record(self, events: Iterable[TrainEvent]) -> EvalResult:
         last = self.start.evaluation
         for fact in events:
+            self.log.label(fact.step, evaluates=isinstance(fact, EvalProgress))
             if isinstance(fact, EvalResult):
                 last = fact
-                self.log.info("step %d | eval loss %.6g", fact.step, fact.loss)
+                self.log.write("step %d | eval loss %.6g", fact.step, fact.loss)
             elif isinstance(fact, StepResult) and fact.measured:
-                self.log.info("step %d | train loss %.6g | lr %.3g", fact.step, fact.window.mean, fact.lr)
+                self.log.write("step %d | train loss %.6g | lr %.3g", fact.step, fact.window.mean, fact.lr)
         assert last is not None, "training ends with an evaluation"
         return last
 
@@ -288,40 +290,6 @@ class Throughput:
 
     def restart(self) -> None:
         self._samples, self._since = 0, self._now
-
-
-@final
-class RedactingFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return redacted(super().format(record))
-
-
-@contextmanager
-def run_log(file: LineFile, *, partitions: bool, layers: bool) -> Iterator[logging.Logger]:
-    """Send gpipe's log lines to the file, and the traceback of the error that ends the run, if any.
-
-    The pipeline logs at INFO for each partition and at DEBUG for each layer.
-    """
-    logger, pipeline = logging.getLogger("gpipe_cli"), logging.getLogger("gpipe_cli.pipeline")
-    handler = logging.StreamHandler(file)
-    handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s"))
-    before = (logger.level, logger.propagate, pipeline.level)
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    logger.propagate = False  # a handler on the root logger would print over the progress panel
-    pipeline.setLevel(logging.DEBUG if layers else logging.INFO if partitions else logging.WARNING)
-    try:
-        yield logging.getLogger("gpipe_cli.run")
-    except BaseException:
-        logger.exception("the run ends here")
-        raise
-    finally:
-        # Loggers belong to the process, and the next job of a sweep opens its own train.log.
-        logger.removeHandler(handler)
-        handler.close()
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
-        pipeline.setLevel(before[2])
 
 
 def _row(fact: TrainFact, split: str, samples_per_second: float) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -123,13 +124,24 @@ def test_half_precision_trains(tiny: Gpipe, engine: str, precision: str) -> None
 def test_the_log_contains_partitions_and_layers_on_request(tiny: Gpipe) -> None:
     plain = Path(tiny("train", "steps=1", "--json").json["run_dir"])
     assert "Micro-batch" not in (plain / "train.log").read_text()
-    message = Path(
-        tiny("train", "steps=1", "log.partitions=true", "log.layers=true", "--json").json["run_dir"]
-    )
-    log = (message / "train.log").read_text()
-    assert "INFO Micro-batch 0 (partition 1): checkpoint_stop=2, using_checkpointing=True" in log
-    assert "DEBUG Executing layer '0' in partition 0: Conv2d [micro-batch 0]" in log
-    assert "DEBUG Executing layer '0' in partition 0: Conv2d [micro-batch 0, recompute]" in log
+    words = ("steps=2", "log.partitions=true", "log.layers=true", "log.console=true")
+    answer = tiny("train", *words, "--json")
+    log = Path(answer.json["run_dir"], "train.log").read_text()
+    for written in (log, answer.err):
+        partition = r"Micro-batch 0 \(partition 1\): checkpoint_stop=2, using_checkpointing=True"
+        assert re.search(rf"(INFO |^)step 1 \| train \| {partition}$", written, re.MULTILINE)
+        for label in ("step 2 | train | forward", "step 1 | train | recompute", "step 2 | eval | forward"):
+            line = rf"{re.escape(label)} \| micro-batch 0 \| partition 0 \| layer 0 \| Conv2d \| [\d.]+ ms$"
+            assert re.search(rf"(DEBUG |^){line}", written, re.MULTILINE)
+        assert "step 1 | train | backward | micro-batch 2 | partition 1 | layer " in written
+        assert "step 1 | eval" not in written and "step 3" not in written
+
+
+def test_engine_single_logs_its_layers_too(tiny: Gpipe) -> None:
+    answer = tiny("train", "steps=1", "engine=single", "log.layers=true", "--json")
+    log = Path(answer.json["run_dir"], "train.log").read_text()
+    assert "step 1 | train | backward | micro-batch 0 | partition 0 | layer 0 | Conv2d | " in log
+    assert "Micro-batch" not in log and "train | forward" not in answer.err
 
 
 def test_an_existing_directory_is_refused_and_an_empty_one_taken(tiny: Gpipe, tmp_path: Path) -> None:

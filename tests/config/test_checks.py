@@ -31,6 +31,10 @@ def test_the_defaults_pass() -> None:
         ({"eval_chunks": 0}, "eval_chunks=0: must be at least 1"),
         ({"partitions": 0}, "partitions=0: must be at least 1"),
         ({"log": LogConfig(every=0)}, "log.every=0: must be at least 1"),
+        (
+            {"log": LogConfig(console=True)},
+            "log.console=true: prints the lines of log.layers and log.partitions; set one of them to true",
+        ),
         ({"seed": 2**63}, f"seed={2**63}: must be at most {2**63 - 1}"),
         ({"step_timeout": 0.0}, "step_timeout=0.0: must be positive, or null for none"),
         ({"clip_grad_norm": math.nan}, "clip_grad_norm=nan: must be positive"),

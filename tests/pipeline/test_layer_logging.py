@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections import Counter
 
 import pytest
 import torch
@@ -84,3 +86,116 @@ def test_outside_a_pipe_a_layer_has_no_micro_batch(caplog: pytest.LogCaptureFixt
 def test_loggers_are_off_and_unconfigured_by_default() -> None:
     assert logging.getLogger("gpipe_cli").handlers == []
     assert not logging.getLogger("gpipe_cli.pipeline").isEnabledFor(logging.INFO)
+
+
+TIMED = re.compile(
+    r"(?P<phase>[a-z ]+) \| micro-batch (?P<micro_batch>\d) \| partition (?P<partition>\d) \| "
+    r"layer (?P<layer>\S+) \| (?P<kind>\w+) \| \d+\.\d{3} ms"
+)
+
+
+def timed_lines(caplog: pytest.LogCaptureFixture) -> Counter[tuple[str, int, int, str, str]]:
+    """What ran, as often as it did, from the lines of `log_layers`."""
+    lines = [
+        TIMED.fullmatch(record.getMessage()) for record in caplog.records if record.levelno == logging.DEBUG
+    ]
+    assert all(lines)
+    return Counter(
+        (line["phase"], int(line["micro_batch"]), int(line["partition"]), line["layer"], line["kind"])
+        for line in lines
+        if line is not None
+    )
+
+
+def step_of(pipe: GPipe) -> list[torch.Tensor | None]:
+    """Run a training step; the gradient of each parameter."""
+    pipe.zero_grad()
+    pipe.step(
+        torch.linspace(-1, 1, 12).view(3, 4), torch.zeros(3, dtype=torch.long), nn.functional.cross_entropy
+    )
+    return [parameter.grad for parameter in pipe.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "halves"), [("1f1b", ["backward"]), ("zero_bubble", ["backward input", "backward weights"])]
+)
+def test_a_step_logs_every_layer_of_every_phase_once_with_its_time(
+    schedule: str, halves: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="gpipe_cli.layers")
+    with pipe_of_five(chunks=3, schedule=schedule) as pipe:
+        pipe.log_layers()
+        step_of(pipe)
+    kinds = ["Linear", "ReLU", "Linear", "ReLU", "Linear"]
+    layers = [(place // 2 if place < 2 else 1, str(place), kind) for place, kind in enumerate(kinds)]
+    expected = [("forward", micro_batch, *layer) for micro_batch in range(3) for layer in layers]
+    expected += [("recompute", micro_batch, *layer) for micro_batch in range(2) for layer in layers]
+    backward = [("backward", micro_batch, *layer) for micro_batch in range(3) for layer in layers]
+    logged = timed_lines(caplog)
+    assert {line: count for line, count in logged.items() if "backward" not in line[0]} == Counter(expected)
+    assert {line[0] for line in logged if "backward" in line[0]} >= set(halves)
+    assert {("backward", *line[1:]) for line in logged if "backward" in line[0]} == set(backward)
+    assert set(logged.values()) == {1}
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+def test_timing_the_layers_changes_no_gradient(schedule: str) -> None:
+    gradients = []
+    for logs in (False, True):
+        with pipe_of_five(chunks=2, schedule=schedule) as pipe:
+            if logs:
+                pipe.log_layers()
+            gradients.append(step_of(pipe))
+    for plain, timed in zip(*gradients, strict=True):
+        assert plain is not None and timed is not None and torch.equal(plain, timed)
+
+
+def test_layers_below_the_first_trained_one_have_no_backward_to_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="gpipe_cli.layers")
+    with pipe_of_five(chunks=1) as pipe:
+        pipe[0].requires_grad_(False)
+        pipe[2].requires_grad_(False)
+        pipe.log_layers()
+        step_of(pipe)
+    assert [line[3] for line in timed_lines(caplog) if line[0] == "backward"] == ["4"]
+
+
+def test_an_evaluation_logs_forwards_only_and_a_layer_called_alone_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="gpipe_cli.layers")
+    with pipe_of_five(chunks=1) as pipe, torch.no_grad():
+        pipe.log_layers()
+        pipe.eval()(torch.ones(1, 4))
+        assert [line[0] for line in timed_lines(caplog)] == ["forward"] * 5
+        caplog.clear()
+        pipe[4](torch.ones(1, 4))
+    assert caplog.messages == []
+
+
+def test_an_error_in_backward_still_names_its_layer_and_leaves_no_hook(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, input: torch.Tensor) -> torch.Tensor:
+            return input.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError("in backward")
+
+    class Failing(nn.Module):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = Fails.apply(input)
+            return output
+
+    caplog.set_level(logging.DEBUG, logger="gpipe_cli.layers")
+    with GPipe(nn.Sequential(nn.Linear(4, 4), Failing(), nn.Linear(4, 2)), [3]) as pipe:
+        pipe.log_layers()
+        with pytest.raises(ZeroDivisionError, match="in backward") as raised:
+            step_of(pipe)
+    assert "layer '1' (Failing)" in raised.value.__notes__[0]
+    assert {line[0] for line in timed_lines(caplog)} == {"forward"}
