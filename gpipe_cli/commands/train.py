@@ -166,7 +166,7 @@ def _train(
         events = train(
             engine, spec, loader.train, lambda epoch: stops.until_stopped(loader.test(epoch)), setup.position
         )
-        return recorder.record(save_and_stop(events, manager, stops))
+        return recorder.record(save_and_stop(events, manager, stops), lambda: stops.request is not None)
 
 
 def _train_spec(settings: TrainConfig, loader: BatchLoader) -> TrainSpec:

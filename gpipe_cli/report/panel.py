@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self, final
@@ -27,14 +27,21 @@ from rich.text import Text
 
 from gpipe_cli.report.environment import process_peak_bytes
 from gpipe_cli.report.formatting import format_value, one_line
-from gpipe_cli.report.progress_facts import Progress, RunSize, ShownEvaluation, ShownStep, format_clock
+from gpipe_cli.report.progress_facts import (
+    Progress,
+    RunSize,
+    ShownEvaluation,
+    ShownStep,
+    format_clock,
+    format_speed,
+)
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MAX_LOSSES = 400
 """The sparkline shows this many of the last losses."""
 REDRAW_SECONDS = 0.2
 """At least this long between two frames."""
-TICK_SECONDS = 1.0
+TICK_SECONDS = 0.5
 """At most this long: the clock runs during a long step, too."""
 OTHER_LINES = 7
 """Lines of the terminal that are not for partitions: the rest of the panel, and some for messages above it."""
@@ -54,6 +61,7 @@ class ProgressPanel:
         self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
         self._evaluation: ShownEvaluation | None = None
         self._evaluated_batches: int | None = None
+        self._stop_requested: Callable[[], bool] = lambda: False
         self._busy: list[float] = []
         self._bubble: float | None = None
         self._memory: Sequence[int | None] = ()
@@ -119,6 +127,9 @@ class ProgressPanel:
             self._bubble = bubble if self._bubble is None else _smooth(self._bubble, bubble)
             self._memory = memory
             self._redraw()
+
+    def watch_stop(self, requested: Callable[[], bool]) -> None:
+        self._stop_requested = requested
 
     def print_status(self, line: str) -> None:
         with self._lock:
@@ -194,17 +205,19 @@ class ProgressPanel:
     def _progress_bar(self, width: int) -> Table:
         """The step or, during an evaluation, its mini-batch, with the time that the run has taken and still needs."""
         last, size = self._progress.last, self._size
-        batches, total, color = 0 if last is None else last.step, size.steps, TRAINING
+        done, total, unit, color = 0 if last is None else last.step, size.steps, "step", TRAINING
         label = f"epoch {1 if last is None else last.epoch + 1}/{size.epochs}"
         if self._evaluated_batches is not None:
-            batches, total, color = self._evaluated_batches, size.eval_batches or 0, EVALUATING
+            done, total, unit, color = self._evaluated_batches, size.eval_batches or 0, "batch", EVALUATING
             label = f"evaluating, {label}" if width >= MEDIUM else "evaluating"
+        if self._stop_requested():
+            label = "stopping after this step" if width >= MEDIUM else "stopping"
         row = Table.grid(padding=(0, 1), expand=True)
         row.add_column(no_wrap=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True, justify="right")
-        bar = _bar(batches, max(total, batches), color)
-        row.add_row(label, bar, f"{batches}/{total}{self._times(width)}" if total else str(batches))
+        numbers = f"{unit} {done}/{total or '?'}" if width >= MEDIUM else f"{done}/{total or '?'}"
+        row.add_row(label, _bar(done, max(total, done), color), numbers + self._times(width))
         return row
 
     def _times(self, width: int) -> str:
@@ -237,7 +250,7 @@ class ProgressPanel:
     def _numbers(self, width: int) -> Text:
         """As many of them as fit, the most important first."""
         step = self._progress.last
-        parts = [] if step is None else [f"{step.samples_per_second:.0f} samples/s", f"lr {step.lr:.3g}"]
+        parts = [] if step is None else [format_speed(step.samples_per_second), f"lr {step.lr:.3g}"]
         if step is not None and step.extra:
             parts.append(step.extra)
         if self._bubble is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self, final
 
@@ -77,6 +77,9 @@ class ProgressLines:
         self._due = seconds + min(LAST_INTERVAL, max(FIRST_INTERVAL, share))
 
     def utilization(self, busy: Sequence[float], bubble: float, memory: Sequence[int | None]) -> None:
+        """Shown by the panel only."""
+
+    def watch_stop(self, requested: Callable[[], bool]) -> None:
         """Shown by the panel only."""
 
     def print_status(self, line: str) -> None:

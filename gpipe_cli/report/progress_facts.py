@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self, final
@@ -83,6 +83,9 @@ class ProgressDisplay(Protocol):
     def utilization(self, busy: Sequence[float], bubble: float, memory: Sequence[int | None]) -> None:
         """Show how busy each partition was, and the bytes its device held, where the device reports them."""
 
+    def watch_stop(self, requested: Callable[[], bool]) -> None:
+        """From now on, show when a stop is requested: the step under way may take long."""
+
     def print_status(self, line: str) -> None:
         """Print a line of its own."""
 
@@ -127,9 +130,14 @@ class Progress:
         step, size = self.last, self._size
         return (
             f"step {step.step}/{size.steps} | epoch {step.epoch + 1}/{size.epochs} | train loss {self.loss:.4f}"
-            f" | lr {step.lr:.3g} | {step.samples_per_second:.0f} samples/s{step.extra and f' | {step.extra}'}"
+            f" | lr {step.lr:.3g} | {format_speed(step.samples_per_second)}{step.extra and f' | {step.extra}'}"
             f" | elapsed {format_clock(step.seconds)} | remaining {format_clock(self.remaining)}"
         )
+
+
+def format_speed(samples_per_second: float) -> str:
+    digits = 0 if samples_per_second >= 10 else 2
+    return f"{samples_per_second:.{digits}f} samples/s"
 
 
 def format_clock(seconds: float | None) -> str:

@@ -90,8 +90,9 @@ class RunRecorder:
         # and could not restore rows that the snapshot counts but the disk never received.
         self.metrics.sync()
 
-    def record(self, events: Iterable[TrainEvent]) -> EvalResult:
+    def record(self, events: Iterable[TrainEvent], stop_requested: Callable[[], bool]) -> EvalResult:
         """Drive the training loop, record each fact, and return the last evaluation."""
+        self.progress.watch_stop(stop_requested)
         last = self.start.evaluation
         throughput = Throughput(self.start.seconds)
         for fact in events:
@@ -191,7 +192,7 @@ class RankRecorder:
     def sync(self) -> None:
         """Do nothing: this rank writes no file that a snapshot depends on."""
 
-    def record(self, events: Iterable[TrainEvent]) -> EvalResult:
+    def record(self, events: Iterable[TrainEvent], stop_requested: Callable[[], bool]) -> EvalResult:
         last = self.start.evaluation
         for fact in events:
             self.log.label(fact.step, evaluates=isinstance(fact, EvalProgress))

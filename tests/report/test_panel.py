@@ -59,7 +59,7 @@ def panel() -> ProgressPanel:
 
 def test_a_panel_of_80_columns_shows_what_matters(panel: ProgressPanel) -> None:
     progress, train_loss, eval_loss, numbers, *partitions = drawn(panel, 80)
-    assert re.fullmatch(r"epoch 2/2 [━╸╺ ]+ 6/8  0:12 elapsed  0:04 left", progress)
+    assert re.fullmatch(r"epoch 2/2 [━╸╺ ]+ step 6/8  0:12 elapsed  0:04 left", progress)
     assert train_loss == "train loss 1.2250 mean of 6 steps █▄▂▂▁▁"
     assert eval_loss == "eval loss -"
     assert numbers == "120 samples/s  lr 0.001  moved 3 MiB  bubble 50 % (workers idle)  grad norm 1.25"
@@ -76,11 +76,22 @@ def test_a_panel_of_160_columns_shows_more(panel: ProgressPanel) -> None:
 
 def test_an_evaluation_is_announced_with_its_progress_and_then_its_result(panel: ProgressPanel) -> None:
     panel.evaluating(2)
-    assert re.fullmatch(r"evaluating, epoch 2/2 [━╸╺ ]+ 2/5  0:12 elapsed  0:04 left", drawn(panel, 80)[0])
+    assert re.fullmatch(
+        r"evaluating, epoch 2/2 [━╸╺ ]+ batch 2/5  0:12 elapsed  0:04 left", drawn(panel, 80)[0]
+    )
     assert re.fullmatch(r"evaluating [━╸╺ ]+ 2/5  0:04 left", drawn(panel, 40)[0])
     panel.evaluated(ShownEvaluation(6, 1, 0.25, {"top1": 0.5}, 2.0, 14.0))
     assert drawn(panel, 80)[0].startswith("epoch 2/2")
     assert drawn(panel, 80)[2] == "eval loss 0.2500  top1 50.00 %  epoch 2"
+
+
+def test_a_requested_stop_is_shown_while_the_step_still_runs(panel: ProgressPanel) -> None:
+    requests: list[str] = []
+    panel.watch_stop(lambda: bool(requests))
+    assert drawn(panel, 80)[0].startswith("epoch 2/2")
+    requests.append("Ctrl-C")
+    assert drawn(panel, 80)[0].startswith("stopping after this step ━")
+    assert drawn(panel, 40)[0].startswith("stopping ━")
 
 
 def test_before_the_first_step_the_panel_has_its_height_already() -> None:

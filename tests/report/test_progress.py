@@ -14,7 +14,14 @@ import pytest
 
 import gpipe_cli
 from gpipe_cli.report.progress import ProgressLines
-from gpipe_cli.report.progress_facts import Progress, RunSize, ShownEvaluation, ShownStep, format_clock
+from gpipe_cli.report.progress_facts import (
+    Progress,
+    RunSize,
+    ShownEvaluation,
+    ShownStep,
+    format_clock,
+    format_speed,
+)
 
 SHOW_PROGRESS = """
 from gpipe_cli.report.progress import progress_display
@@ -141,6 +148,13 @@ def test_the_time_left_follows_the_pace_and_leaves_out_the_first_step() -> None:
         progress.after(step(number, seconds))
         remaining.append(format_clock(progress.remaining))
     assert remaining == ["-", "1:59:56", "1:59:54", "0:00"]
+
+
+@pytest.mark.parametrize(
+    ("speed", "text"), [(0.123, "0.12"), (9.5, "9.50"), (99.4, "99"), (12345.6, "12346")]
+)
+def test_a_slow_run_shows_fractions_of_a_sample(speed: float, text: str) -> None:
+    assert format_speed(speed) == f"{text} samples/s"
 
 
 def test_the_train_loss_is_the_mean_of_the_last_steps_whose_loss_is_finite() -> None:
