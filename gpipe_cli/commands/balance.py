@@ -25,6 +25,7 @@ def run(settings: BalanceConfig, job: Job) -> Summary:
 
 def _balance(settings: BalanceConfig, job: Job) -> Summary:
     parts = build_parts(settings, job.overrides, storage=measures_layers(settings))
+    parts.made.print_notes()
     balanced = parts.partitioning.balanced
     memory = _memory(settings, parts)
     layers = str(balanced.layers).replace(" ", "")

@@ -53,9 +53,11 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
     loader = make_loader(settings)
 
     if settings.device is None:
-        model = make_model(settings, loader)
+        made = make_model(settings, loader)
+        made.print_notes()
+        model = made.sequence
     else:
-        model = build_without_storage(lambda: make_model(settings, loader, load=False))
+        model = build_without_storage(lambda: make_model(settings, loader, load=False).sequence)
     planner = Planner(settings, job.overrides, loader, model)
     if settings.verify and not planner.can_be_run:
         raise ConfigError(

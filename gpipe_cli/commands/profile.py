@@ -42,6 +42,7 @@ def run(settings: ProfileConfig, job: Job) -> Summary:
 def _profile(settings: ProfileConfig, job: Job) -> Summary:
     check_run_dir(settings.run_dir, job.number)
     parts = build_parts(settings, job.overrides, storage=settings.measure and not job.dry_run)
+    parts.made.print_notes()
     parts = partition_for_timeline(settings, parts)
     if job.dry_run:
         if not job.json:

@@ -30,7 +30,7 @@ from gpipe_cli.report.output import print_status
 from gpipe_cli.report.progress import on_terminal
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.auto_plan import with_best_plan
-from gpipe_cli.run.build import Partitioning, RunParts, make_engine, train_steps
+from gpipe_cli.run.build import RunParts, make_engine, train_steps
 from gpipe_cli.run.components import traits_of_engine
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.job import Job, Summary
@@ -114,9 +114,10 @@ def run(settings: TrainConfig, job: Job) -> Summary:
                 cleanup.enter_context(logger.opened(setup.directory, setup.position, job))
             resumed = None  # frees the snapshot's tensors, which the engine has copied
             with _recorder(settings, spec, setup, world, logger, launch["partitions"]) as recorder:
-                _record_start(recorder, settings, setup, warning, parts.partitioning, launch["partitions"])
+                _record_start(recorder, settings, setup, warning, parts, launch["partitions"])
                 last = _train(settings, parts, spec, engine, setup, job.began, recorder, world)
             summary = summarize(last, spec, parts.loader, setup.directory, job)
+            summary |= parts.made.notes
             summary["partitions"] = measured_memory_rows(launch["partitions"], engine.peak_bytes())
             if world.is_rank_zero:
                 write_summary(setup.directory, summary)
@@ -191,7 +192,7 @@ def _restore(engine: Engine, resumed: ResumedRun | None, memory_cure: str) -> No
         return
     try:
         with report_out_of_memory("loading the snapshot", memory_cure):
-            engine.load_state(resumed.snapshot.state)
+            engine.load_state(resumed.state_for(engine.module))
     except RunError as error:
         raise RunError(f"{resumed.snapshot.path}: {error}") from error
 
@@ -216,11 +217,12 @@ def _record_start(
     settings: TrainConfig,
     setup: RunSetup,
     warning: str | None,
-    partitioning: Partitioning,
+    parts: RunParts,
     partitions: Rows,
 ) -> None:
+    partitioning = parts.partitioning
     recorder.print_status(f"run directory: {setup.directory}")
-    for message in setup.messages:
+    for message in (*setup.messages, *parts.made.lines):
         recorder.print_status(message)
     if settings.chunks > settings.batch_size:
         recorder.print_status(
@@ -257,6 +259,7 @@ def _dry_run(settings: TrainConfig, job: Job, parts: RunParts, steps: int) -> Su
             parts.model, facts, balance, parts.partitioning.spec, optimizer_factory(settings, parts.model)
         )
         memory = [{**asdict(estimate), "total_bytes": estimate.total_bytes} for estimate in estimates]
+    parts.made.print_notes()
     if not job.json:
         if layers:
             print_layers(layers, sort="order", top=None)
@@ -266,7 +269,13 @@ def _dry_run(settings: TrainConfig, job: Job, parts: RunParts, steps: int) -> Su
         print_facts("", {"steps": steps})
     if memory:
         partitions = [{**row, **sizes} for row, sizes in zip(partitions, memory, strict=True)]
-    return {"layers": layers, "partitions": partitions, "steps": steps, "command": job.line}
+    return {
+        "layers": layers,
+        "partitions": partitions,
+        "steps": steps,
+        **parts.made.notes,
+        "command": job.line,
+    }
 
 
 def _model_facts(settings: TrainConfig, parts: RunParts) -> ModelFacts | None:

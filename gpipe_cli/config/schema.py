@@ -117,6 +117,8 @@ class CostConfig(ModelConfig):
     """What updates the parameters; its state needs memory."""
     checkpoint: Any = "except_last"
     """Which micro-batches recompute activations: always, except_last, never, or a list with one mode per partition."""
+    freeze: list[str] = field(default_factory=list)
+    """Layers or parameters that training leaves as they are: names, prefixes or globs, such as [stem,layer1]."""
     device_memory: Any = None
     """Memory limit per device, such as 11GiB, that the balance must respect; null: no limit."""
 

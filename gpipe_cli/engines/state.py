@@ -10,7 +10,7 @@ import reprlib
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -87,6 +87,29 @@ def check_state(module: nn.Module, state: EngineState, referenced: Collection[st
             state.optimizer or numbers or state.resets_optimizer
         ):
             raise RunError("does not fit the optimizer: it has a state of no parameter at all")
+
+
+def with_trained(state: EngineState, trained: Collection[str]) -> EngineState:
+    """The state for an engine that trains other parameters than the engine that saved it.
+
+    A parameter that was frozen starts without optimizer state, as all do in a new run.
+    """
+    saved = state.numbers.get("optimizer")
+    if not isinstance(saved, dict) or not isinstance(saved.get("state"), dict):
+        return state  # the engine rejects it with a precise message
+    tensors = {path: tensor for path, tensor in state.optimizer.items() if _parameter(path) in trained}
+    numbers = {name: values for name, values in saved["state"].items() if name in trained}
+    with_state = {*map(_parameter, tensors), *numbers}
+    if not with_state:
+        return replace(state, resets_optimizer=True)
+    without = [name for name in trained if name not in with_state]
+    optimizer = {**saved, "state": numbers, WITHOUT_STATE: without}
+    return replace(state, optimizer=tensors, numbers={**state.numbers, "optimizer": optimizer})
+
+
+def _parameter(path: str) -> str:
+    """The name of the parameter in the path of one of its optimizer tensors."""
+    return path.rpartition("/")[0]
 
 
 def _nonpersistent_buffers(module: nn.Module, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:

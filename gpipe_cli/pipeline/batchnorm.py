@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli.pipeline.context import is_recomputing
+from gpipe_cli.sequential.freezing import stays_in_eval_mode
 
 BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 _DIMENSIONS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
@@ -25,6 +26,7 @@ _DIMENSIONS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,
 def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
     """Replace each batch norm that tracks statistics, in place; return the module or its replacement.
 
+    A frozen batch norm, which stays in eval mode, has no statistics to defer.
     Parameters and buffers are the same objects under the same names.
     """
     replacements: dict[nn.Module, DeferredBatchNorm] = {}  # a layer used at several places stays one layer
@@ -157,7 +159,7 @@ class DeferredBatchNorm(nn.Module):
 
 
 def _is_deferrable(layer: nn.Module) -> TypeGuard[BatchNorm]:
-    if not isinstance(layer, BatchNorm) or not layer.track_running_stats:
+    if not isinstance(layer, BatchNorm) or not layer.track_running_stats or stays_in_eval_mode(layer):
         return False
     if type(layer).forward is not nn.BatchNorm1d.forward:  # all three kinds share it
         raise TypeError(

@@ -26,6 +26,7 @@ from gpipe_cli.accelerator.devices import device_name, is_accelerator
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.sequential import layer_names
+from gpipe_cli.sequential.freezing import stays_in_eval_mode
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _VERSIONED = ("torch.", "torchvision.", "gpipe_cli.")
@@ -155,9 +156,9 @@ def _model(module: nn.Sequential) -> str:
         tensors = [*layer.named_parameters(), *layer.named_buffers()]
         # Layers made by tracing have code that their description leaves out.
         graphs = [_plain(str(graph)) for graph in getattr(layer, "_graphs", {}).values()]
-        layers.append(
-            [name, _plain(repr(layer)), graphs, [[key, _tensor(tensor)] for key, tensor in tensors]]
-        )
+        in_eval_mode = [path for path, part in layer.named_modules() if stays_in_eval_mode(part)]
+        sizes = [[key, _tensor(tensor)] for key, tensor in tensors]
+        layers.append([name, _plain(repr(layer)), graphs, sizes, in_eval_mode])
     classes = {type(submodule) for submodule in module.modules()}
     sources = sorted(source for kind in classes if (source := _source(kind)))
     return hashlib.sha256(json.dumps([layers, sources]).encode()).hexdigest()

@@ -46,7 +46,7 @@ def with_best_plan(settings: TrainConfig, job: Job) -> tuple[TrainConfig, Job]:
     add_current_folder(settings.allow)
     check_components(settings, job.overrides)
     loader = make_loader(settings)
-    planner = Planner(settings, job.overrides, loader, make_model(settings, loader))
+    planner = Planner(settings, job.overrides, loader, make_model(settings, loader).sequence)
     planned = planner.plan(keep=PLANS)
     best = planned.plans[0]
     print_status(

@@ -27,7 +27,7 @@ from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.layers import has_values
 from gpipe_cli.report.model_tables import partition_rows
 from gpipe_cli.report.output import print_status
-from gpipe_cli.run.base_weights import BaseWeights, base_weights
+from gpipe_cli.run.base_weights import BaseWeights
 from gpipe_cli.run.batch_rows import with_least_rows
 from gpipe_cli.run.components import (
     check_components,
@@ -38,7 +38,7 @@ from gpipe_cli.run.components import (
     traits_of_engine,
 )
 from gpipe_cli.run.data import BatchLoader, make_loader
-from gpipe_cli.run.model import build_without_storage, make_model
+from gpipe_cli.run.model import ConfiguredModel, build_without_storage, make_model
 from gpipe_cli.run.optimizer import optimizer_factory, parameter_groups
 from gpipe_cli.run.training_step import (
     autocast_of,
@@ -51,7 +51,6 @@ from gpipe_cli.run.training_step import (
 )
 from gpipe_cli.schedule import names, one_f_one_b, traits
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
-from gpipe_cli.sequential.unloaded import load_parameters
 
 MEASURE_CURE = "try more chunks, a smaller batch_size, or balance=size, which runs nothing"
 
@@ -78,10 +77,14 @@ class RunParts:
     loader: BatchLoader
     model: nn.Sequential
     partitioning: Partitioning
+    made: ConfiguredModel
+    """The model as it was made, of which `model` may be a copy without storage, and what is known of it."""
     built: BuiltModel[nn.Sequential] | None = None
     """The values of a model that was built on disk."""
-    base: BaseWeights | None = None
-    """The frozen parameters that stay in files."""
+
+    @property
+    def base(self) -> BaseWeights | None:
+        return self.made.base
 
     @property
     def referenced(self) -> frozenset[str]:
@@ -107,19 +110,14 @@ def build_parts(
     # An engine reads the parameters of its own layers; a balance method or a profile that runs the model needs all.
     load = storage and (needs_values(settings) or not isinstance(settings, RunConfig))
 
-    base = None
+    made: list[ConfiguredModel] = []
 
     def make() -> nn.Sequential:
-        nonlocal base
-        model = make_model(settings, loader, load=False)
-        base = base_weights(settings, model)
+        made.append(make_model(settings, loader, load=load))
         if isinstance(settings, CostConfig):
-            parameter_groups(
-                settings.optimizer, model
-            )  # refuses patterns that match nothing, before anything runs
-        if load:
-            load_parameters([model], torch.device("cpu"))
-        return model
+            # Refuses patterns that match nothing, before anything runs.
+            parameter_groups(settings.optimizer, made[-1].sequence)
+        return made[-1].sequence
 
     built = None
     if storage and isinstance(settings, RunConfig) and keeps_on_disk(settings):
@@ -130,7 +128,7 @@ def build_parts(
     loader = with_least_rows(settings, loader, model)
     for note in loader.notes if print_notes else ():
         print_status(note)
-    return RunParts(loader, model, partition_model(settings, model, loader), built, base)
+    return RunParts(loader, model, partition_model(settings, model, loader), made[-1], built)
 
 
 @report_out_of_memory("balancing the model", MEASURE_CURE)

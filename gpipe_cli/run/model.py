@@ -9,21 +9,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate
-from gpipe_cli.config.schema import ModelConfig, TrainConfig
+from gpipe_cli.config.schema import CostConfig, ModelConfig, TrainConfig
 from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.pipeline.layer_check import check_fit, check_input, check_outputs
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.report.output import print_status
+from gpipe_cli.run.base_weights import BaseWeights, base_weights
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.sequential import Sequence, flatten_model, to_sequential
+from gpipe_cli.sequential.freezing import FrozenParameters, freeze, tracks_statistics
 from gpipe_cli.sequential.unloaded import load_parameters
 from gpipe_cli.sequential.without_storage import meta_clone, without_storage
 
@@ -39,8 +42,38 @@ FUNCTION_NAMES = """
 FUNCTIONS = {f"torch.{name}": getattr(torch, name) for name in FUNCTION_NAMES.split()}
 
 
+@final
+@dataclass(frozen=True)
+class ConfiguredModel:
+    """A model as the settings ask for it, and what was done to it."""
+
+    sequence: nn.Sequential
+    base: BaseWeights | None = None
+    """The frozen parameters that stay in the files of a base model."""
+    frozen: FrozenParameters | None = None
+    """What `freeze` froze."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For launch.json."""
+        return {"frozen": None if self.frozen is None else asdict(self.frozen)}
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What a user should know of it before the first step, each as `key text` in a line."""
+        return {} if self.frozen is None else {"frozen": str(self.frozen)}
+
+    @property
+    def lines(self) -> list[str]:
+        return [f"{key} {text}" for key, text in self.notes.items()]
+
+    def print_notes(self) -> None:
+        for line in self.lines:
+            print_status(line)
+
+
 @report_out_of_memory("building the model", FEWER_PARAMETERS)
-def make_model(settings: ModelConfig, loader: BatchLoader, *, load: bool = True) -> nn.Sequential:
+def make_model(settings: ModelConfig, loader: BatchLoader, *, load: bool = True) -> ConfiguredModel:
     """Build the model and initialize it from the seed; `num_classes` defaults to the classes of the data.
 
     load: also read parameters that a model leaves in its files until a device needs them.
@@ -56,10 +89,15 @@ def make_model(settings: ModelConfig, loader: BatchLoader, *, load: bool = True)
         raise ConfigError(
             f"model._target_={node['_target_']}: returns a {type(model).__name__}; it must return an nn.Module"
         )
-    sequence = as_sequence(model, sequence_keys(settings), loader.traced_batch())
+    patterns = settings.freeze if isinstance(settings, CostConfig) else []
+    keys = sequence_keys(settings)
+    sequence = as_sequence(model, _with_whole_norms(model, keys) if patterns else keys, loader.traced_batch())
+    # Before freezing: snapshots leave out only what the model itself keeps in files and never trains.
+    base = base_weights(settings, sequence)
+    frozen = freeze(sequence, patterns)
     if load:
         load_parameters([sequence], torch.device("cpu"))
-    return sequence
+    return ConfiguredModel(sequence, base, frozen)
 
 
 def build_without_storage(make: Callable[[], nn.Sequential]) -> nn.Sequential:
@@ -119,6 +157,16 @@ def as_sequence(model: nn.Module, keys: Mapping[str, Any], sample: Value) -> nn.
             check_outputs(model, sample)
         return model
     return to_sequential(model, sample, keys.get("leaves", ()))
+
+
+def _with_whole_norms(model: nn.Module, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Keep norms whole that tracing would take apart: their code would be that of train mode, even if frozen."""
+    norms = {
+        path
+        for path, module in model.named_modules()
+        if tracks_statistics(module) and next(module.children(), None) is not None
+    }
+    return {**keys, "leaves": [*keys.get("leaves", ()), *sorted(norms)]} if norms else keys
 
 
 def _layer(item: Any, key: str) -> Any:

@@ -19,10 +19,12 @@ from typing import Any, final
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch import nn
 
 from gpipe_cli.config.compose import settings_of
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
+from gpipe_cli.engines.state import EngineState, with_trained
 from gpipe_cli.errors import ConfigError, DataError, RunError
 from gpipe_cli.launch.rank_setup import is_main_process
 from gpipe_cli.run.base_weights import check_base
@@ -62,6 +64,14 @@ class ResumedRun:
     tree: DictConfig
     changes: list[str]
     """Settings that differ from the saved ones, as `key: before -> now`."""
+
+    def state_for(self, model: nn.Module) -> EngineState:
+        """The saved state; where `freeze` has changed, newly trained parameters start without optimizer state."""
+        assert self.snapshot is not None, "there is nothing to resume from"
+        if not any(change.startswith("freeze:") for change in self.changes):
+            return self.snapshot.state
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        return with_trained(self.snapshot.state, trained)
 
 
 def load_resumed_run(
@@ -170,7 +180,9 @@ def _changes(saved: DictConfig, tree: DictConfig, changeable: Sequence[str]) -> 
     changes = []
     for key in dict.fromkeys([*before, *now]):
         old, new = (_yaml_text(config.get(key)) for config in (before, now))
-        if before.get(key) == now.get(key) or key in (*LAUNCH_KEYS, "allow"):
+        # A key that is newer than the run means what its empty default does.
+        unknown = key not in before and not now[key]
+        if before.get(key) == now.get(key) or unknown or key in (*LAUNCH_KEYS, "allow"):
             continue
         if key not in changeable and any(f"{key}.".startswith(f"{fixed}.") for fixed in FIXED_KEYS):
             raise ConfigError(

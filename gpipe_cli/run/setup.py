@@ -158,6 +158,7 @@ def launch_facts(
         "device_memory": None if limit is None else parse_bytes(limit),
         "partitions": _partition_rows(settings, parts, activations),
         "profile": _profile_command(commands, has_timeline=has_timeline),
+        **parts.made.facts,
     }
 
 

@@ -14,6 +14,7 @@ from gpipe_cli.losses.dice import Dice
 from gpipe_cli.losses.token_cross_entropy import TokenCrossEntropy
 from gpipe_cli.models import gpt, resnet, unet
 from gpipe_cli.pytree import ModelInput
+from gpipe_cli.sequential.freezing import freeze
 from gpipe_cli.skip import pop, skippable, stash
 
 
@@ -189,6 +190,13 @@ def normed_rows(rows: int) -> Task:
     return Task(model, torch.randn(rows, 6), torch.randint(3, (rows,)), CrossEntropy())
 
 
+def frozen_norms(rows: int) -> Task:
+    """A frozen batch norm below trained layers, with no backward, and one among them, with a gradient of its input."""
+    task = normed(rows)
+    freeze(task.model, ["0", "1", "4"])
+    return task
+
+
 class Failing(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         # Without values nothing is wrong with it, so that its shape can be told.
@@ -215,6 +223,7 @@ TASKS: dict[str, Callable[[int], Task]] = {
         frozen_start,
         normed,
         normed_rows,
+        frozen_norms,
         failing,
     )
 }

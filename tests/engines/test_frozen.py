@@ -18,6 +18,7 @@ from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import RunError
 from gpipe_cli.offload import tiers
 from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.sequential.freezing import freeze
 
 CPU = torch.device("cpu")
 WIDTH = 16
@@ -58,6 +59,8 @@ def build(
     folder: Path,
     module: nn.Sequential | None = None,
     referenced: frozenset[str] = frozenset(),
+    *,
+    deferred: bool = False,
 ) -> Engine:
     input, target = batch(0)
     spec = EngineSpec(
@@ -68,6 +71,7 @@ def build(
         chunks=3,
         eval_chunks=1,
         checkpoint="never" if name == "single" else "always",
+        deferred_batch_norm=deferred,
         scratch=folder,
         referenced=referenced,
         make_sample=lambda: Sample(input[:2], target[:2], task.loss),
@@ -151,6 +155,65 @@ def test_an_offloaded_frozen_weight_is_read_where_it_is_used_and_never_written(
     states = 2 * 2 * LAYER
     again = 0 if clip is None else 2 * LAYER
     assert traffic.bytes["read"] <= inputs + weights + states + gradients + again
+
+
+class Counted(torch.autograd.Function):
+    """Passes a tensor on, and counts how often backward comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, counts: dict[str, int], name: str) -> Tensor:
+        ctx.count = lambda: counts.update({name: counts.get(name, 0) + 1})
+        return input.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.count()
+        return (*gradients, None, None)
+
+
+class Block(nn.Module):
+    """A layer with batch norm, in which the backward passes are counted."""
+
+    def __init__(self, name: str, counts: dict[str, int]) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.name, self.counts = name, counts
+
+    def forward(self, input: Tensor) -> Tensor:
+        counted: Tensor = Counted.apply(self.norm(self.linear(input)), self.counts, self.name)
+        return torch.tanh(counted)
+
+
+def blocks(counts: dict[str, int], *patterns: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Block(name, counts) for name in "abcd"))
+    freeze(module, patterns)
+    return module
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_every_engine_leaves_frozen_layers_as_they_are_and_runs_no_backward_below_the_first_trained_one(
+    deferred: bool, tmp_path: Path
+) -> None:
+    results = {}
+    for name in ("single", "threads", "offload"):
+        counts: dict[str, int] = {}
+        module = blocks(counts, "0", "1", "3.norm")
+        with closing(build(name, objective(), tmp_path, module, deferred=deferred)) as engine:
+            losses = [engine.train_step(batch(step), key=step, lr=0.1).loss for step in range(3)]
+            engine.eval_step(batch(0))  # sets the modes of all modules, and sets them back
+            losses.append(engine.train_step(batch(3), key=3, lr=0.1).loss)
+            results[name] = losses, values(engine.state())
+        # Four steps of three micro-batches each.
+        assert counts == {"c": 12, "d": 12}
+    before, (losses, after) = blocks({}).state_dict(), results["single"]
+    for other_losses, other in results.values():
+        assert other_losses == losses and other.keys() == after.keys()
+        assert all(torch.equal(other[key], after[key]) for key in after)
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed == {key for key in before if key.startswith(("2.", "3.linear."))}
+    trained = {path.rpartition("/")[0] for path in after if "/" in path}
+    assert trained == {key for key in changed if key.endswith((".weight", ".bias"))}
 
 
 def test_a_model_without_any_trained_parameter_runs(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ MESHES = [
     Case("tied_without_dropout", "gpipe", replicas=2, rows=(8, 3), chunks=2, optimizer="SGD"),
     Case("normed", "1f1b", replicas=2, rows=(8, 3, 1), chunks=2, optimizer="SGD", deferred=True),
     Case("keyword_arguments", "1f1b", replicas=2, rows=(8, 3, 1), chunks=2, optimizer="SGD"),
+    Case("frozen_norms", "1f1b", replicas=2, rows=(8, 3), chunks=2, optimizer="SGD", deferred=True),
 ]
 
 EQUAL = {
@@ -45,6 +46,7 @@ EQUAL = {
         Case("residual", "gpipe", rows=(4,), chunks=2, optimizer="SGD"),
         SPLIT_AND_RECOMPUTED,
         Case("frozen_start", "1f1b"),
+        Case("frozen_norms", "1f1b", "always", deferred=True),
         Case("perceptron", "1f1b", deferred=True),
         Case("perceptron", "1f1b", precision="bf16"),
         Case("perceptron", "1f1b", precision="fp16"),
@@ -57,6 +59,7 @@ EQUAL = {
         Case("keyword_arguments", "1f1b", rows=(10, 3, 10, 9)),
         Case("keyword_arguments", "zero_bubble", "always"),
         Case("frozen_start", "zero_bubble", ("except_last", "never", "always")),
+        Case("frozen_norms", "zero_bubble", "except_last"),
         Case("tied", "gpipe", "always", rows=(4,)),
     ],
     4: [
