@@ -49,5 +49,9 @@ def only_run_files(sandbox: Sandbox) -> None:
         "snapshots",
         "run.lock",
         "launch.json",
+        "layers.json",
+        "trace.json",
+        "timeline.json",
+        "predictions.json",
     }
     assert {path.name for path in sandbox.run.iterdir()} <= known

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from numbers import Integral
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from torch import nn
 
@@ -16,6 +16,15 @@ from gpipe_cli.balance.solver import Additive, Objective, Solution, minimize, su
 
 Balancer = Callable[..., list[int]]
 TORCHGPIPE_ORDER = ("partitions", "module", "sample")
+
+
+class TimedLayer(Protocol):
+    """A layer's times for one micro-batch."""
+
+    @property
+    def forward_ms(self) -> float: ...
+    @property
+    def backward_ms(self) -> float: ...
 
 
 @final
@@ -29,6 +38,8 @@ class BalanceResult:
     """The cost of each partition by the method's objective, which need not be the sum of its layers' costs."""
     lower_bound: float
     """The costliest partition of any balance (that fits, if there is a memory limit) costs at least this."""
+    phases: Sequence[TimedLayer] = ()
+    """The forward and backward of each layer in this unit, where the method knows them."""
 
     @classmethod
     def by(

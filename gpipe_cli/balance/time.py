@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
-from typing import Protocol, overload
+from typing import overload
 
 from torch import nn
 
 from gpipe_cli.accelerator.devices import Device, device_here
 from gpipe_cli.accelerator.memory import is_out_of_memory
 from gpipe_cli.balance.memory_objective import MemoryObjective
-from gpipe_cli.balance.result import BalanceResult, either_order, solve_within
+from gpipe_cli.balance.result import BalanceResult, TimedLayer, either_order, solve_within
 from gpipe_cli.balance.solver import (
     Additive,
     AdditiveByPartition,
@@ -41,15 +42,6 @@ LEAST_REPEATS = 8
 AS_GOOD = 1.01
 SIMULATED_ACTIONS = 200_000
 """For all balances compared: under a second."""
-
-
-class TimedLayer(Protocol):
-    """A layer's times for one micro-batch."""
-
-    @property
-    def forward_ms(self) -> float: ...
-    @property
-    def backward_ms(self) -> float: ...
 
 
 def balance(
@@ -97,7 +89,7 @@ def balance(
         budget=max(1, SIMULATED_ACTIONS // sum(map(len, spec.order))),
     )
     costs = layer_costs(layers, statistics.fmean(spec.checkpoint_stops) / spec.micro_batches)
-    return BalanceResult.of(chosen, costs, unit, solution.largest, objective)
+    return replace(BalanceResult.of(chosen, costs, unit, solution.largest, objective), phases=layers)
 
 
 def _measured_or_estimated(

@@ -45,6 +45,7 @@ from gpipe_cli.run.ranks import (
 )
 from gpipe_cli.run.recorder import GuardedLogger, RankRecorder, Recorder, RunRecorder
 from gpipe_cli.run.resume import ResumedRun, check_resumable, check_same_snapshot, load_resumed_run
+from gpipe_cli.run.run_page import RunPage
 from gpipe_cli.run.setup import RunSetup, check_disk_space, launch_facts, set_up_run, write_launch
 from gpipe_cli.run.summary import (
     print_summary,
@@ -98,9 +99,9 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             launch = launch_facts(
                 settings, job, parts, resumed=None if resumed is None else resumed.directory
             )
-            engine = with_heartbeat(
-                make_engine(settings, parts, measure_utilization=on_terminal()), job, world
-            )
+            page = RunPage(settings, parts, world)
+            engine = make_engine(settings, parts, measure_utilization=on_terminal(), observe=page.observer)
+            engine = with_heartbeat(engine, job, world)
             cleanup.callback(engine.close)
             warning = warning if traits_of_engine(settings).needs_processes else disk_check()
             _restore(engine, resumed, traits_of_engine(settings).build_memory_cure)
@@ -115,7 +116,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             resumed = None  # frees the snapshot's tensors, which the engine has copied
             with _recorder(settings, spec, setup, world, logger, launch["partitions"]) as recorder:
                 _record_start(recorder, settings, setup, warning, parts, launch["partitions"])
-                last = _train(settings, parts, spec, engine, setup, job.began, recorder, world)
+                last = _train(settings, parts, spec, engine, setup, job.began, recorder, world, page)
             summary = summarize(last, spec, parts.loader, setup.directory, job)
             summary |= parts.made.notes
             summary["partitions"] = measured_memory_rows(launch["partitions"], engine.peak_bytes())
@@ -144,6 +145,7 @@ def _train(
     started: float,
     recorder: Recorder,
     world: World,
+    page: RunPage,
 ) -> EvalResult:
     """Run the loop with snapshots and stop requests; `started` is when the command did, for its time limit."""
     limit = parse_duration(settings.time_limit) if settings.time_limit else None
@@ -151,6 +153,7 @@ def _train(
     retention, loader, base = _retention(settings), parts.loader, parts.base
     if base is not None and setup.record is not None:
         base.verified = setup.record.base
+    page.begin(setup.directory, recorder.print_status)
     with (
         stop_with_resume_command(setup.directory, settings, deadline, world) as stops,
         SnapshotManager(
@@ -167,7 +170,10 @@ def _train(
         events = train(
             engine, spec, loader.train, lambda epoch: stops.until_stopped(loader.test(epoch)), setup.position
         )
-        return recorder.record(save_and_stop(events, manager, stops), lambda: stops.request is not None)
+        followed = page.follow(save_and_stop(events, manager, stops))
+        last = recorder.record(followed, lambda: stops.request is not None)
+    page.end(engine)
+    return last
 
 
 def _train_spec(settings: TrainConfig, loader: BatchLoader) -> TrainSpec:

@@ -42,6 +42,20 @@ class World:
     def min(self, number: int) -> int:
         return -self.max(-number)
 
+    def sum(self, numbers: Tensor) -> Tensor:
+        """The sums of whole numbers [n] over the ranks; a rank with nothing to add gives an empty tensor."""
+        if self.size == 1:
+            return numbers
+        total = torch.zeros(self.max(len(numbers)), dtype=torch.int64)
+        total[: len(numbers)] = numbers
+        distributed.all_reduce(total)
+        return total
+
+    def from_any_rank(self, text: str) -> str:
+        """The text of the only rank that has one; the others give an empty text."""
+        encoded = torch.tensor(list(text.encode()), dtype=torch.int64)
+        return text if self.size == 1 else bytes(self.sum(encoded).tolist()).decode()
+
     def from_rank_zero(self, text: str) -> str:
         """The text of rank 0; the text of the other ranks is ignored."""
         if self.size == 1:

@@ -12,6 +12,7 @@ from typing import Any, final
 
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.engines.offload_engine import OffloadedParameters, OffloadEngine, make_tier, update_waits
+from gpipe_cli.engines.pipe_engine import StepMeter
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.pipe import OffloadedPipe
@@ -54,7 +55,13 @@ def build(
     (device,) = spec.devices
     spec = replace(spec, balance=balance)
     return OffloadEngine(
-        pipe, spec, offloaded, input_device=device, output_device=device, memory_cure=TRAITS.step_memory_cure
+        pipe,
+        spec,
+        offloaded,
+        StepMeter(pipe, watched=False),
+        input_device=device,
+        output_device=device,
+        memory_cure=TRAITS.step_memory_cure,
     )
 
 

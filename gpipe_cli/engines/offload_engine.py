@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.accelerator.memory import is_out_of_memory
-from gpipe_cli.engines.pipe_engine import Pipe, PipeEngine, load_scaler
+from gpipe_cli.engines.pipe_engine import Pipe, PipeEngine, StepMeter, load_scaler
 from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts, TrainingObjective
 from gpipe_cli.engines.state import (
     EngineState,
@@ -79,6 +79,7 @@ class OffloadEngine:
         pipe: Pipe,
         spec: EngineSpec,
         offloaded: OffloadedParameters,
+        meter: StepMeter,
         *,
         input_device: torch.device,
         output_device: torch.device,
@@ -100,6 +101,7 @@ class OffloadEngine:
             input_device=input_device,
             output_device=output_device,
             update=self._update,
+            meter=meter,
             memory_cure=memory_cure,
         )
 

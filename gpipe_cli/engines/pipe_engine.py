@@ -61,35 +61,57 @@ class GradientUpdate(Protocol):
     def apply(self, loss: float, lr: float) -> UpdateFacts: ...
 
 
-@final
-class UtilizationMeter:
-    """Measures how busy the partitions of a pipe are.
+RECORDED_STEP = 3
+"""Of an engine's life: the steps before it warm up. It is early, so that even a short run has one."""
 
-    Recording costs a few percent of a step of small layers, so an engine measures only where somebody watches the run.
+
+@final
+class StepMeter:
+    """Records steps of a pipe: one early step in every run, and how busy the partitions are where somebody watches.
+
+    Recording costs a few percent of a step of small layers, so an unwatched run records no other step.
     """
 
-    def __init__(self, pipe: ThreadedPipe) -> None:
-        self._pipe = pipe
+    def __init__(self, pipe: ThreadedPipe, *, watched: bool) -> None:
+        """watched: record every step that is measured."""
+        self._pipe, self._watched = pipe, watched
         self._record = ActionRecorder(pipe.devices)
-        self.last: Utilization | None = None
-        """Of the last step measured."""
+        self._steps = 0
+        self._last: StepTimeline | None = None
+
+    def next_step(self, *, measured: bool) -> AbstractContextManager[None]:
+        """Run the next step in this context, and ask for its facts afterwards."""
+        self._steps += 1
+        self._last = None
+        is_recorded = self._steps == RECORDED_STEP or (self._watched and measured)
+        return self._recording() if is_recorded else nullcontext()
+
+    @property
+    def timeline(self) -> StepTimeline | None:
+        """The last step, if it is the one that every run records."""
+        return self._last if self._steps == RECORDED_STEP else None
+
+    @property
+    def utilization(self) -> Utilization | None:
+        """Of the last step, if it was recorded for somebody who watches."""
+        step, devices = self._last, self._pipe.partition_devices
+        if step is None or not self._watched:
+            return None
+        return Utilization(
+            busy=tuple(step.partition(index).busy for index in devices),
+            bubble=step.bubble,
+            memory=tuple(map(peak_bytes, devices.values())),
+        )
 
     @contextmanager
-    def measure(self) -> Iterator[None]:
-        """Measure the one step that the block runs."""
+    def _recording(self) -> Iterator[None]:
         self._record.clear()
         self._pipe.recorder = self._record
         try:
             yield
         finally:
             self._pipe.recorder = None
-        step = StepTimeline(tuple(self._record.pieces()))
-        devices = self._pipe.partition_devices
-        self.last = Utilization(
-            busy=tuple(step.partition(index).busy for index in devices),
-            bubble=step.bubble,
-            memory=tuple(map(peak_bytes, devices.values())),
-        )
+        self._last = StepTimeline(tuple(self._record.pieces()))
 
 
 @final
@@ -103,7 +125,7 @@ class PipeEngine:
         output_device: torch.device,
         collectives: Collectives | None = None,
         update: GradientUpdate | None = None,
-        meter: UtilizationMeter | None = None,
+        meter: StepMeter | None = None,
         memory_cure: str = STEP_CURE,
     ) -> None:
         """update: None makes one from the spec, and includes its optimizer in the engine's state.
@@ -149,8 +171,8 @@ class PipeEngine:
         input, target = self._to_devices(batch)
         self._update.begin()
         self._training_loss.begin(weights, measure=measure)
-        meter = self._meter if measure else None
-        with nullcontext() if meter is None else meter.measure():
+        meter = self._meter
+        with nullcontext() if meter is None else meter.next_step(measured=measure):
             scaled = self._step(input, target, key)
         # float() waits for the device. Scales are powers of two, so the division is exact.
         loss = float(scaled) / self._update.scaler.get_scale()
@@ -170,8 +192,10 @@ class PipeEngine:
         if measure:
             # The update is only queued, and the training loop takes the time when this call returns.
             synchronize(self._devices)
-        utilization = None if meter is None else meter.last
-        return replace(facts, grad_norm=update.grad_norm, skipped=update.skipped, utilization=utilization)
+        facts = replace(facts, grad_norm=update.grad_norm, skipped=update.skipped)
+        if meter is None:
+            return facts
+        return replace(facts, utilization=meter.utilization, timeline=meter.timeline)
 
     def _step(self, input: ModelInput, target: Tensor, key: int) -> Tensor:
         with self._autocast():
@@ -216,6 +240,8 @@ class PipeEngine:
         own = None
         if has_output:
             own = StepFacts(loss, len(target), self._objective.measure(output, target), weight)
+            if self._objective.observe is not None:
+                self._objective.observe(output, target)
         return self._collectives.facts(own, measured=True)
 
     def predict(self, input: ModelInput, choose: Callable[[Any], int]) -> int:

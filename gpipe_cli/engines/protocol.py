@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -20,6 +20,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer
+from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.pytree import ModelInput
 from gpipe_cli.schedule.checkpoint import Checkpoint
 
@@ -59,6 +60,8 @@ class StepFacts:
     """What it cost to move the model to its devices and back, where the model is offloaded."""
     utilization: Utilization | None = None
     """How busy the partitions were, where the engine was asked to measure it and the step was measured."""
+    timeline: StepTimeline | None = field(default=None, compare=False)
+    """Every action of the one early step that the engine recorded, if it can. Equal steps take different times."""
 
 
 @final
@@ -72,6 +75,8 @@ class TrainingObjective:
     """None where nothing is trained."""
     clip_grad_norm: float | None = None
     precision: str = "fp32"
+    observe: Callable[[Any, Tensor], None] | None = None
+    """Looks at the output of each mini-batch of an evaluation; only the process with the last layer calls it."""
 
 
 @final

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from gpipe_cli.engines.offload_engine import OffloadedParameters, OffloadEngine, make_tier
-from gpipe_cli.engines.pipe_engine import PipeEngine, UtilizationMeter
+from gpipe_cli.engines.pipe_engine import PipeEngine, StepMeter
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.pipe import OffloadedPipe
@@ -27,16 +27,17 @@ def build(spec: EngineSpec, offload: str | None = None) -> Engine:
     pipe, offloaded = make_pipe(spec, offload)
     pipe.step_timeout = spec.step_timeout
     input_device, output_device = pipe.devices[0], pipe.output_device
+    meter = StepMeter(pipe, watched=spec.measure_utilization)
     if offloaded is not None:
         return OffloadEngine(
             pipe,
             spec,
             offloaded,
+            meter,
             input_device=input_device,
             output_device=output_device,
             memory_cure=TRAITS.step_memory_cure,
         )
-    meter = UtilizationMeter(pipe) if spec.measure_utilization else None
     return PipeEngine(pipe, spec, input_device=input_device, output_device=output_device, meter=meter)
 
 

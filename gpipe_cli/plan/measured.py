@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.accelerator.streams import synchronize
+from gpipe_cli.balance.result import TimedLayer
 from gpipe_cli.balance.solver import solve
-from gpipe_cli.balance.time import TimedLayer
 from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value, moved

@@ -61,9 +61,11 @@ def _line(pieces: Iterable[Piece], origin: float, scale: float) -> Text:
     return line
 
 
-def trace_json(steps: Sequence[StepTimeline], ideal: StepTimeline, rows: Sequence[str]) -> str:
+def trace_json(steps: Sequence[StepTimeline], ideal: StepTimeline | None, rows: Sequence[str]) -> str:
     """The content of a trace file in Chrome's trace event format; `rows` are the names of the partitions."""
-    events = [*trace_events(steps, rows, MEASURED), *trace_events([ideal], rows, IDEAL)]
+    events = trace_events(steps, rows, MEASURED)
+    if ideal is not None:
+        events += trace_events([ideal], rows, IDEAL)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, separators=(",", ":"))
 
 

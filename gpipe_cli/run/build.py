@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe_cli.accelerator.devices import default_partitions, resolve_devices, set_threads
 from gpipe_cli.accelerator.memory import report_out_of_memory
@@ -231,12 +231,21 @@ def train_steps(settings: TrainConfig, loader: BatchLoader) -> int:
     return settings.steps or settings.epochs * loader.steps_per_epoch
 
 
-def make_engine(settings: RunConfig, parts: RunParts, *, measure_utilization: bool = False) -> Engine:
-    """Build the engine from what the settings say and from the parts of the run."""
+def make_engine(
+    settings: RunConfig,
+    parts: RunParts,
+    *,
+    measure_utilization: bool = False,
+    observe: Callable[[Any, Tensor], None] | None = None,
+) -> Engine:
+    """Build the engine from what the settings say and from the parts of the run.
+
+    observe: see `TrainingObjective`.
+    """
     partitioning = parts.partitioning
     spec = EngineSpec(
         module=parts.model,
-        objective=_objective(settings, parts.model),
+        objective=replace(_objective(settings, parts.model), observe=observe),
         balance=partitioning.balance,
         devices=partitioning.devices,
         chunks=settings.chunks,

@@ -16,6 +16,7 @@ from typing import final
 from gpipe_cli.engines.protocol import Batch, Engine, StepFacts, Utilization
 from gpipe_cli.errors import DataError, NumericError
 from gpipe_cli.offload.transfers import Transfers
+from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.training.lr_schedules import LrSchedule
 
 TrainBatches = Callable[[int, int], Iterable[Batch]]
@@ -107,6 +108,8 @@ class StepResult:
     transfers: Transfers | None = None
     """Only for an engine that moves the model to and from its device."""
     utilization: Utilization | None = None
+    timeline: StepTimeline | None = None
+    """Of the one step that the engine recorded."""
 
 
 @final
@@ -242,6 +245,7 @@ def train(
                 seconds=time.perf_counter() - began,
                 transfers=facts.transfers,
                 utilization=facts.utilization,
+                timeline=facts.timeline,
             )
             if measured:
                 window = LossWindow()

@@ -45,6 +45,10 @@ def test_a_run_writes_everything_needed_to_repeat_and_analyse_it(tiny: Gpipe) ->
         "summary.json",
         "snapshots",
         "launch.json",
+        "layers.json",
+        "trace.json",
+        "timeline.json",
+        "predictions.json",
         "report.html",
     }
     assert json.loads((directory / "summary.json").read_text()) == summary

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from gpipe_cli import GPipe, current_microbatch
 from gpipe_cli.engines import single, threads
-from gpipe_cli.engines.pipe_engine import UtilizationMeter
+from gpipe_cli.engines.pipe_engine import RECORDED_STEP, StepMeter
 from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.errors import NumericError, ResourceError
 from gpipe_cli.losses.measures import accuracy
+from gpipe_cli.profiling.layers import Sample
 
 CPU = torch.device("cpu")
 
@@ -272,11 +273,11 @@ def test_a_step_tells_how_busy_each_partition_was(schedule: str, devices: int) -
     module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     data = torch.randn(8, 8)
     with GPipe(module, [1, 2], devices=["cpu"] * devices, chunks=4, schedule=schedule) as pipe:
-        meter = UtilizationMeter(pipe)
+        meter = StepMeter(pipe, watched=True)
         for _ in range(2):
-            with meter.measure():
+            with meter.next_step(measured=True):
                 pipe.step(data, data, nn.functional.mse_loss)
-        utilization = meter.last
+        utilization = meter.utilization
         assert utilization is not None and pipe.recorder is None
         assert len(utilization.busy) == 2 and all(0 < share <= 1 for share in utilization.busy)
         assert utilization.bubble == pytest.approx(1 - sum(utilization.busy) / devices)
@@ -285,10 +286,38 @@ def test_a_step_tells_how_busy_each_partition_was(schedule: str, devices: int) -
 
 def test_a_step_that_fails_leaves_nothing_recording() -> None:
     with GPipe(nn.Sequential(nn.Linear(8, 8)), [1], devices=["cpu"]) as pipe:
-        meter = UtilizationMeter(pipe)
-        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), meter.measure():
+        meter = StepMeter(pipe, watched=True)
+        with (
+            pytest.raises(RuntimeError, match="shapes cannot be multiplied"),
+            meter.next_step(measured=True),
+        ):
             pipe.step(torch.randn(2, 3), torch.randn(2, 8), nn.functional.mse_loss)
-        assert pipe.recorder is None and meter.last is None
+        assert pipe.recorder is None and meter.utilization is None
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_an_engine_records_one_early_step_whether_or_not_it_is_measured(offload: str | None) -> None:
+    module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    sample = Sample(*batch())
+    spec = EngineSpec(
+        module,
+        objective(),
+        [1, 2],
+        [torch.device("cpu")] * 2,
+        chunks=3,
+        eval_chunks=2,
+        make_sample=lambda: sample,
+    )
+    engine = threads.build(spec, offload)
+    facts = [engine.train_step(batch(), key=step, lr=0.1, measure=False) for step in range(5)]
+    engine.close()
+    assert [step for step, fact in enumerate(facts, 1) if fact.timeline is not None] == [RECORDED_STEP]
+    timeline = facts[RECORDED_STEP - 1].timeline
+    assert timeline is not None and 0 <= timeline.bubble < 1
+    assert {(piece.action.partition, piece.phase) for piece in timeline.pieces} >= {
+        (partition, phase) for partition in (0, 1) for phase in ("forward", "backward")
+    }
+    assert all(fact.utilization is None for fact in facts), "nobody watches"
 
 
 @pytest.mark.accelerator
