@@ -72,9 +72,19 @@ def balance(
     elif layers is None:
         layers, unit = _measured_or_estimated(usable, module, sample, seconds, trained_micro_batches)
     spec = spec or PipelineSpec("gpipe", partitions, micro_batches=1)
-    frozen = frozen_layers(module, sample)
+    return balance_times(layers, spec, frozen_layers(module, sample), within, unit)
+
+
+def balance_times(
+    layers: Sequence[TimedLayer],
+    spec: PipelineSpec,
+    frozen: int = 0,
+    within: MemoryObjective | None = None,
+    unit: str = "ms",
+) -> BalanceResult:
+    """The best balance of layers whose times are known; the first `frozen` of them need no backward."""
     objective = _objective(layers, spec, frozen)
-    solution = solve_within(objective, partitions, within)
+    solution = solve_within(objective, spec.partitions, within)
 
     def as_good(balance: Sequence[int]) -> bool:
         return max(sums(objective, balance)) <= AS_GOOD * solution.largest and (

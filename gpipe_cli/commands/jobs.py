@@ -18,9 +18,13 @@ from gpipe_cli.config.overrides import group_to_recipe, without_keys
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.launch.rank_files import RankFiles, RankTask
 from gpipe_cli.launch.rank_process import run_rank
+from gpipe_cli.report.output import print_status
 from gpipe_cli.run.job import Job, Summary, model_name
 from gpipe_cli.run.sweep_directory import DIRECTORY_KEYS
 from gpipe_cli.training.signals import stop_immediately
+
+MEASURING_COMMANDS = ("balance", "profile", "plan")
+"""They print their result after seconds or minutes; the user should see at once that they have begun."""
 
 
 @final
@@ -43,6 +47,8 @@ class Jobs:
         return 0
 
     def run(self, config: JobConfig, number: int | None) -> Summary:
+        if self.command in MEASURING_COMMANDS and number is None:
+            print_status("importing torch and building the model")
         # Commands import torch. Composing, printing and rejecting a configuration must not wait for that.
         with report_out_of_memory():
             command = importlib.import_module(f"gpipe_cli.commands.{self.command}")

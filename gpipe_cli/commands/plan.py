@@ -113,10 +113,6 @@ def _print(plans: Sequence[Prediction], planned: Planned, summary: dict[str, Any
             f"not searched: chunks={planned.skipped_chunks}, because the time ran out (increase "
             "plan.budget=<seconds>) or because the model rejects such small micro-batches"
         )
-    if 1 in planned.skipped_chunks:
-        print_status(
-            "the search therefore says nothing about one device with the whole mini-batch, which may be faster"
-        )
     facts = {
         "lower bound": f"{summary['lower_bound']:.4g} ms, {100 * summary['gap']:.2f} % below the best plan",
         "advice": summary["advice"],

@@ -6,21 +6,24 @@ the whole pipeline.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
-from gpipe_cli.balance.time import partition_costs
+from gpipe_cli.balance.time import balance_times, partition_costs
 from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Batch
 from gpipe_cli.profiling.facts import model_facts
-from gpipe_cli.profiling.layers import Sample, frozen_layers, profile_layers
+from gpipe_cli.profiling.layers import LayerProfile, Sample, frozen_layers, profile_layers
 from gpipe_cli.profiling.partition_memory import activation_bytes
+from gpipe_cli.profiling.timeline import BalanceGain
 from gpipe_cli.report.model_tables import flop_rows, layer_rows, layers_csv, print_layers, print_partitions
 from gpipe_cli.report.page.document import PAGE
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.timeline import trace_json
 from gpipe_cli.run.build import RunParts, build_parts
+from gpipe_cli.run.components import traits_of_engine
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.setup import launch_facts, write_config, write_launch
 from gpipe_cli.run.summary import write_report
@@ -66,7 +69,8 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
             "predicted_speedup": len(spec.order) * (1 - ideal.bubble),
         }
         if settings.timeline:
-            timeline = record_timeline(settings, parts, sample, ideal, activations)
+            gain = _balance_gain(layers, parts, sample) if traits_of_engine(settings).has_partitions else None
+            timeline = record_timeline(settings, parts, sample, ideal, activations, gain)
             summary["timeline"] = timeline.summary
     else:
         facts = model_facts(parts.model, sample)
@@ -90,6 +94,18 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
         facts_ = {key: value for key, value in summary.items() if key not in TABLES}
         print_facts("", {**facts_, "run_dir": str(directory), "report": str(directory / PAGE)})
     return {**summary, "run_dir": str(directory)}
+
+
+def _balance_gain(layers: Sequence[LayerProfile], parts: RunParts, sample: Sample) -> BalanceGain:
+    """What the balance by these times is worth."""
+    balance, spec, frozen = (
+        parts.partitioning.balance,
+        parts.partitioning.spec,
+        frozen_layers(parts.model, sample),
+    )
+    best = balance_times(layers, spec, frozen).layers
+    now, then = (spec.simulate(partition_costs(layers, each, frozen)).step for each in (balance, best))
+    return BalanceGain(balance, now, best, then)
 
 
 def _activations(parts: RunParts, sample: Sample) -> list[int] | None:

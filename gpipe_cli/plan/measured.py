@@ -30,11 +30,13 @@ from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import Sample, frozen_layers, preserved
-from gpipe_cli.profiling.phase_times import PhaseTimes
+from gpipe_cli.profiling.phase_times import PER_PARTITION, PhaseTimes
 
 SECONDS_OF_PHASES = 0.6
 """For pipelines whose steps are so short that the least number of them takes less."""
 MAX_ROUNDS = 15
+LAYER_RUNS, PHASE_RUNS = 8, 15
+"""How often the layers run alone and in pipelines to be measured, if a run takes long."""
 
 
 @final
@@ -79,32 +81,40 @@ class CostMeasurer:
         cores: int,
         apart: bool,
         transfer_of: Callable[[int], Sequence[float]] | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`sample_of` gives one of so many micro-batches; `apart`: every device is a machine like this one."""
+        """`sample_of` gives one of so many micro-batches; `apart`: every device is a machine like this one.
+
+        `say` is told what is measured next.
+        """
         self._module, self._sample_of, self._devices = module, sample_of, list(devices)
         self._profiles, self._cores, self._apart = profiles, cores, apart
-        self._transfer_of = transfer_of
+        self._transfer_of, self._say = transfer_of, say
         self._workers = _worker_counts(1 if apart else min(len(devices), len(module)), cores)
         self._measured: dict[tuple[int, int], MeasuredCosts] = {}
         """By the number of micro-batches and of workers."""
-        self._last, self._last_chunks = 0.0, 1
 
     def measure(self, chunks: Sequence[int], deadline: float) -> list[int]:
         """The numbers of micro-batches that there was time for, at least the first that runs."""
         measured: list[int] = []
         refused: Exception | None = None
-        for number in sorted(chunks, key=_priority(max(chunks))):
+        seconds_per_pass = 0.0
+        for place, number in enumerate(sorted(chunks, key=_priority), 1):
             begin = time.monotonic()
-            # Measuring a size takes about as long as the previous one did, in proportion to its rows.
-            if measured and begin + self._last * self._last_chunks / number > deadline:
+            if measured and begin + seconds_per_pass * self._passes(number) > deadline:
                 continue
+            what = "one device with the whole mini-batch" if number == 1 else f"chunks={number}"
+            self._say(
+                f"measuring {what} ({place} of {len(chunks)} sizes, at most {max(0.0, deadline - begin):.0f} s left)"
+            )
             try:
                 self._measure(number)
             except (ValueError, RuntimeError) as error:
                 # Batch norm, for example, refuses a micro-batch of a single row; larger ones may work.
                 refused = error
                 continue
-            self._last, self._last_chunks = time.monotonic() - begin, number
+            # The next size is less efficient or more, but not by much.
+            seconds_per_pass = (time.monotonic() - begin) / self._passes(number)
             measured.append(number)
         if refused is not None and not measured:
             raise refused
@@ -115,6 +125,14 @@ class CostMeasurer:
         workers = next((count for count in self._workers if count >= shape.devices), self._workers[-1])
         transfer = self._transfer_of(shape.chunks) if self._transfer_of else None
         return self._measured[shape.chunks, workers].costs(transfer)
+
+    def _passes(self, chunks: int) -> float:
+        """About how many forwards and backwards of a whole mini-batch by all cores it takes to measure this size."""
+        total = 0.0
+        for workers in self._workers if chunks > 1 else (1,):
+            layers = LAYER_RUNS * (1 if workers == 1 else self._cores)
+            total += layers / chunks + PHASE_RUNS * min(chunks, PER_PARTITION * workers) / chunks
+        return total
 
     def _measure(self, chunks: int) -> None:
         sample = self._sample_of(chunks).to(self._devices[0])
@@ -153,9 +171,9 @@ def _worker_counts(most: int, cores: int) -> list[int]:
     return sorted({1, min(cores, most), most})
 
 
-def _priority(most: int) -> Callable[[int], tuple[int, int]]:
-    """First the smallest micro-batch, the quickest to measure, then the plain run, then ever larger micro-batches."""
-    return lambda chunks: (0 if chunks == most else 1 if chunks == 1 else 2, -chunks)
+def _priority(chunks: int) -> tuple[bool, int]:
+    """First the plain run, which every plan is compared with, then the smallest micro-batch, then ever larger ones."""
+    return chunks > 1, -chunks
 
 
 def _divided(total: float, shares: Sequence[float], measured_from: int = 0) -> list[float]:

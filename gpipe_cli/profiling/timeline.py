@@ -22,7 +22,8 @@ from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 WARM_UP = 2
 
 # Smaller effects are not worth mentioning: measurements on a busy machine differ as much from one run to the next.
-UNEVEN = 1.15
+UNEVEN = 1.05
+SLOWED_DOWN = 1.15
 LARGE_BUBBLE = 0.15
 ABOVE_IDEAL = 0.1
 MUCH_RECOMPUTATION = 0.15
@@ -117,25 +118,79 @@ class Diagnosis:
     advice: list[str]
 
 
+@final
+@dataclass(frozen=True)
+class BalanceGain:
+    """The predicted steps of the present balance and of the best one, by the times of the layers."""
+
+    balance: list[int]
+    step_ms: float
+    best: list[int]
+    best_step_ms: float
+
+    @property
+    def is_worthwhile(self) -> bool:
+        return self.step_ms > UNEVEN * self.best_step_ms
+
+    def __str__(self) -> str:
+        return (
+            f"balance=time: {self.best} instead of {self.balance} makes a step of {self.step_ms:.0f} ms one of "
+            f"{self.best_step_ms:.0f} ms, by the times of the layers"
+        )
+
+
 def diagnose(
-    partitions: Sequence[PartitionTime], spec: PipelineSpec, *, bubble: float, ideal_bubble: float, rows: int
+    partitions: Sequence[PartitionTime],
+    spec: PipelineSpec,
+    *,
+    bubble: float,
+    ideal_bubble: float,
+    rows: int,
+    gain: BalanceGain | None = None,
 ) -> Diagnosis:
     """`rows` is the size of a mini-batch, which bounds the number of micro-batches."""
     busiest = max(range(len(partitions)), key=lambda index: partitions[index].busy)
-    advice = list(_advice(partitions, spec, bubble, ideal_bubble, rows))
+    advice = list(_advice(partitions, spec, bubble, ideal_bubble, rows, gain))
     return Diagnosis(busiest, advice or ["nothing stands out"])
 
 
+def compare_with_ideal(step: StepTimeline, ideal: StepTimeline, cores: int | None) -> str:
+    """Why a recorded step is shorter than its ideal, or much longer; empty where there is nothing to explain.
+
+    The ideal is what the schedule makes of the times that the layers take alone.
+    """
+    alone, together = (
+        sum(piece.end - piece.begin for piece in of.pieces if piece.phase not in TRANSFERS)
+        for of in (ideal, step)
+    )
+    pace = together / alone if alone else 1.0
+    if step.seconds < ideal.seconds:
+        return (
+            f"the step is shorter than the ideal, which is made of the times that layers take alone: in the pipeline "
+            f"they took {pace:.2f} times as long"
+        )
+    if pace > SLOWED_DOWN:
+        shared = "memory and caches" if cores is None else f"{cores} cores, memory and caches"
+        return f"layers took {pace:.2f} times as long as alone, which the ideal does not know: workers share {shared}"
+    return ""
+
+
 def _advice(
-    partitions: Sequence[PartitionTime], spec: PipelineSpec, bubble: float, ideal_bubble: float, rows: int
+    partitions: Sequence[PartitionTime],
+    spec: PipelineSpec,
+    bubble: float,
+    ideal_bubble: float,
+    rows: int,
+    gain: BalanceGain | None,
 ) -> Iterator[str]:
     if spec.schedule == by_slice.TRAITS.name:
         yield from _slice_advice(partitions, bubble)
         return
     splits, several = spec.traits.splits_backward, spec.traits.several_per_device
-    busy = [partition.busy for partition in partitions]
-    if max(busy) > UNEVEN * sum(busy) / len(busy):
-        yield "balance=time divides the layers by their time"
+    if gain is not None and gain.is_worthwhile:
+        # The other advice assumes partitions that take about as long as each other.
+        yield str(gain)
+        return
     if ideal_bubble > LARGE_BUBBLE and 2 * spec.micro_batches <= rows:
         yield f"chunks={2 * spec.micro_batches} shortens the bubble that any schedule has at both ends"
     if ideal_bubble > LARGE_BUBBLE and not (splits or several) and len(partitions) > 1:

@@ -119,6 +119,7 @@ class Planner:
         shapes = [shape for shape in space.shapes() if shape.chunks in measured]
         if not shapes:
             raise ConfigError(f"no plan is possible with {self._fixed_keys()}; leave some of these keys out")
+        print_status(f"searching {len(shapes)} combinations of devices, chunks, schedule and checkpoint mode")
         searched = search(shapes, costs, self._fit, keep=keep, cores=self._cores, deadline=deadline)
         if not searched.plans:
             # No plan fits: say what the least demanding one would need.
@@ -177,6 +178,7 @@ class Planner:
             transfer_of=self._transfers
             if self.separate_machines or is_accelerator(self.devices[0])
             else None,
+            say=print_status,
         )
         begin = time.monotonic()
         precision = autocast_of(self._settings, self.devices[0].type)

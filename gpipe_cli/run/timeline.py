@@ -24,7 +24,14 @@ from gpipe_cli.pipeline.microbatch import moved
 from gpipe_cli.profiling.action_recorder import Piece
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.partition_memory import resident_memory
-from gpipe_cli.profiling.timeline import StepTimeline, diagnose, median_step, record_steps
+from gpipe_cli.profiling.timeline import (
+    BalanceGain,
+    StepTimeline,
+    compare_with_ideal,
+    diagnose,
+    median_step,
+    record_steps,
+)
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.tables import print_facts, print_rows
 from gpipe_cli.report.timeline import print_step_timeline
@@ -52,10 +59,12 @@ def record_timeline(
     sample: Sample,
     ideal: Simulation,
     activations: Sequence[int] | None,
+    gain: BalanceGain | None = None,
 ) -> Timeline:
     """Run some steps as training would, and analyse the median one.
 
-    `activations` are the bytes that each partition saves for backward, if they are known.
+    `activations` are the bytes that each partition saves for backward, if they are known; `gain` is what another
+    balance is worth.
     """
     assert sample.loss is not None, "a configured command has a loss"
     unit = "partition" if traits_of_engine(settings).has_partitions else "slice"
@@ -66,7 +75,7 @@ def record_timeline(
         steps = record_steps(pipe, input, target, sample.loss, settings.steps)
         peaks = [peak_bytes(device) for device in pipe.devices]
     names = [f"{unit} {index} ({row['device']})" for index, row in enumerate(parts.partitions)]
-    summary = _summary(median_step(steps), ideal, parts, activations, peaks)
+    summary = _summary(median_step(steps), ideal, parts, activations, peaks, gain)
     return Timeline(steps, as_step(ideal), names, summary)
 
 
@@ -88,8 +97,14 @@ def print_timeline(timeline: Timeline) -> None:
         [[format_value(column, row[column]) for column in columns] for row in rows],
         optional=("recompute", "waiting ms"),
     )
+    explanation = {"note": summary["explanation"]} if summary["explanation"] else {}
     print_facts(
-        "", {"bottleneck": f"partition {summary['bottleneck']}", "to try": "; ".join(summary["advice"])}
+        "",
+        {
+            "bottleneck": f"partition {summary['bottleneck']}",
+            **explanation,
+            "to try": "; ".join(summary["advice"]),
+        },
     )
 
 
@@ -164,6 +179,7 @@ def _summary(
     parts: RunParts,
     activations: Sequence[int] | None,
     peaks: Sequence[int | None],
+    gain: BalanceGain | None,
 ) -> dict[str, Any]:
     """peaks: the measured bytes of each device. The recorded steps update nothing, and neither does their estimate."""
     estimates = None
@@ -172,8 +188,13 @@ def _summary(
         estimates = [row.total_bytes + saved for row, saved in zip(resident, activations, strict=True)]
     spec = parts.partitioning.spec
     times = [step.partition(index) for index in range(spec.partitions)]
-    bottleneck = diagnose(
-        times, spec, bubble=step.bubble, ideal_bubble=ideal.bubble, rows=parts.loader.batch_size
+    diagnosis = diagnose(
+        times,
+        spec,
+        bubble=step.bubble,
+        ideal_bubble=ideal.bubble,
+        rows=parts.loader.batch_size,
+        gain=gain,
     )
     return {
         "step_ms": 1000 * step.seconds,
@@ -193,5 +214,6 @@ def _summary(
             }
             for index, partition in enumerate(times)
         ],
-        **asdict(bottleneck),
+        **asdict(diagnosis),
+        "explanation": compare_with_ideal(step, as_step(ideal), spec.cores),
     }

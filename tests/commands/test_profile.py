@@ -72,8 +72,10 @@ def test_a_model_larger_than_memory_is_profiled_without_measuring(huge: Gpipe) -
     assert "forward FLOPs" in shown.out and "23.84 GiB" in shown.out
 
 
-def test_a_model_without_storage_cannot_be_balanced_by_time(huge: Gpipe) -> None:
+def test_a_model_without_storage_is_balanced_by_flops_unless_it_must_be_measured(huge: Gpipe) -> None:
     answer = huge("profile", "measure=false", "balance=time")
+    assert answer.code == 0
+    answer = huge("profile", "measure=false", "balance=time", "balance.measure=always")
     assert answer.code == 2
     assert "balance=time: nothing is run here" in answer.err and "gpipe balance --by time" in answer.err
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,13 +16,15 @@ from gpipe_cli.profiling.layers import Sample
 CPU = torch.device("cpu")
 
 
-def _bench(model: nn.Sequential, devices: int, *, apart: bool = False) -> CostMeasurer:
+def _bench(
+    model: nn.Sequential, devices: int, *, apart: bool = False, say: Callable[[str], None] = print
+) -> CostMeasurer:
     input, target = torch.randn(4, 8), torch.randn(4, 8)
 
     def sample(chunks: int) -> Sample:
         return Sample(input[: 4 // chunks], target[: 4 // chunks], functional.mse_loss)
 
-    return CostMeasurer(model, sample, [CPU] * devices, ProfileCache(None), cores=2, apart=apart)
+    return CostMeasurer(model, sample, [CPU] * devices, ProfileCache(None), cores=2, apart=apart, say=say)
 
 
 def test_every_size_for_which_there_is_time_has_its_costs() -> None:
@@ -34,8 +37,16 @@ def test_every_size_for_which_there_is_time_has_its_costs() -> None:
         assert min(alone.forward, alone.backward, pipe.forward, pipe.backward, pipe.recompute) > 0
 
 
-def test_without_time_the_smallest_micro_batch_is_measured_alone() -> None:
-    assert _bench(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), 2).measure([1, 2, 4], 0.0) == [4]
+def test_without_time_the_plain_run_is_measured_alone() -> None:
+    assert _bench(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), 2).measure([1, 2, 4], 0.0) == [1]
+
+
+def test_it_says_what_it_measures_next_and_begins_with_the_plain_run() -> None:
+    lines: list[str] = []
+    bench = _bench(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), 2, say=lines.append)
+    assert bench.measure([1, 2, 4], time.monotonic() + 60) == [1, 4, 2]
+    assert lines[0].startswith("measuring one device with the whole mini-batch (1 of 3 sizes, at most ")
+    assert lines[1].startswith("measuring chunks=4 (2 of 3 sizes")
 
 
 def test_a_size_that_the_model_does_not_take_is_left_out() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,15 @@ from torch import nn
 
 from gpipe_cli import GPipe
 from gpipe_cli.profiling.action_recorder import Piece, recording
-from gpipe_cli.profiling.timeline import PartitionTime, StepTimeline, diagnose, median_step, record_steps
+from gpipe_cli.profiling.timeline import (
+    BalanceGain,
+    PartitionTime,
+    StepTimeline,
+    compare_with_ideal,
+    diagnose,
+    median_step,
+    record_steps,
+)
 from gpipe_cli.schedule.action import Action, Kind
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
@@ -152,7 +161,6 @@ def times(*busy: float, recompute: float = 0.0) -> list[PartitionTime]:
     ("partitions", "spec", "bubble", "ideal", "advice"),
     [
         (times(0.9, 0.9), PipelineSpec("gpipe", 2, 8), 0.1, 0.1, ["nothing stands out"]),
-        (times(0.5, 0.9), PipelineSpec("gpipe", 2, 8), 0.1, 0.1, ["balance=time"]),
         (times(0.8, 0.8), PipelineSpec("gpipe", 2, 4), 0.2, 0.2, ["chunks=8", "schedule=zero_bubble"]),
         (times(0.8, 0.8), PipelineSpec("zero_bubble", 2, 64), 0.2, 0.2, ["nothing stands out"]),
         (times(0.6, 0.6), PipelineSpec("gpipe", 2, 8, cores=2), 0.4, 0.1, ["fewer chunks"]),
@@ -166,6 +174,32 @@ def test_what_to_try_follows_from_what_was_measured(
     diagnosis = diagnose(partitions, spec, bubble=bubble, ideal_bubble=ideal, rows=64)
     assert len(diagnosis.advice) == len(advice)
     assert all(given.startswith(start) for given, start in zip(diagnosis.advice, advice, strict=True))
+
+
+def test_a_better_balance_is_the_first_thing_to_try() -> None:
+    gain = BalanceGain([5, 5], 461.0, [4, 6], 371.0)
+    diagnosis = diagnose(
+        times(0.6, 0.9), PipelineSpec("gpipe", 2, 4), bubble=0.25, ideal_bubble=0.2, rows=64, gain=gain
+    )
+    assert diagnosis.advice == [
+        "balance=time: [4, 6] instead of [5, 5] makes a step of 461 ms one of 371 ms, by the times of the layers"
+    ]
+    small = replace(gain, best_step_ms=450.0)
+    diagnosis = diagnose(
+        times(0.8, 0.9), PipelineSpec("gpipe", 2, 4), bubble=0.2, ideal_bubble=0.2, rows=64, gain=small
+    )
+    assert diagnosis.advice[0].startswith("chunks=8")
+
+
+def test_a_step_that_differs_from_its_ideal_is_explained() -> None:
+    def step(seconds: float) -> StepTimeline:
+        return StepTimeline((Piece(Action(Kind.FORWARD, 0, 0), "forward", 0.0, seconds, 0),))
+
+    assert compare_with_ideal(step(1.1), step(1.0), cores=2) == ""
+    assert "shorter than the ideal" in compare_with_ideal(step(0.8), step(1.0), cores=2)
+    assert "in the pipeline they took 0.80 times as long" in compare_with_ideal(step(0.8), step(1.0), 2)
+    assert "layers took 1.50 times as long as alone" in compare_with_ideal(step(1.5), step(1.0), None)
+    assert "workers share 2 cores" in compare_with_ideal(step(1.5), step(1.0), 2)
 
 
 def test_the_bottleneck_is_the_partition_that_is_busy_longest() -> None:
