@@ -11,11 +11,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
 from gpipe_cli.report.colors import curve_class
 from gpipe_cli.report.formatting import format_value
-from gpipe_cli.report.page.curves import CurvePoint, MetricCurve
+from gpipe_cli.report.page.curves import CurvePoint
 from gpipe_cli.report.page.html import Html, join, tag
 from gpipe_cli.report.page.run_facts import RunFacts
 
@@ -24,7 +24,10 @@ FIRST_METRICS = ("loss", "top1", "accuracy", "mean_iou", "lr", "samples_per_seco
 TITLES = {"samples_per_second": "samples per second", "lr": "learning rate", "top1": "top-1", "top5": "top-5"}
 TRAINING_ONLY = ("lr", "samples_per_second")
 """Metrics that say nothing new, or nothing comparable, about an evaluation."""
-MAX_DOTS = 40
+MAX_DOTS = 80
+"""In one chart; more would hide its lines."""
+DASHES = ("", " dashed", " dotted")
+"""CSS classes of the kinds of strokes."""
 GRID_SIZE = 1000
 """Lines are drawn on a square of this side, which the browser stretches."""
 TICKS = 5
@@ -66,13 +69,24 @@ class Scale:
         return [distance * index for index in range(first, last + 1)]
 
 
+class Axis(Protocol):
+    def share(self, value: float) -> float:
+        """The position of a value, as a share of the axis."""
+
+    def ticks(self) -> list[float]: ...
+
+
 @final
 @dataclass(frozen=True)
 class ChartLine:
     name: str
     color: int
-    dashed: bool
+    dash: int
+    """The kind of stroke, an index of `DASHES`."""
     points: Sequence[CurvePoint]
+    run: int | None = None
+    """Which of several runs it belongs to."""
+    bold: bool = False
 
     @property
     def has_range(self) -> bool:
@@ -80,49 +94,68 @@ class ChartLine:
 
     @property
     def css_class(self) -> str:
-        return f"line {curve_class(self.color)}{' dashed' if self.dashed else ''}"
+        return f"line {curve_class(self.color)}{DASHES[self.dash]}{' bold' if self.bold else ''}"
 
     @property
     def band_class(self) -> str:
         return f"band {curve_class(self.color)}"
 
+    @property
+    def mark(self) -> dict[str, str | float]:
+        """The attribute by which the script finds what belongs to a run."""
+        return {} if self.run is None else {"data-run": str(self.run)}
 
-def metric_charts(runs: Sequence[RunFacts]) -> Html | None:
-    """None if nothing was trained."""
+
+def metric_charts(run: RunFacts) -> Html | None:
+    """The charts of one run, each with training and evaluation; None if nothing was trained."""
     lines: dict[str, list[ChartLine]] = defaultdict(list)
-    for index, run in enumerate(runs):
-        for curve in run.curves:
-            if curve.split != "eval" or curve.metric not in TRAINING_ONLY:
-                lines[curve.metric].append(_chart_line(curve, run, index if len(runs) > 1 else None))
+    for curve in run.curves:
+        is_evaluation = curve.split == "eval"
+        if not is_evaluation or curve.metric not in TRAINING_ONLY:
+            lines[curve.metric].append(
+                ChartLine(curve.split, int(is_evaluation), int(is_evaluation), curve.points)
+            )
     if not lines:
         return None
-    order = sorted(
-        lines,
-        key=lambda name: (FIRST_METRICS.index(name) if name in FIRST_METRICS else len(FIRST_METRICS), name),
-    )
-    return tag("div", {"class": "charts"}, *(_chart(metric, lines[metric]) for metric in order))
+    charts = (_chart(metric, lines[metric]) for metric in sorted(lines, key=metric_order))
+    return tag("div", {"class": "charts"}, *charts)
 
 
-def _chart_line(curve: MetricCurve, run: RunFacts, index: int | None) -> ChartLine:
-    """With several runs each has a color, else each split; evaluations are always dashed."""
-    is_evaluation = curve.split == "eval"
-    name = curve.split if index is None else f"{run.path.name} {curve.split}"
-    color = int(is_evaluation) if index is None else index
-    return ChartLine(name, color, is_evaluation, curve.points)
+def metric_order(metric: str) -> tuple[int, str]:
+    return FIRST_METRICS.index(metric) if metric in FIRST_METRICS else len(FIRST_METRICS), metric
+
+
+def metric_title(metric: str) -> str:
+    return TITLES.get(metric, metric.replace("_", " "))
 
 
 def _chart(metric: str, lines: Sequence[ChartLine]) -> Html:
     points = [point for line in lines for point in line.points]
     horizontal = Scale.over(point.step for point in points)
     vertical = Scale.over((end for point in points for end in (point.low, point.high)), margin=0.06)
-    title = TITLES.get(metric, metric.replace("_", " "))
+    title = metric_title(metric)
+    caption = join([tag("strong", None, title), " ", _legend(lines)])
+    hover = json.dumps(_hover_texts(metric, lines, horizontal))
+    return draw_chart(metric, title, lines, horizontal, vertical, caption, hover)
+
+
+def draw_chart(
+    metric: str,
+    title: str,
+    lines: Sequence[ChartLine],
+    horizontal: Scale,
+    vertical: Axis,
+    caption: Html,
+    hover: str,
+) -> Html:
+    """hover: the JSON that the script reads."""
     return tag(
         "figure",
         {"class": "chart"},
-        tag("figcaption", None, tag("strong", None, title), " ", _legend(lines)),
+        tag("figcaption", None, caption),
         tag(
             "div",
-            {"class": "plot", "data-hover": json.dumps(_hover_texts(metric, lines, horizontal))},
+            {"class": "plot", "data-hover": hover},
             _vertical_axis(metric, vertical),
             tag(
                 "svg",
@@ -137,16 +170,19 @@ def _chart(metric: str, lines: Sequence[ChartLine]) -> Html:
 def _legend(lines: Sequence[ChartLine]) -> Html:
     keys = []
     for line in lines:
-        stroke = tag("line", {"class": line.css_class, "x2": "100%", "y1": 5, "y2": 5})
-        band = (
-            tag("rect", {"class": line.band_class, "width": "100%", "height": 10}) if line.has_range else None
-        )
         name = f"{line.name}: mean and range" if line.has_range else line.name
-        keys.append(tag("span", {"class": "key"}, tag("svg", {"class": "swatch"}, band, stroke), name))
+        keys.append(tag("span", {"class": "key"}, swatch(line), name))
     return join(keys)
 
 
-def _drawing(lines: Sequence[ChartLine], horizontal: Scale, vertical: Scale) -> list[Html]:
+def swatch(line: ChartLine) -> Html:
+    """A piece of the line, for a legend."""
+    stroke = tag("line", {"class": line.css_class, "x2": "100%", "y1": 5, "y2": 5})
+    band = tag("rect", {"class": line.band_class, "width": "100%", "height": 10}) if line.has_range else None
+    return tag("svg", {"class": "swatch"}, band, stroke)
+
+
+def _drawing(lines: Sequence[ChartLine], horizontal: Scale, vertical: Axis) -> list[Html]:
     grid = [
         tag("line", {"class": "grid", "x2": "100%", "y1": y, "y2": y})
         for y in (f"{100 * (1 - vertical.share(tick)):.2f}%" for tick in vertical.ticks())
@@ -160,11 +196,15 @@ def _drawing(lines: Sequence[ChartLine], horizontal: Scale, vertical: Scale) -> 
                 tag("polygon", {"class": line.band_class, "points": _on_grid([*highs, *lows[::-1]])})
             )
         positions = [_position(point.step, point.mean, horizontal, vertical) for point in line.points]
-        shapes.append(tag("polyline", {"class": line.css_class, "points": _on_grid(positions)}))
-        if len(positions) <= MAX_DOTS:  # a single point would have no line at all
+        shapes.append(tag("polyline", {"class": line.css_class, **line.mark, "points": _on_grid(positions)}))
+        if (
+            len(positions) == 1 or len(positions) * len(lines) <= MAX_DOTS
+        ):  # a single point would have no line at all
             for x, y in positions:
                 center = {"cx": f"{100 * x:.2f}%", "cy": f"{100 * y:.2f}%"}
-                dots.append(tag("circle", {"class": curve_class(line.color), **center, "r": 2.5}))
+                dots.append(
+                    tag("circle", {"class": curve_class(line.color), **line.mark, **center, "r": 2.5})
+                )
     stretched = tag(
         "svg", {"viewBox": f"0 0 {GRID_SIZE} {GRID_SIZE}", "preserveAspectRatio": "none"}, *shapes
     )
@@ -172,7 +212,7 @@ def _drawing(lines: Sequence[ChartLine], horizontal: Scale, vertical: Scale) -> 
     return [*grid, stretched, *dots, cross]
 
 
-def _position(step: float, value: float, horizontal: Scale, vertical: Scale) -> tuple[float, float]:
+def _position(step: float, value: float, horizontal: Scale, vertical: Axis) -> tuple[float, float]:
     return horizontal.share(step), 1 - vertical.share(value)
 
 
@@ -180,7 +220,7 @@ def _on_grid(positions: Iterable[tuple[float, float]]) -> str:
     return " ".join(f"{GRID_SIZE * x:.0f},{GRID_SIZE * y:.0f}" for x, y in positions)
 
 
-def _vertical_axis(metric: str, vertical: Scale) -> Html:
+def _vertical_axis(metric: str, vertical: Axis) -> Html:
     labels = []
     for tick in vertical.ticks():
         is_percentage = format_value(metric, tick).endswith("%")

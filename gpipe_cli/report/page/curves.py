@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 from gpipe_cli.report.page.run_files import as_number, as_text
+from gpipe_cli.values import lower_is_better
 
 WINDOW_COLUMNS = ("loss_mean", "loss_min", "loss_max")
 """Of the train loss over the steps since the row before; they are drawn as one curve with the loss."""
@@ -46,6 +47,11 @@ class MetricCurve:
     """By step."""
     lowest: tuple[float, float]
     """Step and value of the row with the smallest value."""
+    highest: tuple[float, float]
+
+    def best(self) -> tuple[float, float]:
+        """Step and value of the best row."""
+        return self.lowest if lower_is_better(self.metric) else self.highest
 
 
 @final
@@ -55,12 +61,15 @@ class _Reduction:
     def __init__(self) -> None:
         self.points: list[CurvePoint] = []
         self.lowest: tuple[float, float] | None = None
+        self.highest: tuple[float, float] | None = None
         self._rows_per_point = 1
         self._rows: list[CurvePoint] = []
 
     def add(self, row: CurvePoint) -> None:
         if self.lowest is None or row.mean < self.lowest[1]:
             self.lowest = (row.last, row.mean)
+        if self.highest is None or row.mean > self.highest[1]:
+            self.highest = (row.last, row.mean)
         self._rows.append(row)
         if len(self._rows) < self._rows_per_point:
             return
@@ -71,9 +80,9 @@ class _Reduction:
             self._rows_per_point *= 2
 
     def curve(self, metric: str, split: str) -> MetricCurve:
-        assert self.lowest is not None, "a curve has at least one row"
+        assert self.lowest is not None and self.highest is not None, "a curve has at least one row"
         rest = [_merge(self._rows)] if self._rows else []
-        return MetricCurve(metric, split, tuple(sorted([*self.points, *rest])), self.lowest)
+        return MetricCurve(metric, split, tuple(sorted([*self.points, *rest])), self.lowest, self.highest)
 
 
 def read_curves(metrics: Iterable[Mapping[str, Any]]) -> tuple[MetricCurve, ...]:

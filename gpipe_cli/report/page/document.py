@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 
-from gpipe_cli.report.colors import color_style, curve_class
+from gpipe_cli.report.colors import color_style
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.page.charts import metric_charts
 from gpipe_cli.report.page.check_section import check_table, verdict_counts
+from gpipe_cli.report.page.comparison import Comparison
 from gpipe_cli.report.page.cost_tables import layer_table, partition_table
 from gpipe_cli.report.page.curves import MetricCurve
-from gpipe_cli.report.page.html import Child, Html, color_dot, join, table, tag
+from gpipe_cli.report.page.html import Child, Html, join, tag
 from gpipe_cli.report.page.run_facts import RunFacts
 from gpipe_cli.report.page.run_files import as_number
 from gpipe_cli.report.page.step_timelines import step_timelines
@@ -45,6 +46,8 @@ TITLES = {
     "parameter_bytes": "parameters",
 }
 """Keys of a summary and their titles, in this order; other metrics follow under their own names."""
+FEW_RUNS = 3
+"""A comparison of more shows the details of a run on request only."""
 HIDDEN = ("epochs", "micro_batch", "parameters")
 
 
@@ -80,9 +83,7 @@ def render_page(runs: Sequence[RunFacts]) -> str:
 def _run_content(run: RunFacts) -> list[Child]:
     metrics = None
     if run.command == "train":
-        metrics = _section(
-            "Metrics by step", metric_charts([run]) or _missing("No metrics were recorded yet.")
-        )
+        metrics = _section("Metrics by step", metric_charts(run) or _missing("No metrics were recorded yet."))
     return [
         _problems(run),
         summary_cards(run),
@@ -96,23 +97,32 @@ def _run_content(run: RunFacts) -> list[Child]:
 
 
 def _comparison_content(runs: Sequence[RunFacts]) -> list[Child]:
-    charts, differences = metric_charts(runs), config_differences(runs)
+    comparison = Comparison.of(runs)
+    charts = comparison.charts()
     articles = (
         tag(
-            "article",
-            {"id": f"run{index}"},
-            tag("h2", None, str(run.path)),
-            _problems(run),
-            *_details(run),
-            reproduction(run),
+            "details",
+            {"class": "run", **({"open": "open"} if len(runs) <= FEW_RUNS else {})},
+            tag("summary", None, tag("h2", None, label)),
+            tag(
+                "article",
+                {"id": f"run{index}"},
+                tag("p", {"class": "path"}, str(run.path)),
+                _problems(run),
+                *_details(run),
+                reproduction(run),
+            ),
         )
-        for index, run in enumerate(runs)
+        for index, (run, label) in enumerate(zip(comparison.runs, comparison.labels, strict=True))
     )
     return [
-        _section("Results", comparison_table(runs)),
+        tag("p", {"class": "path"}, f"in {comparison.folder}"),
+        _section("Results", comparison.results([headline(run) for run in comparison.runs])),
         None if charts is None else _section("Metrics by step", charts),
-        _section("Settings that differ", differences or _missing("All runs have the same settings.")),
-        *articles,
+        _section(
+            "Settings that differ", comparison.settings() or _missing("All runs have the same settings.")
+        ),
+        _section("Each run", join(articles)),
     ]
 
 
@@ -217,20 +227,6 @@ def summary_cards(run: RunFacts) -> Html:
     )
 
 
-def comparison_table(runs: Sequence[RunFacts]) -> Html:
-    """A row per run, marked with the color of its curves."""
-    results = [headline(run) for run in runs]
-    titles = list(dict.fromkeys(title for result in results for title in result))
-    rows: list[list[Child]] = [
-        [
-            join([color_dot(curve_class(index)), tag("a", {"href": f"#run{index}"}, str(run.path))]),
-            *(result.get(title, "-") for title in titles),
-        ]
-        for index, (run, result) in enumerate(zip(runs, results, strict=True))
-    ]
-    return table("runs", ("run", *titles), rows)
-
-
 def _latest_metrics(curves: Sequence[MetricCurve]) -> dict[str, str]:
     """For a run that has not finished: what it measured last."""
     losses = {
@@ -260,18 +256,6 @@ def reproduction(run: RunFacts) -> Html:
     )
 
 
-def config_differences(runs: Sequence[RunFacts]) -> Html | None:
-    """The keys whose values differ among the runs that have them; None if there are none."""
-    configs = [_flatten_yaml(run.config) for run in runs]
-    keys = dict.fromkeys(key for config in configs for key in config)
-    rows = [
-        (key, *(config.get(key, "-") for config in configs))
-        for key in keys
-        if key != "run_dir" and len({config[key] for config in configs if key in config}) > 1
-    ]
-    return table("differences", ("key", *(str(run.path) for run in runs)), rows) if rows else None
-
-
 def _collapsed(title: str, content: Html) -> Html:
     return tag("details", None, tag("summary", None, title), content)
 
@@ -287,22 +271,3 @@ def _environment_table(facts: Mapping[str, object]) -> Html:
         for name, value in facts.items()
     )
     return tag("table", {"class": "pairs"}, tag("tbody", None, *rows))
-
-
-def _flatten_yaml(config: str) -> dict[str, str]:
-    """Dotted keys and their values of YAML as gpipe writes it: one key per line, two spaces per level.
-
-    The page shows the file and never interprets it, so reading its lines is enough. List items belong to their key.
-    """
-    values: dict[str, str] = {}
-    parents: list[str] = []
-    for line in config.splitlines():
-        key, colon, value = line.strip().partition(":")
-        depth = (len(line) - len(line.lstrip())) // 2
-        if line.lstrip().startswith("- ") and parents:
-            path = ".".join(parents)
-            values[path] = f"{values.get(path, '')} {line.strip()[2:]}".strip()
-        elif colon:
-            parents = [*parents[:depth], key]
-            values[".".join(parents)] = value.strip()
-    return values

@@ -1,5 +1,5 @@
 "use strict";
-// Tooltips. Texts are set as textContent; the script fetches nothing and evaluates nothing.
+// Tooltips, and runs of a comparison that stand out. Texts are set as textContent; the script fetches nothing and evaluates nothing.
 (() => {
   const tip = document.getElementById("tip");
 
@@ -36,6 +36,42 @@
     return share - places[low][0] < places[high][0] - share ? places[low] : places[high];
   };
 
+  // In a comparison, pointing at a run fades the others; clicking on its key keeps it.
+  const kept = new Set();
+  const names = new Map();
+  let pointed = null;
+
+  const isShown = (run) => kept.size === 0 && pointed === null || kept.has(run) || run === pointed;
+
+  const mark = (run) => {
+    pointed = run;
+    for (const shape of document.querySelectorAll(".area [data-run]")) {
+      shape.classList.toggle("faded", !isShown(shape.dataset.run));
+    }
+  };
+
+  const MOST_RUNS = 8;
+  const ofShownRuns = (runs) => {
+    const texts = runs.filter(([run]) => isShown(run)).map(([run, value]) => `${value}  ${names.get(run)}`);
+    const more = texts.length - MOST_RUNS;
+    return more > 1 ? [...texts.slice(0, MOST_RUNS), `and ${more} more`] : texts;
+  };
+
+  for (const shape of document.querySelectorAll("[data-run]")) {
+    const run = shape.dataset.run;
+    shape.addEventListener("pointerenter", () => mark(run));
+    shape.addEventListener("pointerleave", () => mark(null));
+    shape.addEventListener("focus", () => mark(run));
+    shape.addEventListener("blur", () => mark(null));
+    if (!shape.matches("button")) continue;
+    names.set(run, shape.textContent);
+    shape.addEventListener("click", () => {
+      if (!kept.delete(run)) kept.add(run);
+      shape.setAttribute("aria-pressed", String(kept.has(run)));
+      mark(run);
+    });
+  }
+
   for (const plot of document.querySelectorAll("[data-hover]")) {
     const places = JSON.parse(plot.dataset.hover);
     const area = plot.querySelector(".area");
@@ -47,9 +83,9 @@
     };
     area.addEventListener("pointermove", (event) => {
       const box = area.getBoundingClientRect();
-      const [share, text] = nearest(places, (event.clientX - box.left) / box.width);
+      const [share, text, runs] = nearest(places, (event.clientX - box.left) / box.width);
       place(`${100 * share}%`);
-      show(text, event.clientX, event.clientY);
+      show(runs ? [text, ...ofShownRuns(runs)].join("\n") : text, event.clientX, event.clientY);
     });
     area.addEventListener("pointerleave", () => { cross.setAttribute("visibility", "hidden"); hide(); });
   }

@@ -28,8 +28,9 @@ def test_several_runs_are_compared_and_what_differs_is_listed(tmp_path: Path) ->
     runs = [read_run(write_training(tmp_path / name, length)) for name, length in (("a", 20), ("b", 30))]
     text = render_page(runs)
     differences = text[text.index("Settings that differ") :].split("</table>")[0]
-    assert re.findall(r"<td>(.*?)</td>", differences) == ["chunks", "20", "30"]
-    assert text.count('<article id="run') == 2 and "b eval" in text
+    assert re.findall(r"<th>(.*?)</th>", differences) == ["run", "chunks"]
+    assert re.findall(r"<td>(\d+)</td>", differences) == ["20", "30"]
+    assert text.count('<article id="run') == 2 and text.count('<a href="#run1">chunks=30</a>') == 2
 
 
 def test_equal_configurations_are_said_to_be_equal(tmp_path: Path) -> None:

@@ -93,3 +93,20 @@ def test_dark_is_dark(chromium: Browser, tmp_path: Path) -> None:
     ]
     assert grounds == ["rgb(255, 255, 255)", "rgb(20, 23, 27)"]
     assert is_undisturbed(chromium)
+
+
+def test_a_run_that_is_pointed_at_or_kept_stands_out(chromium: Browser, tmp_path: Path) -> None:
+    shown(chromium, tmp_path, *(write_training(tmp_path / name, int(name)) for name in ("20", "30", "40")))
+    faded = "document.querySelectorAll('.area polyline.faded').length"
+    lines = chromium.value("document.querySelectorAll('.area polyline').length")
+    chromium.point_at("button[data-run='1']")
+    alone = chromium.value(faded)
+    assert 0 < alone < lines
+    chromium.point_at("h1")
+    assert chromium.value(faded) == 0
+    chromium.value("document.querySelector(\"button[data-run='1']\").click()")
+    chromium.point_at("h1")
+    assert chromium.value(faded) == alone
+    chromium.point_at(".area", across=0.999)
+    assert "chunks=" in (tip(chromium) or "")
+    assert is_undisturbed(chromium)
