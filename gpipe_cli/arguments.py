@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
+from gpipe_cli.config.options import default_options
 from gpipe_cli.config.overrides import JOBS_KEY, take_jobs
+from gpipe_cli.config.schema import GROUPS, config_keys
 from gpipe_cli.errors import ConfigError, or_list
 
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -27,6 +29,8 @@ class Flag:
     """Empty for a switch."""
     plain: bool = False
     """Whether commands without a configuration take it too."""
+    only: str = ""
+    """The only command that takes it, if there is just one."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `ArgumentParser.add_argument`."""
 
@@ -58,6 +62,7 @@ FLAGS = (
     ),
     Flag(("-cn", "--config-name"), "start from another primary config, such as N.yaml in --config-dir", "N"),
     Flag(("--hydra-help",), "show Hydra's own flags"),
+    Flag(("--watch",), "refresh the table on the terminal until Ctrl-C", plain=True, only="runs"),
     Flag(("--version", "-V"), "print the version of gpipe", plain=True),
 )
 
@@ -82,6 +87,7 @@ class Invocation:
     run: bool = False
     hydra_help: bool = False
     resolve: bool = False
+    watch: bool = False
     cfg: str | None = None
     info: str | None = None
     package: str | None = None
@@ -89,17 +95,20 @@ class Invocation:
     config_name: str | None = None
 
 
-def flag_names(*, configured: bool) -> list[str]:
-    """Every flag of a command that has a configuration, or of one that has none."""
-    return [name for flag in FLAGS if configured or flag.plain for name in flag.names]
+def flags_of(command: str, *, configured: bool) -> list[Flag]:
+    """The flags of a command, which has a configuration or has none."""
+    return [flag for flag in FLAGS if (configured or flag.plain) and flag.only in ("", command)]
 
 
-def parse(arguments: list[str], *, configured: bool = True) -> Invocation:
+def flag_names(command: str = "", *, configured: bool) -> list[str]:
+    return [name for flag in flags_of(command, configured=configured) for name in flag.names]
+
+
+def parse(arguments: list[str], *, configured: bool = True, command: str = "") -> Invocation:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in FLAGS:
-        if configured or flag.plain:
-            switch: dict[str, Any] = {} if flag.metavar else {"action": "store_true"}
-            parser.add_argument(*flag.names, **switch, **flag.options)
+    for flag in flags_of(command, configured=configured):
+        switch: dict[str, Any] = {} if flag.metavar else {"action": "store_true"}
+        parser.add_argument(*flag.names, **switch, **flag.options)
     # argparse would take any word after --info for its topic.
     following = [*arguments, ""][1:]
     words = [
@@ -114,15 +123,34 @@ def parse(arguments: list[str], *, configured: bool = True) -> Invocation:
         raise ConfigError(f"{flag_name} {takes}") from error
     values = vars(namespace)
     by = values.pop("by", None)
-    for word in rest:
+    for word, after in zip(rest, [*rest, ""][1:], strict=True):
         if word.startswith("-"):
             name = word.partition("=")[0]
-            raise ConfigError(f"unknown flag {name}; {or_list(name, flag_names(configured=configured))}")
+            cure = _key_for_flag(word, after, command) if configured else ""
+            cure = cure or or_list(name, flag_names(command, configured=configured))
+            raise ConfigError(f"unknown flag {name}; {cure}")
     rest, jobs = take_jobs(rest) if configured else (rest, 1)
     overrides = [*rest, *([] if by is None else [f"balance={by}"])]
     invocation = Invocation(tuple(overrides), tuple(arguments), jobs, **values)
     _check_combinations(invocation)
     return invocation
+
+
+def _key_for_flag(word: str, after: str, command: str) -> str:
+    """`did you mean epochs=5?` for `--epochs 5`; empty if the command has no such key."""
+    flag, equals, value = word.lstrip("-").partition("=")
+    name = flag.replace("-", "_")
+    keys = [key.key for key in config_keys(command or "train")]
+    keys += [
+        f"{group}.{key}"
+        for group, option in default_options(command or "train").items()
+        for key in option.keys
+    ]
+    near = [key for key in keys if name in (key, key.partition(".")[0], key.rpartition(".")[2])]
+    if not near or len(name) < 2:
+        return ""
+    value = value if equals else after if after and "=" not in after and not after.startswith("-") else "..."
+    return f"did you mean {name if name in GROUPS else near[0]}={value}?"
 
 
 def parse_keys(words: Sequence[str], values: Mapping[str, str]) -> dict[str, str]:

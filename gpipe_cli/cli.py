@@ -50,7 +50,7 @@ def _dispatch(arguments: list[str], number: int | None, began: float | None) -> 
         return _say(command_help(_known(rest[0])) if rest else overview())
     if command in ("--version", "-V"):
         return _say(f"gpipe {__version__}")
-    invocation = parse(rest, configured=COMMANDS[_known(command)].configured)
+    invocation = parse(rest, configured=COMMANDS[_known(command)].configured, command=command)
     if invocation.version:
         return _say(f"gpipe {__version__}")
     if invocation.help:

@@ -52,7 +52,7 @@ def _candidates(line: str, words: list[str], hydra: Hydra) -> list[str]:
     if command not in COMMANDS:
         return []
     if last.startswith("-"):
-        return _starting_with(last, flag_names(configured=COMMANDS[command].configured))
+        return _starting_with(last, flag_names(command, configured=COMMANDS[command].configured))
     if command == "ls":
         return _starting_with(last, sorted({*TOPICS, *PLURALS}))
     if last.startswith("recipe.") and COMMANDS[command].configured and takes_recipes(command):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gpipe_cli import arguments
 from gpipe_cli.config.options import default_options, list_options, takes_recipes
-from gpipe_cli.config.overrides import JOBS_KEY, JOBS_MEANING, SCALE_KEY, SMALL
+from gpipe_cli.config.overrides import CONFIG_MEANING, JOBS_KEY, JOBS_MEANING, SCALE_KEY, SMALL
 from gpipe_cli.config.schema import GROUPS, config_keys
 
 WIDTH = 110
@@ -33,7 +33,7 @@ COMMANDS = {
         "gpipe train [key=value ...] [flags]",
         (
             "gpipe train                                  # ResNet-18 on handwritten digits, two partitions",
-            "gpipe train model=resnet101 chunks=8         # another model, more micro-batches",
+            "gpipe train config=my.yaml epochs=5          # the keys of a file, and one of them changed",
             "gpipe train resume=<directory> epochs=6      # resume a stopped run, or train longer",
             "gpipe train -m chunks=2,4,8 jobs=2           # a sweep, two jobs at a time; the same line resumes it",
         ),
@@ -110,6 +110,17 @@ COMMANDS = {
         ),
         configured=False,
     ),
+    "runs": Command(
+        "list training runs with their state, step, metrics, age and size",
+        "gpipe runs [<directory>] [--watch] [--json]",
+        (
+            "gpipe runs                                   # the runs below runs/, the latest last",
+            "gpipe runs --watch                           # refresh the table until Ctrl-C",
+            "gpipe runs experiments/sweep",
+            "gpipe runs --json                            # one JSON document on stdout",
+        ),
+        configured=False,
+    ),
     "export": Command(
         "export the weights of a run to a file or directory that loads without gpipe",
         "gpipe export run=<directory>|snapshot=<directory> [at=best|last] [out=<path>] [format=<format>] [--json]",
@@ -128,12 +139,12 @@ COMMANDS = {
         configured=False,
     ),
     "cp": Command(
-        "copy a recipe or option to a file that you can change",
-        "gpipe cp <group>/<option> <file> [--json]",
+        "copy a recipe, an option or the settings of a run to a file that you can change",
+        "gpipe cp <group>/<option>|run/<directory> <file> [--json]",
         (
+            "gpipe cp run/runs/train/resnet18/20260101-120000 my.yaml   # then: gpipe train config=my.yaml",
             "gpipe cp recipe/digits conf/recipes/mine.yaml",
             "gpipe train --config-dir conf recipe=mine    # train with your copy",
-            "gpipe cp model/resnet101 conf/model/mine.yaml",
             "gpipe cp optimizer/sgd conf/optimizer/mine.yaml",
         ),
         configured=False,
@@ -147,7 +158,9 @@ COMMANDS = {
 }
 FLAGS = {
     **{
-        f"{', '.join(flag.names)} {flag.metavar}".rstrip(): flag.help for flag in arguments.FLAGS if flag.help
+        f"{', '.join(flag.names)} {flag.metavar}".rstrip(): flag.help
+        for flag in arguments.FLAGS
+        if flag.help and not flag.only
     },
     "-sc install=bash": 'set up tab completion, without a command: eval "$(gpipe -sc install=bash)"',
 }
@@ -156,8 +169,9 @@ FLAGS = {
 def overview() -> str:
     """gpipe --help"""
     commands = _table({name: command.summary for name, command in COMMANDS.items()})
-    examples = [COMMANDS["train"].examples[0], COMMANDS["train"].examples[1]]
-    examples += [
+    examples = [
+        COMMANDS["train"].examples[0],
+        "gpipe train model=resnet101 chunks=8         # another model, more micro-batches",
         "gpipe ls models                              # list all models",
         COMMANDS["train"].examples[3],
     ]
@@ -167,7 +181,8 @@ def overview() -> str:
         _section("Commands", commands),
         _section("Examples", examples),
         *_configuration("train"),
-        "`gpipe <command> --help` describes a command.",
+        "`gpipe <command> --help` describes a command. Tab completion, in ~/.bashrc: "
+        'eval "$(gpipe -sc install=bash)"',
     ]
     return "\n\n".join(parts)
 
@@ -183,7 +198,10 @@ def command_help(name: str) -> str:
     if command.configured:
         parts += _configuration(name)
     else:
-        parts.append(_section("Flags", _table({flag: FLAGS[flag] for flag in ("--json", "--debug")})))
+        own = {flag.names[0]: flag.help for flag in arguments.FLAGS if flag.only == name}
+        parts.append(
+            _section("Flags", _table({**{flag: FLAGS[flag] for flag in ("--json", "--debug")}, **own}))
+        )
     return "\n\n".join(parts)
 
 
@@ -229,6 +247,7 @@ def _keys(command: str) -> list[str]:
                 part for part in (field.type, f"= {field.default}" if field.default else "") if part
             )
             rows[f"{field.key}  {kind}".strip()] = field.meaning
+    rows["config  str"] = CONFIG_MEANING
     if command == "train":
         rows[f"{JOBS_KEY}  int = 1"] = JOBS_MEANING
     return _table(rows)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from gpipe_cli import errors
 from gpipe_cli.config.options import Option, default_options, list_options, takes_recipes
-from gpipe_cli.config.overrides import JOBS_KEY, JOBS_MEANING
+from gpipe_cli.config.overrides import CONFIG_MEANING, JOBS_KEY, JOBS_MEANING
 from gpipe_cli.config.schema import GROUPS, SCHEMAS, ConfigKey, config_keys
 from gpipe_cli.help import COMMANDS, FLAGS
 
@@ -77,6 +77,7 @@ def _commands_table() -> str:
         [code(field.key), field.type or "any", code(field.default), _users(users[name]), field.meaning]
         for name, field in known.items()
     ]
+    rows.append([code("config"), "str", "", "all", CONFIG_MEANING])
     rows.append([code(JOBS_KEY), "int", code("1"), "train", JOBS_MEANING])
     return table(["key", "type", "default", "commands", "meaning"], rows)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,3 +75,23 @@ def test_a_command_without_a_configuration_takes_few_flags() -> None:
     for flag in ("--dry-run", "-m", "--cfg", "--config-dir", "--by"):
         with pytest.raises(ConfigError, match=f"unknown flag {flag}; choose one of: --debug, --help, --json"):
             parse([flag, "x"], configured=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        ("--epochs 5", "did you mean epochs=5?"),
+        ("--epochs=5", "did you mean epochs=5?"),
+        ("--batch-size 32 --json", "did you mean batch_size=32?"),
+        ("--lr 0.1", "did you mean optimizer.lr=0.1?"),
+        ("--model resnet50", "did you mean model=resnet50?"),
+        ("--epochs", "did you mean epochs=...?"),
+        ("--epochs seed=3", "did you mean epochs=...?"),
+        ("--jsn", "did you mean '--json'?"),
+        ("--frobnicate", "choose one of: --by, --cfg"),
+    ],
+)
+def test_a_key_written_as_a_flag_is_answered_with_the_word_to_type(words: str, cure: str) -> None:
+    name = words.split()[0].partition("=")[0]
+    with pytest.raises(ConfigError, match=re.escape(f"unknown flag {name}; {cure}")):
+        parse(words.split(), command="train")

@@ -1,26 +1,33 @@
-"""gpipe cp: copy a recipe or option to a file of your own, to change it. Imports neither Hydra nor torch."""
+"""gpipe cp: copy a recipe, an option or the settings of a run to a file of your own, to change it. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import sys
 from pathlib import Path
 
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.commands.ls import topic_of
 from gpipe_cli.config.options import Option, list_options
-from gpipe_cli.errors import ConfigError, ResourceError, or_list
+from gpipe_cli.errors import ConfigError, ResourceError, RunError, or_list
+from gpipe_cli.report.formatting import one_line
+
+RUN = "run/"
+"""What comes before the directory of a run, as a group does before an option."""
 
 
 def run(invocation: Invocation) -> None:
     if len(invocation.words) != 2:
         raise ConfigError("give what to copy and the new file: gpipe cp recipe/digits conf/recipes/mine.yaml")
     what, where = invocation.words
-    topic, option = _find_option(what)
-    target = _copy(option.path, Path(where))
-    facts = {"from": f"{topic}/{option.name}", "to": str(target), "use": _use(topic, target)}
+    run = _run_directory(what)
+    if run is not None:
+        facts = _copy_run(run, Path(where))
+    else:
+        topic, option = _find_option(what)
+        target = _write(option.path.read_bytes(), _target(Path(where), option.path.name))
+        facts = {"from": f"{topic}/{option.name}", "to": str(target), "use": _use(topic, target)}
     if invocation.json:
         sys.stdout.write(f"{json.dumps(facts)}\n")
         return
@@ -31,7 +38,9 @@ def run(invocation: Invocation) -> None:
 def _find_option(what: str) -> tuple[str, Option]:
     group, slash, name = what.partition("/")
     if not slash:
-        raise ConfigError(f"'{what}': give a group and an option, such as recipe/digits or model/resnet101")
+        raise ConfigError(
+            f"'{what}': give a group and an option, such as recipe/digits or model/resnet101, or run/<directory>"
+        )
     topic = topic_of(group)
     by_name = {option.name: option for option in list_options(topic)}
     if name not in by_name:
@@ -39,16 +48,57 @@ def _find_option(what: str) -> tuple[str, Option]:
     return topic, by_name[name]
 
 
-def _copy(source: Path, target: Path) -> Path:
-    """Copy to the file, or into the folder under the same name; never replace a file."""
-    if target.is_dir():
-        target = target / source.name
+def _run_directory(what: str) -> Path | None:
+    """The run that the words name: `run/` and its path, or just its path; None for an option."""
+    for name in (what.removeprefix(RUN), what):
+        if (Path(name) / "config.yaml").is_file():
+            return Path(name)
+    return Path(what.removeprefix(RUN)) if what.startswith(RUN) else None
+
+
+def _copy_run(run: Path, where: Path) -> dict[str, str]:
+    """Write what a run was started with as a file for `config=`: its options, and the keys that are not the default."""
+    from gpipe_cli.config.saved_config import (
+        is_saved,
+        reduce_saved,
+        saved_command,
+    )  # imports Hydra, which takes time
+    from gpipe_cli.config.yaml_files import dump_mapping, load_mapping
+
+    source = run / "config.yaml"
+    if not source.is_file():
+        raise RunError(f"{RUN}{run}: not a run directory: it has no config.yaml")
+    saved = load_mapping(source)
+    if not is_saved(saved):
+        raise RunError(f"{source}: not the configuration of a run")
+    command = saved_command(saved)
+    target = _target(where, f"{run.resolve().name}.yaml")
+    use = ["gpipe", command, f"config={target}"]
+    allow = saved.get("allow")
+    if isinstance(allow, list) and allow:
+        use.append(f"allow=[{','.join(map(str, allow))}]")
+    line = shlex.join(use)
+    text = dump_mapping(reduce_saved(saved, command)[0])
+    _write(
+        f"# The settings of {one_line(str(run))}; use them with: {one_line(line)}\n{text}".encode(), target
+    )
+    return {"from": f"{RUN}{run}", "to": str(target), "use": line}
+
+
+def _target(where: Path, name: str) -> Path:
+    """The file to write, in a folder under the same name as before."""
+    target = where / name if where.is_dir() else where
     if target.suffix != ".yaml":
         raise ConfigError(f"{target}: the name must end in .yaml, or gpipe does not find the option")
+    return target
+
+
+def _write(content: bytes, target: Path) -> Path:
+    """Write a new file; never replace one."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with source.open("rb") as original, target.open("xb") as copy:
-            shutil.copyfileobj(original, copy)
+        with target.open("xb") as copy:
+            copy.write(content)
     except FileExistsError as error:
         raise ConfigError(f"{target}: exists; give another name, or remove it") from error
     except OSError as error:

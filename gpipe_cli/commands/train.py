@@ -109,7 +109,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             cleanup.enter_context(defer_signals())
             setup = set_up_run(settings, job, resumed, cleanup, world)
             if world.is_rank_zero:
-                write_launch(setup.directory, launch)
+                write_launch(setup.directory, {**launch, "steps": spec.steps})
                 cleanup.callback(write_report, setup.directory)  # however the run ends
                 cleanup.enter_context(recorded_outcome(setup.directory))
                 cleanup.enter_context(logger.opened(setup.directory, setup.position, job))

@@ -273,9 +273,9 @@ def _parse(hydra: Hydra, request: Request, *, multirun: bool) -> list[list[str]]
         raise ConfigError(f"recipe: gpipe {command} takes none; its settings are those of its run")
     for word in words:
         if "=" not in word and not word.startswith("~"):
-            raise ConfigError(
-                f"'{word}' is neither a flag nor key=value; see `gpipe {request.command} --help`"
-            )
+            is_file = word.endswith((".yaml", ".yml"))
+            cure = f"did you mean config={word}?" if is_file else f"see `gpipe {request.command} --help`"
+            raise ConfigError(f"'{word}' is neither a flag nor key=value; {cure}")
         if override_group(word) in NO_EFFECT.get(request.command, ()):
             raise ConfigError(f"{override_key(word)}: has no effect on gpipe {request.command}; leave it out")
     parsed = OverridesParser.create(hydra.config_loader).parse_overrides(list(words))

@@ -13,6 +13,9 @@ SCALE_KEY = "recipe.scale"
 _RECIPE, _SCALE, _RECIPE_GROUP = "recipe=", f"{SCALE_KEY}=", "recipes="
 JOBS_KEY, MOST_JOBS = "jobs", 1024
 JOBS_MEANING = "With -m: how many jobs of the sweep run at a time; they divide devices and cores."
+CONFIG_MEANING = (
+    "A file of keys, such as `epochs: 5`, or the config.yaml of a run; the command line overrides it."
+)
 _PIECE = re.compile(
     r"""
       (?P<quoted> \s* (?: "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' ) \s* (?=[\]}),:]|$) )

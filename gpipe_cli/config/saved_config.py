@@ -31,10 +31,15 @@ def is_saved(plain: Mapping[Any, Any]) -> bool:
     )
 
 
+def saved_command(saved: Mapping[str, Any]) -> str:
+    """The command that saved it."""
+    return "profile" if "timeline" in saved else "train"
+
+
 def reduce_saved(saved: Mapping[str, Any], command: str) -> tuple[dict[str, Any], list[str]]:
     """What the command takes of a saved configuration, without defaults; and the keys that it does not have."""
     everywhere = {field.name for schema in SCHEMAS.values() for field in fields(schema)}
-    shared = _shared_keys("profile" if "timeline" in saved else "train", command)
+    shared = _shared_keys(saved_command(saved), command)
     taken = {
         key: value
         for key, value in saved.items()

@@ -32,6 +32,12 @@ def print_facts(title: str, facts: Mapping[str, Any]) -> None:
 def print_rows(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, optional: Sequence[str] = ()
 ) -> None:
+    show(rows_table(title, columns, rows, optional=optional))
+
+
+def rows_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, optional: Sequence[str] = ()
+) -> Table:
     """On a terminal that is too narrow for all columns, leave those of `optional` out, the first one first."""
     cells = [
         [one_line(format_value(name, cell)) for name, cell in zip(columns, row, strict=True)] for row in rows
@@ -51,7 +57,7 @@ def print_rows(
         table.add_column(columns[index], overflow="fold", no_wrap=columns[index] not in FOLDED)
     for row in cells:
         table.add_row(*(Text(row[index]) for index in shown))
-    show(table)
+    return table
 
 
 def show(*parts: RenderableType, soft_wrap: bool = False) -> None:

@@ -38,9 +38,13 @@ def check_run_dir(run_dir: str | None, number: int | None) -> None:
     path = planned_run_directory(run_dir, number)
     try:
         if run_dir is not None and path.is_dir() and any(path.iterdir()):
-            raise ConfigError(
-                f"run_dir={path}: the directory exists and is not empty; choose another one, or remove it"
+            has_run = (path / "config.yaml").exists()
+            cure = (
+                f"resume={path} continues the run in it, or choose another one"
+                if has_run
+                else "choose another one, or remove it"
             )
+            raise ConfigError(f"run_dir={path}: the directory exists and is not empty; {cure}")
         # The directory need not exist yet: its nearest existing ancestor decides whether it can be created.
         existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     except OSError as error:  # a name that is too long, a folder without read permission

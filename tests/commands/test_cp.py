@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from gpipe_cli.config.options import list_options
 
@@ -43,3 +44,38 @@ def test_cp_never_replaces_a_file(gpipe: Gpipe) -> None:
 def test_a_file_cannot_be_put_below_a_file(gpipe: Gpipe) -> None:
     Path("file").write_text("", encoding="utf-8")
     assert gpipe("cp", "model/mlp", "file/mine.yaml").code in (2, 6)
+
+
+def test_the_settings_of_a_run_become_a_file_that_repeats_it(tiny: Gpipe, gpipe: Gpipe) -> None:
+    assert tiny("train", "steps=1", "run_dir=first", "optimizer.lr=0.5").code == 0
+    answer = tiny("cp", "run/first", "my.yaml", "--json")
+    assert answer.code == 0, answer.err
+    assert answer.json["use"] == "gpipe train config=my.yaml 'allow=[tiny_for_tests]'"
+    text = Path("my.yaml").read_text()
+    assert text.startswith("# The settings of first; use them with: gpipe train config=my.yaml")
+    assert "optimizer:\n  lr: 0.5\n" in text and "run_dir" not in text and "allow:" not in text
+    answer = tiny("cp", "first", "my.yaml")  # its path alone will do
+    assert answer.code == 2 and "my.yaml: exists" in answer.err
+    composed, saved = (
+        yaml.safe_load(text)
+        for text in (
+            gpipe("train", "--cfg", "job", "config=my.yaml").out,
+            Path("first/config.yaml").read_text(),
+        )
+    )
+    assert {**composed, "run_dir": "first", "allow": ["tiny_for_tests"]} == saved
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        ("run/nowhere", "run/nowhere: not a run directory: it has no config.yaml"),
+        ("run/odd", "odd/config.yaml: not the configuration of a run"),
+    ],
+)
+def test_a_directory_that_is_no_run_is_refused(gpipe: Gpipe, run: str, message: str) -> None:
+    Path("odd").mkdir()
+    Path("odd", "config.yaml").write_text("model: resnet18\n")
+    answer = gpipe("cp", run, "my.yaml")
+    assert answer.code == 4 and message in answer.err
+    assert not Path("my.yaml").exists()

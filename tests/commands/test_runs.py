@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.live import Live
+
+from gpipe_cli.commands import runs
+from gpipe_cli.training.run_directory import lock_run_directory
+from gpipe_cli.training.signals import StopNow, StopRequested
+
+Gpipe = Callable[..., Any]
+CONFIG = "model:\n  name: x\nsnapshot:\n  every: epoch\n  keep: 3\n  monitor: top1\nresume: null\n"
+
+
+def make_run(name: str, changed: int, **files: str) -> Path:
+    path = Path("runs", name)
+    path.mkdir(parents=True)
+    for file, text in {"config": CONFIG, "overrides": "[]", **files}.items():
+        suffix = {"config": "yaml", "overrides": "yaml", "metrics": "jsonl"}.get(file, "json")
+        (path / f"{file}.{suffix}").write_text(text)
+        os.utime(path / f"{file}.{suffix}", (changed, changed))
+    return path
+
+
+def metrics(*rows: tuple[int, str, float]) -> str:
+    return "".join(
+        json.dumps({"step": step, "split": split, "loss": 1 - top1, "top1": top1}) + "\n"
+        for step, split, top1 in rows
+    )
+
+
+def test_a_row_has_state_step_last_and_best_metric_and_the_latest_run_comes_last(gpipe: Gpipe) -> None:
+    rows = metrics((1, "train", 0.1), (2, "eval", 0.7), (4, "eval", 0.6), (5, "train", 0.5))
+    make_run(
+        "b", 2000, metrics=rows, launch='{"steps": 8}', outcome='{"state": "failed", "reason": "full disk"}'
+    )
+    make_run("a", 3000, metrics=rows, summary='{"steps": 5}')
+    make_run("c/0", 1000, metrics=metrics((1, "train", 0.25)))
+    answer = gpipe("runs", "--json")
+    assert answer.code == 0, answer.err
+    first, failed, finished = answer.json
+    assert (first["run"], first["state"], first["last"], first["train_loss"]) == (
+        "runs/c/0",
+        "dead",
+        None,
+        0.75,
+    )
+    assert (failed["run"], failed["state"], failed["note"]) == ("runs/b", "failed", "full disk")
+    assert (failed["step"], failed["steps"]) == (5, 8)
+    assert (failed["metric"], failed["last"], failed["best"], failed["best_step"]) == ("top1", 0.6, 0.7, 2)
+    assert (finished["run"], finished["state"], finished["steps"]) == ("runs/a", "finished", 5)
+    assert finished["bytes"] == sum(path.stat().st_size for path in Path("runs/a").iterdir())
+    header, *lines = gpipe("runs").out.splitlines()[1:]
+    assert header.split() == ["run", "state", "step", "last", "best", "age", "size", "note"]
+    assert lines[1].split()[:10] == ["b", "failed", "5/8", "top1", "60.00", "%", "top1", "70.00", "%", "at"]
+    assert lines[0].split()[3:6] == ["train", "loss", "0.75"] and lines[0].split()[2] == "1"
+
+
+def test_a_run_that_trains_is_running_and_only_training_runs_are_listed(gpipe: Gpipe) -> None:
+    make_run("profiled", 1, profile="{}")
+    sweep = make_run("sweep/0", 2).parent
+    (sweep / "sweep.json").touch()
+    (sweep / "run.lock").touch()
+    Path("runs", "options").mkdir()
+    Path("runs", "options", "config.yaml").touch()
+    Path("runs", "again").symlink_to("sweep")
+    with lock_run_directory(sweep / "0"):
+        (row,) = gpipe("runs", "--json").json
+    assert (row["run"], row["state"]) == ("runs/sweep/0", "running")
+
+
+def test_a_folder_that_is_a_run_or_has_none_is_fine_and_a_missing_one_an_error(gpipe: Gpipe) -> None:
+    run = make_run("a", 1)
+    assert [row["run"] for row in gpipe("runs", str(run), "--json").json] == ["runs/a"]
+    Path("empty").mkdir()
+    assert gpipe("runs", "empty", "--json").json == []
+    assert "0 runs in empty" in gpipe("runs", "empty").out
+    answer = gpipe("runs", "nowhere")
+    assert answer.code == 4 and "nowhere: no such directory; give the folder of your runs" in answer.err
+    assert gpipe("runs", "a", "b").code == 2
+
+
+HOSTILE = {
+    "metrics.jsonl": (None, "metrics.jsonl: cannot be read: is a named pipe"),
+    "summary.json": ("{", "summary.json: damaged"),
+    "launch.json": ("[" * 100_000, "launch.json: damaged"),
+    "outcome.json": ('{"state": "fine"}', "its state cannot be read: outcome.json is damaged"),
+    "run.lock": (None, "its state cannot be read: is a named pipe"),
+    "config.yaml": (None, "config.yaml: cannot be read: is a named pipe"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_becomes_a_note_of_its_row(gpipe: Gpipe, name: str) -> None:
+    make_run("good", 1)
+    content, note = HOSTILE[name]
+    path = make_run("bad\x1b[31m", 2) / name
+    path.unlink(missing_ok=True)
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(content)
+    rows = {row["run"]: row for row in gpipe("runs", "--json").json}
+    assert rows["runs/good"]["note"] == ""
+    assert rows["runs/bad\x1b[31m"]["note"].startswith(note)
+    assert "\x1b" not in gpipe("runs").out
+
+
+def test_numbers_that_are_none_and_half_lines_are_left_out(gpipe: Gpipe) -> None:
+    text = '{"split": "eval", "step": 1e999, "top1": NaN}\nnonsense "eval"\n{"split": "eval", "top1": true}\n{"st'
+    make_run("a", 1, metrics=text)
+    (row,) = gpipe("runs", "--json").json
+    assert (row["step"], row["last"], row["note"]) == (None, None, "metrics.jsonl: 2 damaged lines")
+
+
+def test_watching_refreshes_until_ctrl_c_and_needs_a_terminal(
+    gpipe: Gpipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run("a", 1)
+    answer = gpipe("runs", "--watch")
+    assert answer.code == 2 and "--watch refreshes a table on a terminal" in answer.err
+    assert gpipe("train", "--watch").code == 2
+    sleeps = iter([None, KeyboardInterrupt()])
+
+    def sleep(seconds: float) -> None:
+        if (stop := next(sleeps)) is not None:
+            raise stop
+
+    shown: list[Any] = []
+    monkeypatch.setattr(runs.time, "sleep", sleep)
+    monkeypatch.setattr(Live, "update", lambda live, table, refresh: shown.append(table))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    answer = gpipe("runs", "--watch")
+    assert answer.code == 0 and len(shown) == 2
+    sleeps = iter([StopNow(StopRequested("SIGTERM"))])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert gpipe("runs", "--watch").code == 75
