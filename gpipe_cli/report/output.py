@@ -10,14 +10,19 @@ import errno
 import io
 import os
 import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from select import select
-from typing import Any, TextIO, final
+from typing import IO, Any, TextIO, final
 
 from gpipe_cli.report.formatting import one_line, printable
 from gpipe_cli.safe_files import open_regular
 
 STDIN, STDOUT, STDERR = 0, 1, 2
+LOCAL_FLAGS = 3
+"""The place of the local modes in what `termios.tcgetattr` returns."""
 
 
 @final
@@ -78,6 +83,27 @@ def print_text(text: str) -> None:
     """Print a part of the result at once: as it is, but without what could control a terminal if stdout is one."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+@contextmanager
+def without_control_echo(stream: IO[str]) -> Iterator[None]:
+    """Inside, a terminal does not show a pressed Ctrl-C as ^C, which would break a line that is being drawn."""
+    with suppress(OSError, ValueError, termios.error):  # not a terminal
+        _set_control_echo(stream.fileno(), False)
+    try:
+        yield
+    finally:
+        with suppress(OSError, ValueError, termios.error):
+            _set_control_echo(stream.fileno(), True)
+
+
+def _set_control_echo(descriptor: int, on: bool) -> None:
+    # The system stops a background process that changes its terminal, and the shell restores what it needs.
+    if os.tcgetpgrp(descriptor) == os.getpgrp():
+        attributes = termios.tcgetattr(descriptor)
+        flags = attributes[LOCAL_FLAGS]
+        attributes[LOCAL_FLAGS] = flags | termios.ECHOCTL if on else flags & ~termios.ECHOCTL
+        termios.tcsetattr(descriptor, termios.TCSANOW, attributes)
 
 
 def _unfailing(descriptor: int, before: TextIO | None) -> TextIO:

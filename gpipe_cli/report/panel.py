@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import pairwise
 from types import TracebackType
 from typing import Any, Self, final
@@ -27,6 +28,7 @@ from rich.text import Text
 
 from gpipe_cli.report.environment import process_peak_bytes
 from gpipe_cli.report.formatting import format_value, one_line
+from gpipe_cli.report.output import without_control_echo
 from gpipe_cli.report.progress_facts import (
     Progress,
     RunSize,
@@ -67,6 +69,7 @@ class ProgressPanel:
         self._memory: Sequence[int | None] = ()
         self._console = console or Console(stderr=True)
         self._live = Live(self, console=self._console, auto_refresh=False, redirect_stdout=False)
+        self._terminal = ExitStack()
         self._shown_at = time.monotonic()
         """When the last step was shown: its times are as old as that."""
         self._due = 0.0
@@ -78,6 +81,7 @@ class ProgressPanel:
         self._ticker = threading.Thread(target=self._tick, name="gpipe panel", daemon=True)
 
     def __enter__(self) -> Self:
+        self._terminal.enter_context(without_control_echo(self._console.file))
         self._live.start()
         self._rest_cursor()
         self._ticker.start()
@@ -88,7 +92,7 @@ class ProgressPanel:
     ) -> None:
         self._closed.set()
         self._ticker.join()
-        with self._lock:
+        with self._terminal, self._lock:
             if self._waiting:
                 self._print_waiting()
             self._clear_wrapped()
