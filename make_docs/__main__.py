@@ -7,13 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from make_docs import partitions, reference, schedules
+from make_docs import partitions, python_api, reference, schedules
 
 DOCS = Path(__file__).parent.parent / "docs"
 PICTURES = "concepts/pictures"
 PAGES: dict[str, Callable[[], str]] = {
     "reference/keys.md": reference.keys_page,
     "reference/commands.md": reference.commands_page,
+    "reference/python.md": python_api.python_page,
     f"{PICTURES}/partitions.svg": partitions.draw_partitions,
     f"{PICTURES}/skips.svg": partitions.draw_skips,
     **{

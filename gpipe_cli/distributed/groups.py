@@ -80,10 +80,12 @@ def get_ranks_in_group(name: str) -> list[int]:
 
 
 def is_first_in_pipeline_group() -> bool:
+    """Whether this process runs the first partition."""
     return _axis_group(PIPE).ranks[0] == distributed.get_rank()
 
 
 def is_last_in_pipeline_group() -> bool:
+    """Whether this process runs the last partition."""
     return _axis_group(PIPE).ranks[-1] == distributed.get_rank()
 
 

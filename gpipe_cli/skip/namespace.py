@@ -30,5 +30,7 @@ DEFAULT_NAMESPACE = Namespace(number=0, token="")
 @final
 @dataclass(frozen=True, order=True, slots=True)
 class SkipName:
+    """The full name of a skip."""
+
     namespace: Namespace
     name: str

@@ -87,9 +87,11 @@ class Skippable(nn.Module):
         return self
 
     def stashable(self) -> list[SkipName]:
+        """The skips that this layer stashes."""
         return sorted(map(self._full_name, self.stashable_names))
 
     def poppable(self) -> list[SkipName]:
+        """The skips that this layer pops."""
         return sorted(map(self._full_name, self.poppable_names))
 
     def forward(self, input: Any) -> Any:

@@ -15,6 +15,8 @@ from gpipe_cli.skip.namespace import SkipName
 
 
 class SkipTracker(Protocol):
+    """Keeps stashed values until they are popped."""
+
     def save(self, name: SkipName, value: Tensor | None) -> None:
         """Store a stashed value."""
 
