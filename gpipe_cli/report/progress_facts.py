@@ -51,7 +51,6 @@ class ShownEvaluation:
     epoch: int
     loss: float
     means: Mapping[str, float]
-    took: float
     seconds: float
 
     @property
@@ -62,7 +61,7 @@ class ShownEvaluation:
     def line(self, size: RunSize) -> str:
         return (
             f"step {self.step}/{size.steps} | epoch {self.epoch + 1}/{size.epochs} | {self.result}"
-            f" | took {format_clock(self.took)} | elapsed {format_clock(self.seconds)}"
+            f" | elapsed {format_clock(self.seconds)}"
         )
 
 

@@ -155,7 +155,7 @@ class RunRecorder:
 
     def _evaluated(self, fact: EvalResult) -> None:
         self._write(_row(fact, "eval", fact.samples / fact.took))
-        shown = ShownEvaluation(fact.step, fact.epoch, fact.loss, fact.means, fact.took, fact.seconds)
+        shown = ShownEvaluation(fact.step, fact.epoch, fact.loss, fact.means, fact.seconds)
         self.progress.evaluated(shown)
         self.log.write("%s", shown.line(self.size))
 
