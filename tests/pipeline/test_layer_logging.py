@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from gpipe_cli import GPipe, register_layer_logging_hooks
+from gpipe_cli.pipeline import layer_logging
+from tests.accelerator.simulator import Simulator
 
 
 def pipe_of_five(**options: object) -> GPipe:
@@ -199,3 +203,26 @@ def test_an_error_in_backward_still_names_its_layer_and_leaves_no_hook(
             step_of(pipe)
     assert "layer '1' (Failing)" in raised.value.__notes__[0]
     assert {line[0] for line in timed_lines(caplog)} == {"forward"}
+
+
+@pytest.mark.accelerator
+def test_a_time_on_an_accelerator_is_that_of_the_device(
+    simulated: Simulator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="gpipe_cli.layers")
+    idle: list[bool] = []
+
+    def perf_counter() -> float:
+        idle.append(simulated.is_idle())
+        return time.perf_counter()
+
+    monkeypatch.setattr(layer_logging, "time", SimpleNamespace(perf_counter=perf_counter))
+    device = simulated.devices[0]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with simulated.asynchronous(), GPipe(model, [3], devices=[device], chunks=2) as pipe:
+        pipe.log_layers()
+        input, target = torch.ones(4, 4, device=device), torch.zeros(4, dtype=torch.long, device=device)
+        pipe.step(input, target, nn.functional.cross_entropy)
+    assert {line[0] for line in timed_lines(caplog)} == {"forward", "recompute", "backward"}
+    assert len(idle) > 20 and all(idle)
