@@ -128,7 +128,8 @@ def _thumbnail(images: Tensor) -> Tensor:
 def predictions_json(observed: Observed, loader: BatchLoader, step: int) -> dict[str, Any]:
     """The content of predictions.json."""
     classes, names = len(observed.counts), loader.data.class_names
-    content: dict[str, Any] = {"step": step, "classes": classes}
+    has_masks = any("confidence" not in sample for sample in observed.samples)
+    content: dict[str, Any] = {"step": step, "classes": classes, "unit": "pixels" if has_masks else "samples"}
     if names is not None and len(names) == classes:
         content["class_names"] = list(names)
     if classes <= MAX_MATRIX:

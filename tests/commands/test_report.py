@@ -29,13 +29,14 @@ def test_the_report_of_a_resumed_run_lists_all_its_commands(tiny: Gpipe) -> None
     tiny("train", "resume=here", "epochs=2", "run_dir=null", "chunks=4")
     page = Path("here/report.html").read_text(encoding="utf-8")
     assert "Repeat the run, in this order" in page and "resume=here" in page
-    assert "chunks=4" in page[page.index("To record one, run") :].split("</code>")[0]
+    assert "chunks=4" in page[page.index("See where time and memory go") :].split("</pre>")[0]
 
 
 def test_a_failed_run_has_a_report_too(tiny: Gpipe) -> None:
     answer = tiny("train", "run_dir=here", "model._target_=tiny_for_tests.broken")
     assert answer.code == 1
-    assert "No metrics were recorded yet." in Path("here/report.html").read_text(encoding="utf-8")
+    page = Path("here/report.html").read_text(encoding="utf-8")
+    assert "An error ended this run: " in page and "Metrics by step" not in page and "Partitions" in page
 
 
 def test_a_profile_has_a_page_with_its_timeline(tiny: Gpipe) -> None:
@@ -44,7 +45,7 @@ def test_a_profile_has_a_page_with_its_timeline(tiny: Gpipe) -> None:
     )
     assert result.code == 0, result.err
     page = Path("here/report.html").read_text(encoding="utf-8")
-    assert 'class="timeline ideal"' in page and 'class="timeline measured"' in page
+    assert 'class="timeline predicted"' in page and 'class="timeline measured"' in page
     assert page.count('class="piece"') > 20 and "limit 1.00 GiB" in page and "activation" in page
 
 

@@ -11,20 +11,17 @@ from gpipe_cli.report.page.run_facts import LayerCost, PartitionUsage, RunFacts
 
 
 def layer_table(run: RunFacts) -> Html | None:
-    """None if the run was not profiled."""
+    """None if the run did not write its layers. A column that is 0 for every layer is left out."""
     if not run.layers:
         return None
     slowest = max(layer.forward + layer.backward for layer in run.layers)
     largest = max(layer.parameter_bytes + layer.saved_bytes for layer in run.layers)
-    cost = "time in ms" if run.unit == "ms" else "FLOPs"
-    headings = (
-        "layer",
-        "name",
-        "type",
-        "partition",
-        f"{cost}: forward, backward",
-        "memory: parameters, saved for backward",
-    )
+    headings = ["layer", "name", "type", "partition", "parameters"]
+    if slowest:
+        headings.append(f"{'time in ms' if run.unit == 'ms' else 'FLOPs'}: forward, backward")
+    if largest:
+        saved = any(layer.saved_bytes for layer in run.layers)
+        headings.append(f"memory: parameters{', saved for backward' if saved else ''}")
     rows = (_layer_row(index, layer, run.unit, slowest, largest) for index, layer in enumerate(run.layers))
     return table("layers", headings, rows)
 
@@ -32,14 +29,17 @@ def layer_table(run: RunFacts) -> Html | None:
 def _layer_row(index: int, layer: LayerCost, unit: str, slowest: float, largest: float) -> Sequence[Child]:
     cost = {f"forward_{unit}": layer.forward, f"backward_{unit}": layer.backward}
     memory = {"parameter bytes": layer.parameter_bytes, "saved bytes": layer.saved_bytes}
+    memory = {part: size for part, size in memory.items() if size or part == "parameter bytes"}
     color = partition_class(layer.partition)
+    frozen = tag("span", {"class": "frozen"}, " frozen") if layer.frozen else None
     return (
         str(index),
-        layer.name,
+        join([layer.name, frozen]),
         layer.type,
         join([color_dot(color), str(layer.partition)]),
-        _bar(color, layer.name, cost, slowest),
-        _bar(color, layer.name, memory, largest),
+        format_value("parameters", round(layer.parameters) or None),
+        *([_bar(color, layer.name, cost, slowest)] if slowest else []),
+        *([_bar(color, layer.name, memory, largest)] if largest else []),
     )
 
 
@@ -56,7 +56,9 @@ def partition_table(run: RunFacts) -> Html | None:
     if longest:
         purposes = dict.fromkeys(purpose for partition in run.partitions for purpose in partition.memory)
         bound = "" if limit is None else f"; limit {format_value('bytes', limit)}"
-        headings.append(f"estimated memory: {', '.join(purposes)}{bound}")
+        # Activations are often the larger part of memory: say so where they are not in the sum.
+        missing = "" if "activation" in purposes else ", without activations"
+        headings.append(f"estimated memory: {', '.join(purposes)}{missing}{bound}")
     counted = any(partition.device_peak is not None for partition in run.partitions)
     if counted:
         headings.append("measured peak of the whole device")
@@ -119,7 +121,8 @@ def _bar(
     if limit is not None and longest:
         x = f"{100 * limit / longest:.2f}%"
         segments.append(tag("line", {"class": "limit", "x1": x, "x2": x, "y2": "100%"}))
-    total = format_value(next(iter(parts), "bytes"), sum(parts.values()))
+    sum_of_parts = sum(parts.values())
+    total = format_value(next(iter(parts), "bytes"), sum_of_parts) if sum_of_parts else "-"
     return tag(
         "span", {"class": "measure"}, tag("svg", {"class": "bar"}, *segments), tag("span", None, total)
     )

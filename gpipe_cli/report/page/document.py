@@ -1,4 +1,4 @@
-"""The report page: its sections in order, and for a missing one the command that makes it.
+"""The report page: its sections in order; what a run did not record has no section.
 
 One file. The content security policy allows the style and the script below by their digests and nothing else: the page
 makes no request, and no text in it can become code.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 
@@ -20,6 +21,7 @@ from gpipe_cli.report.page.comparison import Comparison
 from gpipe_cli.report.page.cost_tables import layer_table, partition_table
 from gpipe_cli.report.page.curves import MetricCurve
 from gpipe_cli.report.page.html import Child, Html, join, tag
+from gpipe_cli.report.page.predictions import confusion, sample_gallery, text_sample
 from gpipe_cli.report.page.run_facts import RunFacts
 from gpipe_cli.report.page.run_files import as_number
 from gpipe_cli.report.page.step_timelines import step_timelines
@@ -27,9 +29,10 @@ from gpipe_cli.report.page.step_timelines import step_timelines
 PAGE = "report.html"
 GENERATOR = '<meta name="generator" content="gpipe">'
 """How to tell a page of ours from another file of that name."""
-PROFILE = "gpipe profile timeline=true"
+RELOAD_SECONDS = 15
+"""How often the page of a run that goes on reloads itself."""
 TITLES = {
-    "loss": "loss",
+    "loss": "eval loss",
     "top1": "top-1",
     "top5": "top-5",
     "steps": "steps",
@@ -43,21 +46,23 @@ TITLES = {
     "forward_flops": "forward FLOPs",
     "backward_flops": "backward FLOPs",
     "saved_bytes": "saved for backward",
-    "parameter_bytes": "parameters",
+    "parameters": "parameters",
+    "parameter_bytes": "memory of parameters",
 }
 """Keys of a summary and their titles, in this order; other metrics follow under their own names."""
 FEW_RUNS = 3
 """A comparison of more shows the details of a run on request only."""
-HIDDEN = ("epochs", "micro_batch", "parameters")
+HIDDEN = ("epochs", "micro_batch")
 
 
 def render_page(runs: Sequence[RunFacts]) -> str:
     """The report of one run, or of several to compare."""
     title = str(runs[0].path) if len(runs) == 1 else f"Comparison of {len(runs)} runs"
     content = _run_content(runs[0]) if len(runs) == 1 else _comparison_content(runs)
+    reloads = len(runs) == 1 and runs[0].state is not None and runs[0].state.name == "running"
     policy = (
         f"default-src 'none'; style-src {_digest(_style())}; script-src {_digest(_asset('script.js'))}; "
-        "base-uri 'none'; form-action 'none'"
+        "img-src data:; base-uri 'none'; form-action 'none'"
     )
     head = tag(
         "head",
@@ -65,6 +70,7 @@ def render_page(runs: Sequence[RunFacts]) -> str:
         tag("meta", {"charset": "utf-8"}),
         tag("meta", {"http-equiv": "Content-Security-Policy", "content": policy}),
         tag("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}),
+        tag("meta", {"http-equiv": "refresh", "content": str(RELOAD_SECONDS)}) if reloads else None,
         Html(GENERATOR),
         tag("title", None, f"{title} · gpipe"),
         Html(f"<style>{_style()}</style>"),
@@ -81,13 +87,12 @@ def render_page(runs: Sequence[RunFacts]) -> str:
 
 
 def _run_content(run: RunFacts) -> list[Child]:
-    metrics = None
-    if run.command == "train":
-        metrics = _section("Metrics by step", metric_charts(run) or _missing("No metrics were recorded yet."))
     return [
         _problems(run),
+        _state(run),
         summary_cards(run),
-        metrics,
+        _section("Metrics by step", metric_charts(run)),
+        *_results(run),
         *_details(run),
         _section(
             "Repeat this check" if run.command == "check" else "Repeat or continue this run",
@@ -109,70 +114,76 @@ def _comparison_content(runs: Sequence[RunFacts]) -> list[Child]:
                 {"id": f"run{index}"},
                 tag("p", {"class": "path"}, str(run.path)),
                 _problems(run),
+                _state(run),
+                *_results(run),
                 *_details(run),
                 reproduction(run),
             ),
         )
         for index, (run, label) in enumerate(zip(comparison.runs, comparison.labels, strict=True))
     )
+    same = tag("p", None, "All runs have the same settings.")
     return [
         tag("p", {"class": "path"}, f"in {comparison.folder}"),
         _section("Results", comparison.results([headline(run) for run in comparison.runs])),
-        None if charts is None else _section("Metrics by step", charts),
-        _section(
-            "Settings that differ", comparison.settings() or _missing("All runs have the same settings.")
-        ),
+        _section("Metrics by step", charts),
+        _section("Settings that differ", comparison.settings() or same),
         _section("Each run", join(articles)),
     ]
 
 
-def _details(run: RunFacts) -> list[Child]:
-    """The sections that a run and a comparison have in common."""
-    if run.command == "check":
-        return [_checks(run)]
-    timelines = step_timelines(run) or _missing_command(
-        run, "This run recorded no step. To record one, run", PROFILE
-    )
-    partitions = partition_table(run)
-    if partitions is None:
-        partitions = _missing_command(
-            run, "This run did not record its partitions. To see them, run", PROFILE
-        )
-    elif not any("activation" in partition.memory for partition in run.partitions):
-        # Training does not measure activations, which are often the larger part of memory: say so.
-        hint = _missing_command(
-            run, "The memory above does not include activations. To measure them, run", PROFILE
-        )
-        partitions = join([partitions, hint])
-    layers = layer_table(run) or _missing_command(
-        run, "This run did not measure its layers. To measure them, run", "gpipe profile"
-    )
+def _results(run: RunFacts) -> list[Child]:
+    """What the trained model does, and what it was made from."""
+    predictions = run.predictions
+    at = "" if predictions is None else f" after step {predictions.step}"
+    weights = [tag("p", None, tag("strong", None, f"{name}: "), text) for name, text in run.weights.items()]
     return [
-        _section("Timeline of a step", timelines),
-        _section("Partitions", partitions),
-        _section("Layers", layers),
-        _checks(run) if run.checks else None,
+        _section("Weights", join(weights) if weights else None),
+        _section(f"Confusion matrix{at}", None if predictions is None else confusion(predictions)),
+        _section(f"Held-out samples{at}", None if predictions is None else sample_gallery(predictions)),
+        _section("Generated text", None if run.sample is None else text_sample(run.sample)),
     ]
 
 
-def _checks(run: RunFacts) -> Html:
-    return _section(
-        "Check of the machine", check_table(run.checks) if run.checks else _missing("No check was recorded.")
-    )
+def _details(run: RunFacts) -> list[Child]:
+    """How the run used the machine."""
+    which = "a step" if run.recorded_step is None else f"step {run.recorded_step}"
+    return [
+        _section(f"Timeline of {which}", step_timelines(run)),
+        _section("Partitions", partition_table(run)),
+        _section("Layers", layer_table(run)),
+        _section("Check of the machine", check_table(run.checks) if run.checks else None),
+    ]
 
 
-def _section(title: str, content: Html) -> Html:
-    return tag("section", None, tag("h2", None, title), content)
+def _section(title: str, content: Html | None) -> Html | None:
+    """None without content: the page has no empty boxes."""
+    return None if content is None else tag("section", None, tag("h2", None, title), content)
 
 
-def _missing(text: str) -> Html:
-    return tag("p", {"class": "missing"}, text)
-
-
-def _missing_command(run: RunFacts, text: str, command: str) -> Html:
-    """What is missing, and a command that measures it; with the run's own settings, if they are known."""
-    own = next((line for line in run.next_commands.values() if line.startswith("gpipe profile ")), command)
-    return tag("p", {"class": "missing"}, f"{text} ", tag("code", None, own))
+def _state(run: RunFacts) -> Html | None:
+    """How a training run ended, unless it finished."""
+    if run.state is None or run.state.name == "finished":
+        return None
+    if run.state.name == "running":
+        made = datetime.now(UTC).replace(microsecond=0)
+        since = tag("time", {"datetime": made.isoformat()}, f"at {made:%H:%M:%S} UTC")
+        return tag(
+            "p",
+            {"class": "state"},
+            "This run is training. gpipe wrote this page ",
+            since,
+            "; it reloads itself.",
+        )
+    texts = {
+        "stopped": "This run was stopped and can be resumed",
+        "failed": "An error ended this run",
+        "dead": "The process of this run ended without a message: it was killed, or the machine went down",
+    }
+    reason = f": {run.state.reason}" if run.state.reason else "."
+    resume = next((line for line in run.next_commands.values() if line.startswith("gpipe train ")), "")
+    command = tag("pre", None, resume) if resume else None
+    return tag("div", {"class": "state"}, tag("p", None, f"{texts[run.state.name]}{reason}"), command)
 
 
 def _problems(run: RunFacts) -> Html | None:
@@ -199,20 +210,19 @@ def _digest(source: str) -> str:
 def headline(run: RunFacts) -> dict[str, str]:
     """Title and value of the results of a run."""
     numbers = {name: value for name, value in run.summary.items() if as_number(value) is not None}
-    results: dict[str, str] = {}
-    if run.measured is not None:
-        results["recorded step, ms"] = f"{run.measured.milliseconds:.1f}"
-        results["recorded bubble"] = format_value("bubble", run.measured.bubble)
-    known = {TITLES[name]: format_value(name, numbers[name]) for name in TITLES if name in numbers}
-    results |= known or _latest_metrics(run.curves)
+    results = {TITLES[name]: format_value(name, numbers[name]) for name in TITLES if name in numbers}
+    results = results or _latest_metrics(run.curves)
     results |= {verdict: str(count) for verdict, count in verdict_counts(run.checks).items()}
     for curve in run.curves:
         if (curve.metric, curve.split) == ("loss", "eval"):
             step, loss = curve.lowest
-            results["best loss"] = f"{format_value('loss', loss)} at step {step:.0f}"
+            results["best eval loss"] = f"{format_value('loss', loss)} at step {step:.0f}"
     for name, value in numbers.items():
         if name not in TITLES and name not in HIDDEN:
             results[name.replace("_", " ")] = format_value(name, value)
+    if run.measured is not None:
+        results["recorded step, ms"] = f"{run.measured.milliseconds:.1f}"
+        results["recorded bubble"] = format_value("bubble", run.measured.bubble)
     return results
 
 
@@ -230,7 +240,7 @@ def summary_cards(run: RunFacts) -> Html:
 def _latest_metrics(curves: Sequence[MetricCurve]) -> dict[str, str]:
     """For a run that has not finished: what it measured last."""
     losses = {
-        f"loss ({curve.split})": format_value("loss", curve.points[-1].mean)
+        f"{curve.split} loss": format_value("loss", curve.points[-1].mean)
         for curve in curves
         if curve.metric == "loss"
     }

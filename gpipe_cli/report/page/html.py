@@ -12,7 +12,7 @@ from typing import final
 
 from gpipe_cli.report.formatting import printable
 
-VOID_ELEMENTS = ("meta", "br")
+VOID_ELEMENTS = ("meta", "br", "img")
 
 
 @final

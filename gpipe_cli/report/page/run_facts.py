@@ -15,6 +15,7 @@ from typing import Any, final
 from gpipe_cli.errors import RunError
 from gpipe_cli.report.page.check_section import CheckRow, read_check_rows
 from gpipe_cli.report.page.curves import MetricCurve, read_curves
+from gpipe_cli.report.page.predictions import Predictions, TextSample, read_predictions, read_text_sample
 from gpipe_cli.report.page.run_files import (
     RunFiles,
     as_int,
@@ -25,6 +26,7 @@ from gpipe_cli.report.page.run_files import (
     as_text,
 )
 from gpipe_cli.report.timeline import IDEAL, MEASURED
+from gpipe_cli.run_state import RunState, run_state
 
 RUN_FILES = ("launch.json", "config.yaml", "metrics.jsonl", "profile.json", "summary.json", "check.json")
 """A directory with none of these is not a run."""
@@ -74,9 +76,11 @@ class LayerCost:
     partition: int
     forward: float
     backward: float
-    """Milliseconds, or FLOPs if nothing was run."""
+    """Milliseconds, or FLOPs if nothing was run; 0 if neither is known."""
+    parameters: float
     parameter_bytes: float
     saved_bytes: float
+    frozen: bool
 
 
 @final
@@ -108,6 +112,8 @@ class RunFacts:
     layers: tuple[LayerCost, ...] = ()
     unit: str = "ms"
     """Of the layers' costs: ms or flops."""
+    recorded_step: int | None = None
+    """Which step of a training the timeline shows; None for a profile, which shows one of its own steps."""
     measured: TimelineFacts | None = None
     ideal: TimelineFacts | None = None
     advice: tuple[str, ...] = ()
@@ -120,6 +126,12 @@ class RunFacts:
     """The commands that made it, in this order."""
     next_commands: Mapping[str, str] = field(default_factory=dict)
     """What you can do with the run, each purpose with its command."""
+    state: RunState | None = None
+    """Of a training run."""
+    weights: Mapping[str, str] = field(default_factory=dict)
+    """What was loaded and what is frozen."""
+    predictions: Predictions | None = None
+    sample: TextSample | None = None
     checks: tuple[CheckRow, ...] = ()
     """The rows of a check of the machine."""
     problems: tuple[str, ...] = ()
@@ -136,9 +148,10 @@ def read_run(directory: Path) -> RunFacts:
         files.json(f"{name}.json") for name in ("launch", "summary", "profile", "check")
     )
     result = summary or profile or check
-    timeline = as_mapping(profile.get("timeline"))
+    timeline = as_mapping(profile.get("timeline")) or files.json("timeline.json")
     trace = files.json("trace.json")
-    layers = as_rows(profile.get("layers"))
+    layers = as_rows(profile.get("layers")) or as_rows(files.json("layers.json").get("layers"))
+    is_training = not profile and not check
     unit = "ms" if any("forward_ms" in row for row in layers) else "flops"
     return RunFacts(
         path=directory,
@@ -147,37 +160,69 @@ def read_run(directory: Path) -> RunFacts:
         curves=read_curves(files.json_lines("metrics.jsonl")),
         layers=tuple(_layer_cost(row, unit) for row in layers),
         unit=unit,
+        recorded_step=as_int(timeline.get("step"), 10**15),
         measured=_median_step(trace, MEASURED, as_number(timeline.get("bubble"))),
         ideal=_median_step(trace, IDEAL, as_number(timeline.get("ideal_bubble"))),
         advice=tuple(map(as_text, as_list(timeline.get("advice")))),
-        partitions=_partitions(launch, timeline or summary),
+        partitions=_partitions(launch, timeline, summary),
         device_memory=as_number(launch.get("device_memory")),
         config=files.text("config.yaml"),
         environment=files.json("env.json"),
         commands=_commands(launch, result),
-        next_commands={} if profile or check else _next_commands(directory, launch),
+        next_commands=_next_commands(directory, launch) if is_training else {},
+        state=_state(directory, files) if is_training else None,
+        weights=_weights(launch),
+        predictions=read_predictions(files.json("predictions.json")),
+        sample=read_text_sample(files.json("sample.json")),
         checks=read_check_rows(check),
         problems=tuple(files.problems),
     )
 
 
 def _layer_cost(row: Mapping[str, Any], unit: str) -> LayerCost:
-    forward, backward, parameters, saved = (
-        max(0.0, as_number(row.get(key)) or 0.0)
-        for key in (f"forward_{unit}", f"backward_{unit}", "parameter_bytes", "saved_bytes")
-    )
-    partition = as_int(row.get("partition"), MAX_PARTITIONS - 1) or 0
+    def number(key: str) -> float:
+        return max(0.0, as_number(row.get(key)) or 0.0)
+
     return LayerCost(
-        as_text(row.get("name")), as_text(row.get("type")), partition, forward, backward, parameters, saved
+        name=as_text(row.get("name")),
+        type=as_text(row.get("type")),
+        partition=as_int(row.get("partition"), MAX_PARTITIONS - 1) or 0,
+        forward=number(f"forward_{unit}"),
+        backward=number(f"backward_{unit}"),
+        parameters=number("parameters"),
+        parameter_bytes=number("parameter_bytes"),
+        saved_bytes=number("saved_bytes"),
+        frozen=row.get("frozen") is True,
     )
 
 
-def _partitions(launch: Mapping[str, Any], measured: Mapping[str, Any]) -> tuple[PartitionUsage, ...]:
-    """Devices and layers come from launch.json, time and peak memory from recorded steps or the end of a training."""
+def _partitions(*sources: Mapping[str, Any]) -> tuple[PartitionUsage, ...]:
+    """Devices and layers come from launch.json, time from a recorded step, peak memory from a profile or the end of a
+    training."""
     rows = zip_longest(
-        *(as_rows(source.get("partitions"))[:MAX_PARTITIONS] for source in (launch, measured)), fillvalue={}
+        *(as_rows(source.get("partitions"))[:MAX_PARTITIONS] for source in sources), fillvalue={}
     )
-    return tuple(_partition(place, own) for place, own in rows)
+    return tuple(_partition(place, {**measured, **summed}) for place, measured, summed in rows)
+
+
+def _state(directory: Path, files: RunFiles) -> RunState | None:
+    try:
+        return run_state(directory)
+    except RunError as error:
+        files.problems.append(str(error))
+        return None
+
+
+def _weights(launch: Mapping[str, Any]) -> dict[str, str]:
+    """What launch.json says was loaded and frozen."""
+    facts = {"loaded": as_text(launch.get("loaded"))}
+    match launch.get("frozen"):
+        case str(text):
+            facts["frozen"] = text
+        case {"names": list(names), "elements": int(elements), "all_elements": int(all_elements)}:
+            patterns = ", ".join(map(as_text, as_list(as_mapping(launch["frozen"]).get("patterns"))))
+            facts["frozen"] = f"{patterns}: {len(names)} tensors, {elements:,} of {all_elements:,} parameters"
+    return {name: text for name, text in facts.items() if text}
 
 
 def _partition(place: Mapping[str, Any], measured: Mapping[str, Any]) -> PartitionUsage:

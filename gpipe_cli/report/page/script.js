@@ -27,6 +27,13 @@
     owner.addEventListener("pointerleave", hide);
   }
 
+  // A page that a run wrote long ago says so: nothing else in it can tell that the run has died since.
+  for (const time of document.querySelectorAll("time")) {
+    const seconds = Math.round((Date.now() - Date.parse(time.dateTime)) / 1000);
+    const minutes = Math.round(seconds / 60);
+    time.textContent = seconds < 120 ? `${seconds} s ago` : `${minutes} min ago (gpipe runs shows if it is alive)`;
+  }
+
   const nearest = (places, share) => {
     let low = 0, high = places.length - 1;
     while (high - low > 1) {

@@ -24,7 +24,9 @@ def step_timelines(run: RunFacts) -> Html | None:
     if run.measured is None:
         return None
     timelines = (
-        {"measured": run.measured} if run.ideal is None else {"ideal": run.ideal, "measured": run.measured}
+        {"measured": run.measured}
+        if run.ideal is None
+        else {"predicted": run.ideal, "measured": run.measured}
     )
     longest = max(timeline.milliseconds for timeline in timelines.values()) or 1.0
     most_bars = max(
@@ -37,7 +39,10 @@ def step_timelines(run: RunFacts) -> Html | None:
     advice = (
         tag("p", None, tag("strong", None, "Try this: "), "; ".join(run.advice), ".") if run.advice else None
     )
-    return join([legend, *figures, advice])
+    bubble = tag(
+        "p", {"class": "hint"}, "The bubble is the share of the workers' time in which they are idle."
+    )
+    return join([legend, *figures, bubble, advice])
 
 
 def _legend_key(phase: str) -> Html:

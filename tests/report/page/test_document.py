@@ -6,22 +6,21 @@ from pathlib import Path
 
 from gpipe_cli.report.page.document import GENERATOR, render_page
 from gpipe_cli.report.page.run_facts import read_run
+from gpipe_cli.training.run_directory import lock_run_directory
 from tests.report.page.runs import HOSTILE, write_check, write_profile, write_training
 
 
 def test_a_page_is_small_whole_and_names_no_other_place(tmp_path: Path) -> None:
     text = render_page([read_run(write_profile(tmp_path / "run"))])
-    assert len(text) < 40_000 and GENERATOR in text[:4096]
+    assert len(text) < 50_000 and GENERATOR in text[:4096]
     assert not re.search(r"https?:|url\(|@import|<link|\bsrc=", text)
     assert "default-src &#x27;none&#x27;; style-src &#x27;sha256-" in text and "unsafe" not in text
     assert not re.search(r"\sstyle=|\son\w+=", text), "the policy would refuse it"
 
 
-def test_missing_parts_name_the_command_that_makes_them(tmp_path: Path) -> None:
+def test_what_was_not_recorded_has_no_section(tmp_path: Path) -> None:
     text = render_page([read_run(write_training(tmp_path))])
-    assert (
-        text.count("<code>gpipe profile timeline=true</code>") == 2 and "<code>gpipe profile</code>" in text
-    )
+    assert re.findall(r"<h2>(.*?)</h2>", text) == ["Metrics by step", "Repeat or continue this run"]
 
 
 def test_several_runs_are_compared_and_what_differs_is_listed(tmp_path: Path) -> None:
@@ -46,13 +45,45 @@ def test_hostile_text_is_nowhere_an_element(tmp_path: Path) -> None:
     assert text.count("<script>") == 1 and "<img" not in text and "\u202e" not in text and "\x1b" not in text
 
 
-def test_a_run_whose_activations_are_unknown_says_what_counts_them(tmp_path: Path) -> None:
+def test_memory_without_activations_says_so(tmp_path: Path) -> None:
     run = write_training(tmp_path)
     sizes = {"device": "cpu", "layers": 3, "parameter_bytes": 40}
     for known, warns in (({}, True), ({"activation_bytes": 80}, False)):
         launch = {"command": "train", "commands": [], "partitions": [{**sizes, **known}]}
         (run / "launch.json").write_text(json.dumps(launch), encoding="utf-8")
-        assert ("The memory above does not include activations." in render_page([read_run(run)])) == warns
+        assert (", without activations" in render_page([read_run(run)])) == warns
+
+
+def test_weights_that_were_loaded_and_frozen_are_named(tmp_path: Path) -> None:
+    run = write_training(tmp_path)
+    frozen = {"patterns": ["stem", HOSTILE], "names": ["a", "b"], "elements": 1500, "all_elements": 2000}
+    launch = {"commands": [], "loaded": "120 tensors of r18.pth", "frozen": frozen}
+    (run / "launch.json").write_text(json.dumps(launch), encoding="utf-8")
+    text = render_page([read_run(run)])
+    assert "120 tensors of r18.pth" in text and "2 tensors, 1,500 of 2,000 parameters" in text
+    assert text.count("<script>") == 1
+
+
+def test_a_run_that_goes_on_reloads_its_page_and_a_finished_one_does_not(tmp_path: Path) -> None:
+    run = write_training(tmp_path)
+    finished = render_page([read_run(run)])
+    (run / "summary.json").unlink()
+    dead = render_page([read_run(run)])
+    with lock_run_directory(run):
+        running = render_page([read_run(run)])
+    reload = '<meta http-equiv="refresh"'
+    assert reload in running and "This run is training." in running
+    assert reload not in finished + dead and 'class="state"' not in finished
+    assert "it was killed, or the machine went down" in dead
+    assert f"<pre>gpipe train resume={run}</pre>" in dead[dead.index("went down") :]
+
+
+def test_parameters_are_a_count_and_their_memory_is_bytes(tmp_path: Path) -> None:
+    text = render_page(
+        [read_run(write_training(tmp_path, parameters=11_000_000, parameter_bytes=44_000_000))]
+    )
+    assert "<dt>parameters</dt><dd>11.00M</dd>" in text
+    assert "<dt>memory of parameters</dt><dd>41.96 MiB</dd>" in text
 
 
 def test_a_check_has_its_rows_and_no_sections_of_a_run(tmp_path: Path) -> None:
@@ -70,7 +101,7 @@ def test_a_check_has_its_rows_and_no_sections_of_a_run(tmp_path: Path) -> None:
 def test_a_run_shows_a_check_that_lies_beside_it(tmp_path: Path) -> None:
     run = write_check(write_training(tmp_path))
     text = render_page([read_run(run)])
-    assert text.index("Metrics by step") < text.index("Check of the machine") and "<dt>loss</dt>" in text
+    assert text.index("Metrics by step") < text.index("Check of the machine") and "<dt>eval loss</dt>" in text
 
 
 def test_hostile_text_in_a_check_stays_text(tmp_path: Path) -> None:

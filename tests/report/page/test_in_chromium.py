@@ -41,7 +41,7 @@ def tip(chromium: Browser) -> str | None:
 
 def test_there_is_one_bar_per_piece_and_each_tells_of_itself(chromium: Browser, tmp_path: Path) -> None:
     shown(chromium, tmp_path, write_profile(tmp_path / "run"))
-    for picture in ("ideal", "measured"):
+    for picture in ("predicted", "measured"):
         assert chromium.value(f"document.querySelectorAll('.{picture} .piece').length") == 12
     chromium.point_at(".measured .piece:has(.backward)")
     assert tip(chromium) == "B0: backward\npartition 0, micro-batch 0\n1.000 ms, from 4.000 ms"

@@ -1,0 +1,240 @@
+"""What a model makes of held-out data: the confusion matrix and some samples of a classifier, the text of a language
+model. Names and texts come from data, and stay text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+from gpipe_cli.report.formatting import format_value
+from gpipe_cli.report.page.html import Child, Html, join, table, tag
+from gpipe_cli.report.page.images import as_png_uri
+from gpipe_cli.report.page.run_files import as_int, as_list, as_number, as_rows, as_text
+
+MAX_CLASSES = 100
+"""Of a matrix that is drawn."""
+MAX_COUNT = 10**15
+MAX_SAMPLES = 24
+MAX_PAIRS = 30
+MENTIONED_PAIRS = 5
+LEVELS = 5
+"""Shades of a cell."""
+MAX_NAME = 40
+
+
+class ConfusedPair(NamedTuple):
+    target: int
+    predicted: int
+    times: int
+
+
+@final
+@dataclass(frozen=True)
+class SamplePrediction:
+    target: int | None
+    predicted: int | None
+    """None for a mask, which `masks` shows."""
+    confidence: float | None
+    image: str
+    masks: tuple[str, ...]
+    """Addresses of the images of the expected and the predicted mask."""
+    text: str
+
+
+@final
+@dataclass(frozen=True)
+class Predictions:
+    """What one evaluation showed."""
+
+    step: int
+    unit: str
+    """What was counted: samples or pixels."""
+    names: Mapping[int, str]
+    """Of the classes that have one."""
+    counts: tuple[tuple[int, ...], ...]
+    """By target and predicted class; empty if there are too many classes to draw."""
+    pairs: tuple[ConfusedPair, ...]
+    """The most confused ones, most first."""
+    samples: tuple[SamplePrediction, ...]
+
+    def name(self, label: int) -> str:
+        return self.names.get(label) or str(label)
+
+
+@final
+@dataclass(frozen=True)
+class TextSample:
+    prompt: str
+    text: str
+    origin: str
+    """How it was drawn."""
+
+
+def read_predictions(content: Mapping[str, Any]) -> Predictions | None:
+    """From the content of predictions.json; None if there is nothing in it that can be shown."""
+    counts = _matrix(content.get("counts"))
+    names = {
+        index: as_text(name)[:MAX_NAME] for index, name in enumerate(as_list(content.get("class_names")))
+    }
+    pairs = (
+        [
+            ConfusedPair(target, predicted, count)
+            for target, row in enumerate(counts)
+            for predicted, count in enumerate(row)
+            if count and target != predicted
+        ]
+        if counts
+        else [pair for row in as_rows(content.get("pairs")) if (pair := _pair(row)) is not None]
+    )
+    samples = [_sample(row) for row in as_rows(content.get("samples"))[:MAX_SAMPLES]]
+    shown = tuple(sample for sample in samples if sample.image or sample.text)
+    if not (counts or pairs or shown):
+        return None
+    most = sorted(pairs, key=lambda pair: -pair.times)[:MAX_PAIRS]
+    step = as_int(content.get("step"), MAX_COUNT) or 0
+    unit = "pixels" if content.get("unit") == "pixels" else "samples"
+    return Predictions(step, unit, names, counts, tuple(most), shown)
+
+
+def read_text_sample(content: Mapping[str, Any]) -> TextSample | None:
+    """From the content of sample.json."""
+    text = as_text(content.get("text"))
+    if not text:
+        return None
+    settings = [
+        f"{name}={number:g}"
+        for name in ("temperature", "top_k", "seed")
+        if (number := as_number(content.get(name))) is not None
+    ]
+    tokens = as_int(content.get("tokens"), MAX_COUNT)
+    count = [] if tokens is None else [f"{tokens} tokens"]
+    return TextSample(as_text(content.get("prompt")), text, ", ".join([*count, *settings]))
+
+
+def _matrix(value: Any) -> tuple[tuple[int, ...], ...]:
+    rows = as_list(value)
+    size = len(rows)
+    if not 2 <= size <= MAX_CLASSES or not all(isinstance(row, list) and len(row) == size for row in rows):
+        return ()
+    return tuple(tuple(as_int(count, MAX_COUNT) or 0 for count in row) for row in rows)
+
+
+def _pair(row: Mapping[str, Any]) -> ConfusedPair | None:
+    target, predicted, count = (as_int(row.get(key), MAX_COUNT) for key in ("target", "predicted", "count"))
+    if target is None or predicted is None or count is None:
+        return None
+    return ConfusedPair(target, predicted, count)
+
+
+def _sample(row: Mapping[str, Any]) -> SamplePrediction:
+    masks = tuple(as_png_uri(row.get(f"{name}_image")) for name in ("target", "predicted"))
+    return SamplePrediction(
+        as_int(row.get("target"), MAX_COUNT),
+        as_int(row.get("predicted"), MAX_COUNT),
+        as_number(row.get("confidence")),
+        as_png_uri(row.get("image")),
+        masks if all(masks) else (),
+        as_text(row.get("text")),
+    )
+
+
+def confusion(predictions: Predictions) -> Html | None:
+    """The matrix, or a table of pairs if there are many classes; None if nothing was counted."""
+    if predictions.counts:
+        return join([_mentioned_pairs(predictions), _matrix_table(predictions)])
+    if not predictions.pairs:
+        return None
+    rows = [
+        (predictions.name(pair.target), predictions.name(pair.predicted), f"{pair.times:,}")
+        for pair in predictions.pairs
+    ]
+    return table("pairs-of-classes", ("class", "taken for", "times"), rows)
+
+
+def _mentioned_pairs(predictions: Predictions) -> Html:
+    pairs = [
+        f"{predictions.name(pair.target)} taken for {predictions.name(pair.predicted)} "
+        f"({pair.times:,} of {sum(predictions.counts[pair.target]):,} {predictions.unit})"
+        for pair in predictions.pairs[:MENTIONED_PAIRS]
+    ]
+    text = f"Most often confused: {'; '.join(pairs)}." if pairs else "No class was taken for another."
+    return tag("p", None, f"{text} Each row is a class, each column what the model takes it for.")
+
+
+def _matrix_table(predictions: Predictions) -> Html:
+    classes = range(len(predictions.counts))
+    head = tag(
+        "tr",
+        None,
+        tag("th", None, "class"),
+        *(tag("th", None, predictions.name(label)) for label in classes),
+        tag("th", None, "right"),
+    )
+    rows = (_matrix_row(predictions, target) for target in classes)
+    content = tag("table", {"class": "confusion"}, tag("thead", None, head), tag("tbody", None, *rows))
+    return tag("div", {"class": "scroll", "tabindex": "0"}, content)
+
+
+def _matrix_row(predictions: Predictions, target: int) -> Html:
+    counts = predictions.counts[target]
+    total = sum(counts)
+    cells = []
+    for predicted, count in enumerate(counts):
+        if not count:
+            cells.append(tag("td"))
+            continue
+        share = count / total
+        kind = "hit" if target == predicted else "miss"
+        shade = max(1, round(LEVELS * share ** (1 if target == predicted else 0.5)))
+        names = f"{predictions.name(target)} taken for {predictions.name(predicted)}"
+        hint = f"{names}: {count:,} of {total:,} {predictions.unit}, {100 * share:.1f} %"
+        cells.append(tag("td", {"class": f"{kind}{shade}", "title": hint}, f"{count:,}"))
+    right = format_value("share", counts[target] / total) if total else "-"
+    return tag("tr", None, tag("th", None, predictions.name(target)), *cells, tag("td", None, right))
+
+
+def sample_gallery(predictions: Predictions) -> Html | None:
+    """The samples with what the model makes of them; None if there are none that can be shown."""
+    if not predictions.samples:
+        return None
+    return tag(
+        "div", {"class": "samples"}, *(_sample_figure(predictions, sample) for sample in predictions.samples)
+    )
+
+
+def _sample_figure(predictions: Predictions, sample: SamplePrediction) -> Html:
+    images = [("sample", sample.image), *zip(("expected", "predicted"), sample.masks, strict=False)]
+    pictures: list[Child] = [
+        tag("img", {"src": source, "alt": name, "title": name}) for name, source in images if source
+    ]
+    if sample.text:
+        pictures.append(tag("pre", None, sample.text))
+    caption: list[Child] = [*_verdict(predictions, sample)]
+    if sample.masks:
+        caption = ["sample, expected, predicted"]
+    kind = "masks" if sample.masks else "texts" if sample.text else ""
+    return tag("figure", {"class": f"sample {kind}".rstrip()}, *pictures, tag("figcaption", None, *caption))
+
+
+def _verdict(predictions: Predictions, sample: SamplePrediction) -> Sequence[Child]:
+    if sample.target is None or sample.predicted is None:
+        return ()
+    confidence = "" if sample.confidence is None else f" {100 * sample.confidence:.0f} %"
+    predicted = f"{predictions.name(sample.predicted)}{confidence}"
+    if sample.target == sample.predicted:
+        return (tag("span", {"class": "right"}, predicted),)
+    return (
+        tag("span", {"class": "wrong"}, predicted),
+        tag("br"),
+        f"is {predictions.name(sample.target)}",
+    )
+
+
+def text_sample(sample: TextSample) -> Html:
+    return join(
+        [
+            tag("p", None, f"The beginning of a held-out text, continued by the model: {sample.origin}."),
+            tag("pre", {"class": "written"}, tag("span", {"class": "prompt"}, sample.prompt), sample.text),
+        ]
+    )
