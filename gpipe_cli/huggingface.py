@@ -19,7 +19,7 @@ from typing import Any
 from gpipe_cli.errors import ConfigError, RunError, did_you_mean
 from gpipe_cli.safe_files import parse_json, read_regular
 
-INSTALL = "pip install 'gpipe-cli[hf]'"
+INSTALL = "pip install 'transformers>=5' tokenizers peft jinja2"
 CONFIG = "config.json"
 MAX_JSON_BYTES = 2**26
 """Of a JSON file in a model's directory; the largest are indices with a row per tensor."""

@@ -39,6 +39,22 @@ def completed(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("gpipe ls models rec", ["recipe", "recipes"]),
         ("gpipe cp recipes/dig", ["recipes/digits"]),
         ("gpipe cp recipes/digits ", []),
+        ("gpipe cp ru", ["run/"]),
+        ("gpipe cp run/fir", ["run/first/"]),
+        ("gpipe runs --w", ["--watch"]),
+        ("gpipe train --w", []),
+        ("gpipe report ", []),
+        ("gpipe report ou", ["out="]),
+        ("gpipe export sn", ["snapshot="]),
+        ("gpipe train config=", ["config=first/", "config=my.yaml"]),
+        ("gpipe train chunks=8 config=m", ["config=my.yaml"]),
+        ("gpipe eval run=", ["run=first/"]),
+        ("gpipe eval snapshot=first/s", ["snapshot=first/snapshots/"]),
+        ("gpipe train resume=first", ["resume=first/"]),
+        ("gpipe train model.weights=", ["model.weights=first/", "model.weights=w.safetensors"]),
+        ("gpipe export out=w", ["out=w.safetensors"]),
+        ("gpipe train config=nowhere/", []),
+        ("gpipe train config=~nobody-of-that-name/", []),
         ("gpipe train --js", ["--json"]),
         ("gpipe train chunks=8 --dr", ["--dry-run"]),
         ("gpipe env --d", ["--debug"]),
@@ -46,10 +62,49 @@ def completed(line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         ("gpipe train recipe=unet_speed recipe.sc", ["recipe.scale=full", "recipe.scale=small"]),
     ],
 )
-def test_commands_flags_and_topics_are_completed_without_hydra(
-    line: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_commands_flags_topics_and_paths_are_completed_without_hydra(
+    line: str,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "first" / "snapshots").mkdir(parents=True)
+    for name in ("my.yaml", "w.safetensors", ".hidden.yaml", "a b.yaml", "$(touch evil).yaml", "`x`;.yaml"):
+        (tmp_path / name).touch()
     assert completed(line, monkeypatch, capsys) == words
+
+
+def test_completion_is_silent_when_something_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(command: str, words: list[str]) -> None:
+        sys.stderr.write("a word of Hydra")
+        raise RuntimeError("broken")
+
+    monkeypatch.setenv("COMP_LINE", "gpipe train model=nope opti")
+    monkeypatch.setenv("COMP_POINT", "0")
+    complete(["query=bash"], failing)
+    assert capsys.readouterr() == ("\n", "")
+
+
+def test_hydra_gets_the_words_of_a_file_and_no_bare_word_and_fish_a_line_for_each_candidate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text("{optimizer: sgd, recipe: digits}")
+    asked = []
+
+    def answering(command: str, words: list[str]) -> None:
+        asked.append(os.environ["COMP_LINE"])
+        sys.stdout.write("chunks= checkpoint= hydra.run=")
+
+    monkeypatch.setenv("COMP_LINE", "gpipe train bare --json config=my.yaml seed=3 c")
+    monkeypatch.setenv("COMP_POINT", "0")
+    complete(["query=fish"], answering)
+    assert asked == ["gpipe optimizer=sgd recipes=digits seed=3 c"]
+    assert capsys.readouterr().out == "chunks=\ncheckpoint=\nconfig=\n"
 
 
 @pytest.mark.parametrize("words", [[], ["install=nosh"], ["frobnicate=bash"], ["query=bash", "x"]])
@@ -82,7 +137,7 @@ def test_keys_and_options_are_those_of_the_command() -> None:
     ]
     keys = completions("gpipe train ")
     assert {"chunks=", "model=", "recipe=", "seed="} <= set(keys)
-    assert not any(word.startswith(("hydra", "tests", "gpipe_cli", "conf", ".")) for word in keys)
+    assert not any(word.startswith(("hydra", "tests", "gpipe_cli", "conf=", "conf/", ".")) for word in keys)
     assert "split=" in completions("gpipe eval spl")
     keys = completions("gpipe generate ")
     assert {"run=", "prompt=", "partitions="} <= set(keys) and not {"batch_size=", "loss="} & set(keys)

@@ -35,6 +35,8 @@ EXAMPLES = [
 RUN = "<the run's directory>"
 EXISTING_RUNS = ("first", "mine", "mine/0", "mine/1", "mine/2")
 """Runs that a page's commands name, and that a test has to make before."""
+CONFIG_FILES = ("config=my.yaml", "config=changed.yaml")
+"""Files that a page's commands name; a test writes the first one of the page about files."""
 FINE_TUNING = DOCS / "how-to" / "fine-tune-hugging-face.md"
 """Its commands build on each other: tests/test_fine_tuning.py runs them in order."""
 LONG = (
@@ -62,6 +64,11 @@ def commands(page: Path) -> list[str]:
     blocks = re.findall(r"```console\n(.*?)```", text_of(page), flags=re.DOTALL)
     lines = [line.split(" #")[0] for block in blocks for line in block.splitlines()]
     return [line.strip().replace(RUN, "first") for line in lines if line.startswith("gpipe ")]
+
+
+def file_of_keys() -> str:
+    page = text_of(DOCS / "how-to" / "configuration-files.md")
+    return re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)[0]
 
 
 def anchors(page: Path) -> set[str]:
@@ -181,9 +188,15 @@ def test_a_command_of_the_docs_works(
     for example in EXAMPLES:
         shutil.copy(example, tmp_path)
     words = shlex.split(line)[1:]
+    for word in words:
+        if word in CONFIG_FILES:
+            (tmp_path / word.removeprefix("config=")).write_text(file_of_keys(), encoding="utf-8")
     for name in EXISTING_RUNS:
-        if {f"run={name}", f"resume={name}", name} & set(words):
+        forms = {f"run={name}", f"resume={name}", name, f"config={name}/config.yaml", f"run/{name}"}
+        if forms & set(words):
             shutil.copytree(request.getfixturevalue("finished_run"), tmp_path / name)
+    if words == ["runs"]:
+        (tmp_path / "runs").mkdir()
     answer = gpipe(*words, *shortened(words))
     assert answer.code == 0, answer.err
     assert answer.out
@@ -201,7 +214,7 @@ def unknown(line: str) -> list[str]:
     pairs = dict(word.split("=", 1) for word in words if "=" in word)
     keys = (
         {field.key for field in config_keys(command)}
-        | {"recipe", "jobs"}
+        | {"recipe", "jobs", "config"}
         | {f"{group}.{key}" for group in GROUPS for key in KEYS[group]}
     )
     own = tuple(key.removesuffix("_target_") for key in pairs if key.endswith("._target_"))

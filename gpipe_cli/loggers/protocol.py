@@ -44,7 +44,7 @@ def import_package(package: str, option: str) -> Any:
         return importlib.import_module(package)
     except ImportError as error:
         raise ConfigError(
-            f"logger={option}: {option} cannot be imported ({error}); install it: pip install 'gpipe-cli[{option}]'"
+            f"logger={option}: {option} cannot be imported ({error}); install it: pip install {package}"
         ) from error
 
 

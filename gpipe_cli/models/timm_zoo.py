@@ -94,5 +94,5 @@ def _timm() -> Any:
         return importlib.import_module("timm")
     except ImportError as error:
         raise ConfigError(
-            f"model=timm: timm cannot be imported ({error}); install it: pip install 'gpipe-cli[timm]'"
+            f"model=timm: timm cannot be imported ({error}); install it: pip install 'timm>=1'"
         ) from error
