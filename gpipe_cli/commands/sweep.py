@@ -116,8 +116,11 @@ class Sweep:
 
     def _run_side_by_side(self, numbers: Iterable[int]) -> None:
         shares = dict.fromkeys(" ".join(share) for share in self._shares(0))
-        given = " or ".join(filter(None, shares)) or "as many threads as alone"
-        print_status(f"jobs={self._side_by_side}: divides devices and cores; each job runs with {given}")
+        given = " or ".join(filter(None, shares)) or "as many threads as it has alone"
+        print_status(
+            f"jobs={self._side_by_side}: each job runs with {given}; "
+            "one after the other, jobs with the same threads give the same bits"
+        )
         lines: dict[int, list[list[str]]] = {}
         for number in numbers:
             try:

@@ -28,6 +28,8 @@ from gpipe_cli.training.run_directory import (
 )
 
 MANIFEST = "sweep.json"
+LOCK = "sweep.lock"
+"""Not that of a run, or the directory would be taken for one."""
 SWEEPS = Path("runs", "sweep")
 DIRECTORY_KEYS = ("run_dir", "resume")
 """Keys that say where a sweep is, and are no part of what it computes."""
@@ -70,7 +72,7 @@ def open_sweep(composition: Composition, line: str) -> Iterator[SweepDirectory]:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ResourceError(f"run_dir={path}: the directory cannot be created: {error}") from error
-    with lock_run_directory(path):
+    with lock_run_directory(path, LOCK):
         earlier = _read_manifest(path)
         if earlier is None:
             jobs = [without_keys(job, DIRECTORY_KEYS) for job in composition.jobs]

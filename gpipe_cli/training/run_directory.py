@@ -128,13 +128,13 @@ def write_outcome(run: Path, error: BaseException, reason: str) -> None:
 
 
 @contextmanager
-def lock_run_directory(run: Path) -> Iterator[None]:
-    """Inside, no other gpipe process writes to the run directory.
+def lock_run_directory(run: Path, name: str = LOCK_NAME) -> Iterator[None]:
+    """Inside, no other gpipe process writes to the run directory; name: that of the lock file.
 
     The system releases the lock when the process ends, however it ends, so a lock is never stale. What the file
     contains is only for people.
     """
-    path = run / LOCK_NAME
+    path = run / name
     descriptor = _acquire_lock(path)
     status = os.fstat(descriptor)
     own_locks.add((status.st_dev, status.st_ino))
