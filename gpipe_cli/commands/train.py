@@ -33,6 +33,7 @@ from gpipe_cli.run.auto_plan import with_best_plan
 from gpipe_cli.run.build import RunParts, make_engine, train_steps
 from gpipe_cli.run.components import traits_of_engine
 from gpipe_cli.run.data import BatchLoader
+from gpipe_cli.run.inference_spec import write_spec
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.optimizer import optimizer_factory
 from gpipe_cli.run.ranks import (
@@ -110,6 +111,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             setup = set_up_run(settings, job, resumed, cleanup, world)
             if world.is_rank_zero:
                 write_launch(setup.directory, {**launch, "steps": spec.steps})
+                write_spec(setup.directory, settings, parts.loader)
                 cleanup.callback(write_report, setup.directory)  # however the run ends
                 cleanup.enter_context(recorded_outcome(setup.directory))
                 cleanup.enter_context(logger.opened(setup.directory, setup.position, job))

@@ -70,6 +70,7 @@ class Normalize:
     random = False
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        self.mean, self.std = tuple(mean), tuple(std)
         self._mean = torch.tensor(mean).view(-1, 1, 1)
         self._std = torch.tensor(std).view(-1, 1, 1)
 

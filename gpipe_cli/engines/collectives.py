@@ -11,7 +11,13 @@ from typing import Protocol, final
 import torch
 from torch import Tensor, distributed, nn
 
-from gpipe_cli.distributed.messages import gather_numbers, share_json, share_numbers, sum_of_numbers
+from gpipe_cli.distributed.messages import (
+    gather_numbers,
+    share_json,
+    share_numbers,
+    share_tensor,
+    sum_of_numbers,
+)
 from gpipe_cli.distributed.peer import Message, Peer
 from gpipe_cli.distributed.rank_coords import RankCoords
 from gpipe_cli.engines.protocol import StepFacts
@@ -34,8 +40,8 @@ class Collectives(Protocol):
         measured: whether facts have sums; every process gives the same.
         """
 
-    def from_last_rank(self, number: int) -> int:
-        """The number of the process with the last layer; the numbers of the others are ignored."""
+    def from_last_rank(self, tensor: Tensor | None) -> Tensor:
+        """The tensor of the process with the last layer, on the CPU; the others pass None."""
 
     def norms(self, own: Tensor) -> Tensor:
         """The norms of all gradients in the order of the model's names, from those of this process; -1: no gradient."""
@@ -65,8 +71,9 @@ class SingleProcess:
         assert own is not None, "a single process has the last layer"
         return own
 
-    def from_last_rank(self, number: int) -> int:
-        return number
+    def from_last_rank(self, tensor: Tensor | None) -> Tensor:
+        assert tensor is not None, "a single process has the last layer"
+        return tensor.cpu()
 
     def norms(self, own: Tensor) -> Tensor:
         return own
@@ -134,8 +141,8 @@ class RankCollectives:
             self._sum_names = list(share_json(names, coords.last_rank, coords.pipe))
         return self._sum_names
 
-    def from_last_rank(self, number: int) -> int:
-        return int(share_numbers(torch.tensor([number]), self._coords.last_rank, self._coords.pipe))
+    def from_last_rank(self, tensor: Tensor | None) -> Tensor:
+        return share_tensor(tensor, self._coords.last_rank, self._coords.pipe)
 
     def norms(self, own: Tensor) -> Tensor:
         padded = torch.cat([own, own.new_zeros(self._row_length - len(own))])

@@ -116,7 +116,7 @@ class OffloadEngine:
     def eval_step(self, batch: Batch) -> StepFacts:
         return self._engine.eval_step(batch)
 
-    def predict(self, input: ModelInput, choose: Callable[[Any], int]) -> int:
+    def predict(self, input: ModelInput, choose: Callable[[Any], Tensor]) -> Tensor:
         return self._engine.predict(input, choose)
 
     def peak_bytes(self) -> list[int | None]:

@@ -244,11 +244,11 @@ class PipeEngine:
                 self._objective.observe(output, target)
         return self._collectives.facts(own, measured=True)
 
-    def predict(self, input: ModelInput, choose: Callable[[Any], int]) -> int:
+    def predict(self, input: ModelInput, choose: Callable[[Any], Tensor]) -> Tensor:
         with self._reports_out_of_memory("predicting", EVAL_CURE):
             with self._evaluating(), self._autocast():
                 output = self._pipe(self._to_input_device(input))
-            return self._collectives.from_last_rank(choose(output) if _has_output(output) else 0)
+            return self._collectives.from_last_rank(choose(output) if _has_output(output) else None)
 
     def state(self) -> EngineState:
         state = module_state(self.module, self._referenced)

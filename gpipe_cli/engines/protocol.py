@@ -161,10 +161,10 @@ class Engine(Protocol):
     def eval_step(self, batch: Batch) -> StepFacts:
         """Compute loss and measures of one mini-batch; nothing changes."""
 
-    def predict(self, input: ModelInput, choose: Callable[[Any], int]) -> int:
-        """Run the model in eval mode on one mini-batch; the number that `choose` makes of the output.
+    def predict(self, input: ModelInput, choose: Callable[[Any], Tensor]) -> Tensor:
+        """Run the model in eval mode on one mini-batch; the tensor that `choose` makes of the output, on the CPU.
 
-        Only the process with the last layer calls `choose`, and every process returns its number.
+        Only the process with the last layer calls `choose`, and every process returns its tensor.
         """
 
     def state(self) -> EngineState:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:  # the launcher reads heartbeats before it has any use for torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from gpipe_cli.engines.protocol import Batch, Engine, StepFacts
     from gpipe_cli.engines.state import EngineState
@@ -67,7 +67,7 @@ class HeartbeatEngine:
         with self._heartbeats.in_step(self._rank):
             return self._engine.eval_step(batch)
 
-    def predict(self, input: ModelInput, choose: Callable[[Any], int]) -> int:
+    def predict(self, input: ModelInput, choose: Callable[[Any], Tensor]) -> Tensor:
         with self._heartbeats.in_step(self._rank):
             return self._engine.predict(input, choose)
 

@@ -17,6 +17,7 @@ from gpipe_cli.balance.result import BalanceResult
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate
 from gpipe_cli.config.schema import CostConfig, EngineConfig, ModelConfig, RunConfig, TrainConfig
 from gpipe_cli.config.targets import add_current_folder
+from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.errors import ConfigError
@@ -98,15 +99,21 @@ class RunParts:
 
 
 def build_parts(
-    settings: ModelConfig, overrides: Sequence[str], *, storage: bool = True, print_notes: bool = True
+    settings: ModelConfig,
+    overrides: Sequence[str],
+    *,
+    storage: bool = True,
+    print_notes: bool = True,
+    data: Data | None = None,
 ) -> RunParts:
     """Check every component, then build data, model and partitions; without `storage` the model has no values.
 
     print_notes: print what the user should know about the data.
+    data: used instead of the configured one.
     """
     add_current_folder(settings.allow)
     check_components(settings, overrides)
-    loader = make_loader(settings)
+    loader = make_loader(settings, data)
     # An engine reads the parameters of its own layers; a balance method or a profile that runs the model needs all.
     load = storage and (needs_values(settings) or not isinstance(settings, RunConfig))
 

@@ -122,8 +122,9 @@ class BatchLoader:
 @report_out_of_memory(
     "loading the data", "choose a smaller data set, or one that reads its samples from files"
 )
-def make_loader(settings: ModelConfig) -> BatchLoader:
-    data = instantiate(settings.data, "data", settings.allow)
+def make_loader(settings: ModelConfig, data: Data | None = None) -> BatchLoader:
+    """data: used instead of the configured one."""
+    data = instantiate(settings.data, "data", settings.allow) if data is None else data
     if not isinstance(data, Data):
         raise ConfigError(
             f"data._target_={settings.data['_target_']}: returns a {type(data).__name__}; "

@@ -111,12 +111,12 @@ def generate(
     tokens = list(prompt)
     for index in range(count):
 
-        def choose(output: Any, index: int = index) -> int:
+        def choose(output: Any, index: int = index) -> Tensor:
             # A model may have more scores than its tokenizer has tokens.
             last = min(len(tokens), text.context) - 1
-            return sampling.choose(_scores(output)[0, last, : text.tokenizer.vocabulary], index)
+            return torch.tensor(sampling.choose(_scores(output)[0, last, : text.tokenizer.vocabulary], index))
 
-        token = engine.predict(text.input(tokens), choose)
+        token = int(engine.predict(text.input(tokens), choose))
         tokens.append(token)
         yield token
         if token in text.tokenizer.ends:
@@ -127,10 +127,11 @@ def _check_causal(engine: Engine, text: TextFormat) -> None:
     """Refuse a model whose scores for a token depend on the tokens after it, as those of a masked language model do."""
     first: list[Tensor] = []
 
-    def same_as_first(output: Any) -> int:
+    def same_as_first(output: Any) -> Tensor:
         first.append(_scores(output)[0, 0])
         # Scores that are not finite are not judged here.
-        return not (first[-1] - first[0]).abs().max() > _SAME * first[0].abs().max()
+        differs = (first[-1] - first[0]).abs().max() > _SAME * first[0].abs().max()
+        return (~differs).long()
 
     if not all(engine.predict(text.input([0, token]), same_as_first) for token in (0, 1)):
         raise ConfigError(

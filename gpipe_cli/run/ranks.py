@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from gpipe_cli.accelerator.devices import accelerators, available_devices, is_accelerator, resolve_devices
 from gpipe_cli.config.schema import RunConfig, TrainConfig, TrainedConfig
+from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.backends import backends_for
 from gpipe_cli.distributed.torch_schedule import check_placement
 from gpipe_cli.distributed.world import World
@@ -146,8 +147,11 @@ def connect(settings: RunConfig, job: Job) -> AbstractContextManager[World]:
     )
 
 
-def build_parts_in_ranks(settings: RunConfig, job: Job, world: World) -> RunParts:
-    """Build data, model and partitions in every rank; only rank 0 measures a balance, and shares it."""
+def build_parts_in_ranks(settings: RunConfig, job: Job, world: World, data: Data | None = None) -> RunParts:
+    """Build data, model and partitions in every rank; only rank 0 measures a balance, and shares it.
+
+    data: used instead of the configured one.
+    """
     if not world.is_rank_zero and measures_layers(settings):
         settings = _with_balance(settings, json.loads(world.from_rank_zero("")))
     without_running = job.dry_run or starts_ranks(settings)
@@ -157,6 +161,7 @@ def build_parts_in_ranks(settings: RunConfig, job: Job, world: World) -> RunPart
         job.overrides,
         storage=needs_storage or not without_running,
         print_notes=world.is_rank_zero and job.rank is None,  # a launcher has printed them for its ranks
+        data=data,
     )
     if world.is_rank_zero and measures_layers(settings):
         world.from_rank_zero(json.dumps(parts.partitioning.balance))

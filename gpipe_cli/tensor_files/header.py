@@ -57,6 +57,7 @@ class TensorHeader:
     entries: Mapping[str, TensorEntry]
     start: int
     """Where the data begins."""
+    metadata: Mapping[str, str]
 
 
 def read_header(content: bytes | bytearray | memoryview, size: int) -> TensorHeader:
@@ -78,7 +79,7 @@ def read_header(content: bytes | bytearray | memoryview, size: int) -> TensorHea
         raise BadTensors("its header has metadata that is not text")
     entries = {name: _parse_entry(name, entry) for name, entry in parsed.items()}
     _check_contiguous(entries, size - 8 - length)
-    return TensorHeader(entries, 8 + length)
+    return TensorHeader(entries, 8 + length, metadata)
 
 
 def _parse_entry(name: str, entry: Any) -> TensorEntry:

@@ -49,6 +49,7 @@ class TensorFile:
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
             header = read_header(head + file.read(min(length, MAX_HEADER_BYTES, size)), size)
         self._start, self._entries = header.start, header.entries
+        self.metadata = header.metadata
         self.outlines = {
             name: placeholder(entry.shape, DTYPES[entry.dtype]) for name, entry in header.entries.items()
         }

@@ -86,7 +86,7 @@ class CountingEngine:
     inputs: list[list[int]]
     output: Callable[[torch.Tensor], Any] = lambda scores: scores
 
-    def predict(self, input: Any, choose: Callable[[Any], int]) -> int:
+    def predict(self, input: Any, choose: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         self.inputs.append(input[0].tolist())
         return choose(self.output(torch.nn.functional.one_hot(input + 1, 300).double()))
 
