@@ -48,6 +48,16 @@ COMMANDS = {
             "gpipe eval run=<directory> --json            # one JSON document on stdout",
         ),
     ),
+    "predict": Command(
+        "predict classes, masks or numbers for images with a trained model",
+        "gpipe predict run=<directory>|snapshot=<directory>|weights=<file> input=<folder or files> [key=value ...]",
+        (
+            "gpipe predict run=<directory> input=photos              # a table, or CSV into a pipe",
+            "gpipe predict run=<directory> input=photos out=predictions.csv",
+            "gpipe predict weights=model.safetensors input=cat.jpg --json   # an exported file needs nothing else",
+            "gpipe predict run=<directory> input=photos out=masks    # a segmentation: a PNG file per image",
+        ),
+    ),
     "generate": Command(
         "continue a text with a trained language model",
         "gpipe generate run=<directory>|snapshot=<directory>|weights=<file> [prompt=...] [key=value ...] [flags]",

@@ -20,6 +20,7 @@ from gpipe_cli.config.schema import (
     EvalConfig,
     ModelConfig,
     PlanConfig,
+    PredictConfig,
     ProfileConfig,
     RunConfig,
     TrainConfig,
@@ -121,6 +122,18 @@ def _problems(settings: ModelConfig) -> Iterator[str]:
             yield f"{given[0]} and {given[1]} exclude each other; give one of them"
         elif settings.at is not None and settings.run is None:
             yield f"at={settings.at}: chooses among the snapshots of run=...; with {given[0]} leave it out"
+    if isinstance(settings, PredictConfig):
+        yield from _prediction(settings)
+
+
+def _prediction(settings: PredictConfig) -> Iterator[str]:
+    given = settings.input if isinstance(settings.input, list) else [settings.input]
+    if not given or None in given or "" in given:
+        yield "input: give the images to predict, input=<folder>, a file, or a list of files"
+    elif not all(isinstance(path, str | int) and not isinstance(path, bool) for path in given):
+        yield f"input={settings.input}: must be a path or a list of paths"
+    if settings.out == "":
+        yield "out: give a path, or leave it out"
 
 
 def _numbers(flat: Mapping[str, Any]) -> Iterator[str]:

@@ -180,6 +180,18 @@ class EvalConfig(TrainedConfig):
 
 
 @dataclass
+class PredictConfig(TrainedConfig):
+    """gpipe predict"""
+
+    input: Any = None
+    """What to predict: a folder of images, a file, a pattern such as 'photos/*.jpg', or a list of them."""
+    top: int = 3
+    """How many of the likeliest classes to show for each input."""
+    out: str | None = None
+    """A CSV file for the predictions, or a new folder for the masks of a segmentation; null: stdout, and no masks."""
+
+
+@dataclass
 class GenerateConfig(TrainedConfig):
     """gpipe generate"""
 
@@ -237,12 +249,14 @@ class PlanConfig(CostConfig):
 SCHEMAS: dict[str, type[ModelConfig]] = {
     "train": TrainConfig,
     "eval": EvalConfig,
+    "predict": PredictConfig,
     "generate": GenerateConfig,
     "balance": BalanceConfig,
     "profile": ProfileConfig,
     "plan": PlanConfig,
 }
 NO_EFFECT = {
+    "predict": ("data_parallel",),
     "generate": ("transform", "loss", "chunks", "eval_chunks", "batch_size"),
 }
 """Keys that a command has only because it builds its parts as a training run does; giving one is an error."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import final
 
 import torch
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from gpipe_cli.data.datasets import Data, check_common_keys, resize
@@ -19,6 +19,7 @@ from gpipe_cli.safe_files import read_regular
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 _HELD_OUT = ("test", "val")
+_FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 _MAX_BYTES = 2**28
 """Bytes of an image file: more than PIL's limit on pixels lets through."""
 
@@ -71,7 +72,7 @@ class FolderSamples:
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, target = self._files[index]
-        image = _read_image(path)
+        image = read_image(path)
         return (image if self._size is None else center_crop(image, self._size)), target
 
 
@@ -95,26 +96,31 @@ def _images(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
 
 
-def _read_image(path: Path) -> Tensor:
+def read_image(path: Path, channels: int = 3) -> Tensor:
+    """The image as [channels, height, width] from 0 to 1; channels: 3, or 1 for shades of grey."""
     try:
         content = read_regular(path, _MAX_BYTES)
-        with Image.open(io.BytesIO(content)) as image:
-            return image_to_tensor(image)
+        # Only some formats: the decoder of another may start programs, as that of EPS does.
+        with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+            return image_to_tensor(image, channels)
+    except UnidentifiedImageError as error:  # whose message names a buffer in memory
+        raise DataError(f"{path}: not a readable image (unknown format)") from error
     except Exception as error:  # on damaged bytes a decoder may raise nearly anything
         raise DataError(f"{path}: not a readable image ({error})") from error
 
 
-def center_crop(image: Tensor, size: int) -> Tensor:
-    """Crop the middle square and scale it to `size`, so that nothing is stretched."""
-    height, width = image.shape[-2:]
-    side = min(height, width)
-    top, left = (height - side) // 2, (width - side) // 2
-    square = image[:, top : top + side, left : left + side]
-    return resize(square.unsqueeze(0), size, size).squeeze(0)
+def center_crop(image: Tensor, height: int, width: int | None = None) -> Tensor:
+    """Crop the middle, a square if `width` is not given, and scale it, so that nothing is stretched."""
+    width = height if width is None else width
+    scale = min(image.shape[-2] / height, image.shape[-1] / width)
+    rows, columns = max(1, round(height * scale)), max(1, round(width * scale))
+    top, left = (image.shape[-2] - rows) // 2, (image.shape[-1] - columns) // 2
+    middle = image[:, top : top + rows, left : left + columns]
+    return resize(middle.unsqueeze(0), height, width).squeeze(0)
 
 
-def image_to_tensor(image: Image.Image) -> Tensor:
-    """Return the colors of an image from 0 to 1 as [3, height, width]."""
-    rgb = image.convert("RGB")
-    flat = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
-    return flat.view(rgb.height, rgb.width, 3).permute(2, 0, 1).float().div_(255)
+def image_to_tensor(image: Image.Image, channels: int = 3) -> Tensor:
+    """Return the colors of an image from 0 to 1 as [channels, height, width]."""
+    pixels = image.convert({1: "L", 3: "RGB"}[channels])
+    flat = torch.frombuffer(bytearray(pixels.tobytes()), dtype=torch.uint8)
+    return flat.view(pixels.height, pixels.width, channels).permute(2, 0, 1).float().div_(255)

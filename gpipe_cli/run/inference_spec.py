@@ -56,7 +56,8 @@ class InferenceSpec:
     shape: tuple[int, ...]
     """Of one input."""
     mean: tuple[float, ...] | None
-    """What the evaluation transform subtracts from each channel; None if it does not normalize."""
+    """What the evaluation transform subtracts from each channel; None if it does not normalize. For a transform of your
+    own, the mean of the data."""
     std: tuple[float, ...] | None
     target_shape: tuple[int, ...]
     model: dict[str, Any]
@@ -69,7 +70,8 @@ class InferenceSpec:
     @staticmethod
     def of(settings: ModelConfig, loader: BatchLoader) -> InferenceSpec:
         data, transform = loader.data, loader.transforms.test
-        normalize = transform if isinstance(transform, Normalize) else None
+        # A transform of the user's own may compute with the statistics of the data.
+        statistics = transform if isinstance(transform, Normalize) else None if transform is None else data
         input, target = data.train[0]
         target = torch.as_tensor(target)
         named = data.class_names is not None and len(data.class_names) == loader.classes
@@ -78,8 +80,8 @@ class InferenceSpec:
             classes=loader.classes,
             class_names=data.class_names if named else None,
             shape=data.shape,
-            mean=None if normalize is None else normalize.mean,
-            std=None if normalize is None else normalize.std,
+            mean=None if statistics is None else statistics.mean,
+            std=None if statistics is None else statistics.std,
             target_shape=tuple(target.shape),
             model={key: value for key, value in settings.model.items() if key not in LOADING_KEYS},
             transform=dict(settings.transform),

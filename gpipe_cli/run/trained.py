@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TypeVar
 
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from gpipe_cli.config.compose import settings_of
 from gpipe_cli.config.schema import RunConfig, TrainedConfig
+from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
+from gpipe_cli.errors import RunError
 from gpipe_cli.launch.rank_setup import is_main_process
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.base_weights import base_of_snapshot, check_base
 from gpipe_cli.run.build import RunParts, make_engine
 from gpipe_cli.run.components import keeps_on_disk
+from gpipe_cli.run.inference_spec import COMPONENTS, InferenceSpec, spec_of_run, spec_of_weights
 from gpipe_cli.run.job import Job
 from gpipe_cli.run.ranks import build_parts_in_ranks, with_heartbeat
 from gpipe_cli.run.saved_run import (
@@ -37,18 +43,45 @@ from gpipe_cli.training.snapshot.manifest import (
 Settings = TypeVar("Settings", bound=TrainedConfig)
 
 
-def with_saved_settings(settings: Settings, job: Job) -> Settings:
-    """The settings of the run, overridden by those of this command; unchanged where there is no run."""
-    path = settings.run or settings.snapshot
-    run = None if path is None else run_directory_of(Path(path)) if is_snapshot(Path(path)) else Path(path)
-    if run is None or not snapshot_paths(run):  # select_snapshot reports what is wrong with it
+def with_saved_settings(settings: Settings, job: Job, ignored: Collection[str] = ()) -> Settings:
+    """The settings saved with the weights, overridden by those of this command; unchanged where none are saved.
+
+    ignored: keys to leave as they are.
+    """
+    run = _run_of(settings)
+    if run is not None and snapshot_paths(run):  # otherwise choose_snapshot reports what is wrong with it
+        saved = saved_config(run)
+    elif settings.weights is not None and (spec := spec_of_weights(settings.weights)) is not None:
+        saved = _config_of(spec, settings.weights)
+    else:
         return settings
     # Training has keys of the same names, such as `seed`, which mean something else.
     own_keys = {field.name for field in fields(settings)} - {field.name for field in fields(RunConfig)}
-    tree = with_overrides(saved_config(run), job.tree, job.overrides, own_keys)
+    tree = with_overrides(saved, job.tree, job.overrides, {*own_keys, *ignored})
     merged = settings_of(tree, job.command, job.overrides)
     assert isinstance(merged, type(settings))
     return merged
+
+
+def saved_spec(settings: TrainedConfig) -> InferenceSpec | None:
+    """What was saved with the weights for predictions, if anything was."""
+    run = _run_of(settings)
+    if run is not None:
+        return spec_of_run(run)
+    return None if settings.weights is None else spec_of_weights(settings.weights)
+
+
+def _run_of(settings: TrainedConfig) -> Path | None:
+    """The directory of the run that the weights come from; None for a file of weights."""
+    path = settings.run or settings.snapshot
+    return None if path is None else run_directory_of(Path(path)) if is_snapshot(Path(path)) else Path(path)
+
+
+def _config_of(spec: InferenceSpec, weights: str) -> DictConfig:
+    try:
+        return OmegaConf.create({name: getattr(spec, name) for name in COMPONENTS})
+    except OmegaConfBaseException as error:
+        raise RunError(f"weights={weights}: its metadata cannot be used: {error}") from error
 
 
 def snapshot_of(settings: TrainedConfig) -> ChosenSnapshot | None:
@@ -68,9 +101,14 @@ def weights_name(settings: TrainedConfig, chosen: ChosenSnapshot | None) -> str:
     return str(settings.weights if chosen is None else chosen.verified.path / MODEL)
 
 
-def build_trained(settings: TrainedConfig, job: Job, chosen: ChosenSnapshot | None, world: World) -> RunParts:
-    """Build the parts of the run, and load the weights, unless the model may be larger than memory."""
-    parts = build_parts_in_ranks(settings, job, world)
+def build_trained(
+    settings: TrainedConfig, job: Job, chosen: ChosenSnapshot | None, world: World, data: Data | None = None
+) -> RunParts:
+    """Build the parts of the run, and load the weights, unless the model may be larger than memory.
+
+    data: used instead of the configured one.
+    """
+    parts = build_parts_in_ranks(settings, job, world, data)
     if not keeps_on_disk(settings):
         snapshot = None if chosen is None else chosen.verified
         load_into_model(parts.model, settings.weights, snapshot, parts.referenced)

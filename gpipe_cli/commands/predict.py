@@ -1,0 +1,123 @@
+"""gpipe predict: classes, masks or numbers for images, from a run, a snapshot or a file of weights."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from gpipe_cli.accelerator.determinism import deterministic_algorithms
+from gpipe_cli.config.overrides import override_group
+from gpipe_cli.config.schema import PredictConfig
+from gpipe_cli.distributed.world import World
+from gpipe_cli.errors import ConfigError, DataError
+from gpipe_cli.launch.rank_setup import is_main_process, is_rank
+from gpipe_cli.report.model_tables import print_partitions
+from gpipe_cli.report.output import print_status, print_text
+from gpipe_cli.report.predictions import csv_text, print_predictions
+from gpipe_cli.run.data import make_loader
+from gpipe_cli.run.inference_spec import SEGMENTATION, InferenceSpec
+from gpipe_cli.run.job import Job, Summary
+from gpipe_cli.run.masks import MaskFolder
+from gpipe_cli.run.prediction import Predictor, Row, check_out
+from gpipe_cli.run.prediction_input import ImageReader, find_files
+from gpipe_cli.run.ranks import connect, run_in_ranks, settings_for_rank, starts_ranks
+from gpipe_cli.run.snapshot_choice import ChosenSnapshot
+from gpipe_cli.run.trained import (
+    build_trained,
+    saved_spec,
+    snapshot_of,
+    trained_engine,
+    weights_name,
+    with_saved_settings,
+)
+from gpipe_cli.safe_files import writing
+from gpipe_cli.training.signals import StopRequested, stop_requests
+from gpipe_cli.training.snapshot.durable import write_file
+
+
+def run(settings: PredictConfig, job: Job) -> Summary:
+    spec = saved_spec(settings)
+    _check_data_keys(job, spec)
+    # With a spec the data is not built, so nothing of it has to be allowed.
+    settings = with_saved_settings(settings, job, ignored=() if spec is None else ("data", "allow"))
+    settings = replace(settings, data_parallel=1)
+    snapshot = snapshot_of(settings)
+    settings = settings_for_rank(settings, job)
+    with deterministic_algorithms(enabled=settings.deterministic), connect(settings, job) as world:
+        summary = _predict(settings, job, snapshot, spec, world)
+    if job.rank is None and is_main_process() and not job.dry_run:
+        _show(summary, settings, job)
+    return summary
+
+
+def _check_data_keys(job: Job, spec: InferenceSpec | None) -> None:
+    for word in job.overrides:
+        if spec is not None and override_group(word) == "data":
+            raise ConfigError(
+                f"{word}: has no effect, because how to prepare inputs was saved with the weights; leave it out"
+            )
+
+
+def _predict(
+    settings: PredictConfig,
+    job: Job,
+    snapshot: ChosenSnapshot | None,
+    spec: InferenceSpec | None,
+    world: World,
+) -> Summary:
+    files = find_files(settings.input, world)
+    spec = InferenceSpec.of(settings, make_loader(settings)) if spec is None else spec
+    if not is_rank():
+        check_out(spec, settings.out)
+    parts = build_trained(settings, job, snapshot, world, spec.data())
+    reader = ImageReader(spec, parts.loader.transforms.test)
+    source = {"weights": weights_name(settings, snapshot), "command": job.line}
+    if job.dry_run:
+        if not job.json:
+            print_partitions(parts.partitions)
+        return {"partitions": parts.partitions, "inputs": len(files), **source}
+    if starts_ranks(settings):
+        return run_in_ranks(settings, job, parts)
+    masks = None
+    if spec.task == SEGMENTATION and world.is_rank_zero:
+        masks = MaskFolder.create(Path(str(settings.out)))
+    began = time.perf_counter()
+    try:
+        with (
+            trained_engine(settings, job, parts, snapshot, world) as engine,
+            stop_requests(agree=world.max, patient=world.size > 1) as stops,
+        ):
+            predictor = Predictor(engine, spec, reader, world, settings.top, masks)
+            rows = list(stops.until_stopped(predictor.predict(files, settings.batch_size)))
+    except StopRequested as request:
+        raise request.error(f"stopped by {request.reason}") from request
+    failed = [row for row in rows if "error" in row]
+    return {
+        "predictions": [row for row in rows if "error" not in row],
+        "failed": failed,
+        "seconds": time.perf_counter() - began,
+        **source,
+    }
+
+
+def _show(summary: Summary, settings: PredictConfig, job: Job) -> None:
+    """Print the predictions, or write them to a file; then raise DataError if a file could not be read."""
+    predictions: list[Row] = summary["predictions"]
+    failed: list[Row] = summary["failed"]
+    # A folder has the masks already.
+    out = None if settings.out is None or Path(settings.out).is_dir() else Path(settings.out)
+    if out is not None:
+        with writing(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            write_file(out, [csv_text(predictions).encode(errors="surrogateescape")], replace=False)
+        print_status(f"{len(predictions)} predictions in {out}")
+    if job.json and job.number is None and failed:  # otherwise the caller prints the summary
+        sys.stdout.write(f"{json.dumps(summary)}\n")
+    elif job.shows_result and out is None and predictions:
+        print_predictions(predictions) if sys.stdout.isatty() else print_text(csv_text(predictions))
+    if failed:
+        total = len(failed) + len(predictions)
+        raise DataError(f"{len(failed)} of {total} files could not be read; the lines above name them")

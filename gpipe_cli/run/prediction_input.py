@@ -1,0 +1,123 @@
+"""The images that `gpipe predict` is given: find them, read them, and prepare them as training did for evaluation."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from gpipe_cli.data.datasets import resize
+from gpipe_cli.data.image_folder import SUFFIXES, center_crop, read_image
+from gpipe_cli.data.transforms import Transform
+from gpipe_cli.distributed.world import World
+from gpipe_cli.errors import ConfigError, DataError
+from gpipe_cli.pytree import ModelInput
+from gpipe_cli.run.inference_spec import OTHER, SEGMENTATION, InferenceSpec
+
+
+@final
+@dataclass(frozen=True)
+class InputFile:
+    path: Path
+    below: Path
+    """The path relative to the folder that was given, or the name of a file that was given itself."""
+
+
+@final
+@dataclass(frozen=True)
+class PreparedImage:
+    input: ModelInput
+    height: int
+    """Of the image as it is in its file."""
+    width: int
+
+
+def find_files(given: Any, world: World) -> list[InputFile]:
+    """All files of a path, a pattern or a list of them; of a folder, the images in it and in the folders below.
+
+    Every rank gets those that rank 0 finds: a folder may change.
+    """
+    paths = given if isinstance(given, list) else [given]
+    files = dict.fromkeys(file for path in paths for file in _find(str(path)))
+    shared = json.loads(
+        world.from_rank_zero(json.dumps([[str(file.path), str(file.below)] for file in files]))
+    )
+    return [InputFile(Path(path), Path(below)) for path, below in shared]
+
+
+def _find(given: str) -> list[InputFile]:
+    path = Path(given)
+    if path.is_dir():
+        files = [InputFile(image, image.relative_to(path)) for image in _images_below(path)]
+        if not files:
+            raise DataError(
+                f"input={given}: no images ({', '.join(sorted(SUFFIXES))}) in this folder or below it"
+            )
+        return files
+    if os.path.lexists(path):
+        return [InputFile(path, Path(path.name))]
+    matching = sorted(glob.glob(given, recursive=True))  # noqa: PTH207 - the pattern may be absolute
+    if not matching:
+        raise DataError(f"input={given}: no such file or folder")
+    return [InputFile(Path(name), Path(Path(name).name)) for name in matching if not Path(name).is_dir()]
+
+
+def _images_below(folder: Path) -> list[Path]:
+    """Links to folders are not followed: they may lead in circles."""
+
+    def fail(error: OSError) -> None:
+        raise DataError(f"input={folder}: cannot be read: {error}") from error
+
+    return sorted(
+        Path(parent, name)
+        for parent, _, names in os.walk(folder, onerror=fail)
+        for name in names
+        if Path(name).suffix.lower() in SUFFIXES
+    )
+
+
+@final
+class ImageReader:
+    """Reads images as inputs of a model: its channels and size, then the transform of the evaluation."""
+
+    def __init__(self, spec: InferenceSpec, transform: Transform | None) -> None:
+        self._channels, *size = spec.shape
+        if spec.task == OTHER or len(size) != 2 or self._channels not in (1, 3):
+            shape = "x".join(map(str, spec.shape))
+            raise ConfigError(
+                f"input: gpipe predict reads images, and the inputs of this model are no images (shape {shape}); for "
+                "text use gpipe generate"
+            )
+        self._height, self._width = size
+        self._transform = transform
+        # A mask has to cover the whole image, so that is scaled, though not by the same factor in both directions.
+        self._stretches = spec.task == SEGMENTATION
+
+    @property
+    def zeros(self) -> ModelInput:
+        """The input of an image that only another process could read."""
+        return self._transformed(torch.zeros(self._channels, self._height, self._width))
+
+    def read(self, path: Path) -> PreparedImage:
+        """Raise DataError if the file is no image, or one of far too many pixels."""
+        with warnings.catch_warnings():
+            # PIL warns of images that it reads, and refuses those of twice the size.
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = read_image(path, self._channels)
+        height, width = image.shape[-2:]
+        if self._stretches:
+            image = resize(image.unsqueeze(0), self._height, self._width).squeeze(0)
+        else:
+            image = center_crop(image, self._height, self._width)
+        return PreparedImage(self._transformed(image), height, width)
+
+    def _transformed(self, image: Tensor) -> ModelInput:
+        return image if self._transform is None else self._transform(image, None)
