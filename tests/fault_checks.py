@@ -48,6 +48,7 @@ def only_run_files(sandbox: Sandbox) -> None:
         "metrics.jsonl",
         "snapshots",
         "run.lock",
+        "inference.json",
         "launch.json",
         "layers.json",
         "trace.json",

@@ -44,6 +44,7 @@ def test_a_run_writes_everything_needed_to_repeat_and_analyse_it(tiny: Gpipe) ->
         "metrics.jsonl",
         "summary.json",
         "snapshots",
+        "inference.json",
         "launch.json",
         "layers.json",
         "trace.json",
