@@ -33,7 +33,7 @@ from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.action_recorder import ActionRecorder
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.pytree import ModelInput, map_tensors
-from gpipe_cli.sequential import layer_names
+from gpipe_cli.sequential import layer_class, layer_names
 
 
 class Pipe(Protocol):
@@ -217,7 +217,7 @@ class PipeEngine:
                 layer_names(self.module)[index],
                 bisect_right(list(accumulate(self._balance)), index),
             )
-            layer = f"layer '{name}' ({type(self.module[index]).__name__}) in partition {partition}"
+            layer = f"layer '{name}' ({layer_class(self.module[index])}) in partition {partition}"
             yield f"first output that is not finite: {layer}, micro-batch {micro_batch}"
         elif gradient is not None:
             yield f"all layers' outputs are finite; first gradient that is not: {gradient}"

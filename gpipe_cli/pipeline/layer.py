@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from gpipe_cli.sequential import layer_names
+from gpipe_cli.sequential import layer_class, layer_names
 from gpipe_cli.sequential.other_generators import generator_states
 
 _WORD = (1 << 64) - 1
@@ -65,7 +65,7 @@ class Layer:
             warn_of_unkeyed(f"layer {self!r}", source)
 
     def __repr__(self) -> str:
-        return f"'{self.name}' ({type(self.module).__name__})"
+        return f"'{self.name}' ({layer_class(self.module)})"
 
 
 def warn_of_unkeyed(subject: str, source: str) -> None:

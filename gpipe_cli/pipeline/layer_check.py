@@ -16,7 +16,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.context import MicroBatch, Running
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.pytree import ModelInput, flatten, map_tensors
-from gpipe_cli.sequential import layer_names
+from gpipe_cli.sequential import layer_class, layer_names
 from gpipe_cli.sequential.without_storage import meta_clone, meta_like
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 
@@ -114,7 +114,7 @@ def _run(layers: nn.Module, names: tuple[str, ...], value: Any) -> None:
         torch.random.fork_rng(devices=[]),
     ):
         for name, layer in zip(names, layers.children(), strict=True):
-            subject = f"layer '{name}' ({type(layer).__name__})"
+            subject = f"layer '{name}' ({layer_class(layer)})"
             given = _described(value)
             try:
                 value = layer(value)

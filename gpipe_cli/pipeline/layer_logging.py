@@ -22,6 +22,7 @@ from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
 from gpipe_cli.pipeline.forward_task import SavedForBackward
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.partition import Partition
+from gpipe_cli.sequential import layer_class
 from gpipe_cli.torch_internals.autograd_graph import nodes_behind, number_of
 
 logger = logging.getLogger("gpipe_cli.layers")
@@ -44,7 +45,7 @@ def _names(partition: nn.Module) -> Iterable[str]:
 def _hook(name: str, partition: int) -> Any:
     def log(layer: nn.Module, args: Any) -> None:
         if logger.isEnabledFor(logging.DEBUG):
-            kind = type(layer).__name__
+            kind = layer_class(layer)
             logger.debug("Executing layer '%s' in partition %d: %s%s", name, partition, kind, _suffix())
 
     return log
@@ -136,7 +137,7 @@ class _LayerTimes:
             micro_batch,
             self._partition.index,
             layer.name,
-            type(layer.module).__name__,
+            layer_class(layer.module),
             1000 * seconds,
         )
 

@@ -27,7 +27,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
 from gpipe_cli.profiling.layers import LayerFacts, Sample, SavedTensors, Shape, frozen_layers
 from gpipe_cli.pytree import flatten, map_tensors
-from gpipe_cli.sequential import layer_names, original_output
+from gpipe_cli.sequential import layer_class, layer_names, original_output
 from gpipe_cli.sequential.without_storage import clone_with
 from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.skip.tracker import use_skip_tracker
@@ -175,11 +175,11 @@ class _FakeRun:
             return output
         except NEEDS_VALUES as error:
             raise ConfigError(
-                f"layer '{self._names[index]}' ({type(layer).__name__}) looks at the values of its tensors "
+                f"layer '{self._names[index]}' ({layer_class(layer)}) looks at the values of its tensors "
                 f"({error}), so nothing can be said of it without running it"
             ) from error
         except Exception as error:
-            error.add_note(f"in layer '{self._names[index]}' ({type(layer).__name__}), without values")
+            error.add_note(f"in layer '{self._names[index]}' ({layer_class(layer)}), without values")
             raise
 
 

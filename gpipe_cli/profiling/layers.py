@@ -27,7 +27,7 @@ from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
 from gpipe_cli.pipeline.module_state import all_buffers, restore_buffers, save_buffers
 from gpipe_cli.profiling.action_recorder import recording
 from gpipe_cli.schedule import interleaved
-from gpipe_cli.sequential import layer_names
+from gpipe_cli.sequential import layer_class, layer_names
 from gpipe_cli.torch_internals.tensor_memory import storage_of
 
 Shape = tuple[int, ...]
@@ -96,7 +96,7 @@ class SavedTensors:
         return LayerFacts(
             index=index,
             name=name,
-            type=type(layer).__name__,
+            type=layer_class(layer),
             parameters=sum(parameter.numel() for parameter in layer.parameters()),
             parameter_bytes=sum(parameter.nbytes for parameter in layer.parameters()),
             saved_bytes=sum(self.storages.values()),

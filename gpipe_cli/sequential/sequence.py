@@ -132,6 +132,12 @@ def layer_names(module: nn.Sequential) -> tuple[str, ...]:
     return module.layer_names if isinstance(module, Sequence) else tuple(dict(module.named_children()))
 
 
+def layer_class(layer: nn.Module) -> str:
+    """The name of a layer's class in messages; of a traced layer, that of the module of the model which it replaces."""
+    traced: str = getattr(layer, "traced_class", "")
+    return traced or type(layer).__name__
+
+
 def original_output(module: nn.Sequential, output: Any) -> Any:
     """Build what the original model returns from the last layer's output.
 

@@ -50,10 +50,14 @@ def to_sequential(model: nn.Module, sample: ModelInput, leaves: Iterable[str] = 
     used = [
         [path for segment in group for step in segment.steps for path in used_paths(step)] for group in groups
     ]
+    names = [_whole_module(used, index) or _range(paths) for index, paths in enumerate(used)]
+    modules = dict(model.named_modules())
+    for layer, name in zip(layers, names, strict=True):
+        layer.traced_class = type(modules[name]).__name__ if name in modules else ""
     sequence = Sequence(
         layers,
         paths=[""] * len(layers),
-        names=[_whole_module(used, index) or _range(paths) for index, paths in enumerate(used)],
+        names=names,
         original=model,
         output_templates={mode: graphs[index].template for mode, index in templates.items()},
     )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from gpipe_cli import GPipe
-from gpipe_cli.sequential import Sequence, to_sequential
+from gpipe_cli.sequential import Sequence, layer_class, to_sequential
 from gpipe_cli.vision import torchvision
 
 CHECKPOINT_MODES = ("always", "except_last", "never")
@@ -353,3 +353,15 @@ def test_modules_may_exchange_tuples_of_tensors() -> None:
     assert len(sequence) == 2
     for training in (True, False):
         assert torch.equal(sequence.train(training)(input), original.train(training)(input))
+
+
+def test_a_traced_layer_that_is_a_whole_module_is_called_by_the_class_of_that_module() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Residual(), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    traced = to_sequential(model, torch.randn(2, 4), leaves=["1"])
+    assert dict(zip(traced.layer_names, map(layer_class, traced), strict=True)) == {
+        "0": "Linear",
+        "1": "Residual",
+        "2.0": "Linear",
+        "2.1": "Tanh",
+    }
+    assert layer_class(nn.ReLU()) == "ReLU"
