@@ -70,8 +70,8 @@ class ProgressPanel:
         self._console = console or Console(stderr=True)
         self._live = Live(self, console=self._console, auto_refresh=False, redirect_stdout=False)
         self._terminal = ExitStack()
-        self._shown_at = time.monotonic()
-        """When the last step was shown: its times are as old as that."""
+        self._seconds, self._seconds_at = 0.0, time.monotonic()
+        """The time that the run had taken, and when that was."""
         self._due = 0.0
         self._drawn: list[int] = []  # the widths of the lines of the last frame
         self._waiting: list[str] = []  # lines of a log
@@ -108,7 +108,7 @@ class ProgressPanel:
             if math.isfinite(step.loss):
                 self._losses.append(step.loss)
             self._evaluated_batches = None
-            self._shown_at = time.monotonic()
+            self._seconds, self._seconds_at = step.seconds, time.monotonic()
             self._redraw()
 
     def evaluating(self, batches: int) -> None:
@@ -122,6 +122,7 @@ class ProgressPanel:
     def evaluated(self, evaluation: ShownEvaluation) -> None:
         with self._lock:
             self._evaluation, self._evaluated_batches = evaluation, None
+            self._seconds, self._seconds_at = evaluation.seconds, time.monotonic()
             self.print_status(evaluation.line(self._size))
 
     def utilization(self, busy: Sequence[float], bubble: float, memory: Sequence[int | None]) -> None:
@@ -228,11 +229,11 @@ class ProgressPanel:
         last = self._progress.last
         if last is None or width < NARROW:
             return ""
-        since = 0.0 if self._closed.is_set() else time.monotonic() - self._shown_at
+        elapsed = self._seconds + (0.0 if self._closed.is_set() else time.monotonic() - self._seconds_at)
         remaining = self._progress.remaining
-        left = f"{format_clock(None if remaining is None else remaining - since)} left"
-        elapsed = f"  {format_clock(last.seconds + since)} elapsed" if width >= MEDIUM else ""
-        return f"{elapsed}  {left}"
+        left = None if remaining is None else remaining - (elapsed - last.seconds)
+        so_far = f"  {format_clock(elapsed)} elapsed" if width >= MEDIUM else ""
+        return f"{so_far}  {format_clock(left)} left"
 
     def _train_loss(self, width: int, ascii_only: bool) -> Text:
         averaged = self._progress.averaged

@@ -81,7 +81,7 @@ def test_an_evaluation_is_announced_with_its_progress_and_then_its_result(panel:
     )
     assert re.fullmatch(r"evaluating [━╸╺ ]+ 2/5  0:04 left", drawn(panel, 40)[0])
     panel.evaluated(ShownEvaluation(6, 1, 0.25, {"top1": 0.5}, 14.0))
-    assert drawn(panel, 80)[0].startswith("epoch 2/2")
+    assert re.fullmatch(r"epoch 2/2 [━╸╺ ]+ step 6/8  0:14 elapsed  0:02 left", drawn(panel, 80)[0])
     assert drawn(panel, 80)[2] == "eval loss 0.2500  top1 50.00 %  epoch 2"
 
 
