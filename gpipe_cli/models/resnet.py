@@ -7,13 +7,11 @@ bits are torchvision's, so its weights load by name.
 from __future__ import annotations
 
 from collections import OrderedDict
-from pathlib import Path
 from typing import final
 
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.models.weights import load_weights, read_weights
 from gpipe_cli.sequential import Sequence
 from gpipe_cli.values import check_whole_number
 
@@ -92,10 +90,9 @@ NAMES = tuple(BLOCKS)
 def build(
     name: str = "resnet18",
     num_classes: int = 10,
-    weights: str | Path | None = None,
     zero_init_residual: bool = False,
 ) -> Sequence:
-    """Return a ResNet with parameters drawn from torch's default generator, or those of the file `weights`.
+    """Return a ResNet with parameters drawn from torch's default generator.
 
     With `zero_init_residual` the scale of each block's last batch norm starts at 0, so that every block starts as its
     residual connection, which helps deep networks to learn.
@@ -108,8 +105,6 @@ def build(
         for layer in sequence:
             if isinstance(layer, BasicBlock | Bottleneck):
                 nn.init.zeros_(layer.last_norm.weight)
-    if weights is not None:
-        _load(sequence, weights, num_classes)
     return sequence
 
 
@@ -155,14 +150,3 @@ def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.
 
 def _named(**modules: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict(modules))
-
-
-def _load(sequence: Sequence, path: str | Path, num_classes: int) -> None:
-    tensors = read_weights(path)
-    classes = tensors["fc.bias"].numel() if "fc.bias" in tensors else num_classes
-    if classes != num_classes:
-        raise ConfigError(
-            f"model.weights={path}: has {classes} classes, model.num_classes is {num_classes}; "
-            f"set model.num_classes={classes}"
-        )
-    load_weights(sequence, tensors, path)

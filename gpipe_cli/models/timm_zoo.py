@@ -1,4 +1,4 @@
-"""model=timm: any model of timm by name, with weights from a local file.
+"""model=timm: any model of timm by name.
 
 The modules are timm's own, so outputs are bitwise those of the original and its weights load by name. gpipe downloads
 nothing.
@@ -9,39 +9,28 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.models.weights import load_weights, read_weights, shape_text
+from gpipe_cli.models.weights import shape_text
 from gpipe_cli.values import check_whole_number
 
 
 def build(
     name: str = "resnet18",
     num_classes: int = 10,
-    weights: str | Path | None = None,
-    new_head: bool = False,
     input_shape: tuple[int, ...] = (3, 224, 224),
 ) -> nn.Module:
-    """Return a model with parameters drawn from torch's default generator, or those of the file `weights`.
-
-    new_head: keep the random head instead of the one in the file.
-    """
+    """Return a model with parameters drawn from torch's default generator."""
     check_whole_number("model.num_classes", num_classes, least=1)
-    if new_head and weights is None:
-        raise ConfigError("model.new_head=true: replaces the head of a file, and model.weights is not given")
     if len(input_shape) != 3:
         raise ConfigError(
             f"model.name={name}: takes images, and the data has {shape_text(input_shape)}; choose data that fits, such "
             "as data=image_folder"
         )
-    model = _create(name, num_classes, input_shape)
-    if weights is not None:
-        load_weights(model, read_weights(weights), weights, head=_head(model), new_head=new_head)
-    return model
+    return _create(name, num_classes, input_shape)
 
 
 def normalization(node: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
@@ -81,11 +70,6 @@ def _settings(name: str) -> Any:
             f"model.name={name}: timm has no configuration {name.partition('.')[2]} of this model"
         )
     return settings
-
-
-def _head(model: nn.Module) -> tuple[str, ...]:
-    classifiers = getattr(model, "pretrained_cfg", {}).get("classifier") or ()
-    return (classifiers,) if isinstance(classifiers, str) else tuple(classifiers)
 
 
 def _timm() -> Any:

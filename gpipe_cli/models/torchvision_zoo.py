@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.models.weights import load_weights, read_weights
 from gpipe_cli.sequential import Sequence, to_sequential
 from gpipe_cli.values import check_whole_number
 from gpipe_cli.vision import torchvision
@@ -41,11 +39,10 @@ def names(task: str = "classification") -> list[str]:
 def build(
     name: str = "mobilenet_v3_small",
     num_classes: int = 10,
-    weights: str | Path | None = None,
     leaves: SequenceOf[str] = (),
     input_shape: tuple[int, ...] = (3, 224, 224),
 ) -> Sequence:
-    """Return a model with parameters drawn from torch's default generator, or those of the file `weights`.
+    """Return a model with parameters drawn from torch's default generator.
 
     leaves: paths or classes of submodules to keep whole.
     input_shape: of one image, or of one clip as (channels, frames, height, width).
@@ -56,10 +53,7 @@ def build(
         name, weights=None, num_classes=num_classes, **options(name, input_shape)
     )
     # A batch of two: in training, batch norm does not accept a single sample.
-    sequence = to_sequential(model, torch.empty(2, *input_shape, device="meta"), leaves)
-    if weights is not None:
-        load_weights(sequence, read_weights(weights), weights)
-    return sequence
+    return to_sequential(model, torch.empty(2, *input_shape, device="meta"), leaves)
 
 
 def options(name: str, input_shape: tuple[int, ...]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from gpipe_cli.config.schema import (
 )
 from gpipe_cli.engines.protocol import EngineTraits, engine_traits
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.run.model import check_layers, model_arguments, sequence_keys
+from gpipe_cli.run.model import check_own_keys, model_arguments, own_keys
 
 # What a balance method may take as arguments; `within` is the memory model if there is a limit to respect.
 BALANCE_ARGUMENTS = (
@@ -56,7 +56,7 @@ def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
                 settings.allow,
                 {name: None for name in offered.get(group, ()) if name not in node},
             )
-    check_layers(sequence_keys(settings))
+    check_own_keys(own_keys(settings))
     if isinstance(settings, CostConfig):
         _check_groups(settings)
     if isinstance(settings, EngineConfig):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import nn
@@ -20,11 +20,13 @@ from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate
 from gpipe_cli.config.schema import CostConfig, ModelConfig, TrainConfig
 from gpipe_cli.errors import ConfigError, or_list
+from gpipe_cli.models.weights import LoadedWeights
 from gpipe_cli.pipeline.layer_check import check_fit, check_input, check_outputs
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.base_weights import BaseWeights, base_weights
 from gpipe_cli.run.data import BatchLoader
+from gpipe_cli.run.initial_weights import FILE, WEIGHTS_KEYS, check_weights_keys, load_initial_weights
 from gpipe_cli.sequential import Sequence, flatten_model, to_sequential
 from gpipe_cli.sequential.freezing import FrozenParameters, freeze, tracks_statistics
 from gpipe_cli.sequential.unloaded import load_parameters
@@ -32,7 +34,11 @@ from gpipe_cli.sequential.without_storage import meta_clone, without_storage
 
 FEWER_PARAMETERS = "choose a smaller model, or keep it on disk with engine=offload engine.to=disk"
 SEQUENCE_KEYS = ("layers", "leaves")
-"""Keys of `model` that gpipe uses to make a sequence of it, unless the model's own target takes them."""
+"""Keys of `model` that say how to make a sequence of it."""
+OWN_KEYS = (*SEQUENCE_KEYS, *WEIGHTS_KEYS)
+"""Keys of `model` that gpipe uses itself, unless the model's own target takes them."""
+
+Settings = TypeVar("Settings", bound=ModelConfig)
 
 # A list of layers is data from a config, so it may call only these functions of one tensor.
 FUNCTION_NAMES = """
@@ -50,18 +56,22 @@ class ConfiguredModel:
     sequence: nn.Sequential
     base: BaseWeights | None = None
     """The frozen parameters that stay in the files of a base model."""
+    loaded: LoadedWeights | None = None
+    """What was loaded from `model.weights`."""
     frozen: FrozenParameters | None = None
     """What `freeze` froze."""
 
     @property
     def facts(self) -> dict[str, Any]:
         """For launch.json."""
-        return {"frozen": None if self.frozen is None else asdict(self.frozen)}
+        loaded = None if self.loaded is None else str(self.loaded)
+        return {"loaded": loaded, "frozen": None if self.frozen is None else asdict(self.frozen)}
 
     @property
     def notes(self) -> dict[str, str]:
         """What a user should know of it before the first step, each as `key text` in a line."""
-        return {} if self.frozen is None else {"frozen": str(self.frozen)}
+        facts = {"loaded": self.loaded, "frozen": self.frozen}
+        return {key: str(fact) for key, fact in facts.items() if fact is not None}
 
     @property
     def lines(self) -> list[str]:
@@ -82,22 +92,29 @@ def make_model(settings: ModelConfig, loader: BatchLoader, *, load: bool = True)
     node = model_arguments(settings)
     data = loader.data
     offered: dict[str, Any] = {"input_shape": data.shape, "tokenizer": data.tokenizer, "say": print_status}
-    if "num_classes" not in node:
-        offered["num_classes"] = loader.classes
-    model = instantiate(node, "model", settings.allow, **offered)
+    classes = node.get("num_classes", loader.classes)
+
+    def build(num_classes: int) -> Any:
+        if "num_classes" in node:
+            return instantiate({**node, "num_classes": num_classes}, "model", settings.allow, **offered)
+        return instantiate(node, "model", settings.allow, **offered, num_classes=num_classes)
+
+    model = build(classes)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model._target_={node['_target_']}: returns a {type(model).__name__}; it must return an nn.Module"
         )
     patterns = settings.freeze if isinstance(settings, CostConfig) else []
-    keys = sequence_keys(settings)
+    keys = own_keys(settings)
     sequence = as_sequence(model, _with_whole_norms(model, keys) if patterns else keys, loader.traced_batch())
     # Before freezing: snapshots leave out only what the model itself keeps in files and never trains.
     base = base_weights(settings, sequence)
+    takes_classes = "num_classes" in {*node, *accepted_arguments(node, "model", settings.allow)}
+    loaded = load_initial_weights(sequence, keys, build if takes_classes else None, classes)
     frozen = freeze(sequence, patterns)
     if load:
         load_parameters([sequence], torch.device("cpu"))
-    return ConfiguredModel(sequence, base, frozen)
+    return ConfiguredModel(sequence, base, loaded, frozen)
 
 
 def build_without_storage(make: Callable[[], nn.Sequential]) -> nn.Sequential:
@@ -117,7 +134,7 @@ def build_without_storage(make: Callable[[], nn.Sequential]) -> nn.Sequential:
 
 def model_arguments(settings: ModelConfig) -> dict[str, Any]:
     """The `model` node without the keys that gpipe uses itself and without a `num_classes` of null."""
-    own = sequence_keys(settings)
+    own = own_keys(settings)
     node: Mapping[str, Any] = settings.model
     return {
         key: value
@@ -126,18 +143,31 @@ def model_arguments(settings: ModelConfig) -> dict[str, Any]:
     }
 
 
-def sequence_keys(settings: ModelConfig) -> dict[str, Any]:
-    """`model.layers` and `model.leaves`, where the model's target does not take them itself."""
+def own_keys(settings: ModelConfig) -> dict[str, Any]:
+    """The keys of `model` that gpipe uses, where the model's target does not take them itself."""
     node: Mapping[str, Any] = settings.model
-    if not any(key in node for key in SEQUENCE_KEYS):
+    if not any(key in node for key in OWN_KEYS):
         return {}
     taken = accepted_arguments(node, "model", settings.allow)
-    return {key: node[key] for key in SEQUENCE_KEYS if key in node and key not in taken}
+    if str(node["_target_"]).startswith("torchvision."):
+        taken -= {FILE}  # there it names weights to download
+    return {key: node[key] for key in OWN_KEYS if key in node and key not in taken}
 
 
-def check_layers(keys: Mapping[str, Any]) -> None:
-    """Check `model.layers` and `model.leaves` before the model is built."""
+def without_initial_weights(settings: Settings) -> Settings:
+    """The settings for a model whose weights come from a snapshot: the file it started from may be gone."""
+    dropped = own_keys(settings).keys() & WEIGHTS_KEYS
+    return replace(
+        settings, model={key: value for key, value in settings.model.items() if key not in dropped}
+    )
+
+
+def check_own_keys(keys: Mapping[str, Any]) -> None:
+    """Check the keys of `model` that gpipe uses before the model is built."""
+    check_weights_keys(keys)
     for key, items in keys.items():
+        if key not in SEQUENCE_KEYS:
+            continue
         if not isinstance(items, SequenceOf) or isinstance(items, str):
             raise ConfigError(f"model.{key}={items}: must be a list")
     for index, item in enumerate(keys.get("layers", ())):
@@ -161,6 +191,8 @@ def as_sequence(model: nn.Module, keys: Mapping[str, Any], sample: Value) -> nn.
 
 def _with_whole_norms(model: nn.Module, keys: Mapping[str, Any]) -> Mapping[str, Any]:
     """Keep norms whole that tracing would take apart: their code would be that of train mode, even if frozen."""
+    if "layers" in keys or (isinstance(model, nn.Sequential) and "leaves" not in keys):
+        return keys  # it is not traced
     norms = {
         path
         for path, module in model.named_modules()

@@ -17,12 +17,13 @@ from gpipe_cli.config.yaml_files import load_yaml
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import EngineState, load_module, module_state
 from gpipe_cli.errors import ConfigError, RunError
-from gpipe_cli.models.weights import check_weights, load_weights, read_weights
+from gpipe_cli.models.weights import fitted_weights, load_weights
 from gpipe_cli.report.formatting import one_line
 from gpipe_cli.sequential.unloaded import read_from
 from gpipe_cli.sequential.without_storage import placeholder
 from gpipe_cli.tensor_files.header import BadTensors
 from gpipe_cli.tensor_files.tensor_file import TensorFile
+from gpipe_cli.tensor_files.weights_file import read_weights
 from gpipe_cli.training.snapshot.contents import decode_tensors, open_large_snapshot
 from gpipe_cli.training.snapshot.manifest import (
     BUFFERS,
@@ -116,9 +117,9 @@ def load_into_model(
     """
     if snapshot is None:
         assert weights is not None, "the configuration was checked"
-        tensors = read_weights(weights, "weights")
-        load_weights(model, tensors, weights, "weights")
-        read_from(model, tensors)
+        file = read_weights(weights, "weights")
+        load_weights(model, file, weights, "weights")
+        read_from(model, fitted_weights(model, file, weights, "weights"))
         return
     state = EngineState(decode_tensors(snapshot, MODEL), decode_tensors(snapshot, BUFFERS))
     with _errors_name(snapshot.path / MODEL):
@@ -142,8 +143,7 @@ def _lazy_state(weights: str, model: nn.Module) -> EngineState:
     """The state in a file of weights, read on demand; buffers outside the state_dict keep their values."""
     expected, buffers = model.state_dict(), module_state(model).buffers
     if Path(weights).suffix != ".safetensors" or not Path(weights).is_file():
-        tensors = read_weights(weights, "weights")
-        check_weights(model, tensors, weights, "weights")
+        tensors = fitted_weights(model, read_weights(weights, "weights"), weights, "weights")
         return EngineState(
             {name: tensor.to(expected[name].dtype) for name, tensor in tensors.items()}, buffers
         )
@@ -151,13 +151,13 @@ def _lazy_state(weights: str, model: nn.Module) -> EngineState:
         file = TensorFile(Path(weights))
     except (BadTensors, OSError) as error:
         raise RunError(f"weights={weights}: damaged, or not a safetensors file ({error})") from error
-    check_weights(model, file.outlines, weights, "weights")
+    fitted = fitted_weights(model, {"": file.outlines}, weights, "weights")
     # An expanded zero has the shape and dtype of the model's parameter but no storage. It stands for the tensor in
     # the file, which may have another dtype, until the engine fetches the slice that contains it.
     placeholders = {
-        name: placeholder(outline.shape, expected[name].dtype) for name, outline in file.outlines.items()
+        name: placeholder(outline.shape, expected[name].dtype) for name, outline in fitted.items()
     }
-    outlines = {id(placeholder): file.outlines[name] for name, placeholder in placeholders.items()}
+    outlines = {id(placeholder): fitted[name] for name, placeholder in placeholders.items()}
 
     def fetch(tensor: Tensor) -> Tensor:
         stored = file.fetch(outlines[id(tensor)]) if id(tensor) in outlines else None

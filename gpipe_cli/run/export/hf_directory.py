@@ -21,7 +21,7 @@ from gpipe_cli.errors import ConfigError, ResourceError, RunError
 from gpipe_cli.huggingface import MAX_JSON_BYTES, load_config
 from gpipe_cli.models.hf import model as hf_model
 from gpipe_cli.models.hf.tasks import CLASSIFICATION, model_class
-from gpipe_cli.models.weights import check_weights
+from gpipe_cli.models.weights import fitted_weights
 from gpipe_cli.run.base_weights import base_of_snapshot
 from gpipe_cli.run.saved_run import saved_config
 from gpipe_cli.safe_files import read_regular
@@ -49,7 +49,7 @@ def write(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
         )
     tensors = read_tensors(snapshot)
     model, _ = trained.without_values(tensors)
-    check_weights(model, tensors, snapshot.path / MODEL, "snapshot")
+    fitted_weights(model, {"": tensors}, snapshot.path / MODEL, "snapshot")
     names: dict[Tensor, str] = {}
     # Tied names share memory, as transformers expects.
     for name, parameter in model.named_parameters(remove_duplicate=False):
