@@ -46,7 +46,12 @@ class LoadedWeights:
     """Tensors of the file that the model has no use for."""
 
     def __str__(self) -> str:
-        lists = {"new": self.new, "left out": self.left_out}
+        counts = [name for name in self.new if name.endswith(_COUNT)]
+        new = [
+            *(name for name in self.new if name not in counts),
+            *([f"{len(counts)} {_COUNT}"] if counts else []),
+        ]
+        lists = {"new": new, "left out": self.left_out}
         return f"{self.loaded} of {self.expected} tensors from {self.file}" + "".join(
             f"; {what}: {listed(names)}" for what, names in lists.items() if names
         )
@@ -73,7 +78,7 @@ def load_weights(
     if problems := fit.problems():
         own_head = head()
         if not new_head and own_head and not _Fit.of(model, tensors, own_head).without_head().problems():
-            raise head_refusal(f"{key}={path}", fit.misshapen or {name: f"no {name}" for name in fit.missing})
+            raise head_refusal(f"{key}={path}", fit.misshapen, fit.missing)
         raise _refusal(f"{key}={path}", problems)
     with warnings.catch_warnings():
         # A parameter without storage has nothing to copy to: it is only compared.
@@ -168,7 +173,11 @@ class _Fit:
             unexpected = [name for name in unexpected if name in usable]
         counts = {name for name in missing if name.endswith(_COUNT)}
         missing = [name for name in missing if name not in counts]
-        return _Fit(expected, usable, head, missing, unexpected, frozenset(counts))
+        # A single number is no layer: wrappers that average weights count their updates in one.
+        extra = [name for name in unexpected if not usable[name].dim()]
+        unexpected = [name for name in unexpected if usable[name].dim()]
+        usable = {name: tensor for name, tensor in usable.items() if name not in extra}
+        return _Fit(expected, usable, head, missing, unexpected, frozenset(counts), extra)
 
     @property
     def misshapen(self) -> dict[str, str]:
@@ -223,7 +232,7 @@ class _Fit:
             [name for name in self.missing if name not in new],
             [name for name in self.unexpected if name not in left_out],
             self.new | new,
-            [*left_out, *(name for name in self.usable if name in new)],
+            [*self.left_out, *left_out],
         )
 
 
@@ -259,11 +268,15 @@ def _refusal(name: str, problems: Mapping[str, Sequence[str]]) -> ConfigError:
     return ConfigError(f"{name}: made for another model ({summary})")
 
 
-def head_refusal(name: str, misshapen: Mapping[str, str]) -> ConfigError:
-    """The error about weights that fit a model except for its head; `misshapen` describes the tensors of the head."""
+def head_refusal(name: str, misshapen: Mapping[str, str], missing: Sequence[str] = ()) -> ConfigError:
+    """The error about weights that fit a model except for its head, of which a tensor is misshapen or missing."""
+    if misshapen:
+        return ConfigError(
+            f"{name}: its head has another size ({listed(list(misshapen.values()))}); give model.new_head=true to "
+            "replace it by one for the classes of the data, or the model.num_classes that it was trained with"
+        )
     return ConfigError(
-        f"{name}: its head has another size ({listed(list(misshapen.values()))}); give model.new_head=true to "
-        "replace it by one for the classes of the data, or the model.num_classes that it was trained with"
+        f"{name}: has another head or none ({listed(missing) or 'it has more'}); give model.new_head=true for a new one"
     )
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate
-from gpipe_cli.config.schema import CostConfig, ModelConfig, TrainConfig
+from gpipe_cli.config.schema import CostConfig, ModelConfig, TrainConfig, TrainedConfig
 from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.models.weights import LoadedWeights
 from gpipe_cli.pipeline.layer_check import check_fit, check_input, check_outputs
@@ -37,8 +37,6 @@ SEQUENCE_KEYS = ("layers", "leaves")
 """Keys of `model` that say how to make a sequence of it."""
 OWN_KEYS = (*SEQUENCE_KEYS, *WEIGHTS_KEYS)
 """Keys of `model` that gpipe uses itself, unless the model's own target takes them."""
-
-Settings = TypeVar("Settings", bound=ModelConfig)
 
 # A list of layers is data from a config, so it may call only these functions of one tensor.
 FUNCTION_NAMES = """
@@ -110,7 +108,9 @@ def make_model(settings: ModelConfig, loader: BatchLoader, *, load: bool = True)
     # Before freezing: snapshots leave out only what the model itself keeps in files and never trains.
     base = base_weights(settings, sequence)
     takes_classes = "num_classes" in {*node, *accepted_arguments(node, "model", settings.allow)}
-    loaded = load_initial_weights(sequence, keys, build if takes_classes else None, classes)
+    loaded = None
+    if not starts_from_snapshot(settings):
+        loaded = load_initial_weights(sequence, keys, build if takes_classes else None, classes)
     frozen = freeze(sequence, patterns)
     if load:
         load_parameters([sequence], torch.device("cpu"))
@@ -154,11 +154,10 @@ def own_keys(settings: ModelConfig) -> dict[str, Any]:
     return {key: node[key] for key in OWN_KEYS if key in node and key not in taken}
 
 
-def without_initial_weights(settings: Settings) -> Settings:
-    """The settings for a model whose weights come from a snapshot: the file it started from may be gone."""
-    dropped = own_keys(settings).keys() & WEIGHTS_KEYS
-    return replace(
-        settings, model={key: value for key, value in settings.model.items() if key not in dropped}
+def starts_from_snapshot(settings: ModelConfig) -> bool:
+    """Whether a snapshot has all weights, so that the file in `model.weights` is not read and may be gone."""
+    return isinstance(settings, TrainedConfig) or (
+        isinstance(settings, TrainConfig) and settings.resume is not None
     )
 
 

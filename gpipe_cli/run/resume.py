@@ -96,6 +96,8 @@ def load_resumed_run(
     changes = _changes(saved, tree, LOADING_KEYS if base is None else (*LOADING_KEYS, BASE_KEY))
     if snapshot is not None:
         check_base(base, new_settings.model, snapshot.path, contents=is_main_process())
+    if snapshot is None:
+        new_settings = replace(new_settings, resume=None)  # a new run in the same directory
     return ResumedRun(directory, snapshot, new_settings, tree, changes)
 
 

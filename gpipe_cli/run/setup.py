@@ -149,8 +149,10 @@ def launch_facts(
     """
     limit = settings.device_memory
     has_timeline = isinstance(settings, EngineConfig) and traits_of_engine(settings).has_timeline
-    before = [] if resumed is None else _earlier_commands(resumed)
+    earlier = {} if resumed is None else _earlier_launch(resumed)
+    before = earlier.get("commands", [])
     commands = before if before[-1:] == [job.line] else [*before, job.line]  # restarted ranks repeat it
+    facts = parts.made.facts
     return {
         "command": job.command,
         "commands": commands,
@@ -158,7 +160,8 @@ def launch_facts(
         "device_memory": None if limit is None else parse_bytes(limit),
         "partitions": _partition_rows(settings, parts, activations),
         "profile": _profile_command(commands, has_timeline=has_timeline),
-        **parts.made.facts,
+        **facts,
+        "loaded": facts["loaded"] or earlier.get("loaded"),  # only when a run starts
     }
 
 
@@ -166,18 +169,19 @@ def write_launch(directory: Path, launch: Mapping[str, Any]) -> None:
     write_json(directory / LAUNCH_FILE, launch)
 
 
-def _earlier_commands(run: Path) -> list[str]:
-    """The commands that started and resumed the run before."""
+def _earlier_launch(run: Path) -> Mapping[str, Any]:
+    """The facts of the run so far, with the commands that started and resumed it."""
     path = run / LAUNCH_FILE
     try:
         match parse_json(read_regular(path, MAX_LAUNCH_BYTES, base=run)):
-            case {"commands": list(lines)} if all(
+            case {"commands": list(lines), **rest} if all(
                 isinstance(line, str) and shlex.split(line) for line in lines
             ):
-                return lines
+                loaded = rest.get("loaded")
+                return {"commands": lines, "loaded": loaded if isinstance(loaded, str) else None}
         raise ValueError("it lists no commands")
     except FileNotFoundError:
-        return []
+        return {}
     except (OSError, ValueError) as error:
         raise RunError(
             f"{path}: cannot be read: {error}; repair it, or remove it to resume without the earlier commands"

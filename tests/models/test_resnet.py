@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
@@ -78,26 +77,6 @@ def test_blocks_can_start_as_their_residual_connection(name: str) -> None:
     sequence = build(name, zero_init_residual=True)
     state = original.state_dict()
     assert all(torch.equal(state[key], value) for key, value in sequence.state_dict().items())
-
-
-def test_weights_of_torchvision_load(tmp_path: Path) -> None:
-    original = original_of("resnet18", num_classes=7).eval()
-    path = tmp_path / "resnet18.safetensors"
-    save_file(original.state_dict(), path)
-    sequence = build("resnet18", num_classes=7, weights=str(path)).eval()
-    input = torch.randn(1, 3, 32, 32)
-    assert torch.equal(sequence(input), original(input))
-
-
-def test_weights_with_other_classes_say_what_to_set(tmp_path: Path) -> None:
-    path = tmp_path / "resnet18.pth"
-    torch.save(original_of("resnet18", num_classes=7).state_dict(), path)
-    with pytest.raises(
-        ConfigError, match=r"has 7 classes, model\.num_classes is 10; set model\.num_classes=7"
-    ):
-        build("resnet18", weights=str(path))
-    with pytest.raises(ConfigError, match="made for another model"):
-        build("resnet34", num_classes=7, weights=str(path))
 
 
 def test_unknown_names_and_numbers_are_refused() -> None:

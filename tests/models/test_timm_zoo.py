@@ -1,12 +1,9 @@
-"""Models of timm: the original modules, weights by name, a new head, and the normalization they were trained with."""
+"""Models of timm: the original modules, and the normalization they were trained with."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from gpipe_cli.config.schema import ModelConfig
 from gpipe_cli.errors import ConfigError
@@ -16,34 +13,12 @@ from gpipe_cli.run.data import make_loader
 NAME = "test_resnet.r160_in1k"
 
 
-def test_weights_of_a_file_load_by_name(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    stored = build(NAME, num_classes=5).state_dict()
-    save_file(stored, tmp_path / "stored.safetensors")
-    model = build(NAME, num_classes=5, weights=tmp_path / "stored.safetensors").state_dict()
-    assert list(model) == list(stored) and all(torch.equal(model[name], stored[name]) for name in stored)
-
-
-def test_a_head_of_another_size_is_replaced_only_if_asked_for(tmp_path: Path) -> None:
-    stored = build(NAME, num_classes=5).state_dict()
-    save_file(stored, tmp_path / "stored.safetensors")
-    with pytest.raises(
-        ConfigError, match=r"head has another size \(fc\.weight 5x96 instead of 3x96.*new_head=true"
-    ):
-        build(NAME, num_classes=3, weights=tmp_path / "stored.safetensors")
-    for classes in (3, 5):
-        model = build(NAME, num_classes=classes, weights=tmp_path / "stored.safetensors", new_head=True)
-        for name, tensor in model.state_dict().items():
-            assert name.startswith("fc.") != torch.equal(tensor, stored[name]), name
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"name": "resnet1"}, "timm has no such model; did you mean resnet18"),
         ({"name": "hf-hub:timm/resnet18"}, "timm has no such model"),
         ({"name": NAME, "input_shape": (7,)}, "takes images, and the data has 7"),
-        ({"name": NAME, "new_head": True}, "model.weights is not given"),
         ({"name": NAME, "num_classes": 0}, "model.num_classes=0"),
     ],
 )

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.models.compare import prove_in_a_pipe
@@ -31,7 +30,6 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.models import torchvision_zoo
 from gpipe_cli.models.torchvision_zoo import build
 from gpipe_cli.sequential import to_sequential
-from gpipe_cli.vision import torchvision
 
 CONF = Path(__file__).resolve().parents[2] / "conf" / "model"
 FILES = [path for path in sorted(CONF.glob("*.yaml")) if "torchvision_zoo" in path.read_text()]
@@ -103,17 +101,6 @@ def test_the_facts_of_its_yaml_are_true(path: Path) -> None:
     parameters = sum(parameter.numel() for parameter in sequence.parameters())
     assert text.splitlines()[1] == f"# facts: parameters={parameters} layers={len(sequence)} input={input}"
     assert name == path.stem or path.stem == "torchvision"
-
-
-def test_weights_of_torchvision_load(tmp_path: Path) -> None:
-    original = torchvision.models.squeezenet1_1(weights=None, num_classes=7).eval()
-    path = tmp_path / "squeezenet.safetensors"
-    save_file(original.state_dict(), path)
-    input = torch.randn(1, 3, 64, 64)
-    sequence = build("squeezenet1_1", 7, weights=path, input_shape=(3, 64, 64)).eval()
-    assert torch.equal(sequence(input), original(input))
-    with pytest.raises(ConfigError, match=r"made for another model \(\d+ with another shape: classifier\.1"):
-        build("squeezenet1_1", 8, weights=path)
 
 
 def test_a_vision_transformer_is_built_for_the_size_of_the_images() -> None:
