@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import struct
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from gpipe_cli.config.compose import Request, compose_tree, settings_of
@@ -177,6 +181,21 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("eval snapshot=nowhere", 4, "snapshot=nowhere: no such directory"),
     ("eval snapshot=.", 4, "snapshot=.: not a snapshot"),
     ("eval weights=nowhere.pth", 4, "weights=nowhere.pth: no such file"),
+    ("train model=mlp model.weights=nowhere.pth", 4, "model.weights=nowhere.pth: no such file"),
+    (
+        "train model=mlp model.weights=w.npz",
+        2,
+        "model.weights=w.npz: unknown file type; give one of .safetensors",
+    ),
+    ("train model=mlp model.weights=/dev/zero.pth", 4, "model.weights=/dev/zero.pth: no such file"),
+    ("train model=mlp model.new_head=true", 2, "model.new_head=true: replaces the head of a file"),
+    (
+        "train model=mlp freeze=[hiden0]",
+        2,
+        "freeze=hiden0: no parameter of the model has such a name; did you mean 'hidden0'?",
+    ),
+    ("train model=mlp freeze=[*]", 2, "freeze=[*]: freezes every parameter of the model"),
+    ("train model=mlp freeze=head", 2, "freeze=head: expected a list in brackets"),
     ("generate", 2, "run: give the run to use"),
     ("generate run=nowhere", 4, "run=nowhere: no such directory"),
     ("generate run=. tokens=0", 2, "tokens=0: must be at least 1"),
@@ -333,6 +352,62 @@ def test_bad_input_ends_in_one_line_and_the_right_exit_code(
     assert answer.err.count("\n") == 1
     assert answer.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+class RunsCode:
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (Path("canary"),)
+
+
+def truncated(path: Path) -> None:
+    torch.save({"weight": torch.ones(1000)}, path)
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def claiming_too_much(path: Path) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+HOSTILE_WEIGHTS: dict[str, tuple[Callable[[Path], object], int, str]] = {
+    "empty.pth": (Path.touch, 4, "damaged, or contains more than tensors"),
+    "empty.safetensors": (Path.touch, 4, "damaged, or not a safetensors file"),
+    "truncated.pth": (truncated, 4, "damaged"),
+    "directory.pth": (Path.mkdir, 4, "cannot be read: is a directory"),
+    "fifo.pth": (os.mkfifo, 4, "cannot be read: is a named pipe"),
+    "code.pth": (lambda path: torch.save({"weight": RunsCode()}, path), 4, "and gpipe loads only tensors"),
+    "text.pth": (lambda path: path.write_text("weights"), 4, "damaged, or contains more than tensors"),
+    "huge.safetensors": (claiming_too_much, 4, "damaged, or not a safetensors file"),
+    "numbers.pth": (
+        lambda path: torch.save({"epoch": 3}, path),
+        4,
+        "contains a dict without tensors by name",
+    ),
+    "other.pth": (lambda path: torch.save({"a.weight": torch.ones(2, 2)}, path), 2, "made for another model"),
+    "meta.pth": (
+        lambda path: torch.save({"w": torch.ones(2, device="meta")}, path),
+        4,
+        "without tensors by name",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("fifo.pth", "code.pth", "other.pth") else pytest.mark.slow)
+        for name in HOSTILE_WEIGHTS
+    ],
+)
+def test_hostile_weights_end_in_one_line_and_run_nothing(
+    gpipe: Callable[..., Any], tmp_path: Path, name: str
+) -> None:
+    make, code, message = HOSTILE_WEIGHTS[name]
+    make(tmp_path / name)
+    answer = gpipe("train", "model=mlp", f"model.weights={name}")
+    assert answer.code == code and answer.err.count("\n") == 1
+    assert answer.err.startswith(f"gpipe: error: model.weights={name}: ") and message in answer.err
+    assert "\x1b" not in answer.err and [path.name for path in tmp_path.iterdir()] == [name]
 
 
 @cache

@@ -38,7 +38,9 @@ EXISTING_RUNS = ("first", "mine", "mine/0", "mine/1", "mine/2")
 CONFIG_FILES = ("config=my.yaml", "config=changed.yaml")
 """Files that a page's commands name; a test writes the first one of the page about files."""
 FINE_TUNING = DOCS / "how-to" / "fine-tune-hugging-face.md"
-"""Its commands build on each other: tests/test_fine_tuning.py runs them in order."""
+FREEZING = DOCS / "how-to" / "fine-tuning.md"
+IN_ORDER = (FINE_TUNING, FREEZING)
+"""Their commands build on each other: tests/test_fine_tuning.py runs them in order."""
 LONG = (
     "gpipe train model=resnet101 chunks=8",
     "gpipe train -m chunks=2,4,8",
@@ -177,7 +179,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "line",
     [
         pytest.param(line, marks=[pytest.mark.slow] if line not in README_COMMANDS or line in LONG else [])
-        for line in dict.fromkeys(line for page in PAGES if page != FINE_TUNING for line in commands(page))
+        for line in dict.fromkeys(line for page in PAGES if page not in IN_ORDER for line in commands(page))
     ],
 )
 def test_a_command_of_the_docs_works(

@@ -1,4 +1,4 @@
-"""The page on Hugging Face holds: its commands work in order, from a directory to a directory."""
+"""The pages on fine-tuning hold: their commands work in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gpipe_cli import huggingface
-from tests.test_docs import FINE_TUNING, TOP, commands, text_of
+from tests.test_docs import FINE_TUNING, FREEZING, TOP, commands, text_of
 
 MAKER = TOP / "examples" / "tiny_llama" / "make_tiny_llama.py"
 
@@ -55,3 +55,18 @@ def test_the_commands_of_the_page_lead_from_a_directory_to_a_directory(
     assert saved.keys() <= own.keys()
     assert all(torch.equal(saved[name], own[name]) for name in saved)
     assert json.loads(Path("adapter/adapter_config.json").read_text(encoding="utf-8"))["r"] == 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_commands_on_weights_and_freezing_print_what_the_page_shows(gpipe: Callable[..., Any]) -> None:
+    printed = ""
+    for line in commands(FREEZING):
+        words = [word for word in shlex.split(line)[1:] if not word.startswith(("steps=", "epochs="))]
+        resumes = any(word.startswith("resume=") for word in words)
+        short = [f"steps={2 if resumes else 1}", "threads=1"] if words[0] == "train" else []
+        answer = gpipe(*words, *short)
+        assert answer.code == 0, (line, answer.err)
+        printed += answer.err
+    shown = re.findall(r"^(?:loaded|frozen) .*$", text_of(FREEZING), flags=re.MULTILINE)
+    assert len(shown) == 2 and all(f"{line}\n" in printed for line in shown), printed

@@ -11,6 +11,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from gpipe_cli.run.initial_weights import WEIGHTS_KEYS
+
 CONF = Path(__file__).resolve().parents[2] / "conf"
 OURS = ("amoebanetd", "gpt", "mlp", "unet", "unet_standard")
 MEASURED = {
@@ -33,7 +35,8 @@ def test_the_facts_of_its_yaml_are_true(name: str) -> None:
     node: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[assignment]
     module, _, builder = node["_target_"].rpartition(".")
     data = import_module(f"gpipe_cli.data.{choices(name)['data']}").build()
-    keys = {key: value for key, value in node.items() if key not in ("_target_", "defaults", "num_classes")}
+    not_its_own = ("_target_", "defaults", "num_classes", *WEIGHTS_KEYS)
+    keys = {key: value for key, value in node.items() if key not in not_its_own}
     with torch.device("meta"):
         model = getattr(import_module(module), builder)(
             **keys, num_classes=data.classes, input_shape=data.shape
