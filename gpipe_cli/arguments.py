@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from gpipe_cli.config.options import default_options
+from gpipe_cli.config.options import known_keys
 from gpipe_cli.config.overrides import JOBS_KEY, take_jobs
-from gpipe_cli.config.schema import GROUPS, config_keys
+from gpipe_cli.config.schema import GROUPS
 from gpipe_cli.errors import ConfigError, or_list
 
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
@@ -140,12 +140,7 @@ def _key_for_flag(word: str, after: str, command: str) -> str:
     """`did you mean epochs=5?` for `--epochs 5`; empty if the command has no such key."""
     flag, equals, value = word.lstrip("-").partition("=")
     name = flag.replace("-", "_")
-    keys = [key.key for key in config_keys(command or "train")]
-    keys += [
-        f"{group}.{key}"
-        for group, option in default_options(command or "train").items()
-        for key in option.keys
-    ]
+    keys = known_keys(command or "train")
     near = [key for key in keys if name in (key, key.partition(".")[0], key.rpartition(".")[2])]
     if not near or len(name) < 2:
         return ""

@@ -93,7 +93,7 @@ def _configured(command: str, invocation: Invocation, number: int | None, began:
                 print_info(hydra, invocation.info, invocation.config_name or command, list(words))
             return 0
         composition = compose(request, multirun=invocation.multirun)
-        for note in file.notes if file else ():
+        for note in file.notes if file and not torchrun.follows() else ():
             print_status(note)
         jobs = Jobs(command, invocation, composition, time.monotonic() if began is None else began)
         return Sweep(jobs).run() if invocation.multirun else jobs.run_single(number)

@@ -56,13 +56,17 @@ def _watch(root: Path, invocation: Invocation) -> None:
     try:
         with Live(console=console, auto_refresh=False, screen=True) as live:
             while True:
-                room = max(1, console.height - 3)  # title, header and a line for the cursor
-                live.update(_table(root, _rows(root), room), refresh=True)
+                live.update(_table(root, _rows(root), _room(console)), refresh=True)
                 time.sleep(REFRESH_SECONDS)
     except KeyboardInterrupt as stop:
         if isinstance(stop, StopNow) and not stop.request.by_keyboard:
             raise
-    show(_table(root, _rows(root)))
+    show(_table(root, _rows(root), _room(console)))
+
+
+def _room(console: Console) -> int:
+    """How many rows fit besides the title, the header and the line of the cursor."""
+    return max(1, console.height - 3)
 
 
 def _table(root: Path, rows: Sequence[RunRow], room: int | None = None) -> Any:

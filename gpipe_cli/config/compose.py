@@ -26,7 +26,7 @@ from omegaconf.resolvers import oc
 
 from gpipe_cli.config.checks import check, check_numbers
 from gpipe_cli.config.hydra_loader import CUSTOM, HYDRA_NODE, GuardedLoader, check_hydra_choices, open_hydra
-from gpipe_cli.config.options import list_options, takes_recipes
+from gpipe_cli.config.options import known_keys, list_options, takes_recipes
 from gpipe_cli.config.overrides import (
     SCALE_KEY,
     SMALL,
@@ -42,7 +42,6 @@ from gpipe_cli.config.schema import (
     SCHEMAS,
     ModelConfig,
     TrainedConfig,
-    config_keys,
 )
 from gpipe_cli.config.targets import check_targets
 from gpipe_cli.config.yaml_files import check_references
@@ -352,7 +351,7 @@ def _describe(error: Exception, command: str) -> str:
         place = re.match(r"In '(.+?)':", whole)
         hint = (
             _other_owners(key)
-            or did_you_mean(key, _known_keys(command))
+            or did_you_mean(key, known_keys(command))
             or f"see `gpipe {command} --help` for every key"
         )
         return f"unknown key '{key}'{f' in {place[1]}.yaml' if place else ''}; {hint}"
@@ -375,13 +374,6 @@ def _reason(error: Exception, key: str) -> str:
     if "is not a subclass of" in text:
         return f"holds several keys; set one of them, {key}.<key>=..."
     return f"{text[0].lower()}{text[1:]}"
-
-
-def _known_keys(command: str) -> list[str]:
-    """Every key that exists: those of the schema and those of the shipped options of each group."""
-    inside = [f"{group}.{key}" for group in GROUPS for option in list_options(group) for key in option.keys]
-    of_recipes = [SCALE_KEY] if takes_recipes(command) else []
-    return [*(key.key for key in config_keys(command)), *dict.fromkeys(inside), *of_recipes]
 
 
 def _other_owners(key: str) -> str:

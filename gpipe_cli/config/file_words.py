@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, final
 
-from gpipe_cli.config.options import list_options
+from gpipe_cli.config.options import known_keys, list_options
 from gpipe_cli.config.overrides import (
     SCALE_KEY,
     TEXT_KEYS,
@@ -108,7 +108,10 @@ def _check_name(name: str, command: str) -> None:
         raise ConfigError(
             f"{name}: gpipe {command} does not have this key; it belongs to {', '.join(owners)}"
         )
-    hint = did_you_mean(name, sorted(known)) or f"see `gpipe {command} --help` for every key"
+    hint = (
+        did_you_mean(name, [*sorted(known), *known_keys(command)])
+        or f"see `gpipe {command} --help` for every key"
+    )
     raise ConfigError(f"unknown key '{name}'; {hint}")
 
 

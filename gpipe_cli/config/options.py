@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from gpipe_cli.config.schema import NO_EFFECT
+from gpipe_cli.config.overrides import SCALE_KEY
+from gpipe_cli.config.schema import GROUPS, NO_EFFECT, config_keys
 
 
 @cache
@@ -82,6 +83,13 @@ def default_options(command: str) -> dict[str, Option]:
         for option in list_options(group)
         if option.name == name and group not in NO_EFFECT.get(command, ())
     }
+
+
+def known_keys(command: str) -> list[str]:
+    """Every key that exists: those of the schema and those of the shipped options of each group."""
+    inside = [f"{group}.{key}" for group in GROUPS for option in list_options(group) for key in option.keys]
+    of_recipes = [SCALE_KEY] if takes_recipes(command) else []
+    return [*(key.key for key in config_keys(command)), *dict.fromkeys(inside), *of_recipes]
 
 
 def _primary(command: str) -> str:

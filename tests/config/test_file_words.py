@@ -47,6 +47,9 @@ def test_a_file_stands_for_the_words_of_a_command_line(text: str, words: str) ->
     ("plain", "message"),
     [
         ({"epoch": 1}, "unknown key 'epoch'; did you mean 'epochs'?"),
+        ({"lr": 1}, "unknown key 'lr'; did you mean 'optimizer.lr'?"),
+        ({"batch-size": 1}, "unknown key 'batch-size'; did you mean 'batch_size'?"),
+        ({"dataset": "digits"}, "unknown key 'dataset'; did you mean 'data'?"),
         ({"hydra": {"run": 1}}, "unknown key 'hydra'; see `gpipe train --help`"),
         ({"verify": True}, "verify: gpipe train does not have this key; it belongs to plan"),
         ({"allow": ["os"]}, "allow: may only be given on the command line"),
