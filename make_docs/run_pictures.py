@@ -30,11 +30,11 @@ PROFILE = (
     "gpipe profile timeline=true steps=9 model=gpt model.width=256 data.context=64 chunks=8 schedule=1f1b"
     " checkpoint=never balance=time run_dir=profile"
 )
-TRAIN = "gpipe train"
+TRAIN = "gpipe train run_dir=first"
 WIDTH, LEFT, RIGHT = 860, 72, 8
 TOP, ROW, BAR, GAP = 28, 30, 24, 0.6
 COLUMNS, LINES = 100, 40
-PAGE_SIZE = "1180,900"
+PAGE_SIZE = "1180,1500"
 
 
 def main() -> None:
@@ -42,8 +42,8 @@ def main() -> None:
         subprocess.run(shlex.split(PROFILE), cwd=folder, check=True, stdout=subprocess.DEVNULL)
         run = Path(folder) / "profile"
         (DOCS / "timeline.svg").write_text(draw_timeline(run), encoding="utf-8")
-        photograph(run / "report.html", DOCS / "report.png")
         (DOCS / "terminal.svg").write_text(draw_terminal(TRAIN, Path(folder)), encoding="utf-8")
+        photograph(Path(folder) / "first" / "report.html", DOCS / "report.png")
 
 
 def draw_timeline(run: Path) -> str:

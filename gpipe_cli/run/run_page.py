@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar, final
@@ -58,6 +59,7 @@ class RunPage:
         self._directory = Path()
         self._print_status: Callable[[str], None] = print_status
         self._due = 0.0
+        self._lacking: set[str] = set()
         self.observer = EvalObserver(parts.loader)
         """What the engine shows its evaluations to."""
 
@@ -65,8 +67,9 @@ class RunPage:
         """Write what is known before the first step."""
         self._directory, self._print_status = directory, print_status
         if self._world.is_rank_zero:
-            for name in (TRACE, TIMELINE):  # of an earlier launch, which may have had other partitions
-                (directory / name).unlink(missing_ok=True)
+            with suppress(OSError):
+                for name in (TRACE, TIMELINE):  # of an earlier launch, which may have had other partitions
+                    (directory / name).unlink(missing_ok=True)
             self._write("the layers", LAYERS, lambda: {"layers": self._layers})
 
     def follow(self, facts: Iterable[Fact]) -> Iterator[Fact]:
@@ -108,12 +111,14 @@ class RunPage:
             self._due = began + max(MIN_SECONDS, (time.monotonic() - began) / MAX_SHARE)
 
     def _write(self, what: str, name: str, content: Callable[[], dict[str, Any] | None]) -> None:
-        """what: what the page lacks if that fails."""
+        """what: what the page lacks if that fails, which is said once."""
         try:
             if (facts := content()) is not None:
                 write_json(self._directory / name, facts)
         except Exception as error:  # noqa: BLE001 - a page must not end a training
-            self._print_status(f"warning: the page of the run will lack {what}: {describe(error)}")
+            if what not in self._lacking:
+                self._print_status(f"warning: the page of the run will lack {what}: {describe(error)}")
+            self._lacking.add(what)
 
     def _write_step(self, step: int, timeline: StepTimeline) -> dict[str, Any]:
         """Write the trace; return how busy the partitions were."""

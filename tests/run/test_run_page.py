@@ -48,6 +48,22 @@ def test_a_run_writes_its_layers_an_early_step_and_its_predictions(tiny: Gpipe, 
         assert timeline["step"] == 3 and all(0 < row["busy"] <= 1 for row in timeline["partitions"])
 
 
+@pytest.mark.slow
+def test_replicas_in_processes_count_together(tiny: Gpipe) -> None:
+    words = ("train", "--json", "threads=1", "epochs=1")
+    alone, ranks = (
+        content(tiny(*words, *more).json["run_dir"], "predictions.json")
+        for more in ([], ["engine=processes", "data_parallel=2"])
+    )
+    assert ranks["counts"] == alone["counts"]
+    shown = {sample["index"]: (sample["target"], sample["predicted"]) for sample in alone["samples"]}
+    assert ranks["samples"] and all(
+        shown.get(sample["index"], (sample["target"], sample["predicted"]))
+        == (sample["target"], sample["predicted"])
+        for sample in ranks["samples"]
+    )
+
+
 def test_the_predicted_step_is_beside_the_measured_one_where_times_are_known(tiny: Gpipe) -> None:
     run = tiny(
         "train", "--json", "balance.measure=always", "balance.seconds=0.01", "balance.cache=false"
@@ -62,7 +78,7 @@ def test_a_page_that_cannot_be_made_costs_one_line(tiny: Gpipe, monkeypatch: pyt
         raise ValueError("no layers today")
 
     monkeypatch.setattr(run_page, "predictions_json", fails)
-    answer = tiny("train", "epochs=1")
+    answer = tiny("train", "epochs=2")
     assert answer.code == 0
     assert (
         answer.err.count("warning: the page of the run will lack predictions: ValueError: no layers today")
