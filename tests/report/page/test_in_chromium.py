@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from gpipe_cli.report.page.document import render_page
+from gpipe_cli.report.page.images import png_uri
 from gpipe_cli.report.page.run_facts import read_run
 from tests.report.page.browser import CHROMIUM, Browser, browser
 from tests.report.page.runs import HOSTILE, write_check, write_profile, write_training
@@ -83,6 +85,23 @@ def test_the_page_is_as_wide_as_the_screen(chromium: Browser, tmp_path: Path, wi
     path.write_text(render_page(runs), encoding="utf-8")
     chromium.open(path, width=width)
     assert chromium.value("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+
+
+def test_images_are_shown_and_hostile_class_names_stay_text(chromium: Browser, tmp_path: Path) -> None:
+    run = write_training(tmp_path / "run")
+    sample = {"target": 1, "predicted": 0, "confidence": 0.5, "image": png_uri(bytes(12), 2, 2)}
+    names = [f"{HOSTILE} {'long ' * 9}{index}" for index in range(30)]
+    counts = [[7] * 30] * 30
+    content = {"step": 3, "class_names": names, "counts": counts, "samples": [sample] * 12}
+    (run / "predictions.json").write_text(json.dumps(content), encoding="utf-8")
+    path = tmp_path / "page.html"
+    path.write_text(render_page([read_run(run)]), encoding="utf-8")
+    chromium.errors.clear()
+    chromium.open(path, width=400)
+    assert chromium.value("[...document.images].every(image => image.naturalWidth === 2)")
+    assert chromium.value("document.images.length") == 12 and chromium.value("document.scripts.length") == 1
+    assert chromium.value("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert chromium.errors == [] and all(url.startswith(("data:", "file:")) for url in chromium.requests)
 
 
 def test_dark_is_dark(chromium: Browser, tmp_path: Path) -> None:
