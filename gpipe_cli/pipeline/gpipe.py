@@ -23,6 +23,7 @@ from gpipe_cli.pipeline.pipe_module import Output, PipeModule, refuse_hooks
 from gpipe_cli.schedule import order, traits
 from gpipe_cli.schedule.action import Action, Kind, Order
 from gpipe_cli.schedule.checkpoint import Checkpoint, checked_checkpoint
+from gpipe_cli.torch_internals.gradient_reducers import is_inside_ddp
 
 _BALANCE_HINT = "Find one with gpipe_cli.balance, for example balance_by_time(module, sample, partitions=2)."
 
@@ -71,6 +72,13 @@ class PipeBase(PipeModule):
 
     def forward(self, input: Value) -> Output:
         self._check_layers()
+        if self.chunks > 1 and torch.is_grad_enabled() and is_inside_ddp():
+            # Its reducer takes the gradients of the first micro-batch for those of the whole mini-batch.
+            raise RuntimeError(
+                "DistributedDataParallel around a pipe gives wrong gradients, since a pipe runs a backward for each "
+                "micro-batch; leave it out, and average the gradients after backward, or train with "
+                "gpipe train engine=processes data_parallel=2"
+            )
         # Without layers there is nothing to split the input for.
         return self._original_output(self._forward(input)) if self._layers else input
 

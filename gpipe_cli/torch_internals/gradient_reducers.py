@@ -24,6 +24,14 @@ _ENTRIES = (
 """For each wrapper, the method with which its forward begins."""
 
 
+def is_inside_ddp() -> bool:
+    """Whether the forward of a DistributedDataParallel is under way, whose module then calls what asks."""
+    module, kind, _ = _ENTRIES[0]
+    if module not in sys.modules:
+        return False
+    return getattr(getattr(sys.modules[module], kind), "_active_ddp_module", None) is not None
+
+
 @final
 class _ThreadNotice(threading.local):
     notice: Notice | None = None

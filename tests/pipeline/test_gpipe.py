@@ -387,3 +387,22 @@ def test_a_layer_is_at_most_twelve_frames_away_from_step(checkpoint: str) -> Non
         for _ in range(2):
             pipe.step(torch.ones(4, 2), torch.ones(4, 2), functional.mse_loss)
     assert max(counts) <= 12
+
+
+def test_a_pipe_inside_distributed_data_parallel_is_refused() -> None:
+    """With luck torch raised that a variable was marked ready twice; otherwise the gradients were wrong."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        with GPipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=2) as pipe:
+            wrapped = nn.parallel.DistributedDataParallel(pipe)
+            with pytest.raises(
+                RuntimeError, match="DistributedDataParallel around a pipe gives wrong gradients"
+            ):
+                wrapped(torch.rand(4, 4))
+            with torch.no_grad():
+                wrapped(torch.rand(4, 4))
+            pipe.chunks = 1
+            wrapped(torch.rand(4, 4)).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
