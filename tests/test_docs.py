@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from gpipe_cli.cli import main
 from gpipe_cli.config.options import list_options
@@ -39,8 +40,9 @@ CONFIG_FILES = ("config=my.yaml", "config=changed.yaml")
 """Files that a page's commands name; a test writes the first one of the page about files."""
 FINE_TUNING = DOCS / "how-to" / "fine-tune-hugging-face.md"
 FREEZING = DOCS / "how-to" / "fine-tuning.md"
-IN_ORDER = (FINE_TUNING, FREEZING)
-"""Their commands build on each other: tests/test_fine_tuning.py runs them in order."""
+PREDICTION = DOCS / "how-to" / "prediction.md"
+IN_ORDER = (FINE_TUNING, FREEZING, PREDICTION)
+"""Their commands build on each other: tests/test_fine_tuning.py and tests/test_prediction_page.py run them in order."""
 LONG = (
     "gpipe train model=resnet101 chunks=8",
     "gpipe train -m chunks=2,4,8",
@@ -199,6 +201,9 @@ def test_a_command_of_the_docs_works(
             shutil.copytree(request.getfixturevalue("finished_run"), tmp_path / name)
     if words == ["runs"]:
         (tmp_path / "runs").mkdir()
+    if "input=photos" in words:
+        (tmp_path / "photos").mkdir()
+        Image.new("RGB", (9, 9)).save(tmp_path / "photos" / "1.png")
     answer = gpipe(*words, *shortened(words))
     assert answer.code == 0, answer.err
     assert answer.out
