@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from gpipe_cli.run.inference_spec import SEGMENTATION, InferenceSpec
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.masks import MaskFolder
 from gpipe_cli.run.prediction import Predictor, Row, check_out
-from gpipe_cli.run.prediction_input import ImageReader, find_files
+from gpipe_cli.run.prediction_input import find_files, open_inputs
 from gpipe_cli.run.ranks import connect, run_in_ranks, settings_for_rank, starts_ranks
 from gpipe_cli.run.snapshot_choice import ChosenSnapshot
 from gpipe_cli.run.trained import (
@@ -36,6 +37,8 @@ from gpipe_cli.run.trained import (
 from gpipe_cli.safe_files import writing
 from gpipe_cli.training.signals import StopRequested, stop_requests
 from gpipe_cli.training.snapshot.durable import write_file
+
+PROGRESS_SECONDS = 5
 
 
 def run(settings: PredictConfig, job: Job) -> Summary:
@@ -73,12 +76,12 @@ def _predict(
     if not is_rank():
         check_out(spec, settings.out)
     parts = build_trained(settings, job, snapshot, world, spec.data())
-    reader = ImageReader(spec, parts.loader.transforms.test)
+    inputs = open_inputs(spec, files, parts.loader.transforms.test)
     source = {"weights": weights_name(settings, snapshot), "command": job.line}
     if job.dry_run:
         if not job.json:
             print_partitions(parts.partitions)
-        return {"partitions": parts.partitions, "inputs": len(files), **source}
+        return {"partitions": parts.partitions, "inputs": len(inputs), **source}
     if starts_ranks(settings):
         return run_in_ranks(settings, job, parts)
     masks = None
@@ -90,8 +93,9 @@ def _predict(
             trained_engine(settings, job, parts, snapshot, world) as engine,
             stop_requests(agree=world.max, patient=world.size > 1) as stops,
         ):
-            predictor = Predictor(engine, spec, reader, world, settings.top, masks)
-            rows = list(stops.until_stopped(predictor.predict(files, settings.batch_size)))
+            predictor = Predictor(engine, spec, world, settings.top, masks)
+            predicted = stops.until_stopped(predictor.predict(inputs, settings.batch_size))
+            rows = list(_with_progress(predicted, len(inputs)) if world.is_rank_zero else predicted)
     except StopRequested as request:
         raise request.error(f"stopped by {request.reason}") from request
     failed = [row for row in rows if "error" in row]
@@ -101,6 +105,16 @@ def _predict(
         "seconds": time.perf_counter() - began,
         **source,
     }
+
+
+def _with_progress(rows: Iterator[Row], total: int) -> Iterator[Row]:
+    """Print every few seconds how many inputs are done."""
+    printed = time.monotonic()
+    for count, row in enumerate(rows):
+        if time.monotonic() - printed > PROGRESS_SECONDS:
+            printed = time.monotonic()
+            print_status(f"{count} of {total} predicted")
+        yield row
 
 
 def _show(summary: Summary, settings: PredictConfig, job: Job) -> None:

@@ -34,13 +34,13 @@ class MaskFolder:
             folder.mkdir(parents=True)
         return MaskFolder(folder)
 
-    def write(self, file: InputFile, classes: Tensor, height: int, width: int) -> Path:
-        """Write the mask, scaled to the size of its image, and return its path.
+    def write(self, file: InputFile, classes: Tensor, size: tuple[int, int]) -> Path:
+        """Write the mask, scaled to the width and height of its image, and return its path.
 
         classes: of each pixel, as the model saw it.
         """
         path = self._path(file)
-        mask = _image(classes).resize((width, height), Image.Resampling.NEAREST)
+        mask = _image(classes).resize(size, Image.Resampling.NEAREST)
         content = io.BytesIO()
         mask.save(content, "PNG")
         with writing(path):

@@ -21,10 +21,10 @@ from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.inference_spec import CLASSIFICATION, SEGMENTATION, InferenceSpec
 from gpipe_cli.run.masks import MaskFolder
-from gpipe_cli.run.prediction_input import ImageReader, InputFile, PreparedImage
+from gpipe_cli.run.prediction_input import InputFile, Inputs, PreparedInput
 
 Row = dict[str, Any]
-"""The prediction for one file, as JSON; with `error` instead for a file that could not be read."""
+"""The prediction for one input, as JSON; with `error` instead if it could not be read."""
 
 
 @final
@@ -32,40 +32,33 @@ Row = dict[str, Any]
 class Predictor:
     engine: Engine
     spec: InferenceSpec
-    reader: ImageReader
     world: World
     top: int
     masks: MaskFolder | None
     """Where the masks of a segmentation go; only rank 0 writes them."""
 
-    def predict(self, files: Sequence[InputFile], batch_size: int) -> Iterator[Row]:
-        """A row per file, in order."""
-        for begin in range(0, len(files), batch_size):
-            batch = files[begin : begin + batch_size]
-            images = [self._read(file) for file in batch]
-            # Every rank reads every file. Should one of them fail where rank 0 succeeds, it takes zeros instead:
+    def predict(self, inputs: Inputs, batch_size: int) -> Iterator[Row]:
+        """A row per input, in order."""
+        for begin in range(0, len(inputs), batch_size):
+            batch = range(begin, min(begin + batch_size, len(inputs)))
+            samples = [_read(inputs, index) for index in batch]
+            # Every rank reads every input. Should one of them fail where rank 0 succeeds, it takes zeros instead:
             # all ranks need batches of the same size.
-            errors = [image if isinstance(image, str) else None for image in images]
+            errors = [sample if isinstance(sample, str) else None for sample in samples]
             errors = json.loads(self.world.from_rank_zero(json.dumps(errors)))
-            inputs = [
-                image.input if isinstance(image, PreparedImage) else self.reader.zeros
-                for image, error in zip(images, errors, strict=True)
+            tensors = [
+                sample.input if isinstance(sample, PreparedInput) else inputs.zeros
+                for sample, error in zip(samples, errors, strict=True)
                 if error is None
             ]
-            outputs = iter(self.engine.predict(_stacked(inputs), self._results) if inputs else ())
-            for file, image, error in zip(batch, images, errors, strict=True):
-                if error is not None:
-                    if self.world.is_rank_zero:
-                        print_status(f"skipped {error}")
-                    yield {"file": str(file.path), "error": error}
-                else:
-                    yield {"file": str(file.path), **self._row(file, image, next(outputs))}
-
-    def _read(self, file: InputFile) -> PreparedImage | str:
-        try:
-            return self.reader.read(file.path)
-        except DataError as error:
-            return describe(error)
+            outputs = iter(self.engine.predict(_stacked(tensors), self._results) if tensors else ())
+            for index, sample, error in zip(batch, samples, errors, strict=True):
+                if error is None:
+                    yield {**inputs.label(index), **self._row(inputs.file(index), sample, next(outputs))}
+                    continue
+                if self.world.is_rank_zero:
+                    print_status(f"skipped {error}")
+                yield {**inputs.label(index), "error": error}
 
     def _results(self, output: Any) -> Tensor:
         """What the process with the last layer sends to the others: probabilities, numbers, or a class per pixel."""
@@ -84,9 +77,9 @@ class Predictor:
         """A single score has no other to compare it with: it is shown as a number."""
         return self.spec.task == CLASSIFICATION and scores.shape[-1] > 1
 
-    def _row(self, file: InputFile, image: PreparedImage | str, result: Tensor) -> Row:
+    def _row(self, file: InputFile, sample: PreparedInput | str, result: Tensor) -> Row:
         if self.spec.task == SEGMENTATION:
-            return self._mask_row(file, image, result)
+            return self._mask_row(file, sample, result)
         if not result.isfinite().all():
             raise NumericError(f"{file.path}: the model's output is not finite")
         if not self._shows_classes(result):
@@ -99,7 +92,7 @@ class Predictor:
             ]
         }
 
-    def _mask_row(self, file: InputFile, image: PreparedImage | str, classes: Tensor) -> Row:
+    def _mask_row(self, file: InputFile, sample: PreparedInput | str, classes: Tensor) -> Row:
         """The classes with the most pixels, and the file of the mask."""
         pixels = torch.bincount(classes.flatten())
         top = pixels.topk(min(self.top, int((pixels > 0).sum())))
@@ -109,8 +102,8 @@ class Predictor:
                 for count, index in zip(top.values.tolist(), top.indices.tolist(), strict=True)
             ]
         }
-        if self.masks is not None and isinstance(image, PreparedImage):
-            row = {"mask": str(self.masks.write(file, classes, image.height, image.width)), **row}
+        if self.masks is not None and isinstance(sample, PreparedInput):
+            row = {"mask": str(self.masks.write(file, classes, sample.size)), **row}
         return row
 
     def _name(self, index: int) -> str:
@@ -126,6 +119,14 @@ def check_out(spec: InferenceSpec, out: str | None) -> None:
         raise ConfigError("out: give out=<folder>, a new folder for the masks of this segmentation")
     if spec.task != SEGMENTATION and out is not None and Path(out).suffix != ".csv":
         raise ConfigError(f"out={out}: gpipe writes predictions as CSV; give a name that ends in .csv")
+
+
+def _read(inputs: Inputs, index: int) -> PreparedInput | str:
+    """The input, or why it cannot be read."""
+    try:
+        return inputs.read(index)
+    except DataError as error:
+        return describe(error)
 
 
 def _main_output(output: Any) -> Tensor:

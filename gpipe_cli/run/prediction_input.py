@@ -1,4 +1,4 @@
-"""The images that `gpipe predict` is given: find them, read them, and prepare them as training did for evaluation."""
+"""The images that `gpipe predict` is given: find them, and read them as training did for evaluation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from PIL import Image
@@ -33,11 +33,39 @@ class InputFile:
 
 @final
 @dataclass(frozen=True)
-class PreparedImage:
+class PreparedInput:
     input: ModelInput
-    height: int
-    """Of the image as it is in its file."""
-    width: int
+    size: tuple[int, int] = (0, 0)
+    """Width and height of an image, as it is in its file."""
+
+
+class Inputs(Protocol):
+    """What to predict, by index."""
+
+    def __len__(self) -> int: ...
+
+    def file(self, index: int) -> InputFile: ...
+
+    def label(self, index: int) -> dict[str, Any]:
+        """What tells it from the others, as JSON."""
+
+    def read(self, index: int) -> PreparedInput:
+        """Raise DataError if it cannot be read."""
+
+    @property
+    def zeros(self) -> ModelInput:
+        """The input of a sample that only another process could read."""
+
+
+def open_inputs(spec: InferenceSpec, files: list[InputFile], transform: Transform | None) -> Inputs:
+    """The files as inputs of a model."""
+    if spec.task == OTHER or len(spec.shape) != 3 or spec.shape[0] not in (1, 3):
+        shape = "x".join(map(str, spec.shape))
+        raise ConfigError(
+            f"input: gpipe predict reads images, and the inputs of this model are no images (shape {shape}); "
+            "for text use gpipe generate"
+        )
+    return Images(spec, files, transform)
 
 
 def find_files(given: Any, world: World) -> list[InputFile]:
@@ -85,39 +113,40 @@ def _images_below(folder: Path) -> list[Path]:
 
 
 @final
-class ImageReader:
-    """Reads images as inputs of a model: its channels and size, then the transform of the evaluation."""
+class Images:
+    """Images with the channels and size of a model's inputs, normalized as in the evaluation."""
 
-    def __init__(self, spec: InferenceSpec, transform: Transform | None) -> None:
-        self._channels, *size = spec.shape
-        if spec.task == OTHER or len(size) != 2 or self._channels not in (1, 3):
-            shape = "x".join(map(str, spec.shape))
-            raise ConfigError(
-                f"input: gpipe predict reads images, and the inputs of this model are no images (shape {shape}); for "
-                "text use gpipe generate"
-            )
-        self._height, self._width = size
-        self._transform = transform
+    def __init__(self, spec: InferenceSpec, files: list[InputFile], transform: Transform | None) -> None:
+        self._channels, self._height, self._width = spec.shape
+        self._files, self._transform = files, transform
         # A mask has to cover the whole image, so that is scaled, though not by the same factor in both directions.
         self._stretches = spec.task == SEGMENTATION
 
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def file(self, index: int) -> InputFile:
+        return self._files[index]
+
+    def label(self, index: int) -> dict[str, Any]:
+        return {"file": str(self._files[index].path)}
+
     @property
     def zeros(self) -> ModelInput:
-        """The input of an image that only another process could read."""
-        return self._transformed(torch.zeros(self._channels, self._height, self._width))
+        return transformed(torch.zeros(self._channels, self._height, self._width), self._transform)
 
-    def read(self, path: Path) -> PreparedImage:
-        """Raise DataError if the file is no image, or one of far too many pixels."""
+    def read(self, index: int) -> PreparedInput:
         with warnings.catch_warnings():
-            # PIL warns of images that it reads, and refuses those of twice the size.
+            # PIL warns of images above its limit, and refuses only those of twice the limit.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = read_image(path, self._channels)
+            image = read_image(self._files[index].path, self._channels)
         height, width = image.shape[-2:]
         if self._stretches:
             image = resize(image.unsqueeze(0), self._height, self._width).squeeze(0)
         else:
             image = center_crop(image, self._height, self._width)
-        return PreparedImage(self._transformed(image), height, width)
+        return PreparedInput(transformed(image, self._transform), (width, height))
 
-    def _transformed(self, image: Tensor) -> ModelInput:
-        return image if self._transform is None else self._transform(image, None)
+
+def transformed(input: Tensor, transform: Transform | None) -> ModelInput:
+    return input if transform is None else transform(input, None)

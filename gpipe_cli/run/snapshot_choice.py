@@ -49,8 +49,8 @@ def choose_snapshot(key: str, value: str, at: str | None, wanted: Collection[str
     if newest is None or best is None or at == LAST:
         snapshot = select_snapshot(key, value, wanted)
         name, known = LAST if key == "run" else key, "" if best is None else f" (best: {_describe(best)})"
-        step = record_of(snapshot.path, snapshot.manifest).position.step
-        return ChosenSnapshot(snapshot, f"{name}: step {step}{known}")
+        record = record_of(snapshot.path, snapshot.manifest)
+        return ChosenSnapshot(snapshot, f"{name}: step {record.position.step}{_average(record)}{known}")
     try:
         snapshot = read_snapshot(snapshot_path(Path(value), best.step), wanted)
     except RunError as error:
@@ -58,7 +58,8 @@ def choose_snapshot(key: str, value: str, at: str | None, wanted: Collection[str
             f"run={value}: its best snapshot ({_describe(best)}) cannot be used: {error}; "
             f"give at={LAST} to use the last one"
         ) from error
-    return ChosenSnapshot(snapshot, f"{BEST}: {_describe(best)} of {newest.position.step}")
+    record = record_of(snapshot.path, snapshot.manifest)
+    return ChosenSnapshot(snapshot, f"{BEST}: {_describe(best)} of {newest.position.step}{_average(record)}")
 
 
 def _newest_record(run: Path) -> TrainingRecord | None:
@@ -74,6 +75,14 @@ def _newest_record(run: Path) -> TrainingRecord | None:
             print_status(f"{reason}; the snapshot before it says which is the best")
         return record
     return None
+
+
+def _average(record: TrainingRecord) -> str:
+    """With `ema`, the weights of a snapshot are averages, and its optimizer says of how many updates."""
+    match record.numbers:
+        case {"optimizer": {"groups": [{"averaged_updates": int(updates)}, *_]}}:
+            return f", weights averaged over {updates} updates (ema)"
+    return ""
 
 
 def _describe(best: BestEvaluation) -> str:
