@@ -273,6 +273,7 @@ FILES = (
     "train.log",
     "metrics.jsonl",
     "summary.json",
+    "inference.json",
     "launch.json",
     "report.html",
     SNAPSHOT,
