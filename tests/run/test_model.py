@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.run.model import as_sequence, build_without_storage, check_layers
+from gpipe_cli.run.model import as_sequence, build_without_storage, check_own_keys
 
 SOURCE = """
 import torch
@@ -80,14 +80,14 @@ def test_a_list_of_layers_divides_the_blocks_of_a_resnet(gpipe: Callable[..., An
 
 
 def test_a_list_of_layers_may_name_only_submodules_and_harmless_functions() -> None:
-    check_layers({"layers": ["fc", {"call": "torch.flatten", "start_dim": 1}], "leaves": ["fc"]})
+    check_own_keys({"layers": ["fc", {"call": "torch.flatten", "start_dim": 1}], "leaves": ["fc"]})
     for items, message in (
         ([{"call": "torch.load"}], r"model\.layers\[0\]\.call=torch\.load: not allowed here; "),
         (["a", 3], r"model\.layers\[1\]=3: give the name of a submodule, or \{call: torch\.flatten"),
         ("fc", r"model\.layers=fc: must be a list"),
     ):
         with pytest.raises(ConfigError, match=message):
-            check_layers({"layers": items})
+            check_own_keys({"layers": items})
 
 
 def test_a_sequence_stays_as_it_is_without_keys_about_its_layers() -> None:
