@@ -25,7 +25,14 @@ MODEL = ("model=gpt", "model.width=16", "model.depth=2", "model.heads=2", "data.
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    words = ("steps=3", "balance=uniform", "batch_size=8", "chunks=2", "data.stride=400", f"run_dir={folder / 'run'}")
+    words = (
+        "steps=3",
+        "balance=uniform",
+        "batch_size=8",
+        "chunks=2",
+        "data.stride=400",
+        f"run_dir={folder / 'run'}",
+    )
     assert main(["train", *MODEL, *words]) == 0
     return folder / "run"
 
