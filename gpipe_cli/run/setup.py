@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
 from omegaconf import OmegaConf
 from torch import nn
 
-from gpipe_cli.config.overrides import override_key
+from gpipe_cli.config.options import default_options
 from gpipe_cli.config.schema import CostConfig, EngineConfig, TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.state import module_state
@@ -145,6 +145,8 @@ def launch_facts(
 ) -> dict[str, Any]:
     """The facts of launch.json: the commands that started and resumed the run, and its partitions.
 
+    `profile` is what a profile of the run needs besides its configuration: another engine if that of the run cannot
+    record its steps.
     activations: the bytes each partition saves for backward, if known; resumed: the directory of a resumed run.
     """
     limit = settings.device_memory
@@ -159,7 +161,7 @@ def launch_facts(
         "allow": settings.allow,
         "device_memory": None if limit is None else parse_bytes(limit),
         "partitions": _partition_rows(settings, parts, activations),
-        "profile": _profile_command(commands, has_timeline=has_timeline),
+        "profile": [] if has_timeline else [f"engine={default_options('profile')['engine'].name}"],
         **facts,
         "loaded": facts["loaded"] or earlier.get("loaded"),  # only when a run starts
     }
@@ -204,23 +206,3 @@ def _partition_rows(
     else:
         sizes = [{**row, "activation_bytes": saved} for row, saved in zip(sizes, activations, strict=True)]
     return [{**row, **own} for row, own in zip(rows, sizes, strict=True)]
-
-
-def _profile_command(commands: Sequence[str], *, has_timeline: bool) -> str | None:
-    """The command that records a step of the same pipeline; None for a recipe or a file, which may have other keys.
-
-    has_timeline: whether the run's engine can record its steps; otherwise the profile uses the default engine.
-    """
-    taken = {"engine", *(field.name for field in fields(CostConfig))}
-    words: dict[str, str] = {}
-    for line in commands:
-        given = shlex.split(line)[2:]
-        if any(word.startswith(("recipe=", "config=", "--config-")) for word in given):
-            return None
-        for word in given:
-            path = override_key(word)
-            if path.partition(".")[0] in taken:
-                words[path] = word
-    if not has_timeline:
-        words = {path: word for path, word in words.items() if path.partition(".")[0] != "engine"}
-    return shlex.join(["gpipe", "profile", "timeline=true", *words.values()])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,12 +25,22 @@ def test_a_trained_run_has_a_report_that_can_be_rebuilt(tiny: Gpipe) -> None:
     assert page.read_text(encoding="utf-8") == first
 
 
-def test_the_report_of_a_resumed_run_lists_all_its_commands(tiny: Gpipe) -> None:
+def test_the_report_of_a_resumed_run_lists_all_its_commands(tiny: Gpipe, gpipe: Gpipe) -> None:
     tiny("train", "run_dir=here", "epochs=1", "chunks=2")
     tiny("train", "resume=here", "epochs=2", "run_dir=null", "chunks=4")
     page = Path("here/report.html").read_text(encoding="utf-8")
     assert "Repeat the run, in this order" in page and "resume=here" in page
-    assert "chunks=4" in page[page.index("See where time and memory go") :].split("</pre>")[0]
+    shown = page[page.index("See where time and memory go") :].split("</pre>")[0]
+    line = "gpipe profile timeline=true config=here/config.yaml 'allow=[tiny_for_tests]'"
+    assert line in shown
+    composed = gpipe("profile", "--cfg", "job", *shlex.split(line)[2:])
+    assert composed.code == 0 and "chunks: 4\n" in composed.out
+
+
+def test_a_run_whose_engine_records_no_steps_is_profiled_with_another(tiny: Gpipe) -> None:
+    assert tiny("train", "run_dir=here", "steps=1", "engine=single").code == 0
+    page = Path("here/report.html").read_text(encoding="utf-8")
+    assert "gpipe profile timeline=true config=here/config.yaml engine=threads" in page
 
 
 def test_a_failed_run_has_a_report_too(tiny: Gpipe) -> None:

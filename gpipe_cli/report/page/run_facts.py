@@ -283,14 +283,17 @@ def _next_commands(directory: Path, launch: Mapping[str, Any]) -> dict[str, str]
     names = [name for name in as_list(launch.get("allow")) if isinstance(name, str)]
     packages = [name for name in names if PACKAGE_NAME.fullmatch(name)]
     allow = [f"allow=[{','.join(packages)}]"] if packages else []
-    profile = _requote(as_text(launch.get("profile")))
+    engine = [word for word in map(as_text, as_list(launch.get("profile"))) if word.startswith("engine=")]
+    config = f"config={directory / 'config.yaml'}"
     return {
         "Resume the run; add epochs=... to train longer": shlex.join(
             ["gpipe", "train", f"resume={directory}", *allow]
         ),
         "Evaluate it": shlex.join(["gpipe", "eval", f"run={directory}", *allow]),
         "Export the trained weights": shlex.join(["gpipe", "export", f"run={directory}"]),
-        **({"See where time and memory go": profile} if profile else {}),
+        "See where time and memory go": shlex.join(
+            ["gpipe", "profile", "timeline=true", config, *engine, *allow]
+        ),
     }
 
 
