@@ -22,15 +22,16 @@ from gpipe_cli.balance.time import partition_costs
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, ResourceError
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
+from gpipe_cli.report.page.document import PAGE, render_page
+from gpipe_cli.report.page.run_facts import read_run
 from gpipe_cli.report.timeline import trace_json
 from gpipe_cli.run.build import RunParts
 from gpipe_cli.run.generation import Sampling, TextFormat, TextStream, generate
 from gpipe_cli.run.observations import EvalObserver, predictions_json
-from gpipe_cli.run.summary import write_report
 from gpipe_cli.run.timeline import as_step
 from gpipe_cli.sequential import layer_names
 from gpipe_cli.training.loop import EvalResult, StepResult
@@ -107,7 +108,8 @@ class RunPage:
         """Write the page if the last one is old enough."""
         began = time.monotonic()
         if began >= self._due:
-            write_report(self._directory)
+            with suppress(Exception):  # the run writes the page again at its end, and reports what is wrong
+                write_text(self._directory / PAGE, render_page([read_run(self._directory)]))
             self._due = began + max(MIN_SECONDS, (time.monotonic() - began) / MAX_SHARE)
 
     def _write(self, what: str, name: str, content: Callable[[], dict[str, Any] | None]) -> None:
@@ -115,6 +117,8 @@ class RunPage:
         try:
             if (facts := content()) is not None:
                 write_json(self._directory / name, facts)
+        except ResourceError:
+            pass  # the disk is full: the recorder warns of that, and the results matter more than a page
         except Exception as error:  # noqa: BLE001 - a page must not end a training
             if what not in self._lacking:
                 self._print_status(f"warning: the page of the run will lack {what}: {describe(error)}")
