@@ -33,7 +33,7 @@ from gpipe_cli.run.build import RunParts
 from gpipe_cli.run.generation import Sampling, TextFormat, TextStream, generate
 from gpipe_cli.run.observations import EvalObserver, predictions_json
 from gpipe_cli.run.timeline import as_step
-from gpipe_cli.sequential import layer_names
+from gpipe_cli.sequential import layer_class, layer_names
 from gpipe_cli.training.loop import EvalResult, StepResult
 from gpipe_cli.training.run_directory import write_json, write_text
 
@@ -159,7 +159,7 @@ def layer_facts(parts: RunParts) -> list[dict[str, Any]]:
         parameters = list(layer.parameters())
         row: dict[str, Any] = {
             "name": name,
-            "type": type(layer).__name__,
+            "type": layer_class(layer),
             "partition": sum(index >= end for end in ends),
             "parameters": sum(parameter.numel() for parameter in parameters),
             "parameter_bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
