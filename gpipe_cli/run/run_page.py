@@ -129,21 +129,17 @@ class RunPage:
         partitions = {piece.action.partition for piece in timeline.pieces}
         partitioning = self._parts.partitioning
         ideal = None
-        facts: dict[str, Any] = {
-            "step": step,
-            "bubble": timeline.bubble,
-            "partitions": [_partition_times(timeline, index) for index in sorted(partitions)],
-        }
+        facts: dict[str, Any] = {"step": step, "bubble": timeline.bubble}
         if partitioning.balanced.unit == "ms" and partitioning.balanced.phases:
             frozen = _first_trained(self._parts)
             costs = partition_costs(partitioning.balanced.phases, partitioning.balance, frozen)
             simulation = partitioning.spec.simulate(costs)
             ideal = as_step(simulation)
             facts |= {"ideal_step_ms": simulation.step, "ideal_bubble": simulation.bubble}
-        # An engine without partitions runs slices, which only it knows.
         if len(partitions) == len(partitioning.balance):
             rows = [f"partition {row['partition']} ({row['device']})" for row in self._parts.partitions]
-        else:
+            facts["partitions"] = [_partition_times(timeline, index) for index in sorted(partitions)]
+        else:  # the slices of an engine without partitions, which are no rows of the table of partitions
             rows = [f"slice {index}" for index in sorted(partitions)]
         write_text(self._directory / TRACE, trace_json([timeline], ideal, rows))
         return facts
