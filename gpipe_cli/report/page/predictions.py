@@ -220,7 +220,7 @@ def _sample_figure(predictions: Predictions, sample: SamplePrediction) -> Html:
 def _verdict(predictions: Predictions, sample: SamplePrediction) -> Sequence[Child]:
     if sample.target is None or sample.predicted is None:
         return ()
-    confidence = "" if sample.confidence is None else f" {100 * sample.confidence:.0f} %"
+    confidence = "" if sample.confidence is None else f" ({100 * sample.confidence:.0f} %)"
     predicted = f"{predictions.name(sample.predicted)}{confidence}"
     if sample.target == sample.predicted:
         return (tag("span", {"class": "right"}, predicted),)

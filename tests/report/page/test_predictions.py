@@ -43,7 +43,7 @@ def test_a_classifier_has_a_confusion_matrix_and_samples(tmp_path: Path) -> None
         ("miss2", "1"),
         ("miss5", "2"),
     ]
-    assert f'<img src="{IMAGE}"' in text and '<span class="wrong">cat 75 %</span><br>is dog' in text
+    assert f'<img src="{IMAGE}"' in text and '<span class="wrong">cat (75 %)</span><br>is dog' in text
 
 
 def test_hostile_names_images_and_texts_stay_text(tmp_path: Path) -> None:
