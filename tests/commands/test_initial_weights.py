@@ -55,6 +55,7 @@ def test_a_run_starts_from_exported_weights_and_no_longer_needs_them(
     assert again.code == 4 and "model.weights=w.safetensors: no such file" in again.err
 
 
+@pytest.mark.slow
 def test_a_head_for_other_classes_is_new_if_asked_for(
     tiny: Gpipe, tmp_path: Path, exported: dict[str, torch.Tensor]
 ) -> None:
@@ -155,10 +156,6 @@ def test_a_traced_model_of_the_user_starts_from_a_file_and_a_dry_run_tells_so(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ("model=mlp", "model.new_head=true"),
-            "model.new_head=true: replaces the head of a file, and model.weights",
-        ),
         (("model=mlp", "model.new_head=3"), "model.new_head=3: expected true or false"),
         (("model=mlp", "model.weights=[1]"), "model.weights=[1]: expected the path of a file"),
     ],

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.engines import offload, single, threads
 from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
-from gpipe_cli.engines.state import EngineState
+from gpipe_cli.engines.state import EngineState, with_trained
 from gpipe_cli.errors import RunError
 from gpipe_cli.offload import tiers
 from gpipe_cli.profiling.layers import Sample
@@ -214,6 +214,25 @@ def test_every_engine_leaves_frozen_layers_as_they_are_and_runs_no_backward_belo
     assert changed == {key for key in before if key.startswith(("2.", "3.linear."))}
     trained = {path.rpartition("/")[0] for path in after if "/" in path}
     assert trained == {key for key in changed if key.endswith((".weight", ".bias"))}
+
+
+@pytest.mark.parametrize("name", ["single", "threads", "offload"])
+def test_a_parameter_that_was_frozen_starts_without_optimizer_state(name: str, tmp_path: Path) -> None:
+    """A run may resume with other frozen layers; the parameters that both train keep their state."""
+    with closing(build(name, objective(), tmp_path, blocks({}, "0", "1"))) as engine:
+        engine.train_step(batch(0), key=0, lr=0.1)
+        state = engine.state()
+        module = blocks({}, "3")
+        trained = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
+        with closing(build(name, objective(), tmp_path, module)) as resumed:
+            resumed.load_state(with_trained(state, trained))
+            before, after = values(state), values(resumed.state())
+            kept = {path for path in before if "/" in path and path.startswith("2.")}
+            assert {path for path in after if "/" in path} == kept
+            assert all(torch.equal(after[path], before[path]) for path in after)
+            resumed.train_step(batch(1), key=1, lr=0.1)
+            steps = {path: int(value) for path, value in values(resumed.state()).items() if "/step" in path}
+            assert steps == {f"{key}/step": 2 if key.startswith("2.") else 1 for key in trained}
 
 
 def test_a_model_without_any_trained_parameter_runs(tmp_path: Path) -> None:
