@@ -107,8 +107,8 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
         (
             f"balance --by {by} data=synthetic data.shape=[1,8,8] batch_size=8",
             2,
-            "the model does not accept a micro-batch of 2x1x8x8: RuntimeError: Given groups=1, weight of size "
-            "[64, 3, 7, 7], expected input[2, 1, 8, 8] to have 3 channels, but got 1 channels instead",
+            "model: layer 'stem' (Sequential) does not take 2x1x8x8: Given groups=1, weight of size [64, 3, 7, 7], "
+            "expected input[2, 1, 8, 8] to have 3 channels, but got 1 channels instead",
         )
         for by in ("time", "size", "params")
     ),
@@ -118,7 +118,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
         "device_memory=1MiB: no balance of 2 partitions fits; the smallest limit that works is ",
     ),
     (
-        "train balance=manual balance.layers=[9,1] device_memory=100MiB data.size=8 batch_size=8",
+        "train balance=manual balance.layers=[9,1] device_memory=100MiB data.size=8 batch_size=16",
         2,
         "device_memory=100MiB: balance [9, 1] needs ",
     ),

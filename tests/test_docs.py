@@ -32,6 +32,8 @@ EXAMPLES = [
     TOP / "examples" / "your_own_model" / "mynet.py",
     TOP / "examples" / "your_own_data" / "mydata.py",
     TOP / "examples" / "your_own_data" / "sentences.py",
+    TOP / "examples" / "your_own_data" / "flowers.csv",
+    TOP / "examples" / "your_own_data" / "houses.csv",
 ]
 RUN = "<the run's directory>"
 EXISTING_RUNS = ("first", "mine", "mine/0", "mine/1", "mine/2")

@@ -35,7 +35,7 @@ from gpipe_cli.values import flatten, parse_bytes, parse_duration
 
 CHOICES = {
     "precision": ("fp32", "bf16", "fp16"),
-    "split": ("test", "train"),
+    "split": ("test", "train", "validation"),
     "sort": ("order", "time", "memory"),
     "at": ("best", "last"),
 }

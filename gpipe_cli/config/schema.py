@@ -176,7 +176,9 @@ class EvalConfig(TrainedConfig):
     """gpipe eval"""
 
     split: str = "test"
-    """Which samples to evaluate: test or train."""
+    """Which samples to evaluate: test, train, or validation, the part that data.validation holds out."""
+    seed: int = 0
+    """Seed of the run, which decides the samples that data.validation holds out."""
 
 
 @dataclass

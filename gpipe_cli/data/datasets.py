@@ -48,7 +48,8 @@ class BatchedSamples(Protocol):
 @dataclass(frozen=True)
 class Data:
     train: Samples
-    test: Samples
+    test: Samples | None
+    """None: gpipe holds out a part of the training samples, see data.validation."""
     classes: int
     shape: tuple[int, ...]
     """The shape of one input, or of its first tensor if it has several."""
@@ -70,6 +71,8 @@ class Data:
     """What a user should know about how samples were made, a line each."""
     class_names: tuple[str, ...] | None = None
     """In the order of the labels; None if the classes have no names, or if targets are no classes."""
+    feature_names: tuple[str, ...] | None = None
+    """Those of the numbers of an input, where they are columns of a table."""
 
     def __post_init__(self) -> None:
         if self.class_names is not None and len(self.class_names) != self.classes:

@@ -1,4 +1,4 @@
-"""Images in one folder per class: <root>/train/<class>/<image> and the same under test or val.
+"""Images in a folder per class: <root>/<class>/<image>, or <root>/train/<class>/<image> and the same under test or val.
 
 Images are read when they are needed; a broken one is an error that names its file.
 """
@@ -25,21 +25,22 @@ _MAX_BYTES = 2**28
 
 
 def build(
-    root: str = "data/images", size: int | None = 224, workers: int = 0, timeout: float | None = None
+    root: str = "data/images",
+    size: int | None = 224,
+    workers: int = 0,
+    timeout: float | None = None,
+    *,
+    path: str | None = None,
 ) -> Data:
-    """The classes are the folders under <root>/train, in alphabetical order.
+    """The classes are the folders under <root>/train, or under <root> itself, in alphabetical order.
 
-    With size=null all images must have the same size.
+    With size=null all images must have the same size. path: another name of root.
     """
     check_common_keys(size, workers, timeout)
-    train_folder = _folder(root, "train")
+    train_folder, test_folder = _folders("root" if path is None else "path", root if path is None else path)
     classes = sorted(_class_folders(train_folder))
-    if not classes:
-        raise DataError(
-            f"data.root={root}: {train_folder} has no folders; put a folder of images per class there"
-        )
     train = FolderSamples(train_folder, classes, size)
-    test = FolderSamples(_folder(root, *_HELD_OUT), classes, size)
+    test = None if test_folder is None else FolderSamples(test_folder, classes, size)
     return Data(
         train,
         test,
@@ -76,17 +77,34 @@ class FolderSamples:
         return (image if self._size is None else center_crop(image, self._size)), target
 
 
-def _folder(root: str, *names: str) -> Path:
-    for name in names:
-        if (Path(root) / name).is_dir():
-            return Path(root) / name
-    expected = " or ".join(str(Path(root) / name) for name in names)
-    raise DataError(f"data.root={root}: {expected} is missing; put a folder of images per class there")
+def _folders(key: str, root: str) -> tuple[Path, Path | None]:
+    """Where the class folders of the training images are, and those of the test images if there are any."""
+    given, folder = f"data.{key}={root}", Path(root)
+    if not folder.is_dir():
+        raise DataError(f"{given}: is no folder; put a folder of images per class there")
+    names = _class_folders(folder)
+    if names.isdisjoint(("train", *_HELD_OUT)):
+        if not names:
+            images = sum(path.suffix.lower() in SUFFIXES for path in folder.iterdir())
+            has = f"{images} images but no folders" if images else "no folders"
+            raise DataError(f"{given}: has {has}; put the images of each class into a folder named after it")
+        empty = sorted(name for name in names if not _images(folder / name))
+        if empty:
+            raise DataError(
+                f"{given}: its folder {empty[0]} has no images, so it is no class; move it elsewhere"
+            )
+        return folder, None
+    train = folder / "train"
+    if not train.is_dir():
+        raise DataError(f"{given}: {train} is missing; put a folder of images per class there")
+    if not _class_folders(train):
+        raise DataError(f"{given}: {train} has no folders; put a folder of images per class there")
+    return train, next((folder / name for name in _HELD_OUT if name in names), None)
 
 
 def _class_folders(folder: Path) -> set[str]:
     try:
-        return {path.name for path in folder.iterdir() if path.is_dir()}
+        return {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
     except OSError as error:
         raise DataError(f"{folder}: cannot be read: {error}") from error
 

@@ -32,11 +32,14 @@ def build(
     check_common_keys(size, workers, timeout)
     check_whole_number("data.classes", classes, least=1)
     for key, dataset in (("train", train), ("test", test)):
+        if key == "test" and dataset is None:
+            continue
         if not hasattr(dataset, "__getitem__") or isinstance(dataset, dict | list | str):
             raise ConfigError(f"data.{key}: must be a dataset, {{_target_: ...}} with its arguments")
         if len(dataset) == 0:
             raise DataError(f"data.{key}: has no samples")
-    samples, test_samples = _samples(train, size), _samples(test, size)
+    samples = _samples(train, size)
+    test_samples = None if test is None else _samples(test, size)
     first, *_ = flatten(samples[0][0], "input")[0]
     return Data(
         samples,

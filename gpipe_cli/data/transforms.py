@@ -69,10 +69,11 @@ def augment(
 class Normalize:
     random = False
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(self, mean: Sequence[float], std: Sequence[float], dimensions: int = 3) -> None:
+        """dimensions: those of an input, of which the first are its channels."""
         self.mean, self.std = tuple(mean), tuple(std)
-        self._mean = torch.tensor(mean).view(-1, 1, 1)
-        self._std = torch.tensor(std).view(-1, 1, 1)
+        shape = (-1, *[1] * (dimensions - 1))
+        self._mean, self._std = torch.tensor(mean).view(shape), torch.tensor(std).view(shape)
 
     def __call__(self, input: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return (input - self._mean).div_(self._std)
@@ -108,7 +109,7 @@ def _normalize(data: Data, mean: Sequence[float] | None, std: Sequence[float] | 
         )
     if min(std) <= 0:
         raise ConfigError(f"transform.std={list(std)}: must be greater than 0")
-    return Normalize(mean, std)
+    return Normalize(mean, std, len(data.shape))
 
 
 def _check_tensors(data: Data, transform: str) -> None:

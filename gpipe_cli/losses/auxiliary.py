@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from gpipe_cli.losses.cross_entropy import CrossEntropy
 @final
 @dataclass(frozen=True)
 class AuxiliaryCrossEntropy:
+    predicts_numbers: ClassVar = False
     weight: float = 0.4
     """The weight of each auxiliary head; the main output has weight 1."""
     label_smoothing: float = 0.0

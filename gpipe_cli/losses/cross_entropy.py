@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from gpipe_cli.values import check_fraction
 class CrossEntropy:
     """Scores are [samples, classes, ...]; targets are classes [samples, ...], or probabilities shaped like scores."""
 
+    predicts_numbers: ClassVar = False
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:

@@ -23,6 +23,8 @@ class Dice:
     has no overlap of its own, but its probability is missing from the classes that are.
     """
 
+    predicts_numbers = False
+
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         fits = are_pixel_scores(output, target) and target.ndim > 1
         expected = "scores [samples, classes, ...] and a class for each pixel [samples, ...]"

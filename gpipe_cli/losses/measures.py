@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
 from gpipe_cli.errors import DataError
 from gpipe_cli.values import IGNORED_LABEL
 
 Measure = Callable[[Any, Tensor], Mapping[str, float]]
+_NUMBER_LOSSES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+_CLASS_LOSSES = (nn.CrossEntropyLoss,)
 
 
 @runtime_checkable
@@ -32,6 +34,16 @@ class MeasuringLoss(Protocol):
 def measure_of(loss: object) -> Measure:
     """Return the loss's own `measure`, or `accuracy` for a loss without one, such as those of torch."""
     return loss.measure if isinstance(loss, MeasuringLoss) else accuracy
+
+
+def predicts_numbers(loss: object) -> bool | None:
+    """Whether targets are numbers, not classes; a loss may say so with an attribute of this name. None: unknown."""
+    if isinstance(loss, _NUMBER_LOSSES):
+        return True
+    if isinstance(loss, _CLASS_LOSSES):
+        return False
+    declared = getattr(loss, "predicts_numbers", None)
+    return declared if isinstance(declared, bool) else None
 
 
 def scores_of(output: Any) -> Any:

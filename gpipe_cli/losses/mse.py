@@ -15,6 +15,8 @@ from gpipe_cli.losses.measures import absolute_error, check_shapes
 class MeanSquaredError:
     """Output and target must have the same shape: torch would broadcast [8, 1] and [8] to 64 numbers."""
 
+    predicts_numbers = True
+
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         fits = isinstance(output, Tensor) and output.shape == target.shape
         check_shapes("mse", "numbers and targets of the same shape", output, target, fits=fits)

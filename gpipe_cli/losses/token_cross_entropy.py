@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -21,6 +21,7 @@ from gpipe_cli.values import check_fraction
 class TokenCrossEntropy:
     """Scores are [samples, tokens, vocabulary], as language models return them."""
 
+    predicts_numbers: ClassVar = False
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from gpipe_cli.sequential.without_storage import meta_clone, meta_like
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 
 
-class _Misfit(Exception):
+class LayerMisfit(Exception):
     """A layer raised. The message says what it received; the cause is what it raised."""
 
     def __init__(self, layer: str, message: str) -> None:
@@ -36,8 +36,8 @@ def check_input(sequence: nn.Sequential, sample: ModelInput) -> None:
     first = sequence[:1]
     assert isinstance(first, nn.Sequential), "a slice of a sequence is one"
     try:
-        _run_without_storage(first, sample)
-    except _Misfit as misfit:
+        output_without_storage(first, sample)
+    except LayerMisfit as misfit:
         if isinstance(misfit.__cause__, TypeError | AttributeError):
             raise ConfigError(
                 f"{misfit}; choose a model that takes such arguments, or data whose inputs are one tensor"
@@ -50,24 +50,40 @@ def check_outputs(sequence: nn.Sequential, sample: ModelInput) -> None:
     A layer that raises is ignored: if its code is wrong, the first step reports it.
     """
     try:
-        _run_without_storage(sequence, sample)
-    except _Misfit:
+        output_without_storage(sequence, sample)
+    except LayerMisfit:
         return
 
 
 def check_fit(sequence: nn.Sequential, sample: ModelInput, cure: str) -> None:
     """Raise ConfigError if a layer does not accept its predecessor's output, or returns what cannot pass on."""
     try:
-        _run_without_storage(sequence, sample)
-    except _Misfit as misfit:
+        output_without_storage(sequence, sample)
+    except LayerMisfit as misfit:
         if any(tensor.is_meta for tensor in (*tensors_of(sample), *sequence.parameters())):
             raise ConfigError(f"{misfit}; {cure}") from misfit.__cause__
     else:
         return
     try:
         _run_copy(sequence, sample)
-    except _Misfit as misfit:
+    except LayerMisfit as misfit:
         raise ConfigError(f"{misfit}; {cure}") from misfit.__cause__
+
+
+def check_first_layer(sequence: nn.Sequential, sample: ModelInput) -> None:
+    """Raise LayerMisfit if the first layer with parameters rejects the sample.
+
+    It runs with zeros for parameters: on the meta device it would accept any dtype, and say less of what it rejects.
+    """
+    count = next((number for number, layer in enumerate(sequence, 1) if [*layer.parameters()]), 0)
+    first = sequence[:count]
+    assert isinstance(first, nn.Sequential), "a slice of a sequence is one"
+    if any(isinstance(part, nn.Embedding) for part in first.modules()):
+        return
+    with_zeros = meta_clone(first).to_empty(device="cpu").eval()
+    for tensor in (*with_zeros.parameters(), *with_zeros.buffers()):
+        tensor.detach().zero_()
+    _run(with_zeros, layer_names(sequence)[:count], sample)
 
 
 def layer_that_rejects_one_row(sequence: nn.Sequential, sample: ModelInput) -> str | None:
@@ -77,7 +93,7 @@ def layer_that_rejects_one_row(sequence: nn.Sequential, sample: ModelInput) -> s
     """
     one_row: ModelInput = map_tensors(lambda tensor: tensor[:1], sample)
     has_values = not any(tensor.is_meta for tensor in (*tensors_of(sample), *sequence.parameters()))
-    for run in (_run_without_storage, _run_copy)[: 1 + has_values]:
+    for run in (output_without_storage, _run_copy)[: 1 + has_values]:
         misfit = _misfit(run, sequence, one_row)
         if misfit is None:
             return None
@@ -88,26 +104,27 @@ def layer_that_rejects_one_row(sequence: nn.Sequential, sample: ModelInput) -> s
 
 
 def _misfit(
-    run: Callable[[nn.Sequential, ModelInput], None], sequence: nn.Sequential, sample: ModelInput
-) -> _Misfit | None:
+    run: Callable[[nn.Sequential, ModelInput], Any], sequence: nn.Sequential, sample: ModelInput
+) -> LayerMisfit | None:
     try:
         run(sequence, sample)
-    except _Misfit as misfit:
+    except LayerMisfit as misfit:
         return misfit
     return None
 
 
-def _run_without_storage(sequence: nn.Sequential, sample: ModelInput) -> None:
+def output_without_storage(sequence: nn.Sequential, sample: ModelInput) -> Any:
+    """The output of the last layer on the meta device; LayerMisfit if a layer raises."""
     with torch.device("meta"):
-        _run(meta_clone(sequence).train(), layer_names(sequence), map_tensors(meta_like, sample))
+        return _run(meta_clone(sequence).train(), layer_names(sequence), map_tensors(meta_like, sample))
 
 
-def _run_copy(sequence: nn.Sequential, sample: ModelInput) -> None:
-    _run(copy.deepcopy(sequence).train(), layer_names(sequence), sample)
+def _run_copy(sequence: nn.Sequential, sample: ModelInput) -> Any:
+    return _run(copy.deepcopy(sequence).train(), layer_names(sequence), sample)
 
 
 @torch.no_grad()
-def _run(layers: nn.Module, names: tuple[str, ...], value: Any) -> None:
+def _run(layers: nn.Module, names: tuple[str, ...], value: Any) -> Any:
     with (
         Running(MicroBatch(0, len(tensors_of(value)[0]))),
         use_skip_tracker(DictionarySkipTracker()),
@@ -123,8 +140,9 @@ def _run(layers: nn.Module, names: tuple[str, ...], value: Any) -> None:
                 SystemExit,
             ) as error:  # its code, given what it may not expect, may do anything
                 reason = str(error).partition("\n")[0] or type(error).__name__
-                raise _Misfit(subject, f"does not take {given}: {reason}") from error
+                raise LayerMisfit(subject, f"does not take {given}: {reason}") from error
             _check_carried(subject, value)
+    return value
 
 
 def _check_carried(subject: str, value: Any) -> None:

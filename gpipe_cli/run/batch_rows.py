@@ -47,7 +47,7 @@ def with_least_rows(settings: ModelConfig, loader: BatchLoader, model: nn.Sequen
         if count != least:
             notes.append(
                 f"chunks={settings.chunks}: {layer} needs {_LEAST} samples in training, so a mini-batch of {part} "
-                f"becomes {least} micro-batches, not {count}"
+                f"becomes {least} micro-batch{'es' if least > 1 else ''}, not {count}"
             )
     return replace(loader, least_rows=_LEAST, notes=(*loader.notes, *notes))
 

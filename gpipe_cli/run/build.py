@@ -41,6 +41,7 @@ from gpipe_cli.run.components import (
 from gpipe_cli.run.data import BatchLoader, make_loader
 from gpipe_cli.run.model import ConfiguredModel, build_without_storage, make_model
 from gpipe_cli.run.optimizer import optimizer_factory, parameter_groups
+from gpipe_cli.run.task_check import check_task
 from gpipe_cli.run.training_step import (
     autocast_of,
     checkpoint_mode,
@@ -132,6 +133,7 @@ def build_parts(
         model = built.model
     else:
         model = make() if storage else build_without_storage(make)
+    check_task(settings, loader, model)
     loader = with_least_rows(settings, loader, model)
     for note in loader.notes if print_notes else ():
         print_status(note)

@@ -22,6 +22,7 @@ from gpipe_cli.config.schema import (
 )
 from gpipe_cli.engines.protocol import EngineTraits, engine_traits
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.run.data import data_arguments
 from gpipe_cli.run.model import check_own_keys, model_arguments, own_keys
 
 # What a balance method may take as arguments; `within` is the memory model if there is a limit to respect.
@@ -42,6 +43,7 @@ def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
     """Check the arguments of every component; refuse keys that the engine would ignore."""
     offered = {
         "model": ("num_classes", "input_shape", "tokenizer", "say"),
+        "data": ("predicts_numbers",),
         "transform": ("data",),
         "balance": BALANCE_ARGUMENTS,
         "engine": ("spec",),
@@ -67,6 +69,8 @@ def _arguments(settings: ModelConfig, group: str) -> Mapping[str, Any]:
     """What the target of the group's component gets from the configuration."""
     if group == "model":
         return model_arguments(settings)
+    if group == "data":
+        return data_arguments(settings)
     node: Mapping[str, Any] = getattr(settings, group)
     return optimizer_arguments(node) if group == "optimizer" else node
 

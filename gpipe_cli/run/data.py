@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import final
+from typing import Any, final
 
 from gpipe_cli.accelerator.devices import available_devices, reads_pinned_memory
 from gpipe_cli.accelerator.memory import report_out_of_memory
-from gpipe_cli.config.instantiate import accepted_arguments, instantiate
-from gpipe_cli.config.schema import ModelConfig, RunConfig, TrainConfig
+from gpipe_cli.config.instantiate import accepted_arguments, instantiate, type_mismatch
+from gpipe_cli.config.schema import EvalConfig, ModelConfig, RunConfig, TrainConfig
 from gpipe_cli.data.datasets import Data, Samples
 from gpipe_cli.data.loading import BatchFetcher, BatchRequest, batch_count, batches, check_batch, check_labels
 from gpipe_cli.data.transforms import Transform, Transforms
+from gpipe_cli.data.validation import hold_out
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError, DataError
+from gpipe_cli.losses.measures import predicts_numbers
 from gpipe_cli.pytree import ModelInput
+
+SPLIT_KEYS: Mapping[str, Any] = {"validation": float | None, "drop_last": bool}
+"""Keys of every dataset that gpipe uses itself, and their types."""
 
 
 @final
@@ -38,6 +43,8 @@ class BatchLoader:
     """Whether an epoch leaves out the samples that do not fill a mini-batch."""
     least_rows: int = 1
     """Rows of the smallest micro-batch that the model accepts in training."""
+    validation: Samples | None = None
+    """What training evaluates on instead of the test set."""
     notes: tuple[str, ...] = ()
     """What a user should know about samples and batches, a line each."""
 
@@ -50,20 +57,36 @@ class BatchLoader:
         return max(1, min(chunks, self.batch_size // self.least_rows))
 
     @property
+    def eval_samples(self) -> Samples:
+        """What training evaluates on."""
+        samples = self.data.test if self.validation is None else self.validation
+        assert samples is not None, "data without a test set is divided"
+        return samples
+
+    @property
     def eval_batches(self) -> int:
-        return batch_count(len(self.data.test), self.batch_size)
+        return batch_count(len(self.eval_samples), self.batch_size)
 
     def train(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The training samples in the shuffled order of this epoch, beginning with mini-batch `start`."""
-        return self._batches(self.data.train, self.transforms.train, epoch, shuffle=True, start=start)
+        return self._batches(
+            self.data.train,
+            self.transforms.train,
+            epoch,
+            shuffle=True,
+            start=start,
+            drop_last=self.drop_last,
+        )
 
     def test(self, epoch: int = 0) -> Iterator[Batch]:
-        """The held-out samples in order; they are the same in every epoch."""
-        return self.in_order("test")
+        """The samples that training evaluates on, in order; they are the same in every epoch."""
+        return self._batches(self.eval_samples, self.transforms.test, epoch=0, shuffle=False)
 
     def in_order(self, split: str) -> Iterator[Batch]:
         """All samples of a split once, in order, without random transforms."""
-        samples = self.data.train if split == "train" else self.data.test
+        samples = {"train": self.data.train, "test": self.data.test, "validation": self.validation}[split]
+        if samples is None:
+            raise ConfigError(f"split={split}: data.validation holds out no samples; choose test or train")
         return self._batches(samples, self.transforms.test, epoch=0, shuffle=False)
 
     def micro_batch(self, chunks: int) -> Batch:
@@ -80,12 +103,16 @@ class BatchLoader:
         Two rows, because batch norm in training mode rejects a batch of one. Lengths that differ make data pad the
         shorter one, and a model may treat an input without padding differently.
         """
-        return self._fetch([self.data.longest, 0])[0]
+        return self.traced_samples()[0]
+
+    def traced_samples(self) -> Batch:
+        return self._fetch([self.data.longest, 0])
 
     def samples_after(self, steps: int) -> int:
         """How many training samples that many steps have used."""
         epochs, remaining_steps = divmod(steps, self.steps_per_epoch)
-        return epochs * len(self.data.train) + remaining_steps * self.batch_size
+        whole = self.steps_per_epoch * self.batch_size
+        return epochs * min(len(self.data.train), whole) + remaining_steps * self.batch_size
 
     def _fetch(self, indices: list[int]) -> Batch:
         """Training samples as a batch, without random transforms."""
@@ -100,7 +127,14 @@ class BatchLoader:
         return batch
 
     def _batches(
-        self, samples: Samples, transform: Transform | None, epoch: int, *, shuffle: bool, start: int = 0
+        self,
+        samples: Samples,
+        transform: Transform | None,
+        epoch: int,
+        *,
+        shuffle: bool,
+        start: int = 0,
+        drop_last: bool = False,
     ) -> Iterator[Batch]:
         for batch in batches(
             samples,
@@ -112,6 +146,7 @@ class BatchLoader:
             workers=self.data.workers,
             timeout=self.data.timeout,
             transform=transform,
+            drop_last=drop_last,
             replica=self.replica,
             replicas=self.replicas,
             pin_memory=self.pin_memory,
@@ -123,20 +158,30 @@ class BatchLoader:
     "loading the data", "choose a smaller data set, or one that reads its samples from files"
 )
 def make_loader(settings: ModelConfig, data: Data | None = None) -> BatchLoader:
-    """data: used instead of the configured one."""
-    data = instantiate(settings.data, "data", settings.allow) if data is None else data
+    """data: used instead of the configured one, and not divided."""
+    keys, numbers = {}, None
+    if data is None:
+        keys = split_keys(settings)
+        # Data whose targets may be classes or numbers, such as a column of a table, asks what the loss needs.
+        numbers = predicts_numbers(instantiate(settings.loss, "loss", settings.allow))
+        data = instantiate(data_arguments(settings), "data", settings.allow, predicts_numbers=numbers)
     if not isinstance(data, Data):
         raise ConfigError(
             f"data._target_={settings.data['_target_']}: returns a {type(data).__name__}; "
             "it must return a gpipe_cli.data.datasets.Data"
         )
     for split, samples in (("train", data.train), ("test", data.test)):
-        if len(samples) == 0:
+        if samples is not None and len(samples) == 0:
             raise DataError(f"data._target_={settings.data['_target_']}: has no samples to {split} on")
-    data = _normalized_for_model(settings, data)
+    seed = settings.seed if isinstance(settings, TrainConfig | EvalConfig) else 0
+    divided = hold_out(data, keys.get("validation"), seed)
+    data = _normalized_for_model(settings, divided.data)
     transforms = instantiate(settings.transform, "transform", settings.allow, data=data)
     classes = settings.model.get("num_classes") or data.classes
-    seed = settings.seed if isinstance(settings, TrainConfig) else 0
+    if numbers is False and classes < data.classes:
+        raise ConfigError(
+            f"model.num_classes={classes}: the data has {data.classes} classes; leave it out, or give at least as many"
+        )
     replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
     world = World.current()
     replica = world.rank // max(1, world.size // replicas)  # ranks of one replica are consecutive
@@ -150,8 +195,36 @@ def make_loader(settings: ModelConfig, data: Data | None = None) -> BatchLoader:
         replica,
         replicas,
         pin_memory,
-        notes=data.notes,
+        drop_last=_drop_last(settings, keys, data),
+        validation=divided.validation,
+        notes=data.notes if divided.note is None else (*data.notes, divided.note),
     )
+
+
+def data_arguments(settings: ModelConfig) -> dict[str, Any]:
+    """The `data` node without the keys that gpipe uses itself."""
+    own = split_keys(settings)
+    return {key: value for key, value in settings.data.items() if key not in own}
+
+
+def split_keys(settings: ModelConfig) -> dict[str, Any]:
+    """`data.validation` and `data.drop_last`, where the target of the data does not take them itself."""
+    taken = accepted_arguments(settings.data, "data", settings.allow)
+    keys = {key: settings.data[key] for key in SPLIT_KEYS if key in settings.data and key not in taken}
+    for key, expected in SPLIT_KEYS.items():
+        if key in keys and (problem := type_mismatch(keys[key], expected)):
+            raise ConfigError(f"data.{key}={keys[key]}: {problem}")
+    return keys
+
+
+def _drop_last(settings: ModelConfig, keys: Mapping[str, Any], data: Data) -> bool:
+    drops = bool(keys.get("drop_last", False))
+    if drops and len(data.train) < settings.batch_size:
+        raise ConfigError(
+            f"data.drop_last=true: leaves nothing, because {len(data.train)} samples fill no mini-batch of "
+            f"batch_size={settings.batch_size}; give a smaller batch_size"
+        )
+    return drops
 
 
 def _normalized_for_model(settings: ModelConfig, data: Data) -> Data:

@@ -160,7 +160,7 @@ def _shown_samples(samples: Sequence[Mapping[str, Any]], loader: BatchLoader) ->
     shown += [index for index in range(len(samples)) if index not in wrong][: MAX_SHOWN - len(shown)]
     rows = []
     for index in shown:
-        input = loader.data.test[index][0]
+        input = loader.eval_samples[index][0]
         picture = _picture(input, loader) if isinstance(input, Tensor) else None
         if picture is not None:
             rows.append({**_with_mask_images(samples[index]), "index": index, **picture})

@@ -194,7 +194,7 @@ def text_sample(engine: Engine, parts: RunParts, seed: int) -> dict[str, Any] | 
 
 
 def _prompt(parts: RunParts) -> list[int]:
-    input = parts.loader.data.test[0][0]
+    input = parts.loader.eval_samples[0][0]
     tokens = input["input_ids"] if isinstance(input, dict) else input
     return [int(token) for token in tokens[:PROMPT_TOKENS]]
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpipe_cli.config.compose import settings_of
-from gpipe_cli.config.schema import RunConfig, TrainedConfig
+from gpipe_cli.config.schema import EvalConfig, RunConfig, TrainedConfig
 from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
@@ -55,8 +55,10 @@ def with_saved_settings(settings: Settings, job: Job, ignored: Collection[str] =
         saved = _config_of(spec, settings.weights)
     else:
         return settings
-    # Training has keys of the same names, such as `seed`, which mean something else.
+    # Training has keys of the same names, such as the `seed` of gpipe generate, which mean something else.
     own_keys = {field.name for field in fields(settings)} - {field.name for field in fields(RunConfig)}
+    if isinstance(settings, EvalConfig):
+        own_keys.remove("seed")
     tree = with_overrides(saved, job.tree, job.overrides, {*own_keys, *ignored})
     merged = settings_of(tree, job.command, job.overrides)
     assert isinstance(merged, type(settings))

@@ -40,6 +40,7 @@ OURS = {
             "cifar",
             "digits",
             "image_folder",
+            "csv_table",
             "jsonl",
             "mnist",
             "pair",

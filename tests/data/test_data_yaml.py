@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from gpipe_cli.config.instantiate import instantiate
+from gpipe_cli.run.data import SPLIT_KEYS
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FILES = sorted(path for group in ("model", "data", "transform") for path in (CONF / group).glob("*.yaml"))
@@ -27,10 +28,17 @@ def builder_of(target: str) -> inspect.Signature:
 def test_its_keys_are_those_of_the_builder_with_the_same_defaults(path: Path) -> None:
     written = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(written, dict)
-    keys = {key: value for key, value in written.items() if key not in ("_target_", "defaults")}
+    shared = tuple(SPLIT_KEYS) if path.parent.name == "data" else ()
+    keys = {key: value for key, value in written.items() if key not in ("_target_", "defaults", *shared)}
     parameters = dict(builder_of(str(written["_target_"])).parameters)
     # A vocabulary is its own key for the number of classes, and the command gives that too.
-    given_by_the_command = ["data", "input_shape", "say", *(["num_classes"] if "vocabulary" in keys else [])]
+    given_by_the_command = [
+        "data",
+        "input_shape",
+        "predicts_numbers",
+        "say",
+        *(["num_classes"] if "vocabulary" in keys else []),
+    ]
     if path.parent.name == "model":
         given_by_the_command.append("tokenizer")
     for name in given_by_the_command:
@@ -65,7 +73,9 @@ def test_its_first_line_describes_it(path: Path) -> None:
 )
 def test_the_facts_of_data_that_needs_no_files_are_true(name: str) -> None:
     path = CONF / "data" / f"{name}.yaml"
-    data = instantiate(OmegaConf.to_container(OmegaConf.load(path)), "data")
+    node = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(node, dict)
+    data = instantiate({key: value for key, value in node.items() if key not in SPLIT_KEYS}, "data")
     shape = "x".join(map(str, data.shape))
     facts = f"# facts: classes={data.classes} train={len(data.train)} test={len(data.test)} input={shape}"
     assert path.read_text().splitlines()[1] == facts

@@ -89,8 +89,39 @@ def test_images_of_different_sizes_need_a_size(root: Path) -> None:
         list(batches(data.train, batch_size=3, seed=0, epoch=0, shuffle=False))
 
 
+def test_folders_of_classes_without_train_are_all_to_train_on(tmp_path: Path) -> None:
+    for name in ("owl", "cat"):
+        save(tmp_path / name / "1.png", RED)
+    (tmp_path / ".cache").mkdir()
+    data = image_folder.build(path=str(tmp_path), size=8)
+    assert (len(data.train), data.test, data.class_names) == (2, None, ("cat", "owl"))
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(
+        DataError, match=r"data\.path=.*: its folder notes has no images, so it is no class; move"
+    ):
+        image_folder.build(path=str(tmp_path))
+    (tmp_path / "notes").rename(tmp_path / "test")
+    with pytest.raises(DataError, match="/train is missing; put a folder of images per class there"):
+        image_folder.build(str(tmp_path))
+
+
+def test_a_train_folder_alone_leaves_the_split_to_validation(root: Path) -> None:
+    (root / "val").rename(root / "elsewhere")
+    assert image_folder.build(str(root), size=8).test is None
+
+
+def test_images_without_class_folders_are_refused(tmp_path: Path) -> None:
+    save(tmp_path / "cat-1.png", RED)
+    with pytest.raises(
+        DataError, match="has 1 images but no folders; put the images of each class into a folder"
+    ):
+        image_folder.build(str(tmp_path))
+
+
 def test_missing_and_empty_folders_say_what_to_put_there(tmp_path: Path, root: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere/train is missing; put a folder of images per class there"):
+    with pytest.raises(
+        DataError, match=r"data\.root=nowhere: is no folder; put a folder of images per class"
+    ):
         image_folder.build("nowhere")
     (tmp_path / "other" / "train").mkdir(parents=True)
     with pytest.raises(DataError, match="has no folders; put a folder of images per class"):

@@ -1,0 +1,90 @@
+"""The part of the training samples that is held out: chosen by the seed alone, and never trained on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from gpipe_cli.data.datasets import BatchedSamples, Data, Samples
+from gpipe_cli.data.validation import SplitData, hold_out
+from gpipe_cli.errors import ConfigError, DataError
+
+
+class Numbers:
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((2,), float(index)), index
+
+
+class Batches(Numbers):
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        return indices.float().unsqueeze(1).expand(-1, 2), indices
+
+    def mean_and_std(self, indices: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        return (float(indices.float().mean()),), (float(len(indices)),)
+
+
+def data(samples: Samples, test: Samples | None = None) -> Data:
+    return Data(samples, test, classes=30, shape=(2,), longest=7)
+
+
+def targets(samples: Samples | None) -> list[int]:
+    assert samples is not None
+    return [int(samples[index][1]) for index in range(len(samples))]
+
+
+def test_the_seed_alone_decides_and_no_sample_is_lost() -> None:
+    divided = hold_out(data(Numbers(30)), 0.2, seed=3).data
+    train, test = targets(divided.train), targets(divided.test)
+    assert sorted(train + test) == list(range(30)) and len(test) == 6
+    assert train == sorted(train) and test == sorted(test)
+    again = hold_out(data(Batches(30)), 0.2, seed=3).data
+    assert isinstance(again.train, BatchedSamples) and targets(again.train) == train
+    assert again.train.batch(torch.tensor([4, 0]))[1].tolist() == [train[4], train[0]]
+    assert targets(hold_out(data(Numbers(30)), 0.2, seed=4).data.test) != test
+
+
+def test_the_longest_sample_stays_where_the_model_is_traced_with_it() -> None:
+    for seed in range(20):
+        divided = hold_out(data(Numbers(9)), 0.8, seed).data
+        assert targets(divided.train)[divided.longest] == 7 and len(divided.train) == 2
+
+
+def test_data_without_a_test_set_is_divided_and_data_with_one_is_not() -> None:
+    divided = hold_out(data(Numbers(30)), None, seed=0)
+    assert len(targets(divided.data.test)) == 3 and divided.validation is divided.data.test
+    assert divided.note == "data.validation=0.1: evaluating on 3 of 30 samples, held out by seed=0"
+    whole = data(Numbers(30), Numbers(4))
+    assert hold_out(whole, None, seed=0) == SplitData(whole, None, None)
+
+
+def test_with_a_test_set_training_evaluates_on_what_it_holds_out_and_leaves_the_test_set_alone() -> None:
+    test = Numbers(4)
+    divided = hold_out(data(Numbers(30), test), 0.1, seed=0)
+    assert divided.data.test is test and len(targets(divided.validation)) == 3
+    assert len(divided.data.train) == 27
+
+
+def test_inputs_are_normalized_by_the_statistics_of_what_is_trained_on() -> None:
+    divided = hold_out(data(Batches(10)), 0.3, seed=0).data
+    assert divided.std == (7.0,) and divided.mean == (pytest.approx(sum(targets(divided.train)) / 7),)
+    assert hold_out(data(Batches(10), Numbers(2)), None, seed=0).data.mean == (4.5,)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, float("nan")])
+def test_a_fraction_is_between_0_and_1(fraction: float) -> None:
+    with pytest.raises(ConfigError, match="must be between 0 and 1, or null"):
+        hold_out(data(Numbers(30)), fraction, seed=0)
+
+
+def test_one_sample_cannot_be_divided() -> None:
+    with pytest.raises(DataError, match="a single sample cannot be divided; give at least 2"):
+        hold_out(replace(data(Numbers(1)), longest=0), None, seed=0)
