@@ -179,8 +179,9 @@ def make_loader(settings: ModelConfig, data: Data | None = None) -> BatchLoader:
     transforms = instantiate(settings.transform, "transform", settings.allow, data=data)
     classes = settings.model.get("num_classes") or data.classes
     if numbers is False and classes < data.classes:
-        raise ConfigError(
-            f"model.num_classes={classes}: the data has {data.classes} classes; leave it out, or give at least as many"
+        raise DataError(
+            f"model.num_classes={classes}: labels are out of range, because the data has {data.classes} classes; leave "
+            "it out, or give at least as many"
         )
     replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
     world = World.current()

@@ -53,7 +53,7 @@ def check_task(settings: ModelConfig, loader: BatchLoader, model: nn.Sequential)
 
 def _check_class_count(loader: BatchLoader, scores: int) -> None:
     if scores < loader.data.classes:
-        raise ConfigError(
+        raise DataError(
             f"model: has scores for {scores} classes, and the data has {loader.data.classes}; give the model at least "
             "as many"
         )

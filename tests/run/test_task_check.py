@@ -85,7 +85,7 @@ def own(gpipe: Gpipe, tmp_path: Path) -> Gpipe:
         ),
         (
             ["classes", OWN_MODEL, "model.outputs=2"],
-            2,
+            3,
             "model: has scores for 2 classes, and the data has 3; give the model at least as many",
         ),
         (["classes", "model=resnet18"], 2, "model: layer 'stem' (Sequential) does not take 2x4: Expected 3D"),
