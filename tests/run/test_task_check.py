@@ -80,8 +80,8 @@ def own(gpipe: Gpipe, tmp_path: Path) -> Gpipe:
         ),
         (
             ["classes", "model=mlp", "model.num_classes=2"],
-            2,
-            "model.num_classes=2: the data has 3 classes; leave it",
+            3,
+            "model.num_classes=2: labels are out of range, because the data has 3 classes; leave it out",
         ),
         (
             ["classes", OWN_MODEL, "model.outputs=2"],
