@@ -49,7 +49,7 @@ COMMANDS = {
         ),
     ),
     "predict": Command(
-        "predict classes, masks or numbers for images with a trained model",
+        "predict classes, masks or numbers for images or tables with a trained model",
         "gpipe predict run=<directory>|snapshot=<directory>|weights=<file> input=<folder or files> [key=value ...]",
         (
             "gpipe predict run=<directory> input=photos              # a table, or CSV into a pipe",

@@ -22,8 +22,8 @@ from gpipe_cli.run.data import make_loader
 from gpipe_cli.run.inference_spec import SEGMENTATION, InferenceSpec
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.masks import MaskFolder
-from gpipe_cli.run.prediction import Predictor, Row, check_out
-from gpipe_cli.run.prediction_input import find_files, open_inputs
+from gpipe_cli.run.prediction import Predictor, Row, check_out, open_inputs
+from gpipe_cli.run.prediction_input import find_files
 from gpipe_cli.run.ranks import connect, run_in_ranks, settings_for_rank, starts_ranks
 from gpipe_cli.run.snapshot_choice import ChosenSnapshot
 from gpipe_cli.run.trained import (

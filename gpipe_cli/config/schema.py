@@ -186,7 +186,7 @@ class PredictConfig(TrainedConfig):
     """gpipe predict"""
 
     input: Any = None
-    """What to predict: a folder of images, a file, a pattern such as 'photos/*.jpg', or a list of them."""
+    """What to predict: a folder of images, an image or CSV file, a pattern such as 'photos/*.jpg', or a list."""
     top: int = 3
     """How many of the likeliest classes to show for each input."""
     out: str | None = None

@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from gpipe_cli.data.transforms import Transform
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, DataError, NumericError
@@ -19,9 +20,10 @@ from gpipe_cli.losses.measures import scores_of
 from gpipe_cli.pytree import ModelInput, flatten, unflatten
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
-from gpipe_cli.run.inference_spec import CLASSIFICATION, SEGMENTATION, InferenceSpec
+from gpipe_cli.run.inference_spec import CLASSIFICATION, OTHER, SEGMENTATION, InferenceSpec
 from gpipe_cli.run.masks import MaskFolder
-from gpipe_cli.run.prediction_input import InputFile, Inputs, PreparedInput
+from gpipe_cli.run.prediction_input import Images, InputFile, Inputs, PreparedInput
+from gpipe_cli.run.table_input import TableRows
 
 Row = dict[str, Any]
 """The prediction for one input, as JSON; with `error` instead if it could not be read."""
@@ -109,6 +111,19 @@ class Predictor:
     def _name(self, index: int) -> str:
         names = self.spec.class_names
         return str(index) if names is None or index >= len(names) else names[index]
+
+
+def open_inputs(spec: InferenceSpec, files: list[InputFile], transform: Transform | None) -> Inputs:
+    """The files as inputs of a model."""
+    if spec.feature_names is not None:
+        return TableRows(spec.feature_names, files, transform)
+    if spec.task == OTHER or len(spec.shape) != 3 or spec.shape[0] not in (1, 3):
+        shape = "x".join(map(str, spec.shape))
+        raise ConfigError(
+            f"input: gpipe predict reads images and CSV files, and the inputs of this model (shape {shape}) are "
+            "neither; for text use gpipe generate"
+        )
+    return Images(spec, files, transform)
 
 
 def check_out(spec: InferenceSpec, out: str | None) -> None:

@@ -18,9 +18,9 @@ from gpipe_cli.data.datasets import resize
 from gpipe_cli.data.image_folder import SUFFIXES, center_crop, read_image
 from gpipe_cli.data.transforms import Transform
 from gpipe_cli.distributed.world import World
-from gpipe_cli.errors import ConfigError, DataError
+from gpipe_cli.errors import DataError
 from gpipe_cli.pytree import ModelInput
-from gpipe_cli.run.inference_spec import OTHER, SEGMENTATION, InferenceSpec
+from gpipe_cli.run.inference_spec import SEGMENTATION, InferenceSpec
 
 
 @final
@@ -55,17 +55,6 @@ class Inputs(Protocol):
     @property
     def zeros(self) -> ModelInput:
         """The input of a sample that only another process could read."""
-
-
-def open_inputs(spec: InferenceSpec, files: list[InputFile], transform: Transform | None) -> Inputs:
-    """The files as inputs of a model."""
-    if spec.task == OTHER or len(spec.shape) != 3 or spec.shape[0] not in (1, 3):
-        shape = "x".join(map(str, spec.shape))
-        raise ConfigError(
-            f"input: gpipe predict reads images, and the inputs of this model are no images (shape {shape}); "
-            "for text use gpipe generate"
-        )
-    return Images(spec, files, transform)
 
 
 def find_files(given: Any, world: World) -> list[InputFile]:
