@@ -27,7 +27,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     (
         "frobnicate",
         2,
-        "choose one of: balance, check, cp, env, eval, export, generate, ls, plan, predict, profile, report, train",
+        "choose one of: balance, check, cp, env, eval, export, generate, ls, plan, predict, profile, report, runs, train",
     ),
     ("train --jsn", 2, "unknown flag --jsn; did you mean '--json'?"),
     ("train --by", 2, "--by needs a value"),
@@ -196,6 +196,12 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ),
     ("train model=mlp freeze=[*]", 2, "freeze=[*]: freezes every parameter of the model"),
     ("train model=mlp freeze=head", 2, "freeze=head: expected a list in brackets"),
+    ("train model=mlp freeze={a:1}", 2, "freeze={a:1}: expected a list in brackets"),
+    (
+        "train model=mlp optimizer.groups=[{match:head,weight_decay:-1}]",
+        2,
+        "optimizer.groups[0]: torch.optim.AdamW rejects these values: Invalid weight_decay value: -1",
+    ),
     ("generate", 2, "run: give the run to use"),
     ("generate run=nowhere", 4, "run=nowhere: no such directory"),
     ("generate run=. tokens=0", 2, "tokens=0: must be at least 1"),
@@ -348,8 +354,10 @@ def test_bad_input_ends_in_one_line_and_the_right_exit_code(
     answer = gpipe(*line.split())
     assert message in answer.err
     assert answer.code == code
-    assert answer.err.startswith("gpipe: error: ")
-    assert answer.err.count("\n") == 1
+    # Commands that measure say at once that they have begun.
+    error = answer.err.removeprefix("importing torch and building the model\n")
+    assert error.startswith("gpipe: error: ")
+    assert error.count("\n") == 1
     assert answer.out == ""
     assert list(tmp_path.iterdir()) == []
 

@@ -369,7 +369,7 @@ def _reason(error: Exception, key: str) -> str:
         return "must be given"
     if "is not Optional" in text:
         return "must not be null"
-    if "is not a ListConfig" in text:
+    if "is not a ListConfig" in text or "with ListConfig" in text:
         return "expected a list in brackets"
     if "is not a subclass of" in text:
         return f"holds several keys; set one of them, {key}.<key>=..."

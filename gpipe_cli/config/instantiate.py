@@ -32,12 +32,15 @@ TYPE_NAMES = {
 _DOWNLOADS = re.compile(r"weights|pretrained|download$")
 
 
-def instantiate(node: Mapping[str, Any], group: str, allow: Sequence[str] = (), **offered: Any) -> Any:
+def instantiate(
+    node: Mapping[str, Any], group: str, allow: Sequence[str] = (), *, path: str | None = None, **offered: Any
+) -> Any:
     """Build the object that the node describes.
 
+    path: what messages call the node; by default the group.
     `offered` are arguments that no configuration can give (a module, parameters). The target gets those it names.
     """
-    build = bind(node, group, allow, offered)
+    build = bind(node, group, allow, offered, path)
     target = str(node["_target_"])
     # Your own data and loggers may need the network. Your own models may not, even if you trust them.
     is_offline = group in BUILT_OFFLINE or (group == "data" and not is_trusted(target, allow))
@@ -47,7 +50,7 @@ def instantiate(node: Mapping[str, Any], group: str, allow: Sequence[str] = (), 
     except GpipeError:
         raise
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{group}: {target} rejects these values: {error}") from error
+        raise ConfigError(f"{path or group}: {target} rejects these values: {error}") from error
 
 
 def bind(

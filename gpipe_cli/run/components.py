@@ -7,7 +7,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.config.instantiate import accepted_arguments, bind
+import torch
+from torch import nn
+
+from gpipe_cli.config.instantiate import accepted_arguments, bind, instantiate
 from gpipe_cli.config.options import default_options
 from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.parameter_groups import GROUPS, group_options, optimizer_arguments
@@ -76,11 +79,16 @@ def _arguments(settings: ModelConfig, group: str) -> Mapping[str, Any]:
 
 
 def _check_groups(settings: CostConfig) -> None:
-    """Check the options of each parameter group as if they were those of the whole optimizer."""
+    """Check the options of each parameter group as if they were those of the whole optimizer.
+
+    torch itself checks the values that are for all parameters, but not those of a group.
+    """
     node = optimizer_arguments(settings.optimizer)
+    dummy = [nn.Parameter(torch.zeros(2, 2))]
     for index, group in enumerate(settings.optimizer.get(GROUPS) or []):
         path = f"optimizer.{GROUPS}[{index}]"
-        bind({**node, **group_options(group)}, "optimizer", settings.allow, {"params": None}, path)
+        options = {**node, **group_options(group)}
+        instantiate(options, "optimizer", settings.allow, path=path, params=dummy)
 
 
 def _check_engine(settings: EngineConfig, overrides: Sequence[str]) -> None:
