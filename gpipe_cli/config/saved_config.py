@@ -19,6 +19,8 @@ from gpipe_cli.config.yaml_files import load_mapping
 
 LAUNCH_KEYS = ("allow", "resume", "reset_optimizer", "run_dir")
 """Keys of one launch; another run does not take them over."""
+ABSENT = {"optimizer": {"no_decay": []}}
+"""What it means that an older run lacks a key, where the default of today is another."""
 
 
 def is_saved(plain: Mapping[Any, Any]) -> bool:
@@ -76,7 +78,8 @@ def _without_defaults(taken: Mapping[str, Any], command: str) -> dict[str, Any]:
             if value != default or key in custom:
                 reduced[key] = value
             continue
-        changes = _changes(value, default, plus="+" if key in COMPONENT_GROUPS else "")
+        absent = {name: old for name, old in ABSENT.get(key, {}).items() if name in default}
+        changes = _changes({**absent, **value}, default, plus="+" if key in COMPONENT_GROUPS else "")
         if key in chosen:
             reduced[key] = {OPTION: chosen[key], **changes} if changes else chosen[key]
         elif changes:

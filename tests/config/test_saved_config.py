@@ -100,3 +100,10 @@ def test_a_key_that_no_command_has_is_kept_so_that_it_is_reported() -> None:
 )
 def test_a_file_of_keys_is_not_taken_for_a_saved_configuration(plain: dict[str, Any]) -> None:
     assert not is_saved(plain)
+
+
+def test_an_older_run_without_a_key_keeps_what_its_absence_meant() -> None:
+    saved = composed(("optimizer=adamw",))
+    assert saved["optimizer"].pop("no_decay")
+    reduced, _ = reduce_saved(saved, "train")
+    assert composed(file_words(reduced, "train"))["optimizer"]["no_decay"] == []
