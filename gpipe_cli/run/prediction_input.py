@@ -81,10 +81,12 @@ def _find(given: str) -> list[InputFile]:
         return files
     if os.path.lexists(path):
         return [InputFile(path, Path(path.name))]
-    matching = sorted(glob.glob(given, recursive=True))  # noqa: PTH207 - the pattern may be absolute
-    if not matching:
-        raise DataError(f"input={given}: no such file or folder")
-    return [InputFile(Path(name), Path(Path(name).name)) for name in matching if not Path(name).is_dir()]
+    matching = sorted(map(Path, glob.glob(given, recursive=True)))  # noqa: PTH207 - the pattern may be absolute
+    files = [InputFile(file, Path(file.name)) for file in matching if not file.is_dir()]
+    if not files:
+        only_folders = "; the pattern matches only folders" if matching else " or folder"
+        raise DataError(f"input={given}: no such file{only_folders}")
+    return files
 
 
 def _images_below(folder: Path) -> list[Path]:

@@ -154,6 +154,7 @@ def test_an_image_of_far_too_many_pixels_is_not_decoded(
         (["run=@run", "input=[]"], 2, "input: give the images to predict"),
         (["run=@run", "input={a: b}"], 2, "input={'a': 'b'}: must be a path or a list of paths"),
         (["run=@run", "input=nowhere"], 3, "input=nowhere: no such file or folder"),
+        (["run=@run", "input=/tm?"], 3, "input=/tm?: no such file; the pattern matches only folders"),
         (["run=@run", "input=@run"], 3, "run: no images (.bmp, "),
         (["run=@run", "input=@images", "top=0"], 2, "top=0: must be at least 1"),
         (["run=@run", "input=@images", "out=a.json"], 2, "out=a.json: gpipe writes predictions as CSV"),
