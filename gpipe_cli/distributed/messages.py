@@ -40,11 +40,11 @@ def gather_numbers(numbers: Tensor, group: ProcessGroup) -> Tensor:
 
 def share_tensor(tensor: Tensor | None, source: int, group: ProcessGroup) -> Tensor:
     """The tensor of rank `source` of the group, on the CPU; the other ranks pass None."""
-    header = torch.zeros(2 + _MAX_DIMENSIONS)
+    header = torch.zeros(2 + _MAX_DIMENSIONS, dtype=torch.float64)
     if tensor is not None:
         tensor = tensor.to("cpu").contiguous()
         header[: 2 + tensor.ndim] = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
-    dtype, dimensions, *sizes = map(int, share_numbers(header.double(), source, group))
+    dtype, dimensions, *sizes = map(int, share_numbers(header, source, group))
     if tensor is None:
         tensor = torch.empty(sizes[:dimensions], dtype=_DTYPES[dtype])
     distributed.broadcast(tensor.view(-1), group=group, group_src=source)

@@ -53,6 +53,14 @@ def scores_of(output: Any) -> Any:
     return getattr(output, "logits", output)
 
 
+def main_scores(output: Any) -> Any:
+    """The scores of the main head: of a tuple or dict, the first, as for loss=auxiliary."""
+    output = scores_of(output)
+    if isinstance(output, Mapping):
+        output = next(iter(output.values()), None)
+    return output[0] if isinstance(output, tuple) and output else output
+
+
 def scored_labels(target: Tensor) -> Tensor:
     """For each sample, the number of its labels that are not ignored."""
     return (target != IGNORED_LABEL).unsqueeze(-1).flatten(1).sum(1)

@@ -187,9 +187,12 @@ def forward_times(module: nn.Sequential, sample: Sample, runs: int) -> list[list
     return [list(run) for run in zip(*times, strict=True)]
 
 
-def frozen_layers(module: nn.Sequential, sample: Sample) -> int:
-    """How many layers come before the first with a trained parameter: backward ends before it reaches them."""
-    if any(tensor.requires_grad for tensor in tensors_of(sample.input)):
+def frozen_layers(module: nn.Sequential, sample: Sample | None = None) -> int:
+    """How many layers come before the first with a trained parameter: backward ends before it reaches them.
+
+    sample: an input that may need a gradient itself; those of a training run never do.
+    """
+    if sample is not None and any(tensor.requires_grad for tensor in tensors_of(sample.input)):
         return 0
     trained = (any(parameter.requires_grad for parameter in layer.parameters()) for layer in module)
     return next((index for index, is_trained in enumerate(trained) if is_trained), len(module))

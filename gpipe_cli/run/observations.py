@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from gpipe_cli.distributed.world import World
-from gpipe_cli.losses.measures import are_pixel_scores, scores_of
+from gpipe_cli.losses.measures import are_pixel_scores, main_scores
 from gpipe_cli.report.colors import CURVES
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
@@ -73,7 +73,7 @@ class EvalObserver:
             print_status(f"warning: predictions are not counted: {describe(error)}")
 
     def _count(self, output: Any, target: Tensor) -> None:
-        scores = _main_scores(output)
+        scores = main_scores(output)
         # One label per token is not a class: the tokens of a language model have their own metrics.
         if not are_pixel_scores(scores, target) or (self._is_text and target.ndim > 1):
             return
@@ -98,14 +98,6 @@ class EvalObserver:
         if not len(counts):
             return None
         return Observed(counts.reshape(math.isqrt(len(counts)), -1), samples)
-
-
-def _main_scores(output: Any) -> Any:
-    """The scores of the main head, which is the first of a model that has several."""
-    output = scores_of(output)
-    if isinstance(output, Mapping):
-        output = next(iter(output.values()), None)
-    return output[0] if isinstance(output, tuple) and output else output
 
 
 def _first_samples(scores: Tensor, predicted: Tensor, target: Tensor) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -16,7 +16,7 @@ from gpipe_cli.data.transforms import Transform
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, DataError, NumericError
-from gpipe_cli.losses.measures import scores_of
+from gpipe_cli.losses.measures import main_scores
 from gpipe_cli.pytree import ModelInput, flatten, unflatten
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
@@ -145,12 +145,7 @@ def _read(inputs: Inputs, index: int) -> PreparedInput | str:
 
 
 def _main_output(output: Any) -> Tensor:
-    """The logits of a model of transformers; of a tuple or dict, the first, as for loss=auxiliary."""
-    scores = scores_of(output)
-    if isinstance(scores, Mapping):
-        scores = next(iter(scores.values()))
-    if isinstance(scores, tuple):
-        scores = scores[0]
+    scores = main_scores(output)
     if not isinstance(scores, Tensor):
         raise ConfigError(f"model: returns a {type(scores).__name__}; gpipe predict needs a tensor")
     return scores.detach()

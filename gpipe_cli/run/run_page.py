@@ -12,7 +12,7 @@ None of it changes a result, and a failure costs one line of output.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -23,6 +23,7 @@ from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, ResourceError
+from gpipe_cli.profiling.layers import frozen_layers
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
@@ -131,7 +132,7 @@ class RunPage:
         ideal = None
         facts: dict[str, Any] = {"step": step, "bubble": timeline.bubble}
         if partitioning.balanced.unit == "ms" and partitioning.balanced.phases:
-            frozen = _first_trained(self._parts)
+            frozen = frozen_layers(self._parts.model)
             costs = partition_costs(partitioning.balanced.phases, partitioning.balance, frozen)
             simulation = partitioning.spec.simulate(costs)
             ideal = as_step(simulation)
@@ -208,10 +209,3 @@ def _partition_times(timeline: StepTimeline, index: int) -> dict[str, Any]:
         "bubble": times.bubble,
         "waiting_ms": 1000 * times.waiting,
     }
-
-
-def _first_trained(parts: RunParts) -> int:
-    """How many layers come before the first that is trained: they have no backward."""
-    layers: Sequence[Any] = list(parts.model)
-    trained = (any(parameter.requires_grad for parameter in layer.parameters()) for layer in layers)
-    return next((index for index, is_trained in enumerate(trained) if is_trained), len(layers))
