@@ -19,7 +19,7 @@ from gpipe_cli.config.yaml_files import load_mapping
 
 LAUNCH_KEYS = ("allow", "resume", "reset_optimizer", "run_dir")
 """Keys of one launch; another run does not take them over."""
-ABSENT = {"optimizer": {"no_decay": []}}
+ABSENT: Mapping[str, Mapping[str, Any]] = {"optimizer": {"no_decay": []}}
 """What it means that an older run lacks a key, where the default of today is another."""
 
 
