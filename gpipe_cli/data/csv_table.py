@@ -175,6 +175,10 @@ def _check_classes(file: TableFile, spec: _Columns, classes: dict[str, int], row
         raise DataError(
             f"data.target={target}: has numbers such as {example}, not classes; choose loss=mse to predict numbers"
         )
+    if _are_numbers(classes) and len({float(text) for text in classes}) < len(classes):
+        raise DataError(
+            f"data.target={target}: writes the same class in two ways, such as 1 and 1.0; use one"
+        )
     if len(classes) > max(_MANY_CLASSES, rows / 2):
         raise DataError(
             f"data.target={target}: {len(classes)} different values in {rows} rows are no classes; choose another "

@@ -58,7 +58,9 @@ def hold_out(data: Data, fraction: float | None, seed: int) -> SplitData:
     held_out, kept = (part.sort().values for part in (order[:count], order[count:]))
     validation = subset(data.train, held_out)
     data = _measured(data, kept)
-    note = f"data.validation={fraction}: evaluating on {count} of {length} samples, held out by seed={seed}"
+    note = (
+        f"data.validation={fraction}: holding out {count} of {length} training samples, chosen by seed={seed}"
+    )
     if data.tokenizer is not None:
         note += "; its windows of text may overlap with others, those that data.held_out holds out do not"
     divided = replace(

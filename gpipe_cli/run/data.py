@@ -11,7 +11,7 @@ from typing import Any, final
 from gpipe_cli.accelerator.devices import available_devices, reads_pinned_memory
 from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate, type_mismatch
-from gpipe_cli.config.schema import EvalConfig, ModelConfig, RunConfig, TrainConfig
+from gpipe_cli.config.schema import CostConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
 from gpipe_cli.data.datasets import Data, Samples
 from gpipe_cli.data.loading import BatchFetcher, BatchRequest, batch_count, batches, check_batch, check_labels
 from gpipe_cli.data.transforms import Transform, Transforms
@@ -219,7 +219,8 @@ def split_keys(settings: ModelConfig) -> dict[str, Any]:
 
 
 def _drop_last(settings: ModelConfig, keys: Mapping[str, Any], data: Data) -> bool:
-    drops = bool(keys.get("drop_last", False))
+    # A command that does not train leaves nothing out.
+    drops = bool(keys.get("drop_last", False)) and isinstance(settings, CostConfig)
     if drops and len(data.train) < settings.batch_size:
         raise ConfigError(
             f"data.drop_last=true: leaves nothing, because {len(data.train)} samples fill no mini-batch of "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.config.schema import CostConfig, EvalConfig, ModelConfig
 from gpipe_cli.errors import ConfigError, DataError
-from gpipe_cli.losses.measures import predicts_numbers, scores_of
+from gpipe_cli.losses.measures import main_scores, predicts_numbers
 from gpipe_cli.losses.token_cross_entropy import TokenCrossEntropy
 from gpipe_cli.pipeline.layer_check import LayerMisfit, check_first_layer, output_without_storage
 from gpipe_cli.pytree import ModelInput, flatten, map_tensors
@@ -39,7 +39,9 @@ def check_task(settings: ModelConfig, loader: BatchLoader, model: nn.Sequential)
     output = _output(settings, model, input)
     if output is None:
         return
-    scores = _scores(output)
+    scores = main_scores(output)
+    if not isinstance(scores, Tensor):
+        return
     if numbers is True and scores.shape != target.shape:
         raise DataError(
             f"{name}: expects numbers and targets of the same shape, got an output of shape {list(scores.shape)} and "
@@ -118,9 +120,3 @@ def _numbers(tensor: Tensor) -> Tensor:
 
 def _tokens(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor, dtype=torch.int64)
-
-
-def _scores(output: Any) -> Tensor:
-    """The main output: the first, where there are several."""
-    scores = scores_of(output)
-    return scores if isinstance(scores, Tensor) else flatten(scores, "output")[0][0]

@@ -163,3 +163,9 @@ def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(table_file, "MAX_LINE", 100)
     with pytest.raises(DataError, match=r"table\.csv, line 1: has more than 100 characters"):
         table(tmp_path, b"a" * 200)
+
+
+def test_a_class_that_is_written_in_two_ways_is_refused(tmp_path: Path) -> None:
+    message = r"data\.target=b: writes the same class in two ways, such as 1 and 1\.0"
+    with pytest.raises(DataError, match=message):
+        table(tmp_path, b"a,b\n1,0\n2,1\n3,1.0\n")

@@ -61,7 +61,7 @@ def test_the_longest_sample_stays_where_the_model_is_traced_with_it() -> None:
 def test_data_without_a_test_set_is_divided_and_data_with_one_is_not() -> None:
     divided = hold_out(data(Numbers(30)), None, seed=0)
     assert len(targets(divided.data.test)) == 3 and divided.validation is divided.data.test
-    assert divided.note == "data.validation=0.1: evaluating on 3 of 30 samples, held out by seed=0"
+    assert divided.note == "data.validation=0.1: holding out 3 of 30 training samples, chosen by seed=0"
     whole = data(Numbers(30), Numbers(4))
     assert hold_out(whole, None, seed=0) == SplitData(whole, None, None)
 

@@ -129,6 +129,8 @@ def test_a_run_on_a_table_evaluates_on_the_samples_it_held_out(gpipe: Gpipe, tmp
     for split in ("test", "validation"):
         evaluated = gpipe("eval", "run=run", f"split={split}", "--json").json
         assert (evaluated["samples"], evaluated["loss"]) == (9, trained["loss"])
+    # An evaluation leaves nothing out, even with mini-batches that no 36 samples fill.
+    assert gpipe("eval", "run=run", "batch_size=99", "--json").json["samples"] == 9
     resumed = gpipe("train", "resume=run", "epochs=3", "data.validation=0.3")
     assert resumed.code == 2 and "data.validation=0.3: the run was started with 0.2" in resumed.err
 
