@@ -148,6 +148,8 @@ def _numbers(flat: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}={flat[key]}: must be positive, or null for none"
     if flat.get("seed", 0) > LARGEST_SEED:
         yield f"seed={flat['seed']}: must be at most {LARGEST_SEED}"
+    if flat.get("ema") is not None and not 0 < flat["ema"] < 1:
+        yield f"ema={flat['ema']}: must be between 0 and 1, such as 0.999, or null for none"
     threads = flat["threads"]
     if threads != "auto" and (not _is_count(threads) or threads < 1):
         yield f"threads={threads}: must be auto or a whole number of at least 1"

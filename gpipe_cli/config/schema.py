@@ -139,6 +139,9 @@ class TrainConfig(RunConfig, CostConfig):
     """Compute batch-norm statistics over the whole mini-batch instead of each micro-batch."""
     clip_grad_norm: float | None = None
     """Clip gradients to this total norm; null: no clipping."""
+    ema: float | None = None
+    """Keep an exponential moving average of the weights with this decay, such as 0.999, and evaluate, save and export
+    it; null: none."""
     seed: int = 0
     """Seed of all randomness in a run: initialization, data order, augmentation, dropout."""
     run_dir: str | None = None

@@ -22,6 +22,7 @@ from gpipe_cli.engines.state import (
     module_state,
 )
 from gpipe_cli.engines.update import ResidentParameters, SliceUpdate
+from gpipe_cli.engines.weight_average import exchange_weights, is_averaging, without_averages
 from gpipe_cli.errors import RunError
 from gpipe_cli.offload.prefetcher import SlicePrefetcher
 from gpipe_cli.offload.sizing import layer_bytes, optimizer_bytes
@@ -94,6 +95,8 @@ class OffloadEngine:
         )
         self._update = self._make_update(spec.objective, output_device)
         self._optimizer_states = self._make_optimizer_states(spec.objective)
+        self._averages = any(group.optimizer and is_averaging(group.optimizer) for group in self._groups())
+        self._uses_averages = False
         self._engine = PipeEngine(
             pipe,
             # Each slice has its own optimizer; one of the whole model would want all of its state in memory at once.
@@ -108,21 +111,25 @@ class OffloadEngine:
     def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> StepFacts:
         assert self._update is not None, "an engine without an optimizer cannot train"
         before = self._transfers()
+        self._use_averages(False)
         # Before the step: a slice is updated as soon as its backward is done, in the middle of it.
         self._update.lr = lr
         facts = self._engine.train_step(batch, key, lr, measure=measure)
         return replace(facts, transfers=self._transfers().since(before))
 
     def eval_step(self, batch: Batch) -> StepFacts:
+        self._use_averages(True)
         return self._engine.eval_step(batch)
 
     def predict(self, input: ModelInput, choose: Callable[[Any], Tensor]) -> Tensor:
+        self._use_averages(True)
         return self._engine.predict(input, choose)
 
     def peak_bytes(self) -> list[int | None]:
         return self._engine.peak_bytes()
 
     def state(self) -> EngineState:
+        self._use_averages(True)
         # Stores run in the background: only now does the tier hold the values of the last step.
         self._wait_until_stored()
         state = self._engine.state()
@@ -137,6 +144,8 @@ class OffloadEngine:
     def load_state(self, state: EngineState) -> None:
         """Load slice by slice, so that no more of the model is in memory than while it trains."""
         self._wait_until_stored()
+        if self._loads_optimizer(state) and not self._averages:
+            state = without_averages(state, self.module)
         # Everything is checked before the first tensor is written.
         self._check_fit(state)
         keys = self._keys(state)
@@ -154,11 +163,23 @@ class OffloadEngine:
                 self._load_optimizer(state, slice)
         if self._update is not None and self._loads_optimizer(state):
             load_scaler(self._update.scaler, state)
+            self._uses_averages = self._averages
 
     def close(self) -> None:
         # The pipe's workers first: they submit copies to the prefetchers' threads.
         self._engine.close()
         self._offloaded.close()
+
+    def _use_averages(self, use: bool) -> None:
+        """As in `PipeEngine`, slice by slice."""
+        if not self._averages or self._uses_averages == use:
+            return
+        parts = (Part.WEIGHTS, Part.STATE)
+        for prefetcher in self._prefetchers:
+            for slice in prefetcher.tour(parts, parts):
+                exchange_weights(slice.optimizer)
+        exchange_weights(self._shared.optimizer)
+        self._uses_averages = use
 
     def _slices(self) -> Iterator[Slice]:
         return (slice for prefetcher in self._prefetchers for slice in prefetcher.slices.values())

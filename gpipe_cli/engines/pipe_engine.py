@@ -25,6 +25,7 @@ from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer
 from gpipe_cli.engines.state_check import check_scaler
 from gpipe_cli.engines.training_loss import DTYPES, TrainingLoss, unscaled_loss
 from gpipe_cli.engines.update import Update, UpdateFacts
+from gpipe_cli.engines.weight_average import exchange_weights, is_averaging, without_averages
 from gpipe_cli.errors import NumericError
 from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
 from gpipe_cli.pipeline.gpipe import ThreadedPipe
@@ -152,6 +153,8 @@ class PipeEngine:
         own = self._make_update() if update is None else None
         self._update: GradientUpdate | None = own if update is None else update
         self._optimizer_state = None if own is None else self._make_optimizer_state(own)
+        self._averages = own is not None and is_averaging(own.optimizer)
+        self._uses_averages = False
         # One function object for all steps: a pipe remembers whether the last loss function drew random numbers.
         self._training_loss = (
             None
@@ -160,6 +163,7 @@ class PipeEngine:
         )
 
     def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> StepFacts:
+        self._use_averages(False)
         with self._reports_out_of_memory("", self._memory_cure):
             return self._train_step(batch, key, lr, measure)
 
@@ -223,6 +227,7 @@ class PipeEngine:
             yield f"all layers' outputs are finite; first gradient that is not: {gradient}"
 
     def eval_step(self, batch: Batch) -> StepFacts:
+        self._use_averages(True)
         with self._reports_out_of_memory("evaluating", EVAL_CURE):
             return self._eval_step(batch)
 
@@ -245,12 +250,14 @@ class PipeEngine:
         return self._collectives.facts(own, measured=True)
 
     def predict(self, input: ModelInput, choose: Callable[[Any], Tensor]) -> Tensor:
+        self._use_averages(True)
         with self._reports_out_of_memory("predicting", EVAL_CURE):
             with self._evaluating(), self._autocast():
                 output = self._pipe(self._to_input_device(input))
             return self._collectives.from_last_rank(choose(output) if _has_output(output) else None)
 
     def state(self) -> EngineState:
+        self._use_averages(True)
         state = module_state(self.module, self._referenced)
         if self._update is not None:
             tensors, numbers = ({}, {}) if self._optimizer_state is None else self._optimizer_state.take()
@@ -259,12 +266,22 @@ class PipeEngine:
         return self._collectives.gather_state(state)
 
     def load_state(self, state: EngineState) -> None:
+        if self._update is not None and not (self._averages or state.resets_optimizer):
+            state = without_averages(state, self.module)
         load_module(self.module, state, self._referenced)
         if self._update is None or state.resets_optimizer:
             return
         if self._optimizer_state is not None:
             self._optimizer_state.put(state.optimizer, state.numbers.get("optimizer", {}))
+            self._uses_averages = self._averages
         load_scaler(self._update.scaler, state)
+
+    def _use_averages(self, use: bool) -> None:
+        """With `ema`, evaluate and save the averages of the weights; the weights of the training take their place."""
+        if self._averages and self._uses_averages != use:
+            assert isinstance(self._update, Update), "an optimizer of this engine has averages"
+            exchange_weights(self._update.optimizer)
+            self._uses_averages = use
 
     def peak_bytes(self) -> list[int | None]:
         return self._collectives.peak_bytes([peak_bytes(device) for device in self._devices])

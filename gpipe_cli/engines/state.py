@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.accelerator.memory import is_out_of_memory
-from gpipe_cli.engines.state_check import check_numbers, check_parameter_state, check_tensors
+from gpipe_cli.engines.state_check import check_count, check_numbers, check_parameter_state, check_tensors
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, OptimizerStateShapes
 
@@ -26,6 +26,11 @@ EXCLUDED_SETTINGS = ("params", "param_names", "lr")
 """Settings of a parameter group that the model and the learning-rate schedule decide."""
 WITHOUT_STATE = "without_state"
 """Among an optimizer's numbers: the parameters without any state, because they never had a gradient."""
+OTHER_WEIGHTS = "other_weights"
+"""Of an optimizer's state, with `ema`: the average of the parameter or, in evaluation and snapshots, the parameter in
+training, whose place the average then has."""
+UPDATES = "averaged_updates"
+"""A setting of each parameter group, with `ema`: how many updates the average is made of."""
 Groups = list[dict[str, Any]]
 
 
@@ -176,7 +181,7 @@ class OptimizerState:
         # Up to here nothing has changed: `groups` are copies that state_dict made, and a state that does not fit
         # raises.
         self._check(states, numbers)
-        for group, changed in zip(groups, _group_numbers(numbers, len(groups)), strict=True):
+        for group, changed in zip(groups, self._saved_settings(numbers), strict=True):
             group.update(changed)
         # By index, as torch wants it; snapshots hold names, because indices depend on the partitioning.
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -199,14 +204,26 @@ class OptimizerState:
             raise RunError(
                 f"does not fit the optimizer: its parameters without a state are {reprlib.repr(without)}"
             )
+        # A resumed run may begin to average.
+        begins = {OTHER_WEIGHTS} if not any(OTHER_WEIGHTS in values for values in states.values()) else set()
         for name, parameter in self._named_parameters():
-            expected = self._shapes.of(parameter)
-            if expected is not None and name not in without:
+            shapes = self._shapes.of(parameter)
+            if shapes is not None and name not in without:
+                expected = {key: value for key, value in shapes.items() if key not in begins}
                 check_parameter_state(name, expected, states.get(name, {}), complete=complete)
-        settings_now = _settings(self._optimizer)
-        for settings, changed in zip(settings_now, _group_numbers(numbers, len(settings_now)), strict=True):
+        for settings, changed in zip(_settings(self._optimizer), self._saved_settings(numbers), strict=True):
             added = {key: value for key, value in changed.items() if key not in EXCLUDED_SETTINGS}
-            check_numbers({} if complete else {**added, **settings}, changed)
+            ours = {key: value for key, value in settings.items() if key == UPDATES}
+            check_numbers(ours if complete else {**added, **settings}, changed)
+            check_count(UPDATES, changed.get(UPDATES, 0))
+
+    def _saved_settings(self, numbers: Mapping[str, Any]) -> Groups:
+        """What the optimizer changed in each group; a resumed run may have stopped to average."""
+        now = self._optimizer.param_groups
+        return [
+            {key: value for key, value in changed.items() if key != UPDATES or key in group}
+            for group, changed in zip(now, _group_numbers(numbers, len(now)), strict=True)
+        ]
 
     def _undo_rounding(self, order: list[nn.Parameter], state: Mapping[int, Mapping[str, Any]]) -> None:
         """torch casts the state to its parameter's dtype, even where the optimizer chose a more precise one."""

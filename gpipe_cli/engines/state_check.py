@@ -76,6 +76,11 @@ def check_numbers(expected: Mapping[str, Any], given: Mapping[str, Any], prefix:
             raise RunError(f"does not fit the optimizer: {prefix}{key} is {value}")
 
 
+def check_count(key: str, value: Any) -> None:
+    if type(value) is not int or value < 0:
+        raise RunError(f"does not fit the optimizer: {key} is {reprlib.repr(value)}, not a count")
+
+
 def check_scaler(expected: Mapping[str, Any], given: Any) -> None:
     """Check the loss scale: all values are positive, except that the count of steps since the last change may be 0."""
     if not isinstance(given, dict) or given.keys() != expected.keys():

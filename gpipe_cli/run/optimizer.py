@@ -19,7 +19,8 @@ from gpipe_cli.config.parameter_groups import (
     group_patterns,
     optimizer_arguments,
 )
-from gpipe_cli.config.schema import CostConfig
+from gpipe_cli.config.schema import CostConfig, TrainConfig
+from gpipe_cli.engines.weight_average import average_weights
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, NamedParameters
 from gpipe_cli.sequential.parameter_names import select_parameters
@@ -116,6 +117,9 @@ def optimizer_factory(settings: CostConfig, model: nn.Sequential) -> MakeOptimiz
     """Makes the optimizer of the whole model or of any part of it, with equal groups."""
     groups = parameter_groups(settings.optimizer, model)
     node = optimizer_arguments(settings.optimizer)
+    ema = settings.ema if isinstance(settings, TrainConfig) else None
+    if ema is not None:
+        _check_precision(ema, model)
 
     def make_optimizer(parameters: NamedParameters) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = instantiate(
@@ -123,9 +127,20 @@ def optimizer_factory(settings: CostConfig, model: nn.Sequential) -> MakeOptimiz
         )
         for problem in _problems(optimizer, settings.optimizer):
             raise ConfigError(problem)
+        if ema is not None:
+            average_weights(optimizer, ema)
         return optimizer
 
     return make_optimizer
+
+
+def _check_precision(ema: float, model: nn.Module) -> None:
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    for dtype in dtypes & {torch.bfloat16, torch.float16}:
+        raise ConfigError(
+            f"ema={ema:g}: the model's parameters are {str(dtype).removeprefix('torch.')}, too coarse for an average; "
+            "keep them in float32 and set precision=bf16 instead"
+        )
 
 
 def _problems(optimizer: torch.optim.Optimizer, node: Mapping[str, Any]) -> Iterator[str]:

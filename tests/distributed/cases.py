@@ -8,16 +8,21 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
+from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.engines import processes, single
 from gpipe_cli.engines.protocol import Batch, Engine, EngineSpec, StepFacts, TrainingObjective
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.pytree import map_tensors
+from gpipe_cli.run.optimizer import optimizer_factory
 from gpipe_cli.schedule.checkpoint import Checkpoint
 from gpipe_cli.sequential import partition_uniform
 from tests.distributed.tasks import make
 
 CPU = torch.device("cpu")
+AVERAGED = " in groups, averaged"
+"""Follows the name of an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,14 @@ class Case:
         )
         return (input * float("inf") if self.spoilt == step else input), target
 
-    def objective(self, loss: Any) -> TrainingObjective:
-        make_optimizer = partial(getattr(torch.optim, self.optimizer), lr=0.0)
+    def objective(self, loss: Any, model: nn.Sequential | None = None) -> TrainingObjective:
+        make_optimizer: Any = partial(getattr(torch.optim, self.optimizer.removesuffix(AVERAGED)), lr=0.0)
+        if model is not None and self.optimizer.endswith(AVERAGED):
+            node = {"_target_": "torch.optim.AdamW", "lr": 0.0, "weight_decay": 0.1, "no_decay": ["bias"]}
+            groups = [{"match": "*.weight", "lr_scale": 3, "amsgrad": True}]
+            make_optimizer = optimizer_factory(
+                TrainConfig(optimizer={**node, "groups": groups}, ema=0.5), model
+            )
         return TrainingObjective(loss, loss.measure, make_optimizer, self.clip, self.precision)
 
     def alone(self, device: torch.device = CPU) -> Engine:
@@ -61,7 +72,7 @@ class Case:
         task = make(self.task, 1)
         spec = EngineSpec(
             task.model,
-            self.objective(task.loss),
+            self.objective(task.loss, task.model),
             [len(task.model)],
             [device],
             chunks=self.chunks * self.replicas,
@@ -76,7 +87,7 @@ class Case:
         partitions = ranks * 2 if self.schedule == "interleaved" else ranks
         spec = EngineSpec(
             task.model,
-            self.objective(task.loss),
+            self.objective(task.loss, task.model),
             [len(layers) for layers in partition_uniform(task.model, partitions)],
             devices or [CPU] * ranks,
             chunks=self.chunks,

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.engines.update import Update
+from gpipe_cli.engines.weight_average import exchange_weights
 from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.pipeline.layer import replica_key
-from tests.distributed.cases import Case, CaseResult, run
+from tests.distributed.cases import AVERAGED, Case, CaseResult, run
 from tests.distributed.rank_pool import load_notes, load_result, run_cases
 from tests.distributed.tasks import make
 
@@ -26,10 +27,10 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 CHECKPOINTS = ("never", "except_last", "always")
 
 SPOILT = Case("perceptron", "1f1b", spoilt=0)
-RESUMED = Case("tied", "1f1b", rows=(4, 4, 3), resumed=1)
+RESUMED = Case("tied", "1f1b", rows=(4, 4, 3), resumed=1, optimizer=f"AdamW{AVERAGED}")
 SPLIT_AND_RECOMPUTED = Case("odd_borders", "zero_bubble", "always")
 FAILING = Case("failing")
-HALVES = Case("perceptron", "1f1b", replicas=2, rows=(8, 8), chunks=2, optimizer="SGD")
+HALVES = Case("perceptron", "1f1b", replicas=2, rows=(8, 8), chunks=2, optimizer=f"AdamW{AVERAGED}")
 MESHES = [
     Case("odd_borders", "zero_bubble", replicas=2, rows=(8, 3, 1), chunks=2, optimizer="SGD"),
     Case("tied_without_dropout", "gpipe", replicas=2, rows=(8, 3), chunks=2, optimizer="SGD"),
@@ -193,7 +194,9 @@ def replicas_alone(case: Case) -> EngineState:
     """The state of two replicas that sum their gradients, computed by plain code in one process."""
     pipes = [PlainPipe(make(case.task, 1).model, chunks=case.chunks) for _ in range(2)]
     parameters, loss = list(pipes[0].parameters()), make(case.task, 1).loss
-    optimizer = torch.optim.SGD(parameters, lr=0.0)
+    make_optimizer = case.objective(loss, make(case.task, 1).model).optimizer
+    assert make_optimizer is not None
+    optimizer = make_optimizer(pipes[0].named_parameters())
     update = Update(
         optimizer, parameters, clip_grad_norm=case.clip, scale_loss=False, device=torch.device("cpu")
     )
@@ -211,7 +214,13 @@ def replicas_alone(case: Case) -> EngineState:
             if first.is_floating_point():
                 first.copy_((first + second) / 2)
         pipes[1].load_state_dict(pipes[0].state_dict())
-    return EngineState(pipes[0].state_dict())
+    exchange_weights(optimizer)  # a state has the averages
+    states = {
+        f"{name}/{key}": value
+        for name, parameter in pipes[0].named_parameters()
+        for key, value in optimizer.state[parameter].items()
+    }
+    return EngineState(pipes[0].state_dict(), optimizer=states)
 
 
 def test_replicas_are_bitwise_the_sum_of_those_that_work_alone(rank_folder: RankFolder) -> None:
