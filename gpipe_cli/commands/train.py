@@ -58,6 +58,7 @@ from gpipe_cli.run.summary import (
     write_summary,
 )
 from gpipe_cli.run.training_step import autocast_of, make_sample
+from gpipe_cli.training.early_stop import EarlyStop
 from gpipe_cli.training.loop import EvalResult, TrainSpec, train
 from gpipe_cli.training.run_directory import check_run_dir, planned_run_directory
 from gpipe_cli.training.signals import defer_signals
@@ -108,7 +109,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             _restore(engine, resumed, traits_of_engine(settings).build_memory_cure)
             # From here on a signal waits for the next step boundary: the run has a directory and a state to save.
             cleanup.enter_context(defer_signals())
-            setup = set_up_run(settings, job, resumed, cleanup, world)
+            setup = set_up_run(settings, job, resumed, cleanup, world, spec)
             if world.is_rank_zero:
                 write_launch(setup.directory, {**launch, "steps": spec.steps})
                 write_spec(setup.directory, settings, parts.loader)
@@ -118,8 +119,8 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             resumed = None  # frees the snapshot's tensors, which the engine has copied
             with _recorder(settings, spec, setup, world, logger, launch["partitions"]) as recorder:
                 _record_start(recorder, settings, setup, warning, parts, launch["partitions"])
-                last = _train(settings, parts, spec, engine, setup, job.began, recorder, world, page)
-            summary = summarize(last, spec, parts.loader, setup.directory, job)
+                last, stopped = _train(settings, parts, spec, engine, setup, job.began, recorder, world, page)
+            summary = summarize(last, spec, parts.loader, setup.directory, job, stopped)
             summary |= parts.made.notes
             summary["partitions"] = measured_memory_rows(launch["partitions"], engine.peak_bytes())
             if world.is_rank_zero:
@@ -148,8 +149,11 @@ def _train(
     recorder: Recorder,
     world: World,
     page: RunPage,
-) -> EvalResult:
-    """Run the loop with snapshots and stop requests; `started` is when the command did, for its time limit."""
+) -> tuple[EvalResult, str | None]:
+    """Run the loop with snapshots and stop requests; the last evaluation, and why the run stopped early if it did.
+
+    started: when the command did, for its time limit.
+    """
     limit = parse_duration(settings.time_limit) if settings.time_limit else None
     deadline = None if limit is None else started + limit
     retention, loader, base = _retention(settings), parts.loader, parts.base
@@ -174,8 +178,10 @@ def _train(
         )
         followed = page.follow(save_and_stop(events, manager, stops))
         last = recorder.record(followed, lambda: stops.request is not None)
+        if manager.stops_early:
+            recorder.print_status(f"stopped early at step {last.step} of {spec.steps}: {manager.stops_early}")
     page.end(engine)
-    return last
+    return last, manager.stops_early
 
 
 def _train_spec(settings: TrainConfig, loader: BatchLoader) -> TrainSpec:
@@ -187,7 +193,17 @@ def _train_spec(settings: TrainConfig, loader: BatchLoader) -> TrainSpec:
         seed=settings.seed,
         measure_every=settings.log.every,
         eval_batches=loader.eval_batches,
+        eval_every=settings.eval_every,
+        early_stop=_early_stop(settings),
     )
+
+
+def _early_stop(settings: TrainConfig) -> EarlyStop | None:
+    stop, monitor = settings.early_stop, settings.snapshot.monitor
+    if stop.patience is None:
+        return None
+    assert monitor is not None, "the configuration was checked"
+    return EarlyStop(monitor, stop.patience, stop.min_delta)
 
 
 def _retention(settings: TrainConfig) -> Retention:
@@ -237,6 +253,8 @@ def _record_start(
             f"chunks={settings.chunks} is more than batch_size={settings.batch_size}: "
             f"each mini-batch is split into {settings.batch_size} micro-batches"
         )
+    if settings.ema is not None:
+        recorder.print_status(f"ema={settings.ema:g}: evaluations and snapshots use the averaged weights")
     if warning is not None:
         recorder.print_status(warning)
     if partitioning.origin:

@@ -49,6 +49,9 @@ AT_LEAST = {
     "epochs": 1,
     "steps": 1,
     "log.every": 1,
+    "eval_every": 1,
+    "early_stop.patience": 1,
+    "early_stop.min_delta": 0,
     "snapshot.every": 1,
     "snapshot.keep": 1,
     "model.num_classes": 1,
@@ -259,6 +262,9 @@ def _other_device(settings: PlanConfig, device: str) -> Iterator[str]:
 
 
 def _resuming(settings: TrainConfig) -> Iterator[str]:
+    patience = settings.early_stop.patience
+    if patience is not None and settings.snapshot.monitor is None:
+        yield f"early_stop.patience={patience}: needs a metric; set snapshot.monitor=loss or another one"
     every = settings.snapshot.every
     if every != "epoch" and not _is_count(every):
         yield f"snapshot.every={every}: must be a number of steps, or epoch"

@@ -56,6 +56,14 @@ class SnapshotConfig:
 
 
 @dataclass
+class EarlyStopConfig:
+    patience: int | None = None
+    """End the run after this many evaluations in a row without a better snapshot.monitor; null: never."""
+    min_delta: float = 0.0
+    """How much better an evaluation must be to count as an improvement."""
+
+
+@dataclass
 class ModelConfig:
     """The keys of every configured command: a model, samples for it, and how to divide it."""
 
@@ -135,6 +143,10 @@ class TrainConfig(RunConfig, CostConfig):
     """Passes over the training data."""
     steps: int | None = None
     """Total number of steps; overrides `epochs`."""
+    eval_every: int | None = None
+    """Steps between evaluations, in addition to one after each epoch; null: none in between."""
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+    """When to end a run that no longer improves."""
     deferred_batch_norm: bool = False
     """Compute batch-norm statistics over the whole mini-batch instead of each micro-batch."""
     clip_grad_norm: float | None = None

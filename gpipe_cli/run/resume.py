@@ -64,6 +64,8 @@ class ResumedRun:
     tree: DictConfig
     changes: list[str]
     """Settings that differ from the saved ones, as `key: before -> now`."""
+    saved: DictConfig
+    """The configuration of the run before this launch."""
 
     def state_for(self, model: nn.Module) -> EngineState:
         """The saved state; where `freeze` has changed, newly trained parameters start without optimizer state."""
@@ -98,7 +100,7 @@ def load_resumed_run(
         check_base(base, new_settings.model, snapshot.path, contents=is_main_process())
     if snapshot is None:
         new_settings = replace(new_settings, resume=None)  # a new run in the same directory
-    return ResumedRun(directory, snapshot, new_settings, tree, changes)
+    return ResumedRun(directory, snapshot, new_settings, tree, changes, saved)
 
 
 def check_same_snapshot(resumed: ResumedRun | None, world: World) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -23,6 +23,7 @@ from gpipe_cli.report.environment import environment
 from gpipe_cli.run.build import RunParts
 from gpipe_cli.run.components import traits_of_engine
 from gpipe_cli.run.job import Job
+from gpipe_cli.run.lr_after_resume import lr_line
 from gpipe_cli.run.optimizer import optimizer_factory
 from gpipe_cli.run.resume import ResumedRun, version_changes
 from gpipe_cli.run_state import OUTCOME
@@ -77,13 +78,21 @@ def check_disk_space(
 
 
 def set_up_run(
-    settings: TrainConfig, job: Job, resumed: ResumedRun | None, cleanup: ExitStack, world: World
+    settings: TrainConfig,
+    job: Job,
+    resumed: ResumedRun | None,
+    cleanup: ExitStack,
+    world: World,
+    spec: TrainSpec,
 ) -> RunSetup:
     """Set up the run directory on rank 0, which stays its only writer until `cleanup` is closed; tell all ranks."""
     record = None if resumed is None or resumed.snapshot is None else resumed.snapshot.record
     setup = None
     if world.is_rank_zero and resumed is not None:
         setup = _rewind(resumed, record)
+        step = setup.position.step
+        if line := lr_line(resumed.saved, resumed.settings, spec, step, job.overrides):
+            setup = replace(setup, messages=[*setup.messages, line])
     elif world.is_rank_zero:
         directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
         cleanup.enter_context(lock_run_directory(directory))

@@ -12,7 +12,7 @@ from typing import Any
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import DataError, ResourceError, RunError, Stopped
-from gpipe_cli.report.formatting import describe
+from gpipe_cli.report.formatting import describe, format_value
 from gpipe_cli.report.model_tables import print_measured_memory
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.document import PAGE, render_page
@@ -21,12 +21,14 @@ from gpipe_cli.report.page.run_files import RunFiles, as_int, as_number
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.job import Job, Summary
+from gpipe_cli.run.lr_after_resume import longer_line
 from gpipe_cli.run.resume import ResumedRun, allow_override, resume_command
 from gpipe_cli.safe_files import parse_json, read_regular
 from gpipe_cli.training.loop import EvalResult, TrainSpec
 from gpipe_cli.training.run_directory import write_json, write_outcome, write_text
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 from gpipe_cli.training.snapshot.manifest import snapshot_paths
+from gpipe_cli.values import lower_is_better
 
 SUMMARY = "summary.json"
 LARGEST_EPOCH = 10**9
@@ -35,13 +37,20 @@ LARGEST_SUMMARY = 2**20
 
 
 def summarize(
-    last: EvalResult, spec: TrainSpec, loader: BatchLoader, directory: Path, job: Job
+    last: EvalResult,
+    spec: TrainSpec,
+    loader: BatchLoader,
+    directory: Path,
+    job: Job,
+    stopped_early: str | None = None,
 ) -> dict[str, Any]:
+    """stopped_early: why, if it did."""
     return {
         "loss": last.loss,
         **last.means,
         "epochs": spec.epochs,
         "steps": last.step,
+        **({"stopped_early": stopped_early} if stopped_early else {}),
         "samples_per_second": loader.samples_after(last.step) / last.seconds,
         "seconds": last.seconds,
         "run_dir": str(directory),
@@ -53,15 +62,22 @@ def summary_if_finished(
     resumed: ResumedRun, spec: TrainSpec, loader: BatchLoader, job: Job
 ) -> Summary | None:
     """The summary of a run that has nothing left to train, or None."""
-    position = None if resumed.snapshot is None else resumed.snapshot.record.position
-    if position is None or position.evaluation is None or not position.evaluated:
+    record = None if resumed.snapshot is None else resumed.snapshot.record
+    if record is None or record.position.evaluation is None or not record.position.evaluated:
         return None
-    if position.step != spec.steps:
+    stopped_early = None if spec.early_stop is None else spec.early_stop.reason(record.waiting)
+    if record.position.step != spec.steps and stopped_early is None:
         return None
-    summary = summarize(position.evaluation, spec, loader, resumed.directory, job)
+    summary = summarize(record.position.evaluation, spec, loader, resumed.directory, job, stopped_early)
     before = _read_summary(resumed.directory)
-    if all(before.get(key) == value for key, value in summary.items() if key not in ("run_dir", "command")):
-        sys.stderr.write(f"{resumed.directory}: the run has finished; gpipe changed nothing\n")
+    unchanged = (
+        "run_dir",
+        "command",
+        "epochs",
+    )  # whoever wants more epochs of a run that stopped early gets none
+    if all(before.get(key) == value for key, value in summary.items() if key not in unchanged):
+        cure = f" early ({stopped_early}); raise early_stop.patience to continue" if stopped_early else ""
+        sys.stderr.write(f"{resumed.directory}: the run has finished{cure}; gpipe changed nothing\n")
         return before
     write_summary(resumed.directory, summary)
     return summary
@@ -106,14 +122,27 @@ def print_summary(summary: Summary, settings: TrainConfig) -> None:
     run = Path(str(summary.get("run_dir")))
     allow = allow_override(settings)
     longer = f"epochs={2 * settings.epochs}" if settings.steps is None else f"steps={2 * settings.steps}"
+    if "stopped_early" in summary:
+        longer = f"early_stop.patience={2 * (settings.early_stop.patience or 1)}"
+    steps = as_int(summary.get("steps"), LARGEST_EPOCH) or 1
+    lr = None if "stopped_early" in summary else longer_line(settings, steps, 2 * steps)
     next_commands = {
         "evaluate": shlex.join(["gpipe", "eval", f"run={run}", *allow]),
         "train_longer": shlex.join(["gpipe", "train", f"resume={run}", longer, *allow]),
+        **({} if lr is None else {"learning_rate": lr}),
         "export": shlex.join(["gpipe", "export", f"run={run}", *_export_format(settings, run)]),
     }
     print_measured_memory(summary.get("partitions", []))
     facts = {key: value for key, value in summary.items() if key != "partitions"}
-    print_facts("", {**facts, **_best_epoch(run), "report": str(run / PAGE), **next_commands})
+    print_facts(
+        "",
+        {
+            **facts,
+            **_best_evaluation(run, settings.snapshot.monitor),
+            "report": str(run / PAGE),
+            **next_commands,
+        },
+    )
 
 
 @contextmanager
@@ -161,12 +190,15 @@ def _read_summary(run: Path) -> Summary:
     return content if isinstance(content, dict) else {}
 
 
-def _best_epoch(run: Path) -> dict[str, str]:
-    """The evaluation with the smallest loss over all launches of the run."""
-    rows = [row for row in RunFiles(run).json_lines("metrics.jsonl") if row.get("split") == "eval"]
-    losses = [(loss, row) for row in rows if (loss := as_number(row.get("loss"))) is not None]
-    if not losses:
+def _best_evaluation(run: Path, monitor: str | None) -> dict[str, str]:
+    """The best evaluation over all launches of the run, by the metric that also decides the best snapshot."""
+    if monitor is None:
         return {}
-    loss, row = min(losses, key=lambda pair: pair[0])
+    rows = [row for row in RunFiles(run).json_lines("metrics.jsonl") if row.get("split") == "eval"]
+    values = [(value, row) for row in rows if (value := as_number(row.get(monitor))) is not None]
+    if not values:
+        return {}
+    # The first of several that are equally good, as for snapshots.
+    value, row = (min if lower_is_better(monitor) else max)(values, key=lambda pair: pair[0])
     epoch = as_int(row.get("epoch"), LARGEST_EPOCH) or 0
-    return {"best_epoch": f"{epoch + 1} (step {row.get('step')}, loss {loss:.4g})"}
+    return {"best_epoch": f"{epoch + 1} (step {row.get('step')}, {monitor} {format_value(monitor, value)})"}

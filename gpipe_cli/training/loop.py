@@ -1,4 +1,4 @@
-"""The training loop: epochs of steps with an evaluation after each, as a generator of facts.
+"""The training loop: epochs of steps with an evaluation after each or more often, as a generator of facts.
 
 The loop decides order and keys. It knows nothing of files, terminals or how an engine runs a step.
 """
@@ -17,6 +17,7 @@ from gpipe_cli.engines.protocol import Batch, Engine, StepFacts, Utilization
 from gpipe_cli.errors import DataError, NumericError
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.profiling.timeline import StepTimeline
+from gpipe_cli.training.early_stop import EarlyStop
 from gpipe_cli.training.lr_schedules import LrSchedule
 
 TrainBatches = Callable[[int, int], Iterable[Batch]]
@@ -42,6 +43,14 @@ class TrainSpec:
     still work on them, because waiting for it in every step would leave it idle between steps."""
     eval_batches: int | None = None
     """How many mini-batches an evaluation has, if that is known; only for display."""
+    eval_every: int | None = None
+    """Steps between two evaluations, in addition to one after each epoch."""
+    early_stop: EarlyStop | None = None
+
+    @property
+    def evaluations(self) -> int:
+        """How many there are at most."""
+        return self.epochs + (0 if self.eval_every is None else self.steps // self.eval_every)
 
     @property
     def epochs(self) -> int:
@@ -51,8 +60,13 @@ class TrainSpec:
         return self.lr * self.lr_schedule.factor(step, self.steps)
 
     def evaluates_after(self, step: int) -> bool:
+        return step > 0 and (
+            self.ends_epoch(step) or (self.eval_every is not None and step % self.eval_every == 0)
+        )
+
+    def ends_epoch(self, step: int) -> bool:
         """Whether an epoch, or the run, ends after this many steps."""
-        return step > 0 and (step % self.steps_per_epoch == 0 or step == self.steps)
+        return step % self.steps_per_epoch == 0 or step == self.steps
 
     def measures(self, step: int) -> bool:
         """Whether the metrics of this step, counted from 1, are computed and recorded.
@@ -126,6 +140,9 @@ class EvalResult:
     took: float
     """Seconds the evaluation took."""
     seconds: float
+
+    def value(self, metric: str) -> float:
+        return self.loss if metric == "loss" else self.means[metric]
 
 
 @final
@@ -218,9 +235,9 @@ def train(
     """Train from `start` to the last step; yield a fact after every step and every evaluation, and its progress."""
     began = time.perf_counter() - start.seconds
     step, window = start.step, start.window
-    # A snapshot taken on a stop request between an epoch's last step and its evaluation lacks that evaluation.
+    # A snapshot taken on a stop request between a step and its evaluation lacks that evaluation.
     if spec.evaluates_after(step) and not start.evaluated:
-        yield from _evaluate_epoch(engine, spec, step, eval_batches, began)
+        yield from _evaluation(engine, spec, step, eval_batches, began)
     while step < spec.steps:
         epoch, first = divmod(step, spec.steps_per_epoch)
         for batch in train_batches(epoch, first):
@@ -251,10 +268,12 @@ def train(
                 window = LossWindow()
             if step == spec.steps:
                 break
-        yield from _evaluate_epoch(engine, spec, step, eval_batches, began)
+            if spec.evaluates_after(step) and not spec.ends_epoch(step):
+                yield from _evaluation(engine, spec, step, eval_batches, began)
+        yield from _evaluation(engine, spec, step, eval_batches, began)
 
 
-def _evaluate_epoch(
+def _evaluation(
     engine: Engine, spec: TrainSpec, step: int, eval_batches: EvalBatches, began: float
 ) -> Iterator[TrainEvent]:
     epoch = (step - 1) // spec.steps_per_epoch

@@ -79,6 +79,26 @@ def run(engine: Fake, steps: int, seed: int = 0) -> Iterator[TrainFact]:
     return (event for event in events(engine, steps, seed) if not isinstance(event, EvalProgress))
 
 
+def test_evaluations_between_epochs_come_in_addition() -> None:
+    spec = replace(plan(8, per_epoch=3), eval_every=2)
+    sizes = (4, 2, 2)
+    facts = list(
+        train(Fake(), spec, lambda epoch, first: list(batches(*sizes))[first:], lambda epoch: batches(3))
+    )
+    evaluations = [(fact.step, fact.epoch) for fact in facts if isinstance(fact, EvalResult)]
+    assert evaluations == [(2, 0), (3, 0), (4, 1), (6, 1), (8, 2)] and spec.evaluations >= len(evaluations)
+    resumed = list(
+        train(
+            Fake(),
+            spec,
+            lambda epoch, first: list(batches(*sizes))[first:],
+            lambda epoch: batches(3),
+            Position(4, 1.0),
+        )
+    )
+    assert [fact.step for fact in resumed if isinstance(fact, EvalResult)] == [4, 6, 8]
+
+
 def test_every_epoch_ends_in_an_evaluation() -> None:
     facts = list(run(Fake(), steps=4))
     assert [(type(fact), fact.step, fact.epoch) for fact in facts] == [

@@ -47,8 +47,8 @@ class Retention:
     def max_snapshots(self, spec: TrainSpec) -> int:
         """How many snapshots the disk holds at most: those kept, the best one, and the one being written."""
         saves = spec.epochs if self.every is None else -(-spec.steps // self.every)
-        if self.every is not None and self.monitor is not None:
-            saves += spec.epochs  # every evaluation may be the best one yet
+        if (self.every or spec.eval_every) is not None and self.monitor is not None:
+            saves += spec.evaluations  # every evaluation may be the best one yet
         return min(saves, self.keep + (self.monitor is not None) + 1)
 
     def is_better(self, value: float, best: float) -> bool:
@@ -103,7 +103,9 @@ def save_and_stop(
             stops.reserve = TIME_MARGIN * (snapshots.save_seconds + longest)
             # A run that has just finished ends normally. `finished` is the same in all ranks, so they skip the
             # collective together.
-            if not snapshots.finished and (request := stops.agreed()):
+            if snapshots.finished:
+                break
+            if request := stops.agreed():
                 raise request
         snapshots.save_now()
     except StopRequested:  # from here, or from the batches of an evaluation that was under way
@@ -139,6 +141,7 @@ class SnapshotManager:
         self.position = Position() if resumed is None else resumed.position
         self._run, self._engine, self._spec, self._retention = run, engine, spec, retention
         self._best = None if resumed is None else resumed.best
+        self._waiting = None if resumed is None else resumed.waiting
         self._writes = writes
         self._base_files: BaseFiles | None = None
         self._before_saving = before_saving
@@ -168,7 +171,8 @@ class SnapshotManager:
         # A write that failed in the background ends the run now, not at the next save.
         self._writer.check()
         metrics = {"loss", *fact.means}
-        if self._retention.monitor not in {None, *metrics}:
+        is_measured = isinstance(fact, EvalResult) or fact.measured
+        if is_measured and self._retention.monitor not in {None, *metrics}:
             raise ConfigError(
                 f"snapshot.monitor={self._retention.monitor}: this run does not measure it; "
                 f"choose one of: {', '.join(sorted(metrics))}"
@@ -177,8 +181,10 @@ class SnapshotManager:
         if self._spec.evaluates_after(fact.step) and not isinstance(fact, EvalResult):
             return  # save after the evaluation, so that a resumed run need not repeat it
         best = isinstance(fact, EvalResult) and self._update_best(fact)
+        if isinstance(fact, EvalResult) and (early := self._spec.early_stop) is not None:
+            self._waiting = early.after(fact.value(early.metric), fact.step, self._waiting)
         every = self._retention.every
-        due = isinstance(fact, EvalResult) if every is None else fact.step % every == 0
+        due = self._spec.ends_epoch(fact.step) if every is None else fact.step % every == 0
         if best or due or fact.step == self._spec.steps:
             self._save()
 
@@ -190,7 +196,13 @@ class SnapshotManager:
 
     @property
     def finished(self) -> bool:
-        return self.position.step == self._spec.steps and self.position.evaluated
+        at_end = self.position.step == self._spec.steps or self.stops_early is not None
+        return at_end and self.position.evaluated
+
+    @property
+    def stops_early(self) -> str | None:
+        """Why the run ends before its last step, if it does."""
+        return None if self._spec.early_stop is None else self._spec.early_stop.reason(self._waiting)
 
     def __enter__(self) -> Self:
         return self
@@ -210,8 +222,7 @@ class SnapshotManager:
         metric = self._retention.monitor
         if metric is None:
             return False
-        value = fact.loss if metric == "loss" else fact.means[metric]
-        best = self._best
+        value, best = fact.value(metric), self._best
         if best is not None and best.metric == metric and not self._retention.is_better(value, best.value):
             return False
         self._best = BestEvaluation(metric, value, fact.step)
@@ -237,6 +248,7 @@ class SnapshotManager:
             versions(),
             state.numbers,
             self._base_files,
+            self._waiting,
         )
         if os.path.isdir(path) and not path.is_symlink():  # noqa: PTH112 - False, not an error, without permission
             # Only a run that was resumed from this very snapshot gets here, to add its evaluation: no tensor changed.
