@@ -57,6 +57,8 @@ class Jobs:
             gc.freeze()
             gc.enable()
         with stop_immediately(), report_out_of_memory():
+            for note in config.notes:
+                print_status(note)
             summary: Summary = command.run(config.settings, self._job(config, number))
         return summary
 

@@ -35,6 +35,7 @@ from gpipe_cli.config.overrides import (
     override_key,
     without_keys,
 )
+from gpipe_cli.config.replaced_target import notes_on_replaced
 from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
     GROUPS,
@@ -82,6 +83,8 @@ class JobConfig:
     """The option chosen in each group."""
     settings: ModelConfig
     """The typed configuration, with references resolved."""
+    notes: tuple[str, ...] = ()
+    """Lines about the configuration that the user should read."""
 
     def with_values(self, **values: Any) -> JobConfig:
         """The same job with other values of some top-level keys, and the overrides that were given."""
@@ -116,7 +119,9 @@ class Composition:
         ]
         own = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != HYDRA_NODE])
         settings = settings_of(own, self.request.command, self.request.overrides)
-        self._composed[overrides] = JobConfig(tuple(recorded), own, choices, settings)
+        plain: Any = OmegaConf.to_container(own)
+        notes = notes_on_replaced(plain, tree.hydra.runtime.choices, overrides)
+        self._composed[overrides] = JobConfig(tuple(recorded), own, choices, settings, tuple(notes))
 
     def digest(self, without: Sequence[str]) -> str:
         """A fingerprint of all jobs, whatever the values of the keys in `without`.

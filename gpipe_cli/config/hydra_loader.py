@@ -28,6 +28,7 @@ from hydra.version import setbase
 from omegaconf import Container, DictConfig, OmegaConf, open_dict
 
 from gpipe_cli.config.options import conf_dir, resources_dir
+from gpipe_cli.config.replaced_target import KEPT_KEYS
 from gpipe_cli.config.schema import COMPONENT_GROUPS, SCHEMAS
 from gpipe_cli.config.yaml_files import parse_yaml, read_config_text
 from gpipe_cli.errors import ConfigError
@@ -139,8 +140,9 @@ class GuardedLoader(ConfigLoaderImpl):
         last = None if group in self.given_targets or not named else named[-1][1]
         replaced = [config for config, target in named if target != last]
         for config in replaced:
+            plain: Any = OmegaConf.to_container(config[group])
             with open_dict(config):
-                config[group] = {}
+                config[group] = {key: plain[key] for key in KEPT_KEYS.get(group, ()) if key in plain}
         return group in self.given_targets or bool(replaced)
 
     @staticmethod

@@ -258,7 +258,11 @@ def check_optimizer(make: MakeOptimizer) -> None:
     optimizer = make([("parameter", parameter)])
     try:
         optimizer.step()
-    except Exception:  # noqa: BLE001 - it may reject the dummy gradient, and still train
+    except Exception as error:  # it may reject the dummy gradient, and still train
+        if "dense gradients" in str(error):  # of torch.optim.SparseAdam
+            raise ConfigError(
+                f"{_title(optimizer)}: {error}, and layers have no others here; choose another optimizer"
+            ) from error
         return
     OptimizerState(optimizer, {parameter: "parameter"}, make).take()
 

@@ -57,9 +57,18 @@ def test_every_option_says_what_it_is(group: str) -> None:
         assert option.description.endswith((".", ":")) or len(option.description) > 10, option.path
 
 
-def test_a_component_replaced_on_the_command_line_keeps_nothing_of_its_predecessor() -> None:
+def test_an_optimizer_replaced_on_the_command_line_keeps_only_the_learning_rate_and_says_so() -> None:
     made = settings("optimizer._target_=torch.optim.SGD", "optimizer.lr=0.5")
     assert made.optimizer == {"_target_": "torch.optim.SGD", "lr": 0.5}
+    words = ("optimizer=sgd", "optimizer._target_=torch.optim.Adam", "optimizer.weight_decay=0.1")
+    composition = compose(Request("train", words))
+    job = composition.job(composition.jobs[0])
+    assert job.settings.optimizer == {"_target_": "torch.optim.Adam", "lr": 0.05, "weight_decay": 0.1}  # type: ignore[attr-defined]
+    assert job.notes == (
+        "optimizer._target_=torch.optim.Adam: keeps lr=0.05 of optimizer=sgd and leaves out its momentum, nesterov, "
+        "no_decay, groups; give those that you want",
+    )
+    assert settings("model._target_=torch.nn.Identity").model == {"_target_": "torch.nn.Identity"}
 
 
 def test_a_component_replaced_by_a_recipe_keeps_nothing_of_its_predecessor(tmp_path: Path) -> None:
