@@ -34,6 +34,7 @@ EXAMPLES = [
     TOP / "examples" / "your_own_data" / "sentences.py",
     TOP / "examples" / "your_own_data" / "flowers.csv",
     TOP / "examples" / "your_own_data" / "houses.csv",
+    TOP / "examples" / "your_own_parts" / "myparts.py",
 ]
 RUN = "<the run's directory>"
 EXISTING_RUNS = ("first", "mine", "mine/0", "mine/1", "mine/2")

@@ -21,7 +21,6 @@ from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.losses.measures import measure_of
 from gpipe_cli.offload.building import BuiltModel, build_on_tier
 from gpipe_cli.offload.tiers import DiskTier
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
@@ -39,6 +38,7 @@ from gpipe_cli.run.components import (
     traits_of_engine,
 )
 from gpipe_cli.run.data import BatchLoader, make_loader
+from gpipe_cli.run.metrics import metrics_of
 from gpipe_cli.run.model import ConfiguredModel, build_without_storage, make_model
 from gpipe_cli.run.optimizer import optimizer_factory, parameter_groups
 from gpipe_cli.run.task_check import check_task
@@ -283,10 +283,10 @@ def make_engine(
 def _objective(settings: RunConfig, model: nn.Sequential) -> TrainingObjective:
     loss = make_loss(settings)
     if not isinstance(settings, TrainConfig):
-        return TrainingObjective(loss, measure_of(loss), precision=settings.precision)
+        return TrainingObjective(loss, metrics_of(loss), precision=settings.precision)
     return TrainingObjective(
         loss,
-        measure_of(loss),
+        metrics_of(loss),
         optimizer=optimizer_factory(settings, model),
         clip_grad_norm=settings.clip_grad_norm,
         precision=settings.precision,

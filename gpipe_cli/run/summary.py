@@ -138,7 +138,7 @@ def print_summary(summary: Summary, settings: TrainConfig) -> None:
         "",
         {
             **facts,
-            **_best_evaluation(run, settings.snapshot.monitor),
+            **_best_evaluation(run, settings.snapshot.monitor or "loss"),
             "report": str(run / PAGE),
             **next_commands,
         },
@@ -190,10 +190,8 @@ def _read_summary(run: Path) -> Summary:
     return content if isinstance(content, dict) else {}
 
 
-def _best_evaluation(run: Path, monitor: str | None) -> dict[str, str]:
-    """The best evaluation over all launches of the run, by the metric that also decides the best snapshot."""
-    if monitor is None:
-        return {}
+def _best_evaluation(run: Path, monitor: str) -> dict[str, str]:
+    """The best evaluation over all launches of the run."""
     rows = [row for row in RunFiles(run).json_lines("metrics.jsonl") if row.get("split") == "eval"]
     values = [(value, row) for row in rows if (value := as_number(row.get(monitor))) is not None]
     if not values:
