@@ -6,7 +6,6 @@ Nothing in the files is trusted. A directory that cannot be read becomes a row t
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, final
 
 from gpipe_cli.errors import RunError
-from gpipe_cli.report.page.run_files import RunFiles, as_int, as_number
+from gpipe_cli.report.page.run_files import RunFiles, as_int, as_number, watched_metric
 from gpipe_cli.run_state import LOCK_NAME, OUTCOME, run_state
 from gpipe_cli.safe_files import parse_json, read_regular
 from gpipe_cli.values import lower_is_better
@@ -29,8 +28,6 @@ MOST_STEPS = 10**12
 MAX_ENTRIES = 200_000
 """Files and folders below one directory; a walk ends there."""
 MAX_DEPTH = 8
-MONITOR = re.compile(r"^snapshot:\n(?:  .*\n)*?  monitor: (\w+)$", re.MULTILINE)
-"""In a config.yaml as gpipe writes it. Parsing the YAML of hundreds of runs would take seconds."""
 
 
 @final
@@ -105,8 +102,7 @@ def read_row(directory: Path) -> RunRow:
         reason = str(error).removeprefix(f"{directory}: ")
         return RunRow(str(directory), DAMAGED, changed=changed, bytes=size, note=reason)
     launch, summary = files.json("launch.json"), files.json("summary.json")
-    monitor = MONITOR.search(files.text("config.yaml"))
-    metric = "loss" if monitor is None or monitor[1] == "null" else monitor[1]
+    metric = watched_metric(files.text("config.yaml"))
     rows, problems = _metric_rows(directory)
     problems += [problem.partition(";")[0] for problem in files.problems]
     values = [

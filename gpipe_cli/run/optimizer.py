@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -105,7 +106,7 @@ def _select(
 
 def _is_norm(module: nn.Module, name: str) -> bool:
     """By the names of its classes, because models of other libraries have their own: LlamaRMSNorm, LayerNorm2d."""
-    return any("Norm" in base.__name__ for base in type(module).__mro__)
+    return any(re.search(r"Norm(\dd)?$", base.__name__) for base in type(module).__mro__)
 
 
 def _is_bias(module: nn.Module, name: str) -> bool:

@@ -23,7 +23,7 @@ from gpipe_cli.report.page.curves import MetricCurve
 from gpipe_cli.report.page.html import Child, Html, join, tag
 from gpipe_cli.report.page.predictions import confusion, sample_gallery, text_sample
 from gpipe_cli.report.page.run_facts import RunFacts
-from gpipe_cli.report.page.run_files import as_number
+from gpipe_cli.report.page.run_files import as_number, watched_metric
 from gpipe_cli.report.page.step_timelines import step_timelines
 
 PAGE = "report.html"
@@ -214,9 +214,9 @@ def headline(run: RunFacts) -> dict[str, str]:
     results = results or _latest_metrics(run.curves)
     results |= {verdict: str(count) for verdict, count in verdict_counts(run.checks).items()}
     for curve in run.curves:
-        if (curve.metric, curve.split) == ("loss", "eval"):
-            step, loss = curve.lowest
-            results["best eval loss"] = f"{format_value('loss', loss)} at step {step:.0f}"
+        if curve.split == "eval" and curve.metric in ("loss", watched_metric(run.config)):
+            step, value = curve.best()
+            results[f"best eval {curve.metric}"] = f"{format_value(curve.metric, value)} at step {step:.0f}"
     for name, value in numbers.items():
         if name not in TITLES and name not in HIDDEN:
             results[name.replace("_", " ")] = format_value(name, value)

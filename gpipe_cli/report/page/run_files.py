@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
@@ -22,6 +23,8 @@ MAX_LINE_BYTES = 2**20
 """A row of metrics has a few hundred."""
 MAX_NUMBER = 1e100
 """Sums and differences of such numbers do not overflow."""
+MONITOR = re.compile(r"^snapshot:\n(?:  .*\n)*?  monitor: (\w+)$", re.MULTILINE)
+"""In a config.yaml as gpipe writes it. Parsing the YAML of hundreds of runs would take seconds."""
 
 
 @final
@@ -126,3 +129,9 @@ def as_list(value: Any) -> list[Any]:
 def as_rows(value: Any) -> list[Mapping[str, Any]]:
     """The mappings among the items of a list."""
     return [item for item in as_list(value) if isinstance(item, dict)]
+
+
+def watched_metric(config: str) -> str:
+    """The metric that decides which evaluation of a run is best; config: the text of its config.yaml."""
+    monitor = MONITOR.search(config)
+    return "loss" if monitor is None or monitor[1] == "null" else monitor[1]
