@@ -44,7 +44,9 @@ def hits(output: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("sizes", [(7,), (3, 4), (1, 1, 5)])
 @pytest.mark.parametrize(
-    "measure", [lambda o, t: hits(o, t).mean(), lambda o, t: hits(o, t).mean().item(), hits], ids=str
+    "measure",
+    [lambda o, t: hits(o, t).mean(), lambda o, t: hits(o, t).mean().item(), hits],
+    ids=["mean", "number", "values"],
 )
 def test_a_mean_or_a_value_for_each_sample_gives_the_mean_over_all(
     measure: Any, sizes: tuple[int, ...]
