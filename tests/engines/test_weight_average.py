@@ -90,8 +90,9 @@ def test_evaluation_uses_the_averages_and_training_does_not_notice(tmp_path: Pat
             assert facts[0].loss == facts[1].loss and facts[0].grad_norm == facts[1].grad_norm
             evaluated = averaging.eval_step(batch(9)).loss
             assert step == 0 or evaluated != plain.eval_step(batch(9)).loss
-            loss = averaging.predict(batch(9)[0], lambda output: int(1e6 * output.sum()))
-            assert loss == averaging.predict(batch(9)[0], lambda output: int(1e6 * output.sum()))
+            input, target = batch(9)
+            output = averaging.predict(input, lambda output: output)
+            assert nn.functional.cross_entropy(output, target).item() == pytest.approx(evaluated, rel=1e-6)
         reference = nn.Sequential(*model())
         reference.load_state_dict(averaging.state().model)
         input, target = batch(9)
