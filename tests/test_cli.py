@@ -187,10 +187,11 @@ def test_a_layer_that_exits_is_a_failure_with_its_place(
 ) -> None:
     """A layer that raised SystemExit(0) used to end the whole run with exit code 0 and no message."""
     monkeypatch.chdir(folder)
-    sweep = ("-m", "engine=single,threads", "--json")
-    assert main(["train", "model._target_=own.exits", *SMALL, "steps=1", *sweep]) == 1
-    single, threads = (job["error"] for job in json.loads(capsys.readouterr().out))
-    assert "SystemExit: 0" in single and "SystemExit: 0 (in partition 1, layer '2'" in threads
+    # balance=time would run the layer before the run begins.
+    for words in (["engine=single"], ["engine=threads", "balance=uniform"]):
+        assert main(["train", "model._target_=own.exits", *SMALL, "steps=1", *words, "-m", "--json"]) == 1
+        (job,) = json.loads(capsys.readouterr().out)
+        assert f"SystemExit: 0 (in partition {len(words) - 1}, layer '2'" in job["error"]
     assert all("SystemExit: 0" in log.read_text() for log in folder.glob("runs/train/exits/*/train.log"))
 
 
