@@ -288,7 +288,7 @@ def test_ctrl_c_ends_a_whole_sweep_and_leaves_no_process(
         start_new_session=True,
     )
     started.append(process)
-    until(process.stderr, "| step 10/")
+    until(process.stderr, "step 1/")
     data_workers = children(process.pid)
     assert data_workers
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
