@@ -196,6 +196,11 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ),
     ("train model=mlp freeze=[*]", 2, "freeze=[*]: freezes every parameter of the model"),
     ("train model=mlp freeze=head", 2, "freeze=head: expected a list in brackets"),
+    (
+        "train early_stop.min_delta=0.1",
+        2,
+        "early_stop.min_delta=0.1: has no effect without early_stop.patience",
+    ),
     ("train model=mlp freeze={a:1}", 2, "freeze={a:1}: expected a list in brackets"),
     (
         "train model=mlp optimizer.groups=[{match:head,weight_decay:-1}]",

@@ -262,7 +262,9 @@ def _other_device(settings: PlanConfig, device: str) -> Iterator[str]:
 
 
 def _resuming(settings: TrainConfig) -> Iterator[str]:
-    patience = settings.early_stop.patience
+    patience, min_delta = settings.early_stop.patience, settings.early_stop.min_delta
+    if patience is None and min_delta:
+        yield f"early_stop.min_delta={min_delta:g}: has no effect without early_stop.patience; give both"
     if patience is not None and settings.snapshot.monitor is None:
         yield f"early_stop.patience={patience}: needs a metric; set snapshot.monitor=loss or another one"
     every = settings.snapshot.every

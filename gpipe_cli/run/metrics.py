@@ -17,7 +17,10 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.measures import Measure, measure_of
 from gpipe_cli.pipeline.loss import row_weights
 
-RESERVED = ("step", "epoch", "split", "loss", "lr", "samples_per_second", "seconds", "grad_norm")
+RESERVED = (
+    *("step", "epoch", "split", "loss", "loss_mean", "loss_min", "loss_max", "lr"),
+    *("samples_per_second", "seconds", "grad_norm"),
+)
 """Columns of metrics.jsonl that are no metrics of a loss."""
 
 

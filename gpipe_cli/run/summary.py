@@ -65,17 +65,15 @@ def summary_if_finished(
     record = None if resumed.snapshot is None else resumed.snapshot.record
     if record is None or record.position.evaluation is None or not record.position.evaluated:
         return None
-    stopped_early = None if spec.early_stop is None else spec.early_stop.reason(record.waiting)
-    if record.position.step != spec.steps and stopped_early is None:
+    at_end = record.position.step == spec.steps
+    stopped_early = None if at_end or spec.early_stop is None else spec.early_stop.reason(record.waiting)
+    if not at_end and stopped_early is None:
         return None
     summary = summarize(record.position.evaluation, spec, loader, resumed.directory, job, stopped_early)
     before = _read_summary(resumed.directory)
-    unchanged = (
-        "run_dir",
-        "command",
-        "epochs",
-    )  # whoever wants more epochs of a run that stopped early gets none
-    if all(before.get(key) == value for key, value in summary.items() if key not in unchanged):
+    # A run that stopped early has the same result with more epochs.
+    may_differ = ("run_dir", "command", "epochs")
+    if all(before.get(key) == value for key, value in summary.items() if key not in may_differ):
         cure = f" early ({stopped_early}); raise early_stop.patience to continue" if stopped_early else ""
         sys.stderr.write(f"{resumed.directory}: the run has finished{cure}; gpipe changed nothing\n")
         return before

@@ -196,13 +196,18 @@ class SnapshotManager:
 
     @property
     def finished(self) -> bool:
-        at_end = self.position.step == self._spec.steps or self.stops_early is not None
-        return at_end and self.position.evaluated
+        ends = self._at_end or self.stops_early is not None
+        return ends and self.position.evaluated
 
     @property
     def stops_early(self) -> str | None:
         """Why the run ends before its last step, if it does."""
-        return None if self._spec.early_stop is None else self._spec.early_stop.reason(self._waiting)
+        early = self._spec.early_stop
+        return None if early is None or self._at_end else early.reason(self._waiting)
+
+    @property
+    def _at_end(self) -> bool:
+        return self.position.step == self._spec.steps
 
     def __enter__(self) -> Self:
         return self
