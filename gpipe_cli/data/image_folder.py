@@ -115,7 +115,7 @@ def _images(folder: Path) -> list[Path]:
 
 
 def read_image(path: Path, channels: int = 3) -> Tensor:
-    """The image as [channels, height, width] from 0 to 1; channels: 3, or 1 for shades of grey."""
+    """The image as [channels, height, width] from 0 to 1; channels: 3, or 1 for shades of gray."""
     try:
         content = read_regular(path, _MAX_BYTES)
         # Only some formats: the decoder of another may start programs, as that of EPS does.

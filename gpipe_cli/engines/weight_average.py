@@ -5,7 +5,7 @@ whatever divides, stores, counts or saves the state of an optimizer does the sam
 skipped does not change it. Buffers, such as the statistics of batch norms, are not averaged: both kinds of weights use
 those of the model.
 
-In an engine's state, and so in a snapshot, the model has the averages, which is what everybody wants to evaluate and
+In an engine's state, and so in a snapshot, the model has the averages, which are what users evaluate and
 export; the weights in training are among the optimizer's tensors.
 """
 
@@ -72,7 +72,7 @@ def exchange_weights(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def without_averages(state: EngineState, module: nn.Module) -> EngineState:
-    """The state of a run that goes on without the average: the model has the weights in training."""
+    """The state for a run that continues without the average: the model has the weights in training."""
     suffix = f"/{OTHER_WEIGHTS}"
     weights = {
         path.removesuffix(suffix): tensor for path, tensor in state.optimizer.items() if path.endswith(suffix)

@@ -1,7 +1,7 @@
 """Jobs of a sweep side by side: each is a process that runs one command line of gpipe, as a user would start it.
 
-Their lines are printed one by one, with the number of the job. A request to stop is passed on to the running jobs,
-which save and stop. The kernel ends the jobs if this process is killed.
+gpipe prints each of their lines with the number of the job, and passes a request to stop on to the running jobs, which
+save and stop. The kernel ends the jobs if this process is killed.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class CostMeasurer:
     ) -> None:
         """`sample_of` gives one of so many micro-batches; `apart`: every device is a machine like this one.
 
-        `say` is told what is measured next.
+        `say` receives a line about what is measured next.
         """
         self._module, self._sample_of, self._devices = module, sample_of, list(devices)
         self._profiles, self._cores, self._apart = profiles, cores, apart

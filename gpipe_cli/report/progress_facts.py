@@ -1,4 +1,4 @@
-"""What a display of training progress is told, and what follows from it: the mean of the losses, the time left."""
+"""What a display of training progress receives, and what it derives: the mean of the losses, the time left."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What happens to the learning rate when a run goes on for longer than planned: a line for the user.
+"""What happens to the learning rate when a run is resumed to train longer than planned: a line for the user.
 
 A learning-rate schedule spans all steps of a run. With more steps it is stretched, so a rate that had decayed rises
-again, which surprises whoever wanted the same run to continue.
+again, which surprises a user who wanted the same run to continue.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from gpipe_cli.safe_files import writing
 from gpipe_cli.training.snapshot.durable import write_file
 
 MAX_COLORS = 256
-"""Of a palette; with more classes a mask has shades of grey of 16 bits."""
+"""Of a palette; with more classes a mask has 16-bit shades of gray."""
 
 
 @final

@@ -1,6 +1,6 @@
 """The metrics of a run: those of its loss, as sums that do not depend on how samples are divided into batches.
 
-A loss of your own has a method `metrics` that returns means, because that is what everybody writes. The losses of gpipe
+A loss of your own has a method `metrics` that returns means, as is usual. The losses of gpipe
 have a method `measure` that returns sums.
 """
 

@@ -183,7 +183,7 @@ def _with_mask_images(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mask_colors(mask: Tensor) -> Tensor:
-    """[3, height, width]: class 0 and pixels without a label are grey, since the background is mostly one of them."""
+    """[3, height, width]: class 0 and pixels without a label are gray, since the background is mostly one of them."""
     palette = torch.tensor(
         [(60, 64, 70), *(tuple(bytes.fromhex(color.light[1:])) for color in CURVES)], dtype=torch.uint8
     )

@@ -1,4 +1,4 @@
-"""What a training run writes for its page besides metrics, and the page itself while the run goes on.
+"""What a training run writes for its page besides metrics, and the page itself during the run.
 
     layers.json       the layers with their partitions and, where a balance method measured them, their times
     trace.json        one early step, every action of it, and the predicted step where the times are known
@@ -41,7 +41,7 @@ from gpipe_cli.training.run_directory import write_json, write_text
 LAYERS, TRACE, TIMELINE = "layers.json", "trace.json", "timeline.json"
 PREDICTIONS, SAMPLE = "predictions.json", "sample.json"
 MIN_SECONDS = 10.0
-"""Between two pages of a run that goes on."""
+"""Between two pages during a run."""
 MAX_SHARE = 0.02
 """Of the time that may go into these pages: reading a long metrics.jsonl takes a while."""
 PROMPT_TOKENS, NEW_TOKENS, SECONDS = 16, 120, 5.0

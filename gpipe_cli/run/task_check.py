@@ -84,7 +84,7 @@ def _are_probabilities(target: Tensor) -> bool:
 
 
 def _output(settings: ModelConfig, model: nn.Sequential, input: ModelInput) -> Any:
-    """The output of the model without values; None if that cannot be told."""
+    """The output of the model without values; None if it cannot be determined."""
     first, *_ = flatten(input, "input")[0]
     has_tokens = not first.is_floating_point()
     is_ours = str(settings.model["_target_"]).startswith("gpipe_cli.")

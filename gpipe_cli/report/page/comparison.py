@@ -104,7 +104,7 @@ def _value(metric: str, value: float | None, *, best: bool) -> Html:
 
 
 def _metric(runs: Sequence[RunFacts], configs: Sequence[Mapping[str, str]]) -> str:
-    """The metric that the first run was told to watch, if it measured it; else the loss."""
+    """The `snapshot.monitor` of the first run, if it measured it; else the loss."""
     monitor = configs[0].get("snapshot.monitor", "loss")
     measured = {curve.metric for run in runs for curve in run.curves if curve.split == "eval"}
     return monitor if monitor in measured else "loss"

@@ -30,7 +30,7 @@ PAGE = "report.html"
 GENERATOR = '<meta name="generator" content="gpipe">'
 """How to tell a page of ours from another file of that name."""
 RELOAD_SECONDS = 15
-"""How often the page of a run that goes on reloads itself."""
+"""How often the page of a running run reloads itself."""
 TITLES = {
     "loss": "eval loss",
     "top1": "top-1",

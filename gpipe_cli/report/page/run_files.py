@@ -89,7 +89,7 @@ def _parse(content: str | bytes) -> Any:
 
 
 def _parse_line(line: bytes) -> Any:
-    """As `_parse` for a line of which there may be millions: whoever takes a number from it has to check its size."""
+    """As `_parse`, for one of perhaps millions of lines: the caller has to check the size of a number that it uses."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
