@@ -27,9 +27,11 @@ from gpipe_cli.errors import ConfigError, GpipeError, ResourceError, Stopped
 from gpipe_cli.redaction import redacted
 from gpipe_cli.run_state import LOCK_NAME, OUTCOME, own_locks
 from gpipe_cli.safe_files import open_regular, parse_json, writing
-from gpipe_cli.training.snapshot.durable import write_file
+from gpipe_cli.training.snapshot.durable import UNFINISHED, write_file
 
 MAX_NAME_LENGTH = 80
+LEFTOVERS = (LOCK_NAME, f"config.yaml{UNFINISHED}")
+"""What a run leaves that was killed before it had a configuration; the next run in the directory replaces it."""
 
 
 def check_run_dir(run_dir: str | None, number: int | None) -> None:
@@ -37,7 +39,7 @@ def check_run_dir(run_dir: str | None, number: int | None) -> None:
     check_directory_name(run_dir)
     path = planned_run_directory(run_dir, number)
     try:
-        if run_dir is not None and path.is_dir() and any(path.iterdir()):
+        if run_dir is not None and path.is_dir() and {entry.name for entry in path.iterdir()} - {*LEFTOVERS}:
             has_run = (path / "config.yaml").exists()
             cure = (
                 f"resume={path} continues the run in it, or choose another one"

@@ -107,6 +107,7 @@ def test_a_job_of_a_sweep_gets_a_numbered_folder() -> None:
 
 def test_an_empty_directory_is_taken_and_a_full_one_refused(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "run.lock").touch()  # of a run that was killed before it wrote anything
     assert make_run_directory("mine", "train", "model", None) == Path("mine")
     (tmp_path / "mine" / "file").touch()
     with pytest.raises(
