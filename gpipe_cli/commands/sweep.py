@@ -119,7 +119,7 @@ class Sweep:
         given = " or ".join(filter(None, shares)) or "as many threads as it has alone"
         print_status(
             f"jobs={self._side_by_side}: each job runs with {given}; "
-            "one after the other, jobs with the same threads give the same bits"
+            "a sequential sweep with the same threads gives the same bits"
         )
         lines: dict[int, list[list[str]]] = {}
         for number in numbers:
