@@ -203,6 +203,11 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ),
     ("train model=mlp freeze={a:1}", 2, "freeze={a:1}: expected a list in brackets"),
     (
+        "train optimizer.groups=[{match:head,lr_scal:10}]",
+        2,
+        "unknown key 'optimizer.groups[0].lr_scal'; did you mean 'lr_scale'?",
+    ),
+    (
         "train model=mlp optimizer.groups=[{match:head,weight_decay:-1}]",
         2,
         "optimizer.groups[0]: torch.optim.AdamW rejects these values: Invalid weight_decay value: -1",

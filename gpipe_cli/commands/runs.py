@@ -71,7 +71,7 @@ def _room(console: Console) -> int:
 
 def _table(root: Path, rows: Sequence[RunRow], room: int | None = None) -> Any:
     running = sum(row.state == "running" for row in rows)
-    title = f"{len(rows)} runs in {one_line(str(root))}, {running} running"
+    title = f"{len(rows)} {'run' if len(rows) == 1 else 'runs'} in {one_line(str(root))}, {running} running"
     now = time.time()
     cells = [_cells(row, root, now) for row in rows]
     return rows_table(title, COLUMNS, cells if room is None else cells[-room:], optional=OPTIONAL)

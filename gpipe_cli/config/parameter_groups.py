@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 NO_DECAY, GROUPS = "no_decay", "groups"
@@ -51,6 +52,9 @@ def _problems_of_group(key: str, group: Mapping[str, Any]) -> Iterator[str]:
         yield f"{key}.{LR_SCALE}={scale}: must be a positive number"
     if "lr" in group:
         yield f"{key}.lr={group['lr']}: the schedule decides the learning rate; give {LR_SCALE}, a factor of it"
+    for name in group_options(group):  # those of the optimizer are checked when it is made
+        if close := get_close_matches(name, (MATCH, LR_SCALE), n=1, cutoff=0.8):
+            yield f"unknown key '{key}.{name}'; did you mean '{close[0]}'?"
     if len(group) == 1:
         yield f"{key}: changes nothing; give {LR_SCALE}, weight_decay or another option of the optimizer"
     for name in ("params", "_target_"):

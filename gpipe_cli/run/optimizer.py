@@ -90,7 +90,8 @@ def _select(
 ) -> set[str]:
     """The names of the parameters that the patterns and words match; a word in `may_lack` may match none."""
     words = {NORM: _is_norm, BIAS: _is_bias}
-    names = set(select_parameters(model, [pattern for pattern in patterns if pattern not in words], key))
+    others = [pattern for pattern in patterns if pattern not in words]
+    names = set(select_parameters(model, others, key, words))
     for word in words.keys() & set(patterns):
         of_kind = {
             parameter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from gpipe_cli.data.table_file import open_table
 from gpipe_cli.data.transforms import Transform
-from gpipe_cli.errors import DataError
+from gpipe_cli.errors import DataError, or_list
 from gpipe_cli.pytree import ModelInput
 from gpipe_cli.run.prediction_input import InputFile, PreparedInput, transformed
 
@@ -65,12 +66,21 @@ class TableRows:
         formats = [
             (delimiter, header) for header in (True, False) if header or numbered for delimiter in DELIMITERS
         ]
+        problem: DataError | None = None
         for delimiter, header in formats:
             try:
                 with open_table("input", str(file.path), delimiter, header=header) as table:
                     if set(self._features) <= set(table.columns):
                         return delimiter, header
-            except DataError:
-                if (delimiter, header) == formats[-1]:
-                    raise
-        return formats[0]
+                    problem = problem or self._lacks(file, table.columns)
+            except DataError as error:
+                problem = problem or DataError(f"{error}; this model takes the rows of CSV files")
+        assert problem is not None, "there is a format"
+        raise problem
+
+    def _lacks(self, file: InputFile, columns: Sequence[str]) -> DataError:
+        name = next(name for name in self._features if name not in columns)
+        return DataError(
+            f"input={file.path}: lacks the column '{name}', which the model was trained with; "
+            f"{or_list(name, columns[:20])}"
+        )

@@ -102,7 +102,10 @@ def _output(settings: ModelConfig, model: nn.Sequential, input: ModelInput) -> A
             ) from misfit
         # A layer of ours is right, so the data is wrong; one of yours may be wrong itself, and the first step says how.
         if is_ours:
-            raise ConfigError(f"model: {misfit}; choose data and a model that fit each other") from misfit
+            cure = "" if has_tokens or first.dim() != 2 else "model=mlp takes rows of numbers; "
+            raise ConfigError(
+                f"model: {misfit}; {cure}choose data and a model that fit each other"
+            ) from misfit
         return None
 
 

@@ -19,11 +19,13 @@ _MAX_NAMES = 10
 """In a message."""
 
 
-def select_parameters(model: nn.Sequential, patterns: Iterable[str], key: str) -> dict[str, nn.Parameter]:
+def select_parameters(
+    model: nn.Sequential, patterns: Iterable[str], key: str, words: Iterable[str] = ()
+) -> dict[str, nn.Parameter]:
     """The parameters that at least one pattern matches, by their original names and in their order.
 
     A parameter with several names is selected by any of them. Raises ConfigError, which names `key`, about a pattern
-    that matches nothing.
+    that matches nothing and suggests a name or one of `words`, which the caller understands.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -35,7 +37,7 @@ def select_parameters(model: nn.Sequential, patterns: Iterable[str], key: str) -
             parameter for parameter, own in names.items() if any(matches(pattern, name) for name in own)
         }
         if not matched:
-            raise _no_match(pattern, [name for own in names.values() for name in own], key)
+            raise _no_match(pattern, [name for own in names.values() for name in own], key, words)
         selected |= matched
     return {name: parameter for name, parameter in model.named_parameters() if parameter in selected}
 
@@ -60,8 +62,9 @@ def _prefixes(name: str) -> Iterator[str]:
     return accumulate(name.split("."), "{}.{}".format)
 
 
-def _no_match(pattern: str, names: Iterable[str], key: str) -> ConfigError:
+def _no_match(pattern: str, names: Iterable[str], key: str, words: Iterable[str]) -> ConfigError:
     known = list(dict.fromkeys(prefix for name in names for prefix in _prefixes(name)))
+    known.extend(words)
     outermost = [name for name in known if "." not in name]
     more = ", ..." if len(outermost) > _MAX_NAMES else ""
     cure = did_you_mean(pattern, known) or f"it has {', '.join(outermost[:_MAX_NAMES])}{more}"

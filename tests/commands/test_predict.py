@@ -293,4 +293,7 @@ def test_rows_of_a_table_are_predicted_by_the_names_of_their_columns(gpipe: Gpip
     assert out[0].startswith("file,line,class,probability,class_2") and out[1].startswith("same.csv,2,")
     (tmp_path / "wrong.csv").write_text("x,q\n1,2\n")
     answer = gpipe("predict", "run=run", "input=wrong.csv")
-    assert answer.code == 2 and "input=y: wrong.csv has no such column" in answer.err
+    assert (
+        answer.code == 3
+        and "input=wrong.csv: lacks the column 'y', which the model was trained with" in answer.err
+    )

@@ -82,6 +82,7 @@ def test_without_groups_an_optimizer_gets_plain_parameters() -> None:
             {"no_decay": ["norm", "layr"]},
             r"optimizer.no_decay=layr: no parameter of the model has such a name",
         ),
+        ({"no_decay": ["nrm"]}, r"optimizer.no_decay=nrm: .*; did you mean 'norm'\?"),
         (
             {"groups": [{"match": "*.bias", "lr_scale": 2}, {"match": "fc.bias", "lr_scale": 3}]},
             r"groups\[1\].match=fc.bias: every parameter that it matches is in an earlier group",
