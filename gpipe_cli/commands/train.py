@@ -120,7 +120,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             with _recorder(settings, spec, setup, world, logger, launch["partitions"]) as recorder:
                 _record_start(recorder, settings, setup, warning, parts, launch["partitions"])
                 last, stopped = _train(settings, parts, spec, engine, setup, job.began, recorder, world, page)
-            summary = summarize(last, spec, parts.loader, setup.directory, job, stopped)
+            summary = summarize(last, parts.loader, setup.directory, job, stopped)
             summary |= parts.made.notes
             summary["partitions"] = measured_memory_rows(launch["partitions"], engine.peak_bytes())
             if world.is_rank_zero:

@@ -38,7 +38,6 @@ LARGEST_SUMMARY = 2**20
 
 def summarize(
     last: EvalResult,
-    spec: TrainSpec,
     loader: BatchLoader,
     directory: Path,
     job: Job,
@@ -48,7 +47,7 @@ def summarize(
     return {
         "loss": last.loss,
         **last.means,
-        "epochs": spec.epochs,
+        "epochs": last.epoch + 1,
         "steps": last.step,
         **({"stopped_early": stopped_early} if stopped_early else {}),
         "samples_per_second": loader.samples_after(last.step) / last.seconds,
@@ -69,10 +68,9 @@ def summary_if_finished(
     stopped_early = None if at_end or spec.early_stop is None else spec.early_stop.reason(record.waiting)
     if not at_end and stopped_early is None:
         return None
-    summary = summarize(record.position.evaluation, spec, loader, resumed.directory, job, stopped_early)
+    summary = summarize(record.position.evaluation, loader, resumed.directory, job, stopped_early)
     before = _read_summary(resumed.directory)
-    # A run that stopped early has the same result with more epochs.
-    may_differ = ("run_dir", "command", "epochs")
+    may_differ = ("run_dir", "command")
     if all(before.get(key) == value for key, value in summary.items() if key not in may_differ):
         cure = f" early ({stopped_early}); raise early_stop.patience to continue" if stopped_early else ""
         sys.stderr.write(f"{resumed.directory}: the run has finished{cure}; gpipe changed nothing\n")

@@ -77,7 +77,7 @@ def test_a_run_that_stops_early_is_finished_and_a_resumed_one_continues_the_coun
     line = "3 evaluations without a top1 better than "
     assert f"stopped early at step 8 of 160: {line}" in answer.err
     summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
-    assert summary["steps"] == 8 and summary["stopped_early"].startswith(line)
+    assert summary["steps"] == 8 and summary["epochs"] == 2 and summary["stopped_early"].startswith(line)
     assert "early_stop.patience=6" in answer.out
     best = max(rows, key=lambda row: row["top1"])
     assert f"best_epoch          {best['epoch'] + 1} (step {best['step']}, top1 " in answer.out
