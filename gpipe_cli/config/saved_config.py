@@ -41,13 +41,16 @@ def saved_command(saved: Mapping[str, Any]) -> str:
 def reduce_saved(saved: Mapping[str, Any], command: str) -> tuple[dict[str, Any], list[str]]:
     """What the command takes of a saved configuration, without defaults; and the keys that it does not have."""
     everywhere = {field.name for schema in SCHEMAS.values() for field in fields(schema)}
-    shared = _shared_keys(saved_command(saved), command)
+    source = saved_command(saved)
+    shared = _shared_keys(source, command)
     taken = {
         key: value
         for key, value in saved.items()
         if key not in LAUNCH_KEYS and (key in shared or key not in everywhere)
     }
     left_out = [key for key in saved if key in everywhere and key not in (*shared, *LAUNCH_KEYS)]
+    if source != command:
+        taken = _without_untouched_groups(taken, source)
     return _without_defaults(taken, command), left_out
 
 
@@ -56,6 +59,20 @@ def _shared_keys(source: str, command: str) -> set[str]:
     classes = set(SCHEMAS[source].__mro__) & set(SCHEMAS[command].__mro__)
     names = {field.name for cls in classes if is_dataclass(cls) for field in fields(cls)}
     return names - set(NO_EFFECT.get(command, ()))
+
+
+def _without_untouched_groups(taken: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Leave out the groups that the user left to the defaults of `source`, since another command has its own.
+
+    gpipe train balances by time, for example, and gpipe plan searches for a balance unless one is given.
+    """
+    model = _option_word("model", _nearest_option("model", taken["model"]), taken["model"])
+    untouched, _ = compose_plain(Request(source, tuple(model)))
+    return {
+        key: value
+        for key, value in taken.items()
+        if key == "model" or key not in GROUPS or value != untouched.get(key)
+    }
 
 
 def _without_defaults(taken: Mapping[str, Any], command: str) -> dict[str, Any]:
