@@ -134,4 +134,4 @@ def _show(summary: Summary, settings: PredictConfig, job: Job) -> None:
         print_predictions(predictions) if sys.stdout.isatty() else print_text(csv_text(predictions))
     if failed:
         total = len(failed) + len(predictions)
-        raise DataError(f"{len(failed)} of {total} files could not be read; the lines above name them")
+        raise DataError(f"{len(failed)} of {total} inputs could not be read; the lines above name them")

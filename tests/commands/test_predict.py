@@ -126,7 +126,7 @@ def test_files_that_are_no_images_are_named_and_the_others_predicted(
         Image.new(mode, (5, 9)).save(folder / f"{mode.replace(';', '')}.tiff")
     answer = predict("run=@run", f"input={folder}", "--json")
     assert answer.code == 3 and answer.err.endswith(
-        "gpipe: error: 6 of 14 files could not be read; the lines above name them\n"
+        "gpipe: error: 6 of 14 inputs could not be read; the lines above name them\n"
     )
     assert {Path(row["file"]).name for row in answer.json["failed"]} == {
         "cut.png", "text.jpg", "eps.png", "empty.png", "pipe.png", "nowhere.png",
