@@ -16,11 +16,13 @@ JOBS_MEANING = "With -m: how many jobs of the sweep run at a time; they divide d
 CONFIG_MEANING = (
     "A file of keys, such as `epochs: 5`, or the config.yaml of a run; the command line overrides it."
 )
+_QUOTED = r"""\s* (?: "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' ) \s*"""
+_IS_QUOTED = re.compile(_QUOTED, re.VERBOSE)
 _PIECE = re.compile(
-    r"""
-      (?P<quoted> \s* (?: "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' ) \s* (?=[\]}),:]|$) )
-    | (?P<bracket> [\[\]{}(),] )
-    | (?P<plain> (?: \$\{[^}]*\} | \\. | [^\[\]{}(),] )+ )
+    rf"""
+      (?P<quoted> {_QUOTED} (?=[\]}}),:]|$) )
+    | (?P<bracket> [\[\]{{}}(),] )
+    | (?P<plain> (?: \$\{{[^}}]*\}} | \\. | [:=] {_QUOTED} (?=[}}),]) | [^\[\]{{}}(),] )+ )
     """,
     re.VERBOSE,
 )
@@ -146,6 +148,6 @@ def quoted(text: str) -> str:
 
 def _quote(text: str) -> str:
     inner = text.strip(" \t")
-    if _NEEDS_NO_QUOTES.fullmatch(inner):
+    if _NEEDS_NO_QUOTES.fullmatch(inner) or _IS_QUOTED.fullmatch(inner):
         return text
     return text.replace(inner, quoted(_ESCAPED.sub(r"\1", inner)))

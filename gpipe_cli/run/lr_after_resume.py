@@ -33,7 +33,7 @@ def lr_line(
     old, new = before.lr_at(min(step, before.steps - 1)), now.lr_at(step)
     if math.isclose(old, new, rel_tol=_EQUAL):
         return None
-    given = sets_key(overrides, "lr_schedule") or sets_key(overrides, "optimizer")
+    given = sets_key(overrides, "lr_schedule") or before.lr != now.lr
     why = f"{_name(settings)} now spans {now.steps} steps instead of {before.steps}, so "
     course = (
         f"it goes from {before.lr_at(step - 1):.3g} to {new:.3g} and ends at {now.lr_at(now.steps - 1):.3g}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpipe_cli.data.table_file import open_table
 from gpipe_cli.data.transforms import Transform
-from gpipe_cli.errors import DataError, or_list
+from gpipe_cli.errors import DataError
 from gpipe_cli.pytree import ModelInput
 from gpipe_cli.run.prediction_input import InputFile, PreparedInput, transformed
 
@@ -81,6 +81,6 @@ class TableRows:
     def _lacks(self, file: InputFile, columns: Sequence[str]) -> DataError:
         name = next(name for name in self._features if name not in columns)
         return DataError(
-            f"input={file.path}: lacks the column '{name}', which the model was trained with; "
-            f"{or_list(name, columns[:20])}"
+            f"input={file.path}: lacks the column '{name}', which the model was trained with; it has "
+            f"{', '.join(columns[:20])}"
         )

@@ -70,6 +70,8 @@ def read(word: str) -> Any:
         ("run_dir=${oc.env:HOME}/日本", "${oc.env:HOME}/日本"),
         ("model.layers=[日, 本,3]", ["日", "本", 3]),
         ("model.names={a:é,b:2}", {"a": "é", "b": 2}),
+        ("model.names={a: 'é, è', b: \"*.bias\"}", {"a": "é, è", "b": "*.bias"}),
+        ("optimizer.groups=[{match: '{x}', lr_scale: 2}]", [{"match": "{x}", "lr_scale": 2}]),
     ],
 )
 def test_a_value_hydra_has_no_characters_for_is_read_as_it_stands(word: str, value: object) -> None:

@@ -31,6 +31,11 @@ def test_a_stretched_schedule_is_announced_with_the_way_to_keep_the_rate() -> No
     assert said.endswith("to keep the last rate instead, add lr_schedule=constant optimizer.lr=1e-05")
 
 
+def test_another_key_of_the_optimizer_does_not_explain_another_rate() -> None:
+    said = line("OneCycle", OneCycle(), 60, 30, ["epochs=6", "optimizer.weight_decay=0"])
+    assert said == line("OneCycle", OneCycle(), 60, 30, ["epochs=6"])
+
+
 def test_nothing_is_said_where_the_rate_stays_as_planned() -> None:
     assert line("OneCycle", OneCycle(), 30, 20, []) is None
     assert line("Constant", Constant(), 60, 30, ["epochs=6"]) is None
