@@ -33,6 +33,10 @@ def read_weights(path: str | Path, key: str = "model.weights") -> StateDicts:
     path = Path(path)
     name = f"{key}={path}"
     readers = {".safetensors": _read_safetensors, ".pth": _read_torch, ".pt": _read_torch}
+    if path.is_dir():
+        raise ConfigError(
+            f"{name}: is a directory; give a file, which gpipe export run=<directory> makes of a run"
+        )
     if path.suffix not in readers:
         raise ConfigError(f"{name}: unknown file type; give one of {', '.join(readers)}")
     try:

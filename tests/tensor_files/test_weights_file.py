@@ -38,6 +38,10 @@ def test_an_unknown_file_type_is_a_configuration_error(tmp_path: Path) -> None:
         ConfigError, match=r"weights\.npz: unknown file type; give one of \.safetensors, \.pth"
     ):
         read_weights(tmp_path / "weights.npz")
+    with pytest.raises(
+        ConfigError, match=r"is a directory; give a file, which gpipe export run=<directory> makes"
+    ):
+        read_weights(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "weights.pth"])
