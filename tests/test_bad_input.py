@@ -412,7 +412,7 @@ HOSTILE_WEIGHTS: dict[str, tuple[Callable[[Path], object], int, str]] = {
     "empty.pth": (Path.touch, 4, "damaged, or contains more than tensors"),
     "empty.safetensors": (Path.touch, 4, "damaged, or not a safetensors file"),
     "truncated.pth": (truncated, 4, "damaged"),
-    "directory.pth": (Path.mkdir, 4, "cannot be read: is a directory"),
+    "directory.pth": (Path.mkdir, 2, "is a directory; give a file"),
     "fifo.pth": (os.mkfifo, 4, "cannot be read: is a named pipe"),
     "code.pth": (lambda path: torch.save({"weight": RunsCode()}, path), 4, "and gpipe loads only tensors"),
     "text.pth": (lambda path: path.write_text("weights"), 4, "damaged, or contains more than tensors"),
