@@ -194,7 +194,7 @@ class BadDisk:
 
 
 def fail_snapshot_fsync() -> None:
-    durable.os = BadDisk("fsync", errno.EIO, good=14)  # type: ignore[assignment]  # in the second snapshot
+    durable.os = BadDisk("fsync", errno.EIO, good=23)  # type: ignore[assignment]  # in the second snapshot
 
 
 def fail_log_writes() -> None:

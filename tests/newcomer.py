@@ -1,12 +1,11 @@
 """The paths of a new user in a fresh venv, from installing to predictions: `python -m tests.newcomer [FOLDER]`.
 
-Every next command that gpipe offers, on the terminal or in the report of a run, is run exactly as it is printed. The
-session uses nothing of the repository except what it installs from it, and writes to a single folder.
+Every next command that gpipe prints is run exactly as it is printed. The session uses nothing of the repository except
+what it installs from it, and writes to a single folder.
 """
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import re
@@ -94,11 +93,6 @@ class UserSession:
         assert training.returncode == STOPPED_BY_CTRL_C, output
         return _offered(output, line)
 
-    def commands_in_report(self, run: Path) -> list[str]:
-        page = (self.folder / run / "report.html").read_text(encoding="utf-8")
-        codes = re.findall(r"<code[^>]*>(gpipe [^<]+)</code>", page)
-        return list(dict.fromkeys(html.unescape(code) for code in codes))
-
     def _call(self, words: Sequence[str]) -> str:
         answer = self._answer(words)
         return answer.stdout + answer.stderr
@@ -156,11 +150,10 @@ def _first_training(session: UserSession) -> None:
     kinds = {line.split()[1] for line in after_training}
     assert kinds >= {"train", "eval", "export"}, after_training
     session.run("gpipe report first")
-    session.run_offered(session.commands_in_report(Path("first")))
 
 
 def _measure_and_plan(session: UserSession) -> None:
-    session.run_offered(["gpipe profile timeline=true"])  # unless the report offered it
+    session.run("gpipe profile timeline=true")
     session.run_offered(session.run("gpipe balance --by time model=mlp"))
     session.run_offered(session.run("gpipe plan model=mlp plan.budget=10"))
 
@@ -176,7 +169,7 @@ def _write_files(session: UserSession) -> None:
     session.write("flat.yaml", "model: mlp\nmodel.width: 32\noptimizer: sgd\noptimizer.lr: 0.1\nsteps: 3\n")
     session.run("gpipe train config=flat.yaml chunks=2 run_dir=flat")
     session.run("gpipe train config=first/config.yaml steps=2 run_dir=copied")
-    states = {run["state"] for run in session.json("gpipe runs --json")["runs"]}
+    states = {run["state"] for run in session.json("gpipe runs . --json")}
     assert states == {"finished"}, states
 
 
@@ -207,7 +200,12 @@ def _fine_tune_and_predict(session: UserSession) -> None:
     assert len(predicted["predictions"]) == 10, predicted
     session.run("gpipe export run=tuned out=tuned.safetensors")
     alone = session.json("gpipe predict weights=tuned.safetensors input=pictures/star --json")
-    assert alone["predictions"] == predicted["predictions"]
+    assert [_best(row) for row in alone["predictions"]] == [_best(row) for row in predicted["predictions"]]
+
+
+def _best(prediction: dict[str, Any]) -> tuple[str, str]:
+    """The likeliest class; mini-batches of another size may give other last digits."""
+    return prediction["file"], prediction["classes"][0]["class"]
 
 
 def _train_a_language_model(session: UserSession) -> None:

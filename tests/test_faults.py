@@ -228,6 +228,7 @@ TABLE = [
         5,
         "step 3, epoch 1",
         in_layer(lambda: float("nan")),
+        ("balance=uniform",),
         after=has_snapshots(2),
         resumes=True,
     ),
@@ -343,7 +344,7 @@ TABLE = [
             needs_hydra=True,
         )
         for doing, arguments in (
-            ("layers are timed", ("balance=time",)),
+            ("layers are timed", ("balance=time", "balance.measure=always")),
             ("a plan is searched", ("plan.auto=true",)),
         )
     ),

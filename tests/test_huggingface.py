@@ -69,7 +69,7 @@ def test_the_name_of_a_hub_is_no_directory() -> None:
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
     with pytest.raises(
-        ConfigError, match=r"no_such_package cannot be imported .*pip install 'gpipe-cli\[hf\]'"
+        ConfigError, match=r"no_such_package cannot be imported .*pip install 'transformers>=5' tokenizers"
     ):
         huggingface.import_package("no_such_package")
 

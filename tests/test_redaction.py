@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from gpipe_cli import redaction
+from gpipe_cli.config.schema import LogConfig
 from gpipe_cli.redaction import redacted, remember
 
 
@@ -46,7 +47,7 @@ def test_a_message_in_the_log_of_a_run_names_the_reference(tmp_path: Path) -> No
 
     remember("ROOT", "/data/hunter2")
     file = LineFile(tmp_path / "train.log")
-    with pytest.raises(OSError, match="hunter2"), run_log(file, partitions=False, layers=False):
+    with pytest.raises(OSError, match="hunter2"), run_log(file, LogConfig(), step=0):
         raise OSError("/data/hunter2/7.png: cannot be read")
     file.close()
     log = (tmp_path / "train.log").read_text(encoding="utf-8")

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from gpipe_cli.config.instantiate import instantiate
 from gpipe_cli.run.data import SPLIT_KEYS
+from gpipe_cli.run.inference_spec import LOADING_KEYS
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 FILES = sorted(path for group in ("model", "data", "transform") for path in (CONF / group).glob("*.yaml"))
@@ -28,7 +29,7 @@ def builder_of(target: str) -> inspect.Signature:
 def test_its_keys_are_those_of_the_builder_with_the_same_defaults(path: Path) -> None:
     written = OmegaConf.to_container(OmegaConf.load(path))
     assert isinstance(written, dict)
-    shared = tuple(SPLIT_KEYS) if path.parent.name == "data" else ()
+    shared = {"data": tuple(SPLIT_KEYS), "model": LOADING_KEYS}.get(path.parent.name, ())
     keys = {key: value for key, value in written.items() if key not in ("_target_", "defaults", *shared)}
     parameters = dict(builder_of(str(written["_target_"])).parameters)
     # A vocabulary is its own key for the number of classes, and the command gives that too.
@@ -41,7 +42,7 @@ def test_its_keys_are_those_of_the_builder_with_the_same_defaults(path: Path) ->
     ]
     if path.parent.name == "model":
         given_by_the_command.append("tokenizer")
-    for name in given_by_the_command:
+    for name in (*given_by_the_command, *shared):
         parameters.pop(name, None)
     assert set(keys) == set(parameters)
     for name, value in keys.items():

@@ -15,8 +15,8 @@ from gpipe_cli.launch.job_processes import JobExit, run_side_by_side
 
 WAITING = (
     "import signal, sys; from gpipe_cli.launch.job_processes import prepare_child; import json; "
-    "prepare_child(json.loads(sys.argv[1])['parent']); print('waits', flush=True); "
-    "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); signal.pause()"
+    "prepare_child(json.loads(sys.argv[1])['parent']); "
+    "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); print('waits', flush=True); signal.pause()"
 )
 
 

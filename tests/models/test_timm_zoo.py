@@ -39,6 +39,7 @@ def test_inputs_are_normalized_as_the_model_was_trained() -> None:
         model=target,
         data={"_target_": "gpipe_cli.data.digits.build"},
         transform={"_target_": "gpipe_cli.data.transforms.basic"},
+        loss={"_target_": "torch.nn.CrossEntropyLoss"},
     )
     data = make_loader(settings).data
     assert data.mean == (0.485, 0.456, 0.406) and data.std == (0.229, 0.224, 0.225)

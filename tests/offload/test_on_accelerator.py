@@ -168,7 +168,7 @@ def test_the_host_waits_once_per_slice_and_for_the_loss(
     with closing(
         offload.build(make_spec(tmp_path, simulated.devices[:1], task={"clip_grad_norm": clip}), slices=5)
     ) as engine:
-        for step in range(3):
+        for step in range(4):
             before = len(simulated.host_syncs())
             engine.train_step(batch(step), key=step, lr=0.1, measure=False)
         waits = simulated.host_syncs()[before:]
@@ -188,7 +188,7 @@ def test_a_file_costs_a_wait_for_each_piece_that_the_host_reads_or_overwrites(
 
         monkeypatch.setattr(staging.Staging, name, counted)
     with closing(offload.build(make_spec(tmp_path, simulated.devices[:1]), to="disk", slices=5)) as engine:
-        for step in range(3):
+        for step in range(4):
             before = len(simulated.host_syncs())
             pieces.clear()
             engine.train_step(batch(step), key=step, lr=0.1, measure=False)

@@ -86,7 +86,8 @@ def test_every_engine_and_split_gives_the_bits_of_a_plain_loop(
 ) -> None:
     answer = gpipe(
         "train", "model=hf", f"model.path={llama}", f"data.context={CONTEXT}", f"batch_size={BATCH}",
-        f"chunks={CHUNKS}", f"steps={STEPS}", f"optimizer.lr={LR}", "lr_schedule=constant", "log.every=1",
+        f"chunks={CHUNKS}", f"steps={STEPS}", f"optimizer.lr={LR}", "optimizer.no_decay=[]",
+        "lr_schedule=constant", "log.every=1",
         "threads=1", f"run_dir={tmp_path / 'run'}", *words,
     )  # fmt: skip
     assert answer.code == 0, answer.err
