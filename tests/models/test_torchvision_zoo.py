@@ -43,6 +43,9 @@ TRACED = """
 """.split()  # noqa: SIM905
 """Of other kinds; `prove_in_a_pipe` checks names too, so those of COMPARED are not repeated here."""
 
+QUICK = ("googlenet", "r3d_18", "torchvision", "vgg16", "vit_b_16")
+"""YAML files whose models are traced in a second."""
+
 
 def slow_unless_in(default: list[str]) -> list[Any]:
     return [name if name in default else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
@@ -89,7 +92,13 @@ def test_a_step_in_a_pipe_has_the_bits_of_the_original(name: str) -> None:
     prove_in_a_pipe(model, batches)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=() if path.stem in QUICK else pytest.mark.slow)
+        for path in FILES
+    ],
+)
 def test_the_facts_of_its_yaml_are_true(path: Path) -> None:
     text = path.read_text()
     (name,) = re.findall(r"^name: (\w+)$", text, flags=re.MULTILINE)
