@@ -22,6 +22,7 @@ from gpipe_cli.config.schema import (
     ProfileConfig,
     RunConfig,
     TrainConfig,
+    TrainedConfig,
 )
 from gpipe_cli.engines.protocol import EngineTraits, engine_traits
 from gpipe_cli.errors import ConfigError
@@ -44,6 +45,10 @@ BALANCE_ARGUMENTS = (
 
 def check_components(settings: ModelConfig, overrides: Sequence[str]) -> None:
     """Check the arguments of every component; refuse keys that the engine would ignore."""
+    if isinstance(settings, TrainedConfig) and sets_key(overrides, "model.weights"):
+        raise ConfigError(
+            "model.weights: is where training starts, and this command uses trained weights; give weights=<file>"
+        )
     offered = {
         "model": ("num_classes", "input_shape", "tokenizer", "say"),
         "data": ("predicts_numbers",),

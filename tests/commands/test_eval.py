@@ -64,6 +64,11 @@ def test_the_training_samples_can_be_evaluated_too(tiny: Gpipe, trained: dict[st
     assert tiny("eval", f"run={trained['run_dir']}", ALLOW, "split=train", "--json").json["samples"] == 64
 
 
+def test_weights_to_start_training_from_are_refused(tiny: Gpipe, trained: dict[str, Any]) -> None:
+    answer = tiny("eval", f"run={trained['run_dir']}", ALLOW, "model.weights=other.pth")
+    assert answer.code == 2 and "model.weights: is where training starts" in answer.err
+
+
 def test_keys_of_the_runs_own_data_can_be_changed(tiny: Gpipe, trained: dict[str, Any]) -> None:
     """The default data has no key `length`; the run's has."""
     summary = tiny("eval", f"run={trained['run_dir']}", ALLOW, "data.length=128", "--json").json
