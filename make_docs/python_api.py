@@ -66,7 +66,10 @@ def _module(module: ModuleType) -> Iterator[str]:
 
 def _class(name: str, cls: type) -> Iterator[str]:
     yield _code(f"class {name}{_signature(cls)}")
-    yield from filter(None, [_text(cls), _text(vars(cls).get("__init__"))])
+    constructor = vars(cls).get("__init__")
+    # Its own docstring: `inspect` would take that of nn.Module or object if there is none.
+    described = constructor is not None and constructor.__doc__ is not None
+    yield from filter(None, [_text(cls), _text(constructor) if described else ""])
     for member_name, member in public_members(cls):
         if isinstance(member, property):
             yield f"**`{name}.{member_name}`**: {_text(member)}"
@@ -124,7 +127,7 @@ def _code(text: str) -> str:
 
 def _text(value: Any) -> str:
     """The docstring in Markdown: indented examples are code already, and explained arguments become a list."""
-    text = inspect.getdoc(value) or "" if value is not None else ""
+    text = inspect.getdoc(value) or ""
     if inspect.isclass(value) and text.startswith(f"{value.__name__}("):  # made by @dataclass
         return ""
     return text if inspect.ismodule(value) else ARGUMENT.sub(r"- `\1`: ", text)

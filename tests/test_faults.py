@@ -231,6 +231,7 @@ TABLE = [
         ("balance=uniform",),
         after=has_snapshots(2),
         resumes=True,
+        needs_hydra=True,
     ),
     Row(
         "13",
