@@ -194,7 +194,19 @@ class BadDisk:
 
 
 def fail_snapshot_fsync() -> None:
-    durable.os = BadDisk("fsync", errno.EIO, good=23)  # type: ignore[assignment]  # in the second snapshot
+    """Fail in the second snapshot, however many other files of the run are made durable before it."""
+    unfinished = Path("run/snapshots") / f"step-00000004{durable.UNFINISHED}"
+
+    def fsync(descriptor: int) -> None:
+        if unfinished.exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        os.fsync(descriptor)
+
+    class BadSnapshot:
+        def __getattr__(self, name: str) -> Any:
+            return fsync if name == "fsync" else getattr(os, name)
+
+    durable.os = BadSnapshot()  # type: ignore[assignment]
 
 
 def fail_log_writes() -> None:
