@@ -231,7 +231,7 @@ def test_ctrl_c_saves_the_jobs_that_run_side_by_side(
     while running != {"job 0", "job 1"}:
         line = process.stderr.readline()
         assert line, "it has ended"
-        running |= {line[:5]} if "| step " in line else set()
+        running |= {line[:5]} if ": step " in line else set()
     # A terminal signals the whole foreground group, a user who names a process only that one.
     (os.killpg if group else os.kill)(process.pid, signal.SIGINT)
     out, error = process.communicate(timeout=120)
@@ -256,7 +256,7 @@ def test_no_job_outlives_a_sweep_that_is_killed(
     while running != {"job 0", "job 1"}:
         line = process.stderr.readline()
         assert line, "it has ended"
-        running |= {line[:5]} if "| step 40/" in line else set()
+        running |= {line[:5]} if ": step 40/" in line else set()
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     ends = [os.pidfd_open(int(child)) for child in children]
     assert len(ends) == 2
