@@ -141,9 +141,8 @@ def _metric_rows(directory: Path) -> tuple[list[Mapping[str, Any]], list[str]]:
         return [], []
     except OSError as error:
         return [], [f"{METRICS}: cannot be read: {error}"]
-    lines = content.split(b"\n")[
-        :-1
-    ]  # a run that is training, or was killed, may leave half a line at the end
+    # A run that is training, or was killed, may leave half a line at the end.
+    lines = content.split(b"\n")[:-1]
     parsed = [
         _parse(line)
         for number, line in enumerate(lines)

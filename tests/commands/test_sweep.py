@@ -196,6 +196,15 @@ LONG = (
 )
 
 
+def wait_until_both_print(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stderr is not None
+    running: set[str] = set()
+    while running != {"job 0", "job 1"}:
+        line = process.stderr.readline()
+        assert line, "it has ended"
+        running |= {line[:5]} if text in line else set()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("division", [(), ("engine=single", "threads=1")])
 def test_jobs_side_by_side_equal_those_one_after_the_other(
@@ -226,12 +235,7 @@ def test_ctrl_c_saves_the_jobs_that_run_side_by_side(
 ) -> None:
     process = start(tmp_path, *LONG, "steps=1000000")
     started.append(process)
-    assert process.stderr is not None
-    running: set[str] = set()
-    while running != {"job 0", "job 1"}:
-        line = process.stderr.readline()
-        assert line, "it has ended"
-        running |= {line[:5]} if ": step " in line else set()
+    wait_until_both_print(process, ": step ")
     # A terminal signals the whole foreground group, a user who names a process only that one.
     (os.killpg if group else os.kill)(process.pid, signal.SIGINT)
     out, error = process.communicate(timeout=120)
@@ -251,12 +255,7 @@ def test_no_job_outlives_a_sweep_that_is_killed(
 ) -> None:
     process = start(tmp_path, *LONG, "steps=1000000", "snapshot.every=20", "data.workers=1")
     started.append(process)
-    assert process.stderr is not None
-    running: set[str] = set()
-    while running != {"job 0", "job 1"}:
-        line = process.stderr.readline()
-        assert line, "it has ended"
-        running |= {line[:5]} if ": step 40/" in line else set()
+    wait_until_both_print(process, ": step 40/")
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     ends = [os.pidfd_open(int(child)) for child in children]
     assert len(ends) == 2
