@@ -1,0 +1,24 @@
+"""Which replica is responsible for which tensor."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpipe_cli.distributed.replica_shares import responsible_replicas
+
+
+def test_equal_tensors_are_dealt_out_evenly() -> None:
+    assert responsible_replicas([4] * 6, 3) == [0, 1, 2, 0, 1, 2]
+
+
+@given(st.lists(st.integers(0, 1000), max_size=30), st.integers(1, 8))
+def test_no_replica_gets_more_than_an_equal_share_and_one_tensor(sizes: list[int], replicas: int) -> None:
+    responsible = responsible_replicas(sizes, replicas)
+
+    loads = [
+        sum(size for size, owner in zip(sizes, responsible, strict=True) if owner == replica)
+        for replica in range(replicas)
+    ]
+    assert sum(loads) == sum(sizes)
+    assert max(loads) <= sum(sizes) / replicas + max(sizes, default=0)
