@@ -1,4 +1,4 @@
-"""torchgpipe's published speed-ups beside the planner's estimate for the same settings, on devices like its Tesla P40.
+"""Published figures beside our own: torchgpipe's speed-ups on devices like its Tesla P40, and the Zero Bubble paper.
 
     python -m benchmarks.published
 
@@ -21,6 +21,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks import zero_bubble
 from benchmarks.published_lines import Line, model_settings, published_lines
 from gpipe_cli.models import amoebanetd, resnet, unet
 from gpipe_cli.plan.bound import MemoryFit
@@ -94,6 +95,7 @@ def main() -> None:
         f"differences of {len(differences)} speed-ups: median {100 * statistics.median(differences):.0f} %, "
         f"largest {100 * max(differences):.0f} %"
     )
+    zero_bubble.show()
 
 
 def _samples_per_second(line: Line) -> float:

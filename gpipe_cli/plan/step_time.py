@@ -1,7 +1,7 @@
 """How long a step of a plan takes: simulated action by action, or all devices at once if the actions are too many.
 
 The latter is for thousands of devices and millions of actions, under schedules that follow a clock: each action has a
-tick, and what it needs is one tick earlier on the neighbouring device. So `_Clock` advances all devices together, tick
+tick, and what it needs is at an earlier one on the neighbouring device. So `_Clock` advances all devices together, tick
 by tick, with one array operation each. Beyond `MOST_TICKS` the pipeline has long been in a steady state, in which
 another round of micro-batches always takes the same time: the difference of two shorter steps gives that time.
 """
@@ -21,7 +21,7 @@ from gpipe_cli.schedule.simulate import PartitionCost
 MOST_ACTIONS = 200_000
 """Of one simulation: half a second."""
 MOST_TICKS = 60_000
-STEADY = 3
+STEADY = 7
 """Rounds of one micro-batch per device after which the start no longer matters."""
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
@@ -114,8 +114,9 @@ class _Clock:
         self._devices = spec.devices or spec.partitions
         self._turns = spec.partitions // self._devices
         self._micro_batches = spec.micro_batches
-        # 1: every device acts at every tick; 2: forwards and backwards alternate.
-        self._stride = spec.traits.ticks_per_micro_batch or 2
+        # 1: every device acts at every tick; 2: forwards and backwards alternate. With several turns the next device
+        # is two ticks later, so that all devices act in the same ticks: they count as one.
+        self._stride = spec.traits.ticks_per_micro_batch or 2 if self._turns == 1 else 1
 
         def by_turn(numbers: Iterable[float]) -> Numbers:
             return np.array(list(numbers)).reshape(self._turns, self._devices)
@@ -142,8 +143,10 @@ class _Clock:
         last = self._devices - 1
         rounds = -(-self._micro_batches // self._devices) if self._turns > 1 else 0
         slots = rounds * self._turns * self._devices or self._micro_batches
-        turning = 2 * (self._turns - 1) * self._devices + 1 if self._stride == 2 else self._micro_batches
-        turning += last
+        if self._turns > 1:
+            turning = (self._turns - 1) * self._devices + last
+        else:
+            turning = (1 if self._stride == 2 else self._micro_batches) + last
         for tick in range(turning + self._stride * slots + last):
             if (wave := self._wave(tick, slots)) is not None:
                 begins = np.maximum(self._free[wave.places], self._forward.arrivals(wave))

@@ -3,7 +3,7 @@
 A device takes its partitions in turn, `devices` micro-batches at a time: so many keep every device busy until the first
 one returns for the next partition. Each action has a tick on a clock, and a worker runs its actions in the order of
 their ticks. Whatever an action waits for has an earlier tick, so workers never wait in a circle: neither chunks nor
-partitions need be a multiple of devices.
+partitions need be a multiple of devices. The order is that of Megatron-LM and of torch's ScheduleInterleaved1F1B.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def order(partitions: int, chunks: int, devices: int) -> Order:
 
 
 def _tick(action: Action, partitions: int, devices: int) -> int:
-    """Two ticks per slot, one for a forward and one for a backward; the next device is one tick later.
+    """Two ticks per slot, one for a forward and one for a backward.
 
     A slot belongs to one micro-batch on one of a device's partitions. The last partition turns round: its first
     backward is one tick after its first forward.
@@ -37,14 +37,17 @@ def _tick(action: Action, partitions: int, devices: int) -> int:
     turn, worker = divmod(action.partition, devices)
     last_turn, last_worker = divmod(partitions - 1, devices)
     group, position = divmod(action.micro_batch, devices)
+    # The next device has a whole slot of slack: with one tick, each transfer would delay it, in every round. The slack
+    # costs a longer warm-up, and so more live micro-batches. With one partition per device this is 1f1b, without it.
+    hop = 2 if last_turn else 1
 
     def slot(turn: int) -> int:
         return (group * (last_turn + 1) + turn) * devices + position
 
     if action.kind is Kind.FORWARD:
-        return 2 * slot(turn) + worker
-    turning_point = 2 * last_turn * devices + last_worker
-    return turning_point + 1 + 2 * slot(last_turn - turn) + last_worker - worker
+        return 2 * slot(turn) + hop * worker
+    turning_point = 2 * last_turn * devices + hop * last_worker
+    return turning_point + 1 + 2 * slot(last_turn - turn) + hop * (last_worker - worker)
 
 
 def _live_micro_batches(partition: int, partitions: int, chunks: int, devices: int) -> int:

@@ -42,7 +42,7 @@ def test_a_steady_state_goes_on_as_the_whole_simulation_does_at_256_devices(
     monkeypatch: pytest.MonkeyPatch, schedule: str, turns: int
 ) -> None:
     draw = random.Random(0)
-    spec = _spec(schedule, 256, turns, 1536, "except_last")
+    spec = _spec(schedule, 256, turns, 3072, "except_last")
     costs = [
         PartitionCost(draw.uniform(1, 2), draw.uniform(2, 4), draw.uniform(1, 2), draw.uniform(0, 0.1))
         for _ in range(spec.partitions)

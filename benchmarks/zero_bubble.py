@@ -1,0 +1,147 @@
+"""The figures of the Zero Bubble paper (arXiv 2401.10241) beside the simulator's, for the costs that it measured.
+
+`python -m benchmarks.published` prints them. Times are the paper's own, of GPT models on A100s; nothing is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+from rich.console import Console
+from rich.table import Table
+
+from gpipe_cli.schedule import order
+from gpipe_cli.schedule.simulate import PartitionCost, simulate
+
+ACTION_MS = 1.0
+"""What an action takes on a worker besides the kernels that the paper timed: Python, kernel launches, and the start of
+sends and receives. The only constant: fitted once to the 36 throughputs below. Bubbles do without it."""
+
+
+@final
+@dataclass(frozen=True)
+class Row:
+    """Tables 4, 5 and 9; times in milliseconds for one micro-batch on one device."""
+
+    model: str
+    devices: int
+    chunks: int
+    samples: int
+    """In a micro-batch."""
+    turns: int
+    """Partitions per device of the interleaved schedule: one for each transformer layer."""
+    forward: float
+    input_grad: float
+    weight_grad: float
+    transfer: float
+    bubbles: tuple[float, float, float]
+    """Of SCHEDULES."""
+    throughputs: tuple[float, float, float]
+    """Samples per second and GPU."""
+
+    def costs(self, partitions_per_device: int = 1, overhead: float = 0.0) -> list[PartitionCost]:
+        share = 1 / partitions_per_device
+        input_grad = self.input_grad * share + overhead
+        weight_grad = self.weight_grad * share + overhead
+        cost = PartitionCost(
+            forward=self.forward * share + overhead,
+            backward=(self.input_grad + self.weight_grad) * share + overhead,
+            transfer=self.transfer,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
+        )
+        return [cost] * (self.devices * partitions_per_device)
+
+    def bubble(self, schedule: str) -> float:
+        return self._simulate(schedule, 0.0)[1]
+
+    def throughput(self, schedule: str) -> float:
+        """Samples per second and device."""
+        step_ms, _ = self._simulate(schedule, ACTION_MS)
+        return 1000 * self.chunks * self.samples / step_ms / self.devices
+
+    def _simulate(self, schedule: str, overhead: float) -> tuple[float, float]:
+        turns = self.turns if schedule == "interleaved" else 1
+        made = order(schedule, self.devices * turns, self.chunks, self.devices)
+        simulation = simulate(made, self.costs(turns, overhead))
+        return simulation.step, simulation.bubble
+
+
+SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
+"""The paper's 1F1B, 1F1B-I and ZB-H1; the throughput of the last is that of its ZB-1p, which has the same bubble."""
+
+
+def _rows(model: str, devices: int, samples: int, turns: int, *numbers: tuple[float, ...]) -> Iterator[Row]:
+    for chunks, forward, input_grad, weight_grad, transfer, *published in numbers:
+        yield Row(
+            model,
+            devices,
+            int(chunks),
+            samples,
+            turns,
+            forward,
+            input_grad,
+            weight_grad,
+            transfer,
+            (published[0], published[1], published[2]),
+            (published[3], published[4], published[5]),
+        )
+
+
+ROWS = (
+    *_rows(
+        "1.5B",
+        8,
+        6,
+        3,
+        (24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1055, 0.1585, 11.8, 13.1, 12.9),
+        (32, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.0818, 0.1242, 12.5, 13.4, 13.4),
+        (64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0443, 0.0674, 13.6, 13.9, 14.2),
+    ),
+    *_rows(
+        "6.2B",
+        8,
+        3,
+        4,
+        (24, 29.718, 29.444, 19.927, 0.527, 0.2347, 0.0808, 0.1323, 3.50, 4.01, 3.88),
+        (32, 29.802, 29.428, 19.530, 0.577, 0.1898, 0.0628, 0.1045, 3.70, 4.08, 4.00),
+        (64, 29.935, 29.621, 19.388, 0.535, 0.1091, 0.0320, 0.0554, 4.03, 4.19, 4.20),
+    ),
+    *_rows(
+        "14.6B",
+        16,
+        1,
+        3,
+        (48, 11.347, 11.248, 8.132, 0.377, 0.2552, 0.1104, 0.1397, 1.40, 1.54, 1.61),
+        (64, 11.307, 11.254, 8.101, 0.379, 0.2082, 0.0852, 0.1088, 1.49, 1.59, 1.67),
+        (128, 11.325, 11.308, 8.109, 0.378, 0.1251, 0.0445, 0.0576, 1.64, 1.66, 1.76),
+    ),
+    *_rows(
+        "28.3B",
+        32,
+        1,
+        2,
+        (96, 10.419, 10.207, 7.715, 0.408, 0.2646, 0.1493, 0.1421, 0.76, 0.82, 0.87),
+        (128, 10.408, 10.204, 7.703, 0.408, 0.2168, 0.1164, 0.1106, 0.80, 0.85, 0.90),
+        (256, 10.402, 10.248, 7.698, 0.460, 0.1352, 0.0624, 0.0594, 0.88, 0.90, 0.96),
+    ),
+)
+
+
+def show() -> None:
+    """Print bubbles and throughputs, each as published / simulated."""
+    columns = [f"{name} {what}" for what in ("bubble", "per s") for name in SCHEDULES]
+    table = Table("model", "p", "m", *columns, box=None)
+    for row in ROWS:
+        bubbles = zip(row.bubbles, map(row.bubble, SCHEDULES), strict=True)
+        throughputs = zip(row.throughputs, map(row.throughput, SCHEDULES), strict=True)
+        table.add_row(
+            row.model,
+            str(row.devices),
+            str(row.chunks),
+            *(f"{published:.4f} / {simulated:.4f}" for published, simulated in bubbles),
+            *(f"{published:.2f} / {simulated:.2f}" for published, simulated in throughputs),
+        )
+    Console(width=150).print("The Zero Bubble paper: published / simulated", table)
