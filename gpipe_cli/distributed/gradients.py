@@ -15,9 +15,9 @@ from torch import Tensor, distributed, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from gpipe_cli.distributed.backends import device_of
+from gpipe_cli.distributed.gradient_buckets import summed_gradients
 from gpipe_cli.distributed.groups import DATA, PIPE, get_group
 from gpipe_cli.distributed.messages import sum_of_numbers
-from gpipe_cli.distributed.replicas import summed_gradients
 from gpipe_cli.errors import ConfigError, NumericError
 from gpipe_cli.torch_internals.gradient_reducers import noticing_reducers
 

@@ -17,6 +17,7 @@ from torch.distributed.pipelining import ScheduleGPipe
 
 from gpipe_cli.accelerator.memory import note_device
 from gpipe_cli.distributed.boundary_shapes import BoundarySpec, ShapeInference
+from gpipe_cli.distributed.gradient_buckets import GradientBuckets
 from gpipe_cli.distributed.rank_coords import RankCoords
 from gpipe_cli.distributed.replicas import Replicas
 from gpipe_cli.distributed.tied_gradients import TiedGradients
@@ -83,13 +84,7 @@ class RankPipe(PipeBase):
         self._tied = TiedParameters([layer.module for layer in self._layers])
         self._tied_gradients = TiedGradients(self._tied, self.rank_of_layer, coords)
         self._replicas = Replicas(coords)
-        borrowed = {id(parameter) for parameter in self._tied_gradients.borrowed}
-        # A borrowed copy is left out: its owner sums the gradient over replicas, and `spread` sends the sum.
-        self._summed = [
-            parameter
-            for parameter in self.module.parameters()
-            if parameter.requires_grad and not parameter.is_meta and id(parameter) not in borrowed
-        ]
+        self._gradient_buckets = self._make_gradient_buckets() if self._replicas.several else None
         self._schedules: dict[tuple[object, ...], TorchSchedule] = {}
 
     partitions: nn.ModuleList
@@ -117,16 +112,34 @@ class RankPipe(PipeBase):
         batch = self._of_replica(batch)
         before = save_buffers(self._plain_buffers()) if self._replicas.several else ()
         untied = self._tied.untied()
+        if self._gradient_buckets is not None:
+            self._gradient_buckets.begin()
         with commit_or_discard(self._own_batch_norms):
             if batch.rows:
                 self._run(batch, self._torch_schedule, loss.weighted, untied)
-            # Collectives, from here on: a replica without samples takes part in them.
+            # Collectives, from here on: a replica without samples takes part in them. Buckets come first, because other
+            # replicas may have started some of them already, and all replicas must keep to one order.
+            self._sum_gradients(untied)
             self._replicas.merge_moments(self._own_batch_norms)
+        self._replicas.merge_buffers(before, batch.rows / rows)
+
+    def _sum_gradients(self, untied: Sequence[Untied]) -> None:
         # Tied gradients are summed within a replica first, as a single process would, and sent to the copies last.
         self._tied_gradients.collect(untied)
-        self._replicas.sum_gradients(self._summed)
+        if self._gradient_buckets is not None:
+            self._gradient_buckets.finish()
         self._tied_gradients.spread()
-        self._replicas.merge_buffers(before, batch.rows / rows)
+
+    def _make_gradient_buckets(self) -> GradientBuckets:
+        borrowed = set(self._tied_gradients.borrowed)
+        # A borrowed copy is left out: its owner sums the gradient over replicas, and `spread` sends the sum.
+        parameters = [
+            parameter
+            for parameter in self.module.parameters()
+            if parameter.requires_grad and not parameter.is_meta and parameter not in borrowed
+        ]
+        tied = [parameter for parameter, _ in self._tied.users]
+        return GradientBuckets(parameters, self.coords.data, late=tied)
 
     def _plain_buffers(self) -> list[Buffer]:
         """All but those of deferred batch norm, which `Replicas.merge_moments` merges."""
@@ -185,6 +198,7 @@ class RankPipe(PipeBase):
                 self.coords,
                 training=training,
                 splits_backward=self._traits.splits_backward,
+                gradient_buckets=self._gradient_buckets if training else None,
             )
         # Reinserted at the end: the first key of the dict is the least recently used schedule.
         self._schedules[key] = cached

@@ -1,9 +1,7 @@
-"""Keeps replicas of a model equal: sums their gradients and merges their batch-norm statistics.
+"""Merges what replicas of a model changed besides gradients, so that they stay equal: batch-norm statistics.
 
-After the last backward of a step, a process concatenates all its gradients into one tensor, which is summed over the
-replicas. (torch's DistributedDataParallel reduces nothing under a split backward, and hangs where replicas have
-unequal numbers of micro-batches.) The loss of a replica is weighted by its share of all samples, so the sum is the
-gradient of the mean. A replica without samples, in a short last batch, adds nothing.
+The loss of a replica is weighted by its share of all samples, so the sum of the replicas' gradients
+(`gradient_buckets`) is the gradient of the mean. A replica without samples, in a short last batch, adds nothing.
 
 Floating-point buffers that a step changed, such as the statistics of batch norm, become their mean over the replicas,
 weighted by samples; integer buffers, such as a count of batches, become the largest. Deferred batch norm merges the
@@ -17,8 +15,7 @@ from itertools import groupby
 from typing import final
 
 import torch
-from torch import Tensor, distributed, nn
-from torch.distributed import ProcessGroup
+from torch import Tensor, distributed
 
 from gpipe_cli.distributed.messages import gather_numbers, sum_of_numbers
 from gpipe_cli.distributed.rank_coords import RankCoords
@@ -38,12 +35,6 @@ class Replicas:
             return rows, weight
         rows, weight = self._sum(torch.tensor([rows, weight], dtype=torch.float64)).tolist()
         return rows, weight
-
-    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Replace each gradient by the sum over all replicas; those that no replica has stay None."""
-        if self.several:
-            for parameter, gradient in summed_gradients(parameters, self._coords.data):
-                parameter.grad = gradient
 
     @torch.no_grad()
     def merge_buffers(self, before: Sequence[SavedBuffer], share: float) -> None:
@@ -81,19 +72,6 @@ class Replicas:
         return sum_of_numbers(numbers, self._coords.data)
 
 
-def summed_gradients(parameters: Sequence[Tensor], group: ProcessGroup) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each parameter that has a gradient in some process of the group, with the sum over all of them."""
-    present = sum_of_numbers(torch.tensor([parameter.grad is not None for parameter in parameters]), group)
-    # Replicas may have gradients of different parameters, but must reduce tensors of one length: zeros fill the gaps.
-    wanted = [
-        parameter for parameter, is_present in zip(parameters, present.tolist(), strict=True) if is_present
-    ]
-    for alike in _by_dtype(wanted):
-        flat = torch.cat([_gradient(parameter).flatten() for parameter in alike])
-        distributed.all_reduce(flat, group=group)
-        yield from zip(alike, _cut(flat, alike), strict=True)
-
-
 def _by_dtype(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     # The sort is stable, so every rank lays the tensors end to end in the same order.
     for _, group in groupby(
@@ -106,10 +84,6 @@ def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Split a concatenated tensor into the original shapes."""
     pieces = torch.split(flat, [tensor.numel() for tensor in like])
     return [piece.view_as(tensor) for piece, tensor in zip(pieces, like, strict=True)]
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _numbers(batch_norm: DeferredBatchNorm) -> Tensor:

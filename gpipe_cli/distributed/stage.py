@@ -13,7 +13,7 @@ wrong one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from gpipe_cli.distributed.boundary_shapes import BoundarySpec, TensorSpec
+from gpipe_cli.distributed.gradient_buckets import GradientBuckets
 from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.boundary import ANCHOR, Gradients, PartitionInput
 from gpipe_cli.pipeline.failures import add_note, failure_note
@@ -34,12 +35,20 @@ from gpipe_cli.torch_internals.autograd_engine import apply
 @final
 class Stage(nn.Module):
     def __init__(
-        self, partition: Partition, entering: BoundarySpec, leaving: BoundarySpec | None, *, split: bool
+        self,
+        partition: Partition,
+        entering: BoundarySpec,
+        leaving: BoundarySpec | None,
+        gradient_buckets: GradientBuckets | None,
+        *,
+        split: bool,
     ) -> None:
+        """gradient_buckets: None if there are no other replicas to sum gradients with."""
         super().__init__()
         self._partition = partition
         self._entering = entering
         self._leaving = leaving
+        self._gradient_buckets = gradient_buckets
         self.split = split
         self._current: BatchState | None = None
         self._micro_batch = 0
@@ -82,7 +91,7 @@ class Stage(nn.Module):
             with self._noting(Kind.BACKWARD, "recompute", micro_batch), state.batch.state.entered():
                 partition.recompute(saved)
         leaving, passing = self._gradients_of_output(gradients)
-        with self._noting(Kind.BACKWARD, "backward", micro_batch):
+        with self._noting(Kind.BACKWARD, "backward", micro_batch), self._completing(micro_batch):
             if self.split:
                 entering = partition.backward_input(saved, leaving, keep_graph=False)
                 # torch asks for the second half right after the first, so one slot is enough.
@@ -99,7 +108,8 @@ class Stage(nn.Module):
 
         def run() -> None:
             if saved is not None:
-                with self._noting(Kind.WEIGHT_GRAD, "backward", saved.task.micro_batch.index):
+                micro_batch = saved.task.micro_batch.index
+                with self._noting(Kind.WEIGHT_GRAD, "backward", micro_batch), self._completing(micro_batch):
                     self._partition.backward_weights(saved, keep_graph=False)
 
         return run
@@ -180,6 +190,12 @@ class Stage(nn.Module):
         names = (route.name for route in self._partition.receives)
         skips = {**passing, **dict(zip(names, gradients[count:], strict=True))}
         return (*gradients[:count], *(skips[name] for name in boundary.skip_names))
+
+    def _completing(self, micro_batch: int) -> AbstractContextManager[None]:
+        """Backward runs in ascending order of micro-batches, so that of the last one completes the gradients."""
+        if self._gradient_buckets is None or micro_batch + 1 < len(self._state.batch.micro_batches):
+            return nullcontext()
+        return self._gradient_buckets.last_backward()
 
     @contextmanager
     def _noting(self, kind: Kind, phase: str, micro_batch: int) -> Iterator[None]:

@@ -27,6 +27,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from gpipe_cli.distributed.boundary_shapes import BoundarySpec
+from gpipe_cli.distributed.gradient_buckets import GradientBuckets
 from gpipe_cli.distributed.rank_coords import RankCoords
 from gpipe_cli.distributed.stage import Stage
 from gpipe_cli.errors import ConfigError
@@ -116,6 +117,7 @@ class TorchSchedule:
         *,
         training: bool,
         splits_backward: bool,
+        gradient_buckets: GradientBuckets | None,
     ) -> None:
         self._count = flush.count
         self._training = training
@@ -125,7 +127,13 @@ class TorchSchedule:
         several_stages = issubclass(flush.schedule, PipelineScheduleMulti)
         split = splits_backward and several_stages
         self._stages = [
-            Stage(partition, boundaries[partition.index], following[partition.index], split=split)
+            Stage(
+                partition,
+                boundaries[partition.index],
+                following[partition.index],
+                gradient_buckets,
+                split=split,
+            )
             for partition in partitions
         ]
         torch_stages = [

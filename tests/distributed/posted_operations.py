@@ -1,10 +1,12 @@
 """Records what this process posts to torch.distributed, at the methods of ProcessGroup that every call ends in.
 
-`batch_isend_irecv` is recorded as one batch: a backend that coalesces, like NCCL, starts its operations together.
+`batch_isend_irecv` is recorded as one batch: a backend that coalesces, like NCCL, starts its operations together. Of a
+collective, its start and each wait for it are recorded.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -13,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
-from tests.distributed.rendezvous import RECEIVE, SEND, Batch, Operation
+from tests.distributed.rendezvous import RECEIVE, SEND, WAIT, Batch, Operation
 
 COLLECTIVES = ("allreduce", "broadcast", "allgather", "_allgather_base", "barrier")
 
@@ -24,6 +26,7 @@ class Recorder:
     def __init__(self) -> None:
         self.program: list[Batch] = []
         self._batch: list[Operation] | None = None
+        self._collectives: Counter[str] = Counter()
 
     def add(self, operation: Operation) -> None:
         if self._batch is None:
@@ -55,9 +58,22 @@ class Recorder:
         def call(group: ProcessGroup, *arguments: Any, **more: Any) -> Any:
             members = tuple(distributed.get_process_group_ranks(group))
             self.add(Operation(kind, group.group_name, members, _content(arguments)))
-            return method(group, *arguments, **more)
+            wait = Operation(WAIT, group.group_name, (self._collectives[group.group_name],), "")
+            self._collectives[group.group_name] += 1
+            return _RecordedWork(method(group, *arguments, **more), lambda: self.add(wait))
 
         return call
+
+
+class _RecordedWork:
+    """A collective under way."""
+
+    def __init__(self, work: Work, record_wait: Callable[[], None]) -> None:
+        self._work, self._record_wait = work, record_wait
+
+    def wait(self) -> bool:
+        self._record_wait()
+        return self._work.wait()
 
 
 @contextmanager

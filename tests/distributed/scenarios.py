@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from gpipe_cli.distributed import (
     average_gradients,
     clip_grad_norm_,
     forward_backward,
+    get_group,
     is_first_in_pipeline_group,
     is_last_in_pipeline_group,
     setup_process_groups,
@@ -164,7 +165,7 @@ def _record(scenarios: Sequence[Scenario], rank: int, ranks: int, folder: Path) 
 
 
 def _engine(scenario: Scenario) -> None:
-    """Two steps of unequal sizes, an evaluation and a snapshot."""
+    """Three steps of unequal sizes, the last without rows for the second replica, an evaluation and a snapshot."""
     model = nn.Sequential(*MODELS[scenario.model](max(3, scenario.partitions)))
     loss = CrossEntropy()
     spec = EngineSpec(
@@ -179,8 +180,9 @@ def _engine(scenario: Scenario) -> None:
         data_parallel=scenario.replicas,
     )
     engine = processes.build(spec)
-    # Rows that divide evenly make one flush, one row more makes two.
-    for rows in (2 * scenario.chunks, 2 * scenario.chunks + 1):
+    replica = distributed.get_rank(get_group(DATA))
+    # Rows that divide evenly make one flush, one row more makes two. Replicas with other rows post other operations.
+    for rows in (2 * scenario.chunks, 2 * scenario.chunks + 1 - replica, 1 - replica):
         batch = torch.randn(rows, WIDTH), torch.randint(WIDTH, (rows,))
         engine.train_step(batch, key=0, lr=0.1)
     engine.eval_step(batch)

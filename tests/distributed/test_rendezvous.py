@@ -12,7 +12,7 @@ import pytest
 
 from gpipe_cli.distributed.peer import Message, Peer
 from gpipe_cli.schedule import names, traits
-from tests.distributed.rendezvous import RECEIVE, SEND, Batch, Deadlock, Mismatch, Operation, run
+from tests.distributed.rendezvous import RECEIVE, SEND, WAIT, Batch, Deadlock, Mismatch, Operation, run
 from tests.distributed.scenarios import MODELS, OWN_LOOP, Scenario, record
 
 SCHEDULES = [name for name in names() if traits(name).torch_schedule]
@@ -64,11 +64,38 @@ def test_a_receive_without_a_send_waits_forever() -> None:
         run([[], one_by_one(receive(0))])
 
 
-def test_a_collective_waits_for_all_of_its_ranks() -> None:
-    reduce = Operation("allreduce", "pipe", (0, 1), "x")
-    assert run([one_by_one(reduce, send(1)), one_by_one(reduce, receive(0))]) == 4
+def reduce(group: str = "pipe") -> Operation:
+    return Operation("allreduce", group, (0, 1), "x")
+
+
+def wait(number: int, group: str = "pipe") -> Operation:
+    return Operation(WAIT, group, (number,), "")
+
+
+def test_a_wait_for_a_collective_ends_when_all_of_its_ranks_have_started_it() -> None:
+    assert run([one_by_one(reduce(), wait(0), send(1)), one_by_one(reduce(), wait(0), receive(0))]) == 4
+    with pytest.raises(Deadlock, match=r"rank 0 waits in .*wait"):
+        run([one_by_one(reduce(), wait(0), send(1)), one_by_one(receive(0), reduce(), wait(0))])
+
+
+def test_messages_of_another_group_pass_a_collective_that_runs() -> None:
+    programs = [
+        one_by_one(reduce("data"), send(1), wait(0, "data")),
+        one_by_one(receive(0), reduce("data"), wait(0, "data")),
+    ]
+    assert run(programs) == 4
     with pytest.raises(Deadlock):
-        run([one_by_one(reduce, send(1)), one_by_one(receive(0), reduce)])
+        run(programs, collectives_block=True)
+
+
+def test_collectives_of_a_group_run_in_the_order_in_which_a_rank_started_them() -> None:
+    second = Operation("broadcast", "data", (0, 1), "x")
+    with pytest.raises(Mismatch, match="allreduce x of rank 0, broadcast x of rank 1"):
+        run([one_by_one(reduce("data"), second), one_by_one(second, wait(0, "data"), reduce("data"))])
+    with pytest.raises(Deadlock, match=r"rank 0 waits .*data"):
+        run([one_by_one(reduce("data")), []])
+    start_all = one_by_one(reduce("data"), reduce("data"), second, wait(2, "data"), wait(0, "data"))
+    assert run([start_all, start_all]) == 6
 
 
 def test_operations_that_do_not_belong_together_are_found() -> None:
@@ -97,13 +124,13 @@ def scenarios(ranks: int, chunks: list[int], models: list[str]) -> Iterator[Scen
 def check(cases: list[Scenario], folder: Path, seconds: float) -> int:
     count = 0
     for scenario, programs in record(cases, folder, seconds):
-        for communicator_per_pair in (False, True):
+        for per_pair, block in ((False, False), (True, False), (False, True)):
             try:
-                count += run(programs, communicator_per_pair=communicator_per_pair)
+                count += run(programs, communicator_per_pair=per_pair, collectives_block=block)
             except (Deadlock, Mismatch) as error:
-                error.add_note(f"{scenario}, communicator per pair: {communicator_per_pair}")
+                error.add_note(f"{scenario}, communicator per pair: {per_pair}, collectives block: {block}")
                 raise
-    return count // 2
+    return count // 3
 
 
 def test_ranks_that_send_to_each_other_before_they_receive_are_found(
