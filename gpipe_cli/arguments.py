@@ -31,6 +31,8 @@ class Flag:
     """Whether commands without a configuration take it too."""
     only: str = ""
     """The only command that takes it, if there is just one."""
+    also: str = ""
+    """A command without a configuration that takes it too."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `ArgumentParser.add_argument`."""
 
@@ -59,8 +61,14 @@ FLAGS = (
         ("-cd", "--config-dir"),
         "search this folder for options too, under names that gpipe does not use",
         "D",
+        also="launch-script",
     ),
-    Flag(("-cn", "--config-name"), "start from another primary config, such as N.yaml in --config-dir", "N"),
+    Flag(
+        ("-cn", "--config-name"),
+        "start from another primary config, such as N.yaml in --config-dir",
+        "N",
+        also="launch-script",
+    ),
     Flag(("--hydra-help",), "show Hydra's own flags"),
     Flag(("--watch",), "refresh the table on the terminal until Ctrl-C", plain=True, only="runs"),
     Flag(("--version", "-V"), "print the version of gpipe", plain=True),
@@ -97,7 +105,11 @@ class Invocation:
 
 def flags_of(command: str, *, configured: bool) -> list[Flag]:
     """The flags of a command, which has a configuration or has none."""
-    return [flag for flag in FLAGS if (configured or flag.plain) and flag.only in ("", command)]
+    return [
+        flag
+        for flag in FLAGS
+        if (configured or flag.plain or (command and flag.also == command)) and flag.only in ("", command)
+    ]
 
 
 def flag_names(command: str = "", *, configured: bool) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from contextlib import nullcontext
 from typing import TextIO
 
 from gpipe_cli import __version__
@@ -57,7 +56,7 @@ def _dispatch(arguments: list[str], number: int | None, began: float | None) -> 
         return _say(command_help(command))
     if COMMANDS[command].configured:
         return _configured(command, invocation, number, began)
-    module = importlib.import_module(f"gpipe_cli.commands.{command}")
+    module = importlib.import_module(f"gpipe_cli.commands.{command.replace('-', '_')}")
     with stop_immediately():
         module.run(invocation)
     return 0
@@ -73,16 +72,13 @@ def _configured(command: str, invocation: Invocation, number: int | None, began:
     """Compose and check the configuration, then print it, or run it, once or as a sweep."""
     from gpipe_cli.commands.jobs import Jobs
     from gpipe_cli.commands.sweep import Sweep
-    from gpipe_cli.config.compose import Request, compose, compose_tree, config_errors
-    from gpipe_cli.config.config_file import split_config_file
+    from gpipe_cli.config.compose import compose, compose_tree, config_errors
+    from gpipe_cli.config.config_file import read_request
     from gpipe_cli.config.hydra_loader import open_hydra, print_config, print_info
-    from gpipe_cli.config.overrides import quote_override, recipe_to_group
 
     remove_abandoned_folders()
-    file, own = split_config_file(command, invocation.words)
-    with file.named_in_errors() if file else nullcontext():
-        words = tuple(recipe_to_group([*(file.words if file else ()), *map(quote_override, own)]))
-        request = Request(command, words, invocation.config_name, invocation.config_dir)
+    given = (invocation.words, invocation.config_name, invocation.config_dir)
+    with read_request(command, *given) as (request, notes):
         if invocation.cfg is not None:
             tree = compose_tree(request)
             with config_errors(command):
@@ -90,10 +86,10 @@ def _configured(command: str, invocation: Invocation, number: int | None, began:
             return 0
         if invocation.info is not None or invocation.hydra_help:
             with open_hydra(command, invocation.config_dir) as hydra, config_errors(command):
-                print_info(hydra, invocation.info, invocation.config_name or command, list(words))
+                print_info(hydra, invocation.info, invocation.config_name or command, list(request.overrides))
             return 0
         composition = compose(request, multirun=invocation.multirun)
-        for note in file.notes if file and not torchrun.follows() else ():
+        for note in notes if not torchrun.follows() else ():
             print_status(note)
         jobs = Jobs(command, invocation, composition, time.monotonic() if began is None else began)
         return Sweep(jobs).run() if invocation.multirun else jobs.run_single(number)

@@ -25,6 +25,7 @@ from gpipe_cli.help import COMMANDS
 
 Hydra = Callable[[str, list[str]], None]
 """Runs Hydra's own completion for a command with these words; it prints."""
+LAUNCH_SCRIPT, KINDS = "launch-script", ("slurm", "torchrun")
 TASKS = ("install", "uninstall", "query")
 SHELLS = ("bash", "fish", "zsh")
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
@@ -90,6 +91,14 @@ def _candidates(line: str, words: list[str], hydra: Hydra) -> list[str]:
             return _paths("run/", last.removeprefix("run/"), ())
         options = (f"{topic}/{option.name}" for topic in TOPICS for option in list_options(topic))
         return _starting_with(last, ("run/", *options))
+    if command == LAUNCH_SCRIPT and " " in rest.lstrip():
+        others = rest.lstrip().partition(" ")[2].split(" ")
+        train = " ".join(word for word in others if word.partition("=")[0] not in COMMANDS[command].keys)
+        own = _starting_with(last, (f"{key}=" for key in COMMANDS[command].keys))
+        return [
+            *own,
+            *(word for word in _of_configuration("train", train, last, words, hydra) if word not in own),
+        ]
     if not COMMANDS[command].configured:
         return _starting_with(last, _usage_words(command, last))
     return _of_configuration(command, rest.lstrip(), last, words, hydra)
@@ -97,6 +106,8 @@ def _candidates(line: str, words: list[str], hydra: Hydra) -> list[str]:
 
 def _usage_words(command: str, last: str) -> list[str]:
     """The keys in the usage of a command, such as `out=`, and the values that it lists, such as `format=hf`."""
+    if command == LAUNCH_SCRIPT:
+        return list(KINDS)
     usage = COMMANDS[command].usage
     if not last and re.match(r"gpipe \w+ \[?<", usage):  # a directory, which the shell itself completes
         return []

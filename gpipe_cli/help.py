@@ -5,7 +5,9 @@ Imports neither Hydra nor torch.
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpipe_cli import arguments
@@ -25,6 +27,8 @@ class Command:
     examples: tuple[str, ...]
     configured: bool = True
     """Whether Hydra composes a configuration for it; the others take plain words."""
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Keys of its own with their meanings, where the usage does not explain them."""
 
 
 COMMANDS = {
@@ -97,6 +101,28 @@ COMMANDS = {
             "gpipe plan model=gpt devices=4 device_memory=11GiB   # for four devices with a memory limit",
             "gpipe plan model=resnet101 device=a100 devices=8     # estimate for a machine you do not have",
         ),
+    ),
+    "launch-script": Command(
+        "print a script that trains on several machines, by Slurm or torchrun",
+        "gpipe launch-script slurm|torchrun [key=value ...] [--json]",
+        (
+            "gpipe launch-script slurm nodes=2 gpus_per_node=4 time_limit=4h requeue=20 run_dir=/shared/run1 > job.sh",
+            "gpipe launch-script slurm nodes=2 gpus_per_node=4 time_limit=4h config=my.yaml | sbatch",
+            "gpipe launch-script torchrun hosts=[node0,node1] gpus_per_node=4 run_dir=/shared/run1 > start.sh",
+            "gpipe launch-script torchrun hosts=[node0] ranks_per_node=4 run_dir=/shared/run1 --json",
+        ),
+        configured=False,
+        keys={
+            "nodes": "slurm: how many nodes.",
+            "hosts": "torchrun: names or addresses of all hosts, such as [node0,node1]; the first one holds the "
+            "rendezvous.",
+            "gpus_per_node": "GPUs of each node, each for one rank.",
+            "ranks_per_node": "Instead of gpus_per_node: ranks of each node, on its CPU.",
+            "cpus_per_node": "slurm: CPUs of each node; without it the job gets whole nodes.",
+            "requeue": "slurm: how often the job may go back into the queue until the run has finished; 0 by default.",
+            "port": "Port of the rendezvous; by default 29500, or for slurm one that depends on the job.",
+            "time_limit": "slurm: limit of the job; gpipe saves and stops before it. torchrun: as in gpipe train.",
+        },
     ),
     "check": Command(
         "test this machine: devices, links, equal bits, overlap, ranks and speed-up",
@@ -207,11 +233,11 @@ def command_help(name: str) -> str:
     ]
     if command.configured:
         parts += _configuration(name)
-    else:
-        own = {flag.names[0]: flag.help for flag in arguments.FLAGS if flag.only == name}
-        parts.append(
-            _section("Flags", _table({**{flag: FLAGS[flag] for flag in ("--json", "--debug")}, **own}))
-        )
+        return "\n\n".join(parts)
+    if command.keys:
+        parts.append(_section("Keys (key=value), besides those of gpipe train", _table(dict(command.keys))))
+    own = {", ".join(flag.names): flag.help for flag in arguments.FLAGS if name in (flag.only, flag.also)}
+    parts.append(_section("Flags", _table({**{flag: FLAGS[flag] for flag in ("--json", "--debug")}, **own})))
     return "\n\n".join(parts)
 
 

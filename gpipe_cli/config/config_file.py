@@ -6,17 +6,34 @@ line: they start in the current folder.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from gpipe_cli.config.compose import Request
 from gpipe_cli.config.file_words import ConfigFile, file_words
-from gpipe_cli.config.overrides import override_group, override_key
+from gpipe_cli.config.overrides import override_group, override_key, quote_override, recipe_to_group
 from gpipe_cli.config.saved_config import is_saved, reduce_saved
 from gpipe_cli.config.schema import GROUPS
 from gpipe_cli.config.yaml_files import load_mapping
 from gpipe_cli.errors import ConfigError, did_you_mean
 
 WORD = "config="
+
+
+@contextmanager
+def read_request(
+    command: str, words: Sequence[str], config_name: str | None, config_dir: str | None
+) -> Iterator[tuple[Request, tuple[str, ...]]]:
+    """What the words of a command line ask for, with the keys of the file they name, and notes about that file.
+
+    Inside, an error about a key of the file begins with the file's name.
+    """
+    file, own = split_config_file(command, words)
+    with file.named_in_errors() if file else nullcontext():
+        overrides = recipe_to_group([*(file.words if file else ()), *map(quote_override, own)])
+        request = Request(command, tuple(overrides), config_name, config_dir)
+        yield request, file.notes if file else ()
 
 
 def split_config_file(command: str, words: Sequence[str]) -> tuple[ConfigFile | None, list[str]]:

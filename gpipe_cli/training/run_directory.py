@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.errors import ConfigError, GpipeError, ResourceError, Stopped
+from gpipe_cli.errors import ConfigError, GpipeError, ResourceError, Stopped, exit_code
 from gpipe_cli.redaction import redacted
 from gpipe_cli.run_state import LOCK_NAME, OUTCOME, own_locks
 from gpipe_cli.safe_files import open_regular, parse_json, writing
@@ -123,10 +123,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_outcome(run: Path, error: BaseException, reason: str) -> None:
-    """Record which error ended a run, for `run_state`; reason: the error in one line."""
+    """Record which error ended a run, for `run_state` and for launch scripts; reason: the error in one line."""
     state = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
     with suppress(GpipeError):  # a full disk must not hide the error itself
-        write_json(run / OUTCOME, {"state": state, "reason": redacted(reason)})
+        content = {"state": state, "exit_code": exit_code(error), "reason": redacted(reason)}
+        write_json(run / OUTCOME, content)
 
 
 @contextmanager

@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpipe_cli.cli import main
+from gpipe_cli.launch.launch_script import SlurmScript, TrainingCommand
+from tests.conftest import TINY_TRAINING
+
+Gpipe = Callable[..., Any]
+SLURM = ("slurm", "nodes=2", "gpus_per_node=4", "time_limit=4h", "run_dir=run")
+TORCHRUN = ("torchrun", "hosts=[node0,node1]", "gpus_per_node=4", "run_dir=run")
+HOSTILE = (
+    "model.weights='$(touch evil)'",
+    "data.root='a b; touch evil #'",
+    "loss.x=`touch evil`\ntouch evil",
+    'transform.y=it\'s "this"',
+)
+WORDS = [f"+{word}" for word in HOSTILE]
+
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do echo "$1" >> srun.txt; shift; done
+pids=()
+for node in $NODES; do SLURMD_NODENAME=$node "$@" & pids+=($!); done
+worst=0
+for pid in "${pids[@]}"; do wait "$pid" || worst=$?; done
+exit $worst
+"""
+SCONTROL = """#!/bin/bash
+if [ "$1" = requeue ]; then echo "$2" >> requeued.txt; else printf '%s\\n' $NODES; fi
+"""
+TORCH = """#!/bin/bash
+printf '%s\\n' "$@" > "started-$SLURMD_NODENAME.txt"
+[ -z "$OUTCOME" ] || printf '{\\n  "state": "failed",\\n  "exit_code": %s\\n}\\n' "$OUTCOME" > run/outcome.json
+exit "$STATUS"
+"""
+"""Takes the place of Python, which would run torchrun."""
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on PATH with what a Slurm job calls, and the environment of a job on two nodes."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": TORCH}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_ON_NODE": "8", "NODES": "n1 n2"}
+    for name, value in {**job, "PATH": f"{folder}:{os.environ['PATH']}", "STATUS": "0"}.items():
+        monkeypatch.setenv(name, value)
+    return folder
+
+
+def execute(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    Path("job.sh").write_text(script)
+    return subprocess.run(
+        ["bash", "job.sh", *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+@pytest.mark.parametrize("words", [SLURM, (*SLURM, "requeue=2", "cpus_per_node=32", "port=4000"), TORCHRUN])
+def test_shellcheck_finds_nothing(gpipe: Gpipe, words: tuple[str, ...]) -> None:
+    script = gpipe("launch-script", *words, *WORDS).out
+    check = subprocess.run(
+        ["shellcheck", "-"], input=script, capture_output=True, text=True, check=False, encoding="utf-8"
+    )
+    assert (check.stdout, check.returncode) == ("", 0)
+
+
+def test_a_slurm_job_starts_torchrun_on_every_node_with_the_words_as_they_were_given(
+    gpipe: Gpipe, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    script = gpipe("launch-script", *SLURM, *WORDS).out
+    assert "#SBATCH --nodes=2 --ntasks-per-node=1\n#SBATCH --gpus-per-node=4\n#SBATCH --exclusive\n" in script
+    assert "#SBATCH --time=04:00:00\n#SBATCH --signal=TERM@300\n#SBATCH --no-requeue" in script
+    answer = execute(script)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert Path("srun.txt").read_text().split() == ["--kill-on-bad-exit=0", "--cpus-per-task=8"]
+    for node, is_host in (("n1", "true"), ("n2", "false")):
+        started = Path(f"started-{node}.txt").read_text()
+        options, _, words = started.partition("\n-m\ngpipe_cli\n")
+        assert options.split() == (
+            "-m torch.distributed.run --nnodes 2 --nproc-per-node 4 --rdzv-id 7 --rdzv-backend c10d "
+            f"--rdzv-endpoint n1:20007 --rdzv-conf is_host={is_host} --local-addr {node}"
+        ).split(" ")
+        own = ["train", "engine=processes", "run_dir=run", *WORDS, "resume=auto", "time_limit=13800s"]
+        assert words == "\n".join(own) + "\n"
+    assert not Path("evil").exists()
+
+
+def test_a_script_for_torchrun_finds_the_entry_of_its_host(
+    gpipe: Gpipe, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    monkeypatch.setenv("SLURMD_NODENAME", "here")
+    hosts = f"hosts=[node0,{socket.gethostname()}]"
+    script = gpipe("launch-script", "torchrun", hosts, *TORCHRUN[2:], *WORDS, "time_limit=1h").out
+    for given, own, is_host in (((), socket.gethostname(), "false"), (("node0",), "node0", "true")):
+        answer = execute(script, *given)
+        assert (answer.returncode, answer.stderr) == (0, "")
+        options, _, words = Path("started-here.txt").read_text().partition("\n-m\ngpipe_cli\n")
+        assert options.split()[2:] == (
+            "--nnodes 2 --nproc-per-node 4 --rdzv-id run --rdzv-backend c10d --rdzv-endpoint node0:29500 "
+            f"--rdzv-conf is_host={is_host} --local-addr {own}"
+        ).split(" ")
+        own_words = ["train", "engine=processes", "run_dir=run", *WORDS, "time_limit=1h", "resume=auto"]
+        assert words == "\n".join(own_words) + "\n"
+    answer = execute(script, "elsewhere")
+    assert answer.returncode == 2 and "this host is none of: node0" in answer.stderr
+    assert not Path("evil").exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome", "restarts", "files", "code", "requeued"),
+    [
+        pytest.param("0", "", "", ("config.yaml", "summary.json"), 0, False, id="finished"),
+        pytest.param("1", "75", "", ("config.yaml",), 75, True, id="stopped"),
+        pytest.param("1", "7", "1", ("config.yaml",), 7, True, id="a node was lost"),
+        pytest.param("1", "7", "2", ("config.yaml",), 7, False, id="often enough"),
+        pytest.param("1", "5", "", ("config.yaml",), 5, False, id="an error that would repeat"),
+        pytest.param("137", "", "", ("config.yaml",), 137, True, id="killed"),
+        pytest.param("1", "", "", (), 1, False, id="never began"),
+        pytest.param("1", "", "", ("config.yaml", "summary.json"), 1, False, id="failed after its end"),
+    ],
+)
+def test_a_slurm_job_goes_back_into_the_queue_until_the_run_has_finished(
+    programs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: str,
+    outcome: str,
+    restarts: str,
+    files: tuple[str, ...],
+    code: int,
+    requeued: bool,
+) -> None:
+    monkeypatch.setenv("STATUS", status)
+    monkeypatch.setenv("OUTCOME", outcome)
+    if restarts:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    Path("run").mkdir()
+    for name in files:
+        Path("run", name).touch()
+    here = Path.cwd()
+    command = TrainingCommand("gpipe", ["steps=1"], here / "run", here, str(programs / "python"))
+    script = SlurmScript(command, 2, 1, has_gpus=False, cpus_per_node=2, seconds=600, requeues=2, port=None)
+    assert execute(script.text()).returncode == code
+    assert Path("requeued.txt").exists() == requeued
+    Path("requeued.txt").unlink(missing_ok=True)
+    assert execute(replace(script, requeues=0).text()).returncode == code
+    assert not Path("requeued.txt").exists()
+
+
+@pytest.mark.slow
+def test_a_slurm_job_on_two_nodes_trains_to_the_bits_of_one_process(
+    tiny: Gpipe, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NODES", "127.0.0.1 127.0.0.2")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = f"port={server.getsockname()[1]}"
+    words = ["slurm", "nodes=2", "ranks_per_node=1", "time_limit=1h", "requeue=1", port, *TINY_TRAINING]
+    script = tiny("launch-script", *words, "run_dir=run", "steps=2", "threads=1").out
+    answer = execute(script)
+    assert answer.returncode == 0, answer.stderr
+    assert json.loads(Path("run", "summary.json").read_text())["steps"] == 2
+    assert not Path("requeued.txt").exists()
+    assert tiny("train", "run_dir=same", "steps=2", "threads=1").code == 0
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        same, ours = (Path(run, "snapshots", "step-00000002", name).read_bytes() for run in ("same", "run"))
+        assert same == ours
+
+
+@pytest.mark.slow
+def test_a_slurm_job_whose_loss_is_not_finite_exits_as_the_run_did(
+    tiny: Gpipe, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NODES", "127.0.0.1")
+    words = ["slurm", "nodes=1", "ranks_per_node=2", "time_limit=1h", "requeue=1", *TINY_TRAINING]
+    answer = execute(tiny("launch-script", *words, "run_dir=run", "optimizer.lr=1e30").out)
+    assert answer.returncode == 5 and not Path("requeued.txt").exists()
+    assert json.loads(Path("run", "outcome.json").read_text())["exit_code"] == 5
+
+
+def test_json_has_the_script_and_the_number_of_ranks(gpipe: Gpipe) -> None:
+    facts = gpipe("launch-script", *SLURM, "--json").json
+    assert {**facts, "script": ""} == {
+        "kind": "slurm",
+        "nodes": 2,
+        "ranks": 8,
+        "run_dir": "run",
+        "script": "",
+    }
+    assert facts["script"].startswith("#!/bin/bash\n")
+
+
+def test_a_file_and_a_folder_of_options_are_passed_on(gpipe: Gpipe, tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(
+        "engine: processes\nengine.max_restarts: 2\nrun_dir: mine\ntime_limit: 1h\n"
+    )
+    words = ("slurm", "nodes=1", "ranks_per_node=2", "config=my.yaml", "--config-dir", "conf")
+    (tmp_path / "conf").mkdir()
+    script = gpipe("launch-script", *words).out
+    assert "command=(train\n    config=my.yaml\n    resume=auto\n    --config-dir\n    conf\n" in script
+    assert "    time_limit=3240s)\n" in script and f"run={tmp_path}/mine\n" in script
+    (tmp_path / "my.yaml").write_text("engine: threads\nrun_dir: mine\n")
+    answer = gpipe("launch-script", *words)
+    assert answer.code == 2 and "my.yaml: engine: only engine=processes runs on several" in answer.err
+
+
+def test_nothing_imports_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; from gpipe_cli.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program, "launch-script", *SLURM],
+        check=True,
+        cwd=tmp_path,
+        capture_output=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "give the kind of script first, slurm or torchrun"),
+        (("pbs",), "give the kind of script first, slurm or torchrun"),
+        ((*SLURM, "engine=threads"), "engine: only engine=processes runs on several machines"),
+        ((*SLURM, "nodez=2"), "unknown key 'nodez'; did you mean 'nodes'?"),
+        ((*SLURM, "chunk=2"), "unknown key 'chunk'; did you mean 'chunks'?"),
+        ((*SLURM, "optimizer.lrr=2"), "'optimizer.lrr'; did you mean 'optimizer.lr'?"),
+        ((*SLURM, "chunks=0"), "chunks=0: must be at least 1"),
+        ((*SLURM, "nodes=2"), "nodes: give nodes=<value> once"),
+        (("slurm", "nodes=0", "gpus_per_node=1"), "nodes=0: give a whole number from 1"),
+        (("slurm", "nodes=2"), "give one of gpus_per_node=<number>"),
+        ((*SLURM, "ranks_per_node=2"), "give one of gpus_per_node=<number>"),
+        (("slurm", "gpus_per_node=1"), "nodes: give nodes=<number>"),
+        ((*SLURM, "hosts=[a]"), "hosts: has no effect on slurm, whose keys are nodes"),
+        ((*TORCHRUN, "requeue=2"), "requeue: has no effect on torchrun, whose keys are hosts"),
+        (("torchrun", "hosts=[a;b]", "gpus_per_node=1"), "hosts=[a;b]: give the names or IPv4 addresses"),
+        (("torchrun", "hosts=[a,a]", "gpus_per_node=1"), "hosts=[a,a]: names a host twice"),
+        (SLURM[:-1], "run_dir: give run_dir=<directory>, on a disk that all machines share"),
+        (
+            ("slurm", "nodes=1", "gpus_per_node=1", "run_dir=run"),
+            "time_limit: give the time limit of the Slurm job",
+        ),
+        (
+            (*SLURM[:3], SLURM[4], "time_limit=2m"),
+            "time_limit: give the time limit of the Slurm job, at least 5m",
+        ),
+        ((*SLURM[:-1], "resume=old"), "resume=old: the script itself resumes the run in run_dir"),
+        ((*SLURM, "devices=[cpu,cpu]"), "devices=['cpu', 'cpu']: nodes=2 gpus_per_node=4 make 8 ranks"),
+        (
+            (*SLURM, "partitions=3"),
+            "nodes=2 gpus_per_node=4 make 8 ranks: partitions=3: each partition needs",
+        ),
+        ((*SLURM, "data_parallel=3"), "make 8 ranks: data_parallel=3: 8 devices"),
+        ((*SLURM, "balance=manual", "balance.layers=[5,5]"), "balance.layers=[5, 5] makes 2 partitions"),
+        ((*SLURM, "port=70000"), "port=70000: give a whole number from 1 to 65535"),
+        (("slurm", "nodes=2000", "gpus_per_node=1"), "more than 1024 ranks"),
+        ((*SLURM, "-m"), "unknown flag -m"),
+    ],
+)
+def test_a_mistake_is_reported_instead_of_a_script(
+    gpipe: Gpipe, words: tuple[str, ...], message: str
+) -> None:
+    answer = gpipe("launch-script", *words)
+    assert (answer.code, answer.out) == (2, "")
+    assert message in answer.err
+
+
+def test_the_command_is_completed_with_its_own_keys_and_those_of_training(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = {
+        "gpipe launch-script to": ["torchrun"],
+        "gpipe launch-script slurm no": ["nodes="],
+        "gpipe launch-script slurm nodes=2 model=resnet15": ["model=resnet152"],
+        "gpipe launch-script slurm nodes=2 time_l": ["time_limit="],
+    }
+    for line, words in expected.items():
+        monkeypatch.setenv("COMP_LINE", line)
+        assert main(["-sc", "query=bash"]) == 0
+        assert capsys.readouterr().out.split() == words, line
