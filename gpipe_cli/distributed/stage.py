@@ -12,8 +12,9 @@ wrong one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -50,20 +51,25 @@ class Stage(nn.Module):
         self._leaving = leaving
         self._gradient_buckets = gradient_buckets
         self.split = split
-        self._current: BatchState | None = None
-        self._micro_batch = 0
-        self._half_done: SavedForBackward | None = None
+        self._progress = _Progress()
+        # Worked out once: for small layers, every line that runs per micro-batch counts.
+        self._carries_skips = bool(
+            entering.skips or partition.receives or partition.sends or (leaving is not None and leaving.skips)
+        )
+        self._entering_needs = tuple(kind.needs_grad for kind in entering.value)
+        self._leaving_kinds = () if leaving is None else leaving.kinds
+        self._leaving_needs = tuple(kind.needs_grad for kind in self._leaving_kinds)
 
     def begin(self, state: BatchState, first: int) -> None:
         """The next flush runs this mini-batch from micro-batch `first` on."""
-        self._current, self._micro_batch = state, first
+        self._progress.state, self._progress.micro_batch = state, first
 
     def end(self) -> None:
-        self._current = self._half_done = None
+        self._progress.state = self._progress.half_done = None
 
     def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
-        micro_batch = self._micro_batch
-        self._micro_batch += 1
+        micro_batch = self._progress.micro_batch
+        self._progress.micro_batch += 1
         if torch.is_grad_enabled():
             # ANCHOR requires a gradient: the first stage receives no tensors, and would have no autograd node without
             # it.
@@ -76,7 +82,7 @@ class Stage(nn.Module):
     def run(self, micro_batch: int, received: tuple[Tensor, ...]) -> PartitionInput:
         """Run the forward of one micro-batch; return what is sent on, and which tensors need a gradient."""
         state, index = self._state, self._partition.index
-        with self._noting(Kind.FORWARD, "forward", micro_batch), state.batch.state.entered():
+        with self._noting(Kind.FORWARD, "forward", micro_batch), state.batch.state.restored():
             given, passing = self._unpack(micro_batch, received)
             output, saved = self._partition.forward((given,), state.forward_task(index, micro_batch))
             if saved is not None and state.batch.state.grad:
@@ -95,7 +101,7 @@ class Stage(nn.Module):
             if self.split:
                 entering = partition.backward_input(saved, leaving, keep_graph=False)
                 # torch asks for the second half right after the first, so one slot is enough.
-                self._half_done = saved
+                self._progress.half_done = saved
             else:
                 entering = partition.backward(saved, leaving, keep_graph=False)
         # The graph is freed here, unless the weight half of a split backward still needs it.
@@ -104,7 +110,7 @@ class Stage(nn.Module):
 
     def weights_half(self) -> Callable[[], None]:
         """The weight half of the backward that has just run, for later: torch's `dw_builder`."""
-        saved, self._half_done = self._half_done, None
+        saved, self._progress.half_done = self._progress.half_done, None
 
         def run() -> None:
             if saved is not None:
@@ -116,8 +122,8 @@ class Stage(nn.Module):
 
     @property
     def _state(self) -> BatchState:
-        assert self._current is not None, "a flush has begun"
-        return self._current
+        assert self._progress.state is not None, "a flush has begun"
+        return self._progress.state
 
     def _unpack(
         self, micro_batch: int, received: tuple[Tensor, ...]
@@ -127,8 +133,12 @@ class Stage(nn.Module):
             return self._state.inputs[micro_batch], {}
         boundary = self._entering
         count = len(boundary.value)
+        grad = self._state.batch.state.grad
         # Leaves of a graph of our own: torch's backward ends at this stage's node, and ours starts inside it.
         tensors = [tensor.detach() for tensor in received]
+        if not self._carries_skips:
+            needed = self._entering_needs if grad else (False,) * count
+            return PartitionInput(tuple(tensors), needed, boundary.template, count), {}
         kinds = dict(boundary.skips)
         skips = dict(zip(boundary.skip_names, tensors[count:], strict=True))
         names = [route.name for route in self._partition.receives]
@@ -136,7 +146,6 @@ class Stage(nn.Module):
         needs = [kind.needs_grad for kind in boundary.value] + [
             name in kinds and kinds[name].needs_grad for name in names
         ]
-        grad = self._state.batch.state.grad
         return PartitionInput(
             (*tensors[:count], *popped),
             tuple(need and grad for need in needs),
@@ -152,19 +161,21 @@ class Stage(nn.Module):
         if boundary is None:
             (self._state.outputs[micro_batch],) = outputs
             return outputs[0]
-        count = outputs[0].value_count
-        sent = [tensor for output in outputs for tensor in output.tensors]
-        skips: dict[SkipName, Tensor | None] = dict(passing)
-        names = (route.name for route in self._partition.sends)
-        skips.update(zip(names, sent[count:], strict=True))
-        tensors = (*sent[:count], *(skips[name] for name in sorted(skips)))
-        present = tuple(tensor.contiguous() for tensor in tensors if tensor is not None)
-        self._check(boundary, present)
+        tensors: Iterable[Tensor | None] = outputs[0].tensors
+        if self._carries_skips:
+            count = outputs[0].value_count
+            sent = [tensor for output in outputs for tensor in output.tensors]
+            skips: dict[SkipName, Tensor | None] = dict(passing)
+            names = (route.name for route in self._partition.sends)
+            skips.update(zip(names, sent[count:], strict=True))
+            tensors = (*sent[:count], *(skips[name] for name in sorted(skips)))
+        present = tuple([tensor.contiguous() for tensor in tensors if tensor is not None])
+        self._check(present)
         grad = self._state.batch.state.grad
-        return PartitionInput(present, tuple(kind.needs_grad and grad for kind in boundary.kinds))
+        return PartitionInput(present, self._leaving_needs if grad else (False,) * len(present))
 
-    def _check(self, boundary: BoundarySpec, tensors: tuple[Tensor, ...]) -> None:
-        kinds = boundary.kinds
+    def _check(self, tensors: tuple[Tensor, ...]) -> None:
+        kinds = self._leaving_kinds
         if len(kinds) != len(tensors) or not all(map(TensorSpec.fits, kinds, tensors)):
             given = ", ".join(str(TensorSpec.of(tensor)) for tensor in tensors)
             expected = ", ".join(map(str, kinds))
@@ -175,7 +186,7 @@ class Stage(nn.Module):
 
     def _gradients_of_output(self, gradients: Gradients) -> tuple[Gradients, dict[SkipName, Tensor | None]]:
         boundary = self._leaving
-        if boundary is None:
+        if boundary is None or not self._carries_skips:
             return gradients, {}
         count = len(boundary.value)
         skips = dict(zip(boundary.skip_names, gradients[count:], strict=True))
@@ -185,6 +196,8 @@ class Stage(nn.Module):
     def _gradients_of_input(self, gradients: Gradients, passing: dict[SkipName, Tensor | None]) -> Gradients:
         if self._partition.index == 0:
             return ()
+        if not self._carries_skips:
+            return gradients
         boundary = self._entering
         count = len(boundary.value)
         names = (route.name for route in self._partition.receives)
@@ -216,6 +229,16 @@ class Stage(nn.Module):
                 ),
             )
             raise
+
+
+@final
+@dataclass(slots=True)
+class _Progress:
+    """Where a stage is in its flush. Not attributes of the stage: a module looks at each value it is assigned."""
+
+    state: BatchState | None = None
+    micro_batch: int = 0
+    half_done: SavedForBackward | None = None
 
 
 @final

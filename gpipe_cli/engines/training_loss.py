@@ -63,13 +63,18 @@ class TrainingLoss:
         return loss
 
     def _measured(self, output: Any, target: Tensor) -> Mapping[str, float]:
-        with torch.no_grad(), torch.autocast(self._device_type, enabled=False):
-            return self._objective.measure(output, target)
+        with torch.no_grad():
+            if not torch.is_autocast_enabled(self._device_type):
+                return self._objective.measure(output, target)
+            with torch.autocast(self._device_type, enabled=False):
+                return self._objective.measure(output, target)
 
 
 def unscaled_loss(objective: TrainingObjective, output: Any, target: Tensor) -> Tensor:
     # Under autocast scores are in half precision, in which a sum would lose most of its digits.
-    return objective.loss(map_tensors(_float, output), target)
+    return objective.loss(
+        _float(output) if isinstance(output, Tensor) else map_tensors(_float, output), target
+    )
 
 
 def _float(tensor: Tensor) -> Tensor:

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.accelerator.copies import start_copy
+from gpipe_cli.accelerator.devices import is_accelerator
 from gpipe_cli.engines.collectives import Collectives, SingleProcess
 from gpipe_cli.errors import NumericError
 from gpipe_cli.offload.slices import Part, Slice
+from gpipe_cli.torch_internals.foreach_norm import foreach_norm
 
 NO_GRADIENT: Final = -1.0
 """Takes the place of a norm, which is never negative."""
@@ -247,9 +249,11 @@ def clip_factor(norm: float, max_norm: float) -> float:
     return min(1.0, max_norm / (norm + 1e-6))
 
 
-def norm_of(gradient: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(gradient.detach())
-    return norm
+def norms_on(device: torch.device, gradients: Sequence[Tensor]) -> Tensor:
+    """The norms of gradients of one dtype on one device."""
+    if not is_accelerator(device):
+        return torch.stack(foreach_norm(gradients))
+    return torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
 
 
 def norms_of(gradients: Sequence[Tensor | None]) -> Tensor:
@@ -263,10 +267,8 @@ def norms_of(gradients: Sequence[Tensor | None]) -> Tensor:
             places[gradient.dtype][gradient.device].append(index)
     for by_device in places.values():
         rows = [
-            torch.stack(
-                [norm_of(gradient) for index in indices if (gradient := gradients[index]) is not None]
-            )
-            for indices in by_device.values()
+            norms_on(device, [gradient for index in indices if (gradient := gradients[index]) is not None])
+            for device, indices in by_device.items()
         ]
         # Reading a device makes the host wait for it, so all norms come to one device first.
         gathered = [row for row in start_copy(tuple(rows), rows[0].device).receive() if row is not None]

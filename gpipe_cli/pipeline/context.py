@@ -162,6 +162,13 @@ class CallerState:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks))
             yield
 
+    def restored(self) -> contextlib.AbstractContextManager[object]:
+        """The same in the thread of the caller, where an autograd function changed the grad mode and nothing else."""
+        # Autocast is entered all the same, for its cache.
+        if self.inference or self.autocast:
+            return self.entered()
+        return torch.set_grad_enabled(self.grad)
+
     def without_autocast(self) -> contextlib.AbstractContextManager[object]:
         """Context manager for backward: its ops must run in the dtypes of the forward."""
         if not self.autocast:

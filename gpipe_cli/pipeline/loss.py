@@ -7,7 +7,7 @@ that is a mean of something else, such as the tokens it scores, says how many of
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from gpipe_cli.pytree import map_tensors, unflatten
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-@runtime_checkable
 class WeighingLoss(Protocol):
     def __call__(self, output: Any, target: Any, /) -> Tensor: ...
     def row_weights(self, target: Any, /) -> Tensor:
@@ -31,9 +30,11 @@ def row_weights(loss: object, target: Value, rows: int) -> Tensor:
 
     Where the target is on an accelerator, the caller waits for it when it reads the result.
     """
-    if not isinstance(loss, WeighingLoss):
+    # Not isinstance: Python takes longer to look at a protocol than this step of a small model may.
+    weigh = getattr(loss, "row_weights", None)
+    if weigh is None:
         return torch.ones(rows, dtype=torch.int64)
-    weights = loss.row_weights(target)
+    weights = weigh(target)
     if not isinstance(weights, Tensor) or weights.shape != (rows,):
         raise ValueError(
             f"row_weights of the loss must give one number for each of {rows} rows, got {_shape(weights)}"

@@ -140,22 +140,22 @@ class ModuleTensors:
     __slots__ = ("_tensors", "parameters", "training")
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        modules = [module for layer in layers for module in layer.modules()]
+        modules = _modules_of(layers)
         self.training = tuple([module.training for module in modules])
-        self._tensors: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = [
-            (module, holder, name, tensor)
-            for module in modules
+        self._tensors: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = []
+        self.parameters: list[Tensor] = []
+        for module in modules:
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._tensors.append((module, module._parameters, name, parameter))
+                    self.parameters.append(parameter)
             # Deferred batch norm commits its statistics after the forward, and recompute does not use them.
-            for holder in (
-                module._parameters,
-                {} if isinstance(module, DeferredBatchNorm) else module._buffers,
-            )
-            for name, tensor in holder.items()
-            if tensor is not None
-        ]
-        self.parameters = [
-            tensor for module, holder, _, tensor in self._tensors if holder is module._parameters
-        ]
+            if module._buffers and not isinstance(module, DeferredBatchNorm):
+                self._tensors += [
+                    (module, module._buffers, name, buffer)
+                    for name, buffer in module._buffers.items()
+                    if buffer is not None
+                ]
 
     def versions(self, but: Collection[nn.Module]) -> int:
         """A number that grows with every write to these tensors, except those of the modules in `but`."""
@@ -171,6 +171,22 @@ class ModuleTensors:
             if holder.get(name) is not tensor and module not in but
         ]
         return _swapped(replaced) if replaced else _UNCHANGED
+
+
+def _modules_of(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Every module of each layer, once; `nn.Module.modules` would take several times as long, to build names."""
+    modules = []
+    for layer in layers:
+        visited = {layer}
+        waiting = [layer]
+        while waiting:
+            module = waiting.pop()
+            modules.append(module)
+            for child in reversed(module._modules.values()):
+                if child is not None and child not in visited:
+                    visited.add(child)
+                    waiting.append(child)
+    return modules
 
 
 @contextlib.contextmanager

@@ -96,8 +96,10 @@ class PipeModule(nn.Module):
     def _step_loss(
         self, batch: MiniBatch, target: Value, loss_fn: LossFunction, keeps_outputs: bool
     ) -> StepLoss:
+        module = self.module
+
         def function(output: Value, target: Value) -> Tensor:
-            return loss_fn(original_output(self.module, output), target)
+            return loss_fn(original_output(module, output), target)
 
         return StepLoss(
             function,
