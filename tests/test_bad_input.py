@@ -144,6 +144,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ),
     ("train engine=single schedule=gpipe", 2, "schedule: has no effect with engine=single"),
     ("train data_parallel=2", 2, "data_parallel: has no effect with engine=threads; leave it out"),
+    ("train engine=offload shard=none", 2, "shard: has no effect with engine=offload; leave it out"),
     ("train engine=processes partitions=11", 2, "partitions=11: the model has only 10 layers"),
     ("train engine=processes engine.max_restarts=x", 2, "engine.max_restarts=x: expected a whole number"),
     ("train engine=single partitions=2", 2, "partitions: has no effect with engine=single"),
@@ -334,6 +335,15 @@ SETTINGS: list[tuple[str, str]] = [
     ("train devices=1000000000", "devices=1000000000: must be at most 1024"),
     ("train threads=some", "threads=some: must be auto or a whole number of at least 1"),
     ("train engine=processes data_parallel=0", "data_parallel=0: must be at least 1"),
+    (
+        "train engine=processes data_parallel=2 shard=full",
+        "wait forever where a short last batch gives them unequal numbers of micro-batches; use shard=optimizer",
+    ),
+    ("train engine=processes data_parallel=2 shard=weights", "shard=weights: choose one of: none, optimizer"),
+    (
+        "train engine=processes shard=optimizer",
+        "shard=optimizer: divides the optimizer's state among replicas, and there is one; add engine=processes",
+    ),
     (
         "train engine=processes data_parallel=2 devices=3",
         "data_parallel=2: 3 devices (devices=3) cannot be divided equally among the replicas",

@@ -35,7 +35,7 @@ from gpipe_cli.run.components import traits_of_engine
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.inference_spec import write_spec
 from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.optimizer import optimizer_factory
+from gpipe_cli.run.optimizer import kept_state, optimizer_factory
 from gpipe_cli.run.ranks import (
     build_parts_in_ranks,
     connect,
@@ -282,7 +282,12 @@ def _dry_run(settings: TrainConfig, job: Job, parts: RunParts, steps: int) -> Su
             for row, boundary in zip(partitions, boundaries, strict=True)
         ]
         estimates = partition_memory(
-            parts.model, facts, balance, parts.partitioning.spec, optimizer_factory(settings, parts.model)
+            parts.model,
+            facts,
+            balance,
+            parts.partitioning.spec,
+            optimizer_factory(settings, parts.model),
+            kept_state(settings),
         )
         memory = [{**asdict(estimate), "total_bytes": estimate.total_bytes} for estimate in estimates]
     parts.made.print_notes()

@@ -35,6 +35,7 @@ from gpipe_cli.values import flatten, parse_bytes, parse_duration
 
 CHOICES = {
     "precision": ("fp32", "bf16", "fp16"),
+    "shard": ("none", "optimizer"),
     "split": ("test", "train", "validation"),
     "sort": ("order", "time", "memory"),
     "at": ("best", "last"),
@@ -113,6 +114,16 @@ def _problems(settings: ModelConfig) -> Iterator[str]:
     if isinstance(settings, TrainConfig):
         if settings.log.console and not (settings.log.partitions or settings.log.layers):
             yield "log.console=true: prints the lines of log.layers and log.partitions; set one of them to true"
+        # A resumed run has the replicas of its run; its engine counts them.
+        if (
+            settings.shard == "optimizer"
+            and settings.data_parallel == 1
+            and settings.resume in (None, "auto")
+        ):
+            yield (
+                "shard=optimizer: divides the optimizer's state among replicas, and there is one; add engine=processes "
+                "data_parallel=2, or set shard=none"
+            )
         yield from _resuming(settings)
     if isinstance(settings, PlanConfig) and settings.device is not None:
         yield from _other_device(settings, settings.device)
@@ -163,7 +174,13 @@ def _numbers(flat: Mapping[str, Any]) -> Iterator[str]:
 
 def _choices(flat: Mapping[str, Any]) -> Iterator[str]:
     for key, choices in CHOICES.items():
-        if flat.get(key) is not None and flat[key] not in choices:
+        if (key, flat.get(key)) == ("shard", "full"):
+            yield (
+                "shard=full: replicas that also divide their parameters, as torch's fully_shard does, exchange them in "
+                "every micro-batch, and wait forever where a short last batch gives them unequal numbers of "
+                "micro-batches; use shard=optimizer, and more partitions to divide the parameters"
+            )
+        elif flat.get(key) is not None and flat[key] not in choices:
             yield f"{key}={flat[key]}: {or_list(str(flat[key]), choices)}"
 
 

@@ -151,6 +151,8 @@ class TrainConfig(RunConfig, CostConfig):
     """Compute batch-norm statistics over the whole mini-batch instead of each micro-batch."""
     clip_grad_norm: float | None = None
     """Clip gradients to this total norm; null: no clipping."""
+    shard: str = "none"
+    """What the replicas of data_parallel divide: none, or optimizer (each keeps and updates its share of the state)."""
     ema: float | None = None
     """Keep an exponential moving average of the weights with this decay, such as 0.999, and evaluate, save and export
     it; null: none."""

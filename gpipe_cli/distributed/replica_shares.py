@@ -22,3 +22,11 @@ def responsible_replicas(sizes: Sequence[int], replicas: int) -> list[int]:
         responsible[index] = replica
         loads[replica] += sizes[index]
     return responsible
+
+
+def largest_share(sizes: Sequence[int], state_sizes: Sequence[int], *, replicas: int) -> int:
+    """The most that a replica has of what belongs to tensors of these sizes, if it has it for its own tensors only."""
+    shares = [0] * replicas
+    for replica, size in zip(responsible_replicas(sizes, replicas), state_sizes, strict=True):
+        shares[replica] += size
+    return max(shares)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, final
 
 import torch
@@ -46,7 +47,7 @@ class Collectives(Protocol):
     def norms(self, own: Tensor) -> Tensor:
         """The norms of all gradients in the order of the model's names, from those of this process; -1: no gradient."""
 
-    def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    def agree_on_overflow(self, scaler: torch.amp.GradScaler) -> None:
         """Make every process skip the update if the gradients of one overflowed."""
 
     def first_nonfinite_output(self, own: NonfiniteOutput | None) -> NonfiniteOutput | None:
@@ -78,7 +79,7 @@ class SingleProcess:
     def norms(self, own: Tensor) -> Tensor:
         return own
 
-    def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    def agree_on_overflow(self, scaler: torch.amp.GradScaler) -> None:
         pass
 
     def first_nonfinite_output(self, own: NonfiniteOutput | None) -> NonfiniteOutput | None:
@@ -101,8 +102,17 @@ class RankCollectives:
     Norms keep the order of the model's names, with a tied parameter counted once, by the rank that owns it.
     """
 
-    def __init__(self, coords: RankCoords, module: nn.Sequential, rank_of_layer: Sequence[int]) -> None:
+    def __init__(
+        self,
+        coords: RankCoords,
+        module: nn.Sequential,
+        rank_of_layer: Sequence[int],
+        *,
+        sharded: bool = False,
+    ) -> None:
+        """sharded: whether each replica has the state of the optimizer for a share of the parameters only."""
         self._coords = coords
+        self._sharded = sharded
         self._module = module
         self._names = [name for name, _ in module.named_parameters()]
         holders = _holders(module, rank_of_layer)
@@ -151,13 +161,13 @@ class RankCollectives:
         rows = gather_numbers(padded, self._coords.pipe)
         return rows.flatten()[self._norm_positions]
 
-    def agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    def agree_on_overflow(self, scaler: torch.amp.GradScaler) -> None:
         # Replicas have equal gradients by now, so it is enough to ask the ranks of this pipe.
         def largest(own: Tensor) -> Tensor:
             distributed.all_reduce(own, distributed.ReduceOp.MAX, group=self._coords.pipe)
             return own
 
-        agree_on_overflow(scaler, optimizer, self._coords.device, largest)
+        agree_on_overflow(scaler, self._coords.device, largest)
 
     def first_nonfinite_output(self, own: NonfiniteOutput | None) -> NonfiniteOutput | None:
         numbers = torch.tensor(own or (_NO_LAYER, _NO_LAYER), dtype=torch.float64)
@@ -179,6 +189,8 @@ class RankCollectives:
 
     def gather_state(self, own: EngineState) -> EngineState:
         coords = self._coords
+        if self._sharded and own.numbers:
+            own = self._with_other_shards(own)
         # Replicas are equal to the bit, so the first one alone is saved.
         if coords.replica:
             return EngineState({})
@@ -206,6 +218,23 @@ class RankCollectives:
         ordered = {name: model[name] for name in self._module.state_dict() if name in model}
         assert len(ordered) == len(model), "every rank has the same model"
         return EngineState(ordered, buffers, optimizer, numbers)
+
+    def _with_other_shards(self, own: EngineState) -> EngineState:
+        """In the first replica, the state with the optimizers of all replicas."""
+        coords, cpu = self._coords, torch.device("cpu")
+        if coords.replica:
+            first = Peer(0, coords.data, cpu)
+            first.send(Message(own.optimizer, own.numbers["optimizer"]))
+            first.wait()
+            return own
+        optimizer, numbers = dict(own.optimizer), [own.numbers["optimizer"]]
+        for replica in range(1, coords.replicas):
+            received = Peer(replica, coords.data, cpu).receive()
+            optimizer.update(received.tensors)
+            numbers.append(received.notes)
+        return replace(
+            own, optimizer=optimizer, numbers={**own.numbers, "optimizer": merged_numbers(numbers)}
+        )
 
     def _positions(self, holders: Sequence[Sequence[int]]) -> Tensor:
         """For each trained parameter the position of its norm among the gathered rows."""

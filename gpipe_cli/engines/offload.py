@@ -12,8 +12,8 @@ from typing import Any, final
 
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.engines.offload_engine import OffloadedParameters, OffloadEngine, make_tier, update_waits
-from gpipe_cli.engines.pipe_engine import StepMeter
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
+from gpipe_cli.engines.step_meter import StepMeter
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.pipe import OffloadedPipe
 from gpipe_cli.offload.prefetcher import SlicePrefetcher
@@ -34,7 +34,7 @@ TRAITS = EngineTraits(
         "try more engine.slices or a smaller engine.memory, checkpoint=always, more chunks, or a smaller batch_size"
     ),
     build_memory_cure="try more engine.slices or a smaller engine.memory; engine.to=disk needs the least host memory",
-    ignored_keys=frozenset({"balance", "partitions", "device_memory", "schedule", "data_parallel"}),
+    ignored_keys=frozenset({"balance", "partitions", "device_memory", "schedule", "data_parallel", "shard"}),
 )
 DEFAULT_SLICES = 8
 CHOICES = {"to": TIERS, "by": ("bytes", "time")}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.accelerator.memory import is_out_of_memory
-from gpipe_cli.engines.pipe_engine import Pipe, PipeEngine, StepMeter, load_scaler
+from gpipe_cli.engines.pipe_engine import Pipe, PipeEngine, load_scaler
 from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts, TrainingObjective
 from gpipe_cli.engines.state import (
     EngineState,
@@ -21,6 +21,7 @@ from gpipe_cli.engines.state import (
     merged_numbers,
     module_state,
 )
+from gpipe_cli.engines.step_meter import StepMeter
 from gpipe_cli.engines.update import ResidentParameters, SliceUpdate
 from gpipe_cli.engines.weight_average import exchange_weights, is_averaging, without_averages
 from gpipe_cli.errors import RunError

@@ -19,20 +19,19 @@ from torch import Tensor, nn
 from gpipe_cli.accelerator.counters import peak_bytes, reset_peaks
 from gpipe_cli.accelerator.memory import EVAL_CURE, STEP_CURE, report_out_of_memory
 from gpipe_cli.accelerator.streams import synchronize
+from gpipe_cli.distributed.parameter_shards import ParameterShards
 from gpipe_cli.engines.collectives import Collectives, NonfiniteOutput, SingleProcess
-from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts, Utilization
+from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts
 from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state
 from gpipe_cli.engines.state_check import check_scaler
+from gpipe_cli.engines.step_meter import StepMeter
 from gpipe_cli.engines.training_loss import DTYPES, TrainingLoss, unscaled_loss
 from gpipe_cli.engines.update import Update, UpdateFacts
 from gpipe_cli.engines.weight_average import exchange_weights, is_averaging, without_averages
 from gpipe_cli.errors import NumericError
 from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
-from gpipe_cli.pipeline.gpipe import ThreadedPipe
 from gpipe_cli.pipeline.loss import row_weights
 from gpipe_cli.pipeline.microbatch import tensors_of
-from gpipe_cli.profiling.action_recorder import ActionRecorder
-from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.pytree import ModelInput, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names
 
@@ -62,59 +61,6 @@ class GradientUpdate(Protocol):
     def apply(self, loss: float, lr: float) -> UpdateFacts: ...
 
 
-RECORDED_STEP = 3
-"""Of an engine's life: the steps before it warm up. It is early, so that even a short run has one."""
-
-
-@final
-class StepMeter:
-    """Records steps of a pipe: one early step in every run, and how busy the partitions are where somebody watches.
-
-    Recording costs a few percent of a step of small layers, so an unwatched run records no other step.
-    """
-
-    def __init__(self, pipe: ThreadedPipe, *, watched: bool) -> None:
-        """watched: record every step that is measured."""
-        self._pipe, self._watched = pipe, watched
-        self._record = ActionRecorder(pipe.devices)
-        self._steps = 0
-        self._last: StepTimeline | None = None
-
-    def next_step(self, *, measured: bool) -> AbstractContextManager[None]:
-        """Run the next step in this context, and ask for its facts afterwards."""
-        self._steps += 1
-        self._last = None
-        is_recorded = self._steps == RECORDED_STEP or (self._watched and measured)
-        return self._recording() if is_recorded else nullcontext()
-
-    @property
-    def timeline(self) -> StepTimeline | None:
-        """The last step, if it is the one that every run records."""
-        return self._last if self._steps == RECORDED_STEP else None
-
-    @property
-    def utilization(self) -> Utilization | None:
-        """Of the last step, if it was recorded for somebody who watches."""
-        step, devices = self._last, self._pipe.partition_devices
-        if step is None or not self._watched:
-            return None
-        return Utilization(
-            busy=tuple(step.partition(index).busy for index in devices),
-            bubble=step.bubble,
-            memory=tuple(map(peak_bytes, devices.values())),
-        )
-
-    @contextmanager
-    def _recording(self) -> Iterator[None]:
-        self._record.clear()
-        self._pipe.recorder = self._record
-        try:
-            yield
-        finally:
-            self._pipe.recorder = None
-        self._last = StepTimeline(tuple(self._record.pieces()))
-
-
 @final
 class PipeEngine:
     def __init__(
@@ -125,11 +71,13 @@ class PipeEngine:
         input_device: torch.device,
         output_device: torch.device,
         collectives: Collectives | None = None,
+        shards: ParameterShards | None = None,
         update: GradientUpdate | None = None,
         meter: StepMeter | None = None,
         memory_cure: str = STEP_CURE,
     ) -> None:
-        """update: None makes one from the spec, and includes its optimizer in the engine's state.
+        """shards: None if this process updates all its parameters.
+        update: None makes one from the spec, and includes its optimizer in the engine's state.
         memory_cure: what to try if memory runs out in a training step.
         """
         self.module = spec.module
@@ -147,6 +95,7 @@ class PipeEngine:
         reset_peaks(self._devices)
         self._memory_cure = memory_cure
         self._collectives = collectives or SingleProcess()
+        self._shards = shards
         self._meter = meter
         # Stands in where a process has no parameters, because torch creates no optimizer without any.
         self._placeholder = nn.Parameter(torch.zeros(0))
@@ -281,6 +230,8 @@ class PipeEngine:
         if self._averages and self._uses_averages != use:
             assert isinstance(self._update, Update), "an optimizer of this engine has averages"
             exchange_weights(self._update.optimizer)
+            if self._shards is not None:
+                self._shards.exchange()
             self._uses_averages = use
 
     def peak_bytes(self) -> list[int | None]:
@@ -320,13 +271,21 @@ class PipeEngine:
             for name, parameter in self.module.named_parameters()
             if parameter.requires_grad and not parameter.is_meta
         ]
+        own, shards = parameters, self._shards
+        if shards is not None:
+            updated_here = set(shards.own)
+            own = [(name, parameter) for name, parameter in parameters if parameter in updated_here]
+        optimizer = make(own or [("", self._placeholder)])
+        if shards is not None:
+            optimizer.register_step_post_hook(lambda *_: shards.exchange())
         return Update(
-            make(parameters or [("", self._placeholder)]),
+            optimizer,
             [parameter for _, parameter in parameters],
             clip_grad_norm=self._objective.clip_grad_norm,
             scale_loss=self._objective.precision == "fp16",
             device=self._output_device,
             collectives=self._collectives,
+            of_others=() if shards is None else shards.others,
         )
 
     def _make_optimizer_state(self, update: Update) -> OptimizerState:

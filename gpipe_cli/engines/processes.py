@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gpipe_cli.distributed.parameter_shards import ParameterShards
 from gpipe_cli.distributed.rank_coords import RankCoords
 from gpipe_cli.distributed.rank_pipe import RankPipe
 from gpipe_cli.distributed.torch_schedule import check_placement
@@ -35,10 +36,20 @@ def build(spec: EngineSpec, max_restarts: int = 0) -> Engine:
         schedule=spec.schedule,
         deferred_batch_norm=spec.deferred_batch_norm,
     )
+    shards = None
+    if spec.shards_optimizer:
+        if coords.replicas == 1:
+            raise ConfigError(
+                "shard=optimizer: divides the optimizer's state among replicas, and there is one; "
+                "give data_parallel=2 or shard=none"
+            )
+        trained = [parameter for parameter in pipe.module.parameters() if parameter.requires_grad]
+        shards = ParameterShards([parameter for parameter in trained if not parameter.is_meta], coords)
     return PipeEngine(
         pipe,
         replace(spec, module=pipe.module, devices=[coords.device]),
         input_device=coords.device,
         output_device=coords.device,
-        collectives=RankCollectives(coords, pipe.module, pipe.rank_of_layer),
+        collectives=RankCollectives(coords, pipe.module, pipe.rank_of_layer, sharded=shards is not None),
+        shards=shards,
     )

@@ -20,6 +20,7 @@ TRAITS = EngineTraits(
             "checkpoint",
             "step_timeout",
             "data_parallel",
+            "shard",
         }
     ),
 )

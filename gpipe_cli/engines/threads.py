@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 from gpipe_cli.engines.offload_engine import OffloadedParameters, OffloadEngine, make_tier
-from gpipe_cli.engines.pipe_engine import PipeEngine, StepMeter
+from gpipe_cli.engines.pipe_engine import PipeEngine
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
+from gpipe_cli.engines.step_meter import StepMeter
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.pipe import OffloadedPipe
 from gpipe_cli.offload.prefetcher import SlicePrefetcher
@@ -19,7 +20,7 @@ from gpipe_cli.schedule.action import partitions_of
 from gpipe_cli.schedule.checkpoint import checkpoint_stops
 from gpipe_cli.torch_internals.tensor_memory import exchanges_memory
 
-TRAITS = EngineTraits(ignored_keys=frozenset({"data_parallel"}), has_timeline=True)
+TRAITS = EngineTraits(ignored_keys=frozenset({"data_parallel", "shard"}), has_timeline=True)
 
 
 def build(spec: EngineSpec, offload: str | None = None) -> Engine:

@@ -72,8 +72,16 @@ class Update:
         scale_loss: bool,
         device: torch.device,
         collectives: Collectives | None = None,
+        of_others: Sequence[nn.Parameter] = (),
     ) -> None:
+        """parameters: all whose gradients count, in the order of the model's names.
+        of_others: those among them that optimizers of other processes update.
+        """
         self.optimizer = optimizer
+        self._unscaled = [optimizer]
+        if of_others:
+            # The scaler takes gradients from an optimizer; this one updates nothing and has no state.
+            self._unscaled.append(torch.optim.SGD(of_others))
         self._collectives = collectives or SingleProcess()
         self._parameters = parameters
         self._clip = clip_grad_norm
@@ -84,7 +92,8 @@ class Update:
 
     def begin(self) -> None:
         """Drop the gradients of the previous step."""
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def apply(self, loss: float, lr: float) -> UpdateFacts:
         """Update every parameter, or skip the update if scaled gradients overflowed."""
@@ -92,10 +101,11 @@ class Update:
         require_finite_loss(loss)
         set_lr(self.optimizer, lr)
         # Before norms are taken: clipping compares the true norm with its limit.
-        self.scaler.unscale_(self.optimizer)
+        for optimizer in self._unscaled:
+            self.scaler.unscale_(optimizer)
         # scaler.step decides by what unscale_ recorded. If one rank skipped the update and another did not, their
         # parameters would never match again.
-        self._collectives.agree_on_overflow(self.scaler, self.optimizer)
+        self._collectives.agree_on_overflow(self.scaler)
         gradients = [parameter.grad for parameter in self._parameters]
         # Also without clipping: the norm is the check for finite gradients, and all ranks must join in gathering it.
         norm = global_norm(self._collectives.norms(norms_of(gradients)))

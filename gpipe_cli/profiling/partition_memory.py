@@ -6,7 +6,7 @@ schedule. What a layer needs only while it runs does not count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import final
@@ -16,6 +16,13 @@ from torch import nn
 from gpipe_cli.profiling.facts import ModelFacts
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+
+KeptState = Callable[[Sequence[int], Sequence[int]], int]
+"""How many bytes of an optimizer's state a process keeps, from those of each parameter and of its state."""
+
+
+def whole_state(sizes: Sequence[int], state_sizes: Sequence[int]) -> int:
+    return sum(state_sizes)
 
 
 @final
@@ -46,9 +53,10 @@ def partition_memory(
     balance: Sequence[int],
     spec: PipelineSpec,
     optimizer: MakeOptimizer,
+    kept: KeptState = whole_state,
 ) -> list[PartitionMemory]:
     """One per partition of the balance."""
-    resident = resident_memory(module, balance, optimizer)
+    resident = resident_memory(module, balance, optimizer, kept)
     activations = activation_bytes(facts, balance, spec)
     return [
         replace(partition, activation_bytes=bytes)
@@ -57,7 +65,10 @@ def partition_memory(
 
 
 def resident_memory(
-    module: nn.Sequential, balance: Sequence[int], optimizer: MakeOptimizer | None
+    module: nn.Sequential,
+    balance: Sequence[int],
+    optimizer: MakeOptimizer | None,
+    kept: KeptState = whole_state,
 ) -> list[PartitionMemory]:
     """The same without activations, which needs no facts about the layers; optimizer: None if there is no update."""
     partitions = []
@@ -67,12 +78,14 @@ def resident_memory(
         # A dict counts what layers share once, and keeps the order.
         parameters = dict.fromkeys(parameter for layer in layers for parameter in layer.parameters())
         buffers = dict.fromkeys(buffer for layer in layers for buffer in layer.buffers())
-        named = [(names[parameter], parameter) for parameter in parameters]
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        sizes = [parameter.nbytes for parameter in trained]
+        named = [(names[parameter], parameter) for parameter in trained]
         partitions.append(
             PartitionMemory(
                 parameter_bytes=sum(tensor.nbytes for tensor in (*parameters, *buffers)),
-                gradient_bytes=sum(parameter.nbytes for parameter in parameters if parameter.requires_grad),
-                optimizer_bytes=0 if optimizer is None else sum(state_bytes(optimizer, named)),
+                gradient_bytes=sum(sizes),
+                optimizer_bytes=0 if optimizer is None else kept(sizes, state_bytes(optimizer, named)),
                 activation_bytes=0,
             )
         )

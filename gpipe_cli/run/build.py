@@ -265,6 +265,7 @@ def make_engine(
         deferred_batch_norm=isinstance(settings, TrainConfig) and settings.deferred_batch_norm,
         step_timeout=settings.step_timeout,
         data_parallel=settings.data_parallel,
+        shards_optimizer=isinstance(settings, TrainConfig) and settings.shard == "optimizer",
         log_layers=isinstance(settings, TrainConfig) and settings.log.layers,
         measure_utilization=measure_utilization,
         scratch=scratch_folder(settings),

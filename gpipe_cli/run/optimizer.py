@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -21,9 +22,11 @@ from gpipe_cli.config.parameter_groups import (
     optimizer_arguments,
 )
 from gpipe_cli.config.schema import CostConfig, TrainConfig
+from gpipe_cli.distributed.replica_shares import largest_share
 from gpipe_cli.engines.weight_average import average_weights
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, NamedParameters
+from gpipe_cli.profiling.partition_memory import KeptState, whole_state
 from gpipe_cli.sequential.parameter_names import select_parameters
 
 NORM, BIAS = "norm", "bias"
@@ -134,6 +137,13 @@ def optimizer_factory(settings: CostConfig, model: nn.Sequential) -> MakeOptimiz
         return optimizer
 
     return make_optimizer
+
+
+def kept_state(settings: CostConfig) -> KeptState:
+    """How much of the optimizer's state each replica keeps."""
+    if isinstance(settings, TrainConfig) and settings.shard == "optimizer":
+        return partial(largest_share, replicas=settings.data_parallel)
+    return whole_state
 
 
 def _check_precision(ema: float, model: nn.Module) -> None:

@@ -47,7 +47,7 @@ from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.partition_memory import partition_memory
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.data import BatchLoader
-from gpipe_cli.run.optimizer import optimizer_factory
+from gpipe_cli.run.optimizer import kept_state, optimizer_factory
 from gpipe_cli.run.training_step import (
     autocast_of,
     make_sample,
@@ -315,6 +315,7 @@ class Planner:
             answer.best.balance,
             shape.spec(),
             optimizer_factory(self._settings, self._model),
+            kept_state(self._settings),
         )
         return predict(
             answer,

@@ -24,7 +24,7 @@ from gpipe_cli.run.build import RunParts
 from gpipe_cli.run.components import traits_of_engine
 from gpipe_cli.run.job import Job
 from gpipe_cli.run.lr_after_resume import lr_line
-from gpipe_cli.run.optimizer import optimizer_factory
+from gpipe_cli.run.optimizer import kept_state, optimizer_factory
 from gpipe_cli.run.resume import ResumedRun, version_changes
 from gpipe_cli.run_state import OUTCOME
 from gpipe_cli.safe_files import parse_json, read_regular, writing
@@ -205,7 +205,10 @@ def _partition_rows(
     rows = parts.partitions
     try:
         resident = resident_memory(
-            parts.model, parts.partitioning.balance, optimizer_factory(settings, parts.model)
+            parts.model,
+            parts.partitioning.balance,
+            optimizer_factory(settings, parts.model),
+            kept_state(settings),
         )
     except Exception:  # noqa: BLE001 - an optimizer may reject the trial gradients, and still train
         return rows

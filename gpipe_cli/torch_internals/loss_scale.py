@@ -14,18 +14,15 @@ from torch import Tensor
 
 def agree_on_overflow(
     scaler: torch.amp.GradScaler,
-    optimizer: torch.optim.Optimizer,
     device: torch.device,
     largest: Callable[[Tensor], Tensor],
 ) -> None:
-    """After `unscale_`: replace the scaler's result by the largest of all processes."""
+    """After `unscale_`: replace the scaler's results, of all optimizers, by the largest of all processes."""
     if not scaler.is_enabled():
         return
-    found_inf = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    own = (
-        torch.stack([value.to(device) for value in found_inf.values()]).max()
-        if found_inf
-        else torch.zeros((), device=device)
-    )
-    found_inf.clear()
-    found_inf[device] = largest(own)
+    of_optimizers = [state["found_inf_per_device"] for state in scaler._per_optimizer_states.values()]
+    values = [value.to(device) for found_inf in of_optimizers for value in found_inf.values()]
+    agreed = largest(torch.stack(values).max() if values else torch.zeros((), device=device))
+    for found_inf in of_optimizers:
+        found_inf.clear()
+        found_inf[device] = agreed

@@ -21,6 +21,7 @@ from gpipe_cli.sequential import partition_uniform
 from tests.distributed.tasks import make
 
 CPU = torch.device("cpu")
+MOMENTUM = "SGD with momentum"
 AVERAGED = " in groups, averaged"
 """Follows the name of an optimizer."""
 
@@ -43,6 +44,8 @@ class Case:
     """The step whose input is not finite."""
     resumed: int = 0
     """Steps that one process trains before the ranks resume."""
+    sharded: bool = False
+    """With shard=optimizer."""
 
     @property
     def name(self) -> str:
@@ -58,7 +61,9 @@ class Case:
         return (input * float("inf") if self.spoilt == step else input), target
 
     def objective(self, loss: Any, model: nn.Sequential | None = None) -> TrainingObjective:
-        make_optimizer: Any = partial(getattr(torch.optim, self.optimizer.removesuffix(AVERAGED)), lr=0.0)
+        options = {"momentum": 0.9, "nesterov": True} if self.optimizer == MOMENTUM else {}
+        kind = getattr(torch.optim, self.optimizer.removesuffix(AVERAGED).partition(" ")[0])
+        make_optimizer: Any = partial(kind, lr=0.0, **options)
         if model is not None and self.optimizer.endswith(AVERAGED):
             node = {"_target_": "torch.optim.AdamW", "lr": 0.0, "weight_decay": 0.1, "no_decay": ["bias"]}
             groups = [{"match": "*.weight", "lr_scale": 3, "amsgrad": True}]
@@ -97,6 +102,7 @@ class Case:
             schedule=self.schedule,
             deferred_batch_norm=self.deferred,
             data_parallel=self.replicas,
+            shards_optimizer=self.sharded,
         )
         return processes.build(spec)
 

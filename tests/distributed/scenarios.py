@@ -50,6 +50,8 @@ class Scenario:
     replicas: int = 1
     several: int = 2
     """Partitions per rank, where the schedule allows several."""
+    sharded: bool = False
+    """Whether the replicas divide the optimizer's state."""
 
     @property
     def name(self) -> str:
@@ -178,6 +180,7 @@ def _engine(scenario: Scenario) -> None:
         schedule=scenario.schedule,
         checkpoint="never",
         data_parallel=scenario.replicas,
+        shards_optimizer=scenario.sharded,
     )
     engine = processes.build(spec)
     replica = distributed.get_rank(get_group(DATA))

@@ -197,6 +197,14 @@ def frozen_norms(rows: int) -> Task:
     return task
 
 
+def large_inputs(rows: int) -> Task:
+    """The gradient of the first weight overflows in fp16 until the loss scale is small."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
+    with torch.no_grad():
+        model[0].weight.mul_(1e-3)
+    return Task(model, 1000 * torch.randn(rows, 6), torch.randint(3, (rows,)), CrossEntropy())
+
+
 class Failing(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         # Without values nothing is wrong with it, so that its shape can be told.
@@ -224,6 +232,7 @@ TASKS: dict[str, Callable[[int], Task]] = {
         normed,
         normed_rows,
         frozen_norms,
+        large_inputs,
         failing,
     )
 }

@@ -119,6 +119,8 @@ def scenarios(ranks: int, chunks: list[int], models: list[str]) -> Iterator[Scen
         # As many replicas as possible: the groups `data` and `pipe` alternate.
         if ranks % 2 == 0 and ranks > 2:
             yield from (Scenario(schedule, "plain", ranks, count, replicas=2) for count in chunks)
+            if schedule != OWN_LOOP:
+                yield Scenario(schedule, "tied", ranks, chunks[-1], replicas=2, sharded=True)
 
 
 def check(cases: list[Scenario], folder: Path, seconds: float) -> int:
@@ -156,6 +158,7 @@ def test_what_ranks_post_completes_on_a_backend_that_blocks(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("ranks", range(2, 9))
 def test_whatever_ranks_post_completes_on_a_backend_that_blocks(
     ranks: int, tmp_path: Path, record_property: Callable[[str, object], None]

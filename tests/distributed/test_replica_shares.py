@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpipe_cli.distributed.replica_shares import responsible_replicas
+from gpipe_cli.distributed.replica_shares import largest_share, responsible_replicas
 
 
 def test_equal_tensors_are_dealt_out_evenly() -> None:
@@ -22,3 +22,11 @@ def test_no_replica_gets_more_than_an_equal_share_and_one_tensor(sizes: list[int
     ]
     assert sum(loads) == sum(sizes)
     assert max(loads) <= sum(sizes) / replicas + max(sizes, default=0)
+
+
+def test_the_largest_share_is_that_of_the_replica_with_the_most_state() -> None:
+    sizes, state = [5, 4, 3, 3], [50, 40, 1, 1]
+    assert responsible_replicas(sizes, 2) == [0, 1, 1, 0]
+    assert largest_share(sizes, state, replicas=2) == 51
+    assert largest_share(sizes, state, replicas=1) == sum(state)
+    assert largest_share([], [], replicas=3) == 0

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from gpipe_cli.engines.update import Update
 from gpipe_cli.engines.weight_average import exchange_weights
 from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.pipeline.layer import replica_key
-from tests.distributed.cases import AVERAGED, Case, CaseResult, run
+from tests.distributed.cases import AVERAGED, MOMENTUM, Case, CaseResult, run
 from tests.distributed.rank_pool import load_notes, load_result, run_cases
 from tests.distributed.tasks import make
 
@@ -39,6 +41,24 @@ MESHES = [
     Case("keyword_arguments", "1f1b", replicas=2, rows=(8, 3, 1), chunks=2, optimizer="SGD"),
     Case("frozen_norms", "1f1b", replicas=2, rows=(8, 3), chunks=2, optimizer="SGD", deferred=True),
 ]
+
+SHARDED = {
+    3: [
+        Case("normed", "gpipe", replicas=3, rows=(9, 5, 1), chunks=2, optimizer="Adafactor"),
+        Case("long_skips", "1f1b", replicas=3, rows=(6, 4), chunks=2, optimizer=f"AdamW{AVERAGED}"),
+    ],
+    4: [
+        Case("odd_borders", "zero_bubble", replicas=2, rows=(8, 3, 1), chunks=2, optimizer=MOMENTUM),
+        Case("perceptron", "1f1b", replicas=2, rows=(8, 8), chunks=2, optimizer=f"AdamW{AVERAGED}"),
+        Case("frozen_norms", "1f1b", replicas=2, rows=(8, 3), chunks=2, optimizer=MOMENTUM, deferred=True),
+        Case("frozen_start", "gpipe", replicas=2, rows=(8, 3), chunks=2, clip=None),
+        Case(
+            "large_inputs", "1f1b", replicas=2, rows=(8,) * 9, chunks=2, precision="fp16", optimizer=MOMENTUM
+        ),
+        Case("tied", "interleaved", replicas=2, rows=(8, 8, 3), resumed=1, optimizer=f"AdamW{AVERAGED}"),
+    ],
+}
+"""Each runs with and without shard=optimizer."""
 
 EQUAL = {
     2: [
@@ -71,7 +91,23 @@ EQUAL = {
         Case("perceptron", "zero_bubble"),
     ],
 }
-BY_RANKS = {2: [*EQUAL[2], SPOILT, FAILING], 3: EQUAL[3], 4: [*EQUAL[4], HALVES, *MESHES]}
+
+
+def sharded(case: Case) -> Case:
+    return replace(case, sharded=True)
+
+
+BY_RANKS = {
+    2: [*EQUAL[2], SPOILT, FAILING],
+    3: [*EQUAL[3], *SHARDED[3], *map(sharded, SHARDED[3])],
+    4: [
+        *EQUAL[4],
+        HALVES,
+        *MESHES,
+        *(case for case in SHARDED[4] if case != HALVES),
+        *map(sharded, SHARDED[4]),
+    ],
+}
 """The failing case comes last, because the ranks cannot continue after it."""
 LONG = {
     ranks: [
@@ -254,3 +290,45 @@ def test_replicas_are_one_with_all_their_samples_but_for_rounding(
 def test_replicas_stay_equal_to_the_bit(rank_folder: RankFolder, case: Case) -> None:
     own = [load_notes(rank_folder(4), case, rank)["own"] for rank in range(4)]
     assert own[:2] == own[2:] and own[0] != own[1]
+
+
+SHARDED_CASES = [(ranks, case) for ranks, cases in SHARDED.items() for case in cases]
+
+
+@pytest.mark.parametrize(("ranks", "case"), SHARDED_CASES, ids=[case.name for _, case in SHARDED_CASES])
+def test_a_sharded_optimizer_gives_the_bits_of_a_whole_one(
+    rank_folder: RankFolder, ranks: int, case: Case
+) -> None:
+    folder = rank_folder(ranks)
+    for rank in range(ranks):
+        whole, ours = load_notes(folder, case, rank), load_notes(folder, sharded(case), rank)
+        assert "error" not in ours and "error" not in whole, (ours, whole)
+        assert ours["own"] == whole["own"]
+        expected, result = load_result(folder, case, rank), load_result(folder, sharded(case), rank)
+        assert result.facts == expected.facts
+        assert differing(expected.state, result.state) == []
+        assert without_order(result.state.numbers) == without_order(expected.state.numbers)
+    if case.precision == "fp16":  # training steps and evaluations alternate
+        assert {facts["skipped"] for facts in expected.facts[::2]} == {True, False}
+
+
+def without_order(numbers: Mapping[str, Any]) -> Any:
+    optimizer = numbers.get("optimizer", {})
+    return {
+        **numbers,
+        "optimizer": {**optimizer, "without_state": sorted(optimizer.get("without_state", ()))},
+    }
+
+
+@pytest.mark.parametrize(("ranks", "case"), SHARDED_CASES, ids=[case.name for _, case in SHARDED_CASES])
+def test_a_replica_has_its_share_of_the_optimizer_s_state(
+    rank_folder: RankFolder, ranks: int, case: Case
+) -> None:
+    folder, stages = rank_folder(ranks), ranks // case.replicas
+    for stage in range(stages):
+        of_stage = range(stage, ranks, stages)
+        whole = [load_notes(folder, case, rank)["optimizer_bytes"] for rank in of_stage]
+        shares = [load_notes(folder, sharded(case), rank)["optimizer_bytes"] for rank in of_stage]
+        assert sum(shares) == whole[0] and set(whole) == {whole[0]}
+    if case.task == "long_skips":
+        assert max(shares) < 1.1 * whole[0] / case.replicas
