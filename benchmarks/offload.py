@@ -143,12 +143,15 @@ def _disk(case: dict[str, Any]) -> dict[str, Any]:
 
     from gpipe_cli.engines import offload
     from gpipe_cli.engines.protocol import EngineSpec, TrainingObjective
-    from gpipe_cli.offload.building import build_on_tier
+    from gpipe_cli.offload.building import store_on_tier
     from gpipe_cli.offload.tiers import DiskTier
     from gpipe_cli.profiling.layers import Sample
+    from gpipe_cli.torch_internals.deferred_values import DeferredValues
 
-    folder = Path(case["folder"])
-    built = build_on_tier(DiskTier(folder), lambda: _model(case))
+    folder, values = Path(case["folder"]), DeferredValues()
+    with values.recording():
+        model = _model(case)
+    built = store_on_tier(DiskTier(folder), model, values)
     spec = EngineSpec(
         built.model,
         TrainingObjective(

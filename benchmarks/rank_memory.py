@@ -35,7 +35,7 @@ RUN = (
         "data.shape=[4096]",
         "data.length=128",
     ),
-    *("batch_size=64", "chunks=4", "optimizer=sgd", "engine=processes", "partitions=4", "balance=uniform"),
+    *("batch_size=64", "chunks=4", "optimizer=sgd", "engine=processes", "partitions=4", "balance=params"),
     *("steps=2", "log.every=1", "snapshot.every=1"),
 )
 """24 layers of 4096 x 4096: 1.6 GB in float32."""

@@ -229,7 +229,7 @@ class RankPipe(PipeBase):
 def keep_only(module: nn.Sequential, own: Sequence[nn.Module], device: torch.device) -> None:
     """Move the layers in `own` to `device`, and replace every tensor that none of them uses by one without storage.
 
-    Every process builds the whole model, so that all agree on names and values. Names, shapes and ties remain.
+    Every process has all modules, so that all agree on names, shapes and ties, which remain.
     Parameters that are still in files are read for the layers in `own` only.
     """
     load_parameters([module], device, own)

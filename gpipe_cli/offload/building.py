@@ -1,14 +1,16 @@
-"""Build a model that never is in memory as a whole: its own constructor runs, and large tensors go to a tier.
+"""Store a model that never is in memory as a whole on a tier, tensor by tensor.
 
-    built = build_on_tier(tier, build)
-    Slice(tier, parameters, built.value_of)
+    values = DeferredValues()
+    with values.recording():
+        model = build()
+    stored = store_on_tier(tier, model, values)
+    Slice(tier, parameters, stored.value_of)
 
-So the parameters are those of a plain model to the bit: same code, same order, same random numbers.
+Its own constructor runs, so the parameters are those of a plain model to the bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Generic, TypeVar, final
 
 from torch import Tensor, nn
@@ -16,17 +18,14 @@ from torch import Tensor, nn
 from gpipe_cli.offload.stored_tensors import StoredTensors
 from gpipe_cli.offload.tiers import Tier
 from gpipe_cli.sequential.unloaded import UnloadedParameter
-from gpipe_cli.torch_internals.spilled_tensors import spilling
-
-MAX_BYTES_IN_MEMORY = 2**28
-"""Of large tensors while a constructor runs: a layer may compute with several at a time."""
+from gpipe_cli.torch_internals.deferred_values import DeferredValues, replace_value
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 @final
-class BuiltModel(Generic[Model]):
-    """A model whose large parameters are placeholders; buffers and small parameters have their values."""
+class StoredModel(Generic[Model]):
+    """A model whose parameters are placeholders; buffers have their values."""
 
     def __init__(self, tier: Tier, model: Model, stored: list[StoredTensors]) -> None:
         self.model = model
@@ -41,19 +40,16 @@ class BuiltModel(Generic[Model]):
         self._tier.close()
 
 
-def build_on_tier(tier: Tier, build: Callable[[], Model]) -> BuiltModel[Model]:
-    with spilling(tier.region, MAX_BYTES_IN_MEMORY) as spilled:
-        model = build()
+def store_on_tier(tier: Tier, model: Model, values: DeferredValues) -> StoredModel[Model]:
     # Buffers stay in memory: layers may read and write them at any time.
-    for buffer in model.buffers():
-        spilled.give_back(buffer)
+    values.fill(model.buffers())
     all_stored = []
     for parameter in model.parameters():
         if isinstance(parameter, UnloadedParameter):
             continue  # it is in a file already
-        value = spilled.give_back(parameter.data)
+        value = values.value_of(parameter.data)
         stored = StoredTensors(tier, [value])
         stored.put(0, value)
-        parameter.data = stored.homes[0]
+        replace_value(parameter, stored.homes[0])
         all_stored.append(stored)
-    return BuiltModel(tier, model, all_stored)
+    return StoredModel(tier, model, all_stored)

@@ -21,7 +21,7 @@ from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.offload.building import BuiltModel, build_on_tier
+from gpipe_cli.offload.building import StoredModel, store_on_tier
 from gpipe_cli.offload.tiers import DiskTier
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.layers import has_values
@@ -39,7 +39,7 @@ from gpipe_cli.run.components import (
 )
 from gpipe_cli.run.data import BatchLoader, make_loader
 from gpipe_cli.run.metrics import metrics_of
-from gpipe_cli.run.model import ConfiguredModel, build_without_storage, make_model
+from gpipe_cli.run.model import ConfiguredModel, build_deferred, build_without_storage, make_model
 from gpipe_cli.run.optimizer import optimizer_factory, parameter_groups
 from gpipe_cli.run.task_check import check_task
 from gpipe_cli.run.training_step import (
@@ -53,6 +53,7 @@ from gpipe_cli.run.training_step import (
 )
 from gpipe_cli.schedule import names, one_f_one_b, traits
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.torch_internals.deferred_values import DeferredValues
 
 MEASURE_CURE = "try more chunks, a smaller batch_size, or balance=size, which runs nothing"
 
@@ -81,8 +82,10 @@ class RunParts:
     partitioning: Partitioning
     made: ConfiguredModel
     """The model as it was made, of which `model` may be a copy without storage, and what is known of it."""
-    built: BuiltModel[nn.Sequential] | None = None
-    """The values of a model that was built on disk."""
+    stored: StoredModel[nn.Sequential] | None = None
+    """The values of a model on disk."""
+    values: DeferredValues | None = None
+    """How to compute the large tensors of a model that has no memory for them yet."""
 
     @property
     def base(self) -> BaseWeights | None:
@@ -104,11 +107,13 @@ def build_parts(
     overrides: Sequence[str],
     *,
     storage: bool = True,
+    deferred: bool = False,
     print_notes: bool = True,
     data: Data | None = None,
 ) -> RunParts:
     """Check every component, then build data, model and partitions; without `storage` the model has no values.
 
+    deferred: the large tensors of the model get memory and values later.
     print_notes: print what the user should know about the data.
     data: used instead of the configured one.
     """
@@ -120,24 +125,26 @@ def build_parts(
 
     made: list[ConfiguredModel] = []
 
-    def make() -> nn.Sequential:
-        made.append(make_model(settings, loader, load=load))
+    def make(values: DeferredValues | None = None) -> nn.Sequential:
+        made.append(make_model(settings, loader, load=load, values=values))
         if isinstance(settings, CostConfig):
             # Refuses patterns that match nothing, before anything runs.
             parameter_groups(settings.optimizer, made[-1].sequence)
         return made[-1].sequence
 
-    built = None
+    stored = values = None
     if storage and isinstance(settings, RunConfig) and keeps_on_disk(settings):
-        built = build_on_tier(DiskTier(scratch_folder(settings)), make)
-        model = built.model
+        model, recorded = build_deferred(make)
+        stored = store_on_tier(DiskTier(scratch_folder(settings)), model, recorded or DeferredValues())
+    elif storage and deferred:
+        model, values = build_deferred(make)
     else:
         model = make() if storage else build_without_storage(make)
     check_task(settings, loader, model)
     loader = with_least_rows(settings, loader, model)
     for note in loader.notes if print_notes else ():
         print_status(note)
-    return RunParts(loader, model, partition_model(settings, model, loader), made[-1], built)
+    return RunParts(loader, model, partition_model(settings, model, loader), made[-1], stored, values)
 
 
 @report_out_of_memory("balancing the model", MEASURE_CURE)
@@ -270,14 +277,14 @@ def make_engine(
         measure_utilization=measure_utilization,
         scratch=scratch_folder(settings),
         make_sample=lambda: make_sample(settings, parts.loader),
-        value_of=None if parts.built is None else parts.built.value_of,
+        value_of=None if parts.stored is None else parts.stored.value_of,
         referenced=parts.referenced,
     )
     cure = traits_of_engine(settings).build_memory_cure
     with report_out_of_memory("building engine and optimizer", cure):
         engine: Engine = instantiate(settings.engine, "engine", settings.allow, spec=spec)
-    if parts.built is not None:
-        parts.built.close()  # the engine has copied the values to its own file
+    if parts.stored is not None:
+        parts.stored.close()  # the engine has copied the values to its own file
     return engine
 
 

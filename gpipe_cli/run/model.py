@@ -6,9 +6,11 @@ model.leaves=[encoder.attention]
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, final
@@ -19,6 +21,7 @@ from torch import nn
 from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate
 from gpipe_cli.config.schema import CostConfig, ModelConfig, TrainConfig, TrainedConfig
+from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.models.weights import LoadedWeights
 from gpipe_cli.pipeline.layer_check import check_fit, check_input, check_outputs
@@ -31,6 +34,7 @@ from gpipe_cli.sequential import Sequence, flatten_model, to_sequential
 from gpipe_cli.sequential.freezing import FrozenParameters, freeze, tracks_statistics
 from gpipe_cli.sequential.unloaded import load_parameters
 from gpipe_cli.sequential.without_storage import meta_clone, without_storage
+from gpipe_cli.torch_internals.deferred_values import DeferredValues, NotDeferrable, tensors_in_attributes
 
 FEWER_PARAMETERS = "choose a smaller model, or keep it on disk with engine=offload engine.to=disk"
 SEQUENCE_KEYS = ("layers", "leaves")
@@ -81,11 +85,15 @@ class ConfiguredModel:
 
 
 @report_out_of_memory("building the model", FEWER_PARAMETERS)
-def make_model(settings: ModelConfig, loader: BatchLoader, *, load: bool = True) -> ConfiguredModel:
+def make_model(
+    settings: ModelConfig, loader: BatchLoader, *, load: bool = True, values: DeferredValues | None = None
+) -> ConfiguredModel:
     """Build the model and initialize it from the seed; `num_classes` defaults to the classes of the data.
 
     load: also read parameters that a model leaves in its files until a device needs them.
+    values: records how to compute the large tensors, which then have no memory.
     """
+    recording = nullcontext if values is None else values.recording
     torch.manual_seed(settings.seed if isinstance(settings, TrainConfig) else 0)
     node = model_arguments(settings)
     data = loader.data
@@ -97,7 +105,8 @@ def make_model(settings: ModelConfig, loader: BatchLoader, *, load: bool = True)
             return instantiate({**node, "num_classes": num_classes}, "model", settings.allow, **offered)
         return instantiate(node, "model", settings.allow, **offered, num_classes=num_classes)
 
-    model = build(classes)
+    with recording():
+        model = build(classes)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model._target_={node['_target_']}: returns a {type(model).__name__}; it must return an nn.Module"
@@ -110,11 +119,32 @@ def make_model(settings: ModelConfig, loader: BatchLoader, *, load: bool = True)
     takes_classes = "num_classes" in {*node, *accepted_arguments(node, "model", settings.allow)}
     loaded = None
     if not starts_from_snapshot(settings):
-        loaded = load_initial_weights(sequence, keys, build if takes_classes else None, classes)
+        with recording():
+            loaded = load_initial_weights(sequence, keys, build if takes_classes else None, classes)
     frozen = freeze(sequence, patterns)
     if load:
         load_parameters([sequence], torch.device("cpu"))
     return ConfiguredModel(sequence, base, loaded, frozen)
+
+
+def build_deferred(
+    make: Callable[[DeferredValues | None], nn.Sequential],
+) -> tuple[nn.Sequential, DeferredValues | None]:
+    """Build a model whose large tensors get memory later, or a whole model if its constructor needs their memory."""
+    values = DeferredValues()
+    try:
+        model = make(values)
+        if values.in_use(tensors_in_attributes(model.modules())):
+            gc.collect()  # what the constructor left behind may be in cycles
+        if unknown := values.in_use(tensors_in_attributes(model.modules())):
+            raise NotDeferrable(f"{unknown} large tensors are in use that are not attributes of its modules")
+    except Exception as error:
+        if not isinstance(error, RuntimeError | TypeError) and not isinstance(error.__cause__, NotDeferrable):
+            raise
+        if World.current().is_rank_zero:
+            print_status(f"building the whole model in memory, because it cannot be divided: {error}")
+        return make(None), None
+    return model, values
 
 
 def build_without_storage(make: Callable[[], nn.Sequential]) -> nn.Sequential:

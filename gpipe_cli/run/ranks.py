@@ -8,15 +8,19 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
 from omegaconf import OmegaConf
+from torch import nn
 
 from gpipe_cli.accelerator.devices import accelerators, available_devices, is_accelerator, resolve_devices
+from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.schema import RunConfig, TrainConfig, TrainedConfig
 from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.backends import backends_for
+from gpipe_cli.distributed.rank_coords import RankCoords
 from gpipe_cli.distributed.torch_schedule import check_placement
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
@@ -26,7 +30,7 @@ from gpipe_cli.launch.launcher import launch_ranks
 from gpipe_cli.launch.rank_files import RankTask
 from gpipe_cli.launch.rank_setup import connect_ranks, describe_ranks, is_rank
 from gpipe_cli.report.output import print_status
-from gpipe_cli.run.build import RunParts, build_parts
+from gpipe_cli.run.build import Partitioning, RunParts, build_parts
 from gpipe_cli.run.components import (
     engine_name,
     manual_balance,
@@ -35,8 +39,10 @@ from gpipe_cli.run.components import (
     traits_of_engine,
 )
 from gpipe_cli.run.job import Job, Summary
+from gpipe_cli.run.model import FEWER_PARAMETERS
 from gpipe_cli.run.resume import resume_command
 from gpipe_cli.schedule import traits
+from gpipe_cli.torch_internals.deferred_values import DeferredValues, tensors_in_attributes
 
 Settings = TypeVar("Settings", bound=RunConfig)
 
@@ -155,11 +161,14 @@ def build_parts_in_ranks(settings: RunConfig, job: Job, world: World, data: Data
     if not world.is_rank_zero and measures_layers(settings):
         settings = _with_balance(settings, json.loads(world.from_rank_zero("")))
     without_running = job.dry_run or starts_ranks(settings)
-    needs_storage = isinstance(settings, TrainedConfig) or needs_values(settings)
+    # A launcher only compares names and shapes with those of the trained weights.
+    loads_weights = isinstance(settings, TrainedConfig) and not starts_ranks(settings)
+    needs_storage = loads_weights or needs_values(settings)
     parts = build_parts(
         settings,
         job.overrides,
         storage=needs_storage or not without_running,
+        deferred=is_rank() and not needs_values(settings),
         print_notes=world.is_rank_zero and job.rank is None,  # a launcher has printed them for its ranks
         data=data,
     )
@@ -173,7 +182,20 @@ def build_parts_in_ranks(settings: RunConfig, job: Job, world: World, data: Data
         _check_devices(settings, resolve_devices(settings.devices, ranks))
     if is_rank():
         _check_size(settings, len(partitioning.balance), len(partitioning.devices), world.size)
-    return parts
+    if parts.values is not None:
+        _fill_own_layers(parts.model, partitioning, parts.values)
+    return replace(parts, values=None)
+
+
+@report_out_of_memory("building the layers of this rank", FEWER_PARAMETERS)
+def _fill_own_layers(model: nn.Sequential, partitioning: Partitioning, values: DeferredValues) -> None:
+    """Give the layers of this rank their values; those of other ranks never get memory."""
+    own = RankCoords.of_groups(len(partitioning.balance), partitioning.devices).own_partitions
+    layers, ends = list(model), list(accumulate(partitioning.balance))
+    kept = [
+        layer for index in own for layer in layers[ends[index] - partitioning.balance[index] : ends[index]]
+    ]
+    values.fill(tensors_in_attributes(part for layer in kept for part in layer.modules()))
 
 
 def with_heartbeat(engine: Engine, job: Job, world: World) -> Engine:

@@ -10,9 +10,10 @@ import torch
 
 from gpipe_cli.engines import offload, single, threads
 from gpipe_cli.engines.protocol import Engine, EngineSpec
-from gpipe_cli.offload.building import build_on_tier
+from gpipe_cli.offload.building import store_on_tier
 from gpipe_cli.offload.tiers import DiskTier
 from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.torch_internals.deferred_values import DeferredValues
 from tests.distributed.cases import CPU, Case, run
 from tests.distributed.tasks import make
 from tests.sequential.test_unloaded import unload
@@ -37,7 +38,7 @@ def spec(folder: Path, balance: list[int]) -> EngineSpec:
 
 def on_disk(folder: Path) -> Engine:
     whole = spec(folder, layers())
-    built = build_on_tier(DiskTier(folder), lambda: whole.module)
+    built = store_on_tier(DiskTier(folder), whole.module, DeferredValues())
     return offload.build(
         EngineSpec(
             **{**vars(whole), "balance": [sum(layers())], "devices": [CPU], "value_of": built.value_of}

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from gpipe_cli.models import resnet
-from gpipe_cli.offload import building
-from gpipe_cli.offload.building import build_on_tier
+from gpipe_cli.offload.building import store_on_tier
 from gpipe_cli.offload.tiers import DiskTier
+from gpipe_cli.torch_internals import deferred_values
+from gpipe_cli.torch_internals.deferred_values import DeferredValues
 
 
 def stack() -> nn.Sequential:
@@ -29,9 +30,12 @@ def stack() -> nn.Sequential:
 def test_a_model_built_on_a_disk_has_the_numbers_of_a_plain_one(
     in_memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(building, "MAX_BYTES_IN_MEMORY", in_memory)
-    plain = stack()
-    built = build_on_tier(DiskTier(tmp_path), stack)
+    monkeypatch.setattr(deferred_values, "MAX_BYTES_IN_MEMORY", in_memory)
+    monkeypatch.setattr(deferred_values, "SMALL", 2**12)
+    plain, values = stack(), DeferredValues()
+    with values.recording():
+        model = stack()
+    built = store_on_tier(DiskTier(tmp_path), model, values)
     for (name, mine), (_, theirs) in zip(
         built.model.named_parameters(), plain.named_parameters(), strict=True
     ):
@@ -43,9 +47,11 @@ def test_a_model_built_on_a_disk_has_the_numbers_of_a_plain_one(
 
 def test_a_torchvision_model_can_be_built_on_disk_and_split(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    plain = resnet.build()
+    plain, values = resnet.build(), DeferredValues()
     torch.manual_seed(0)
-    built = build_on_tier(DiskTier(tmp_path), resnet.build)
+    with values.recording():
+        model = resnet.build()
+    built = store_on_tier(DiskTier(tmp_path), model, values)
     expected = dict(plain.named_parameters())
     for name, parameter in built.model.named_parameters():
         assert torch.equal(built.value_of(parameter.data), expected[name]), name
