@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +28,8 @@ FAULT = "GPIPE_TEST_FAULT"
 HAPPENED = Path("happened")
 """Holds one byte per fault that has happened."""
 SOCKETS = Path("sockets.json")
+GO = Path("go")
+"""A paused rank continues when this file exists."""
 HEARD = threading.Event()
 LISTENING = "0A"  # the state in /proc/net/tcp
 IN_THE_THIRD_STEP = 6
@@ -55,6 +58,14 @@ def stopped(input: Tensor) -> Tensor:
 
 def raises(input: Tensor) -> NoReturn:
     raise ValueError("broken")
+
+
+def paused(input: Tensor) -> Tensor:
+    """Tell the test which rank on which host waits here, and wait for the test."""
+    Path(f"paused.{os.environ['RANK']}.{socket.gethostname()}").touch()
+    while not GO.exists():
+        signal.sigtimedwait([], 0.05)
+    return input
 
 
 def launcher_gets(number: int) -> Callable[[Tensor], Tensor]:
@@ -109,6 +120,7 @@ def listening_addresses() -> list[str]:
 IN_LAYER: Mapping[str, Callable[[Tensor], Any]] = {
     "killed": killed,
     "stopped": stopped,
+    "paused": paused,
     "raises": raises,
     "raises in backward": RaisesInBackward.apply,
     "terminated": terminated,

@@ -44,7 +44,7 @@ def _evaluate(settings: EvalConfig, job: Job, snapshot: ChosenSnapshot | None, w
         return run_in_ranks(settings, job, parts)
     try:
         with (
-            trained_engine(settings, job, parts, snapshot, world) as engine,
+            trained_engine(settings, parts, snapshot, world) as engine,
             stop_requests(agree=world.max, patient=world.size > 1) as stops,
         ):
             tally, seconds = evaluate(engine, stops.until_stopped(parts.loader.in_order(settings.split)))

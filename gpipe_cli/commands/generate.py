@@ -60,7 +60,7 @@ def _generate(settings: GenerateConfig, job: Job, snapshot: ChosenSnapshot | Non
     shows = world.is_rank_zero and not job.json
     try:
         with (
-            trained_engine(settings, job, parts, snapshot, world) as engine,
+            trained_engine(settings, parts, snapshot, world) as engine,
             stop_requests(agree=world.max, patient=world.size > 1) as stops,
         ):
             began = time.perf_counter()

@@ -90,7 +90,7 @@ def _predict(
     began = time.perf_counter()
     try:
         with (
-            trained_engine(settings, job, parts, snapshot, world) as engine,
+            trained_engine(settings, parts, snapshot, world) as engine,
             stop_requests(agree=world.max, patient=world.size > 1) as stops,
         ):
             predictor = Predictor(engine, spec, world, settings.top, masks)

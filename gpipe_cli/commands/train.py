@@ -16,7 +16,7 @@ from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, RunError
-from gpipe_cli.launch.rank_setup import is_main_process
+from gpipe_cli.launch.rank_setup import is_main_process, lost_peer_as_peer_error
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.partition_memory import partition_memory
 from gpipe_cli.report.model_tables import (
@@ -103,13 +103,13 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             )
             page = RunPage(settings, parts, world)
             engine = make_engine(settings, parts, measure_utilization=on_terminal(), observe=page.observer)
-            engine = with_heartbeat(engine, job, world)
+            engine = with_heartbeat(engine, settings, parts, world)
             cleanup.callback(engine.close)
             warning = warning if traits_of_engine(settings).needs_processes else disk_check()
             _restore(engine, resumed, traits_of_engine(settings).build_memory_cure)
             # From here on a signal waits for the next step boundary: the run has a directory and a state to save.
             cleanup.enter_context(defer_signals())
-            setup = set_up_run(settings, job, resumed, cleanup, world, spec)
+            setup = set_up_run(settings, job, resumed, cleanup, world, spec, launch)
             if world.is_rank_zero:
                 write_launch(setup.directory, {**launch, "steps": spec.steps})
                 write_spec(setup.directory, settings, parts.loader)
@@ -161,6 +161,7 @@ def _train(
         base.verified = setup.record.base
     page.begin(setup.directory, recorder.print_status)
     with (
+        lost_peer_as_peer_error(),  # before the log and the outcome are written
         stop_with_resume_command(setup.directory, settings, deadline, world) as stops,
         SnapshotManager(
             setup.directory,

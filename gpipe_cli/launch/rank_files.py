@@ -6,7 +6,7 @@ Files instead of sockets: no port is opened, and nobody else can read the folder
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
@@ -65,9 +65,9 @@ class RankFiles:
     folder: Path
 
     @property
-    def init_method(self) -> str:
-        """The rendezvous of `torch.distributed.init_process_group`."""
-        return f"file://{self.folder / 'store'}"
+    def store(self) -> Path:
+        """The file of the `torch.distributed.FileStore` through which the ranks of a launcher meet."""
+        return self.folder / "store"
 
     @property
     def heartbeats(self) -> Path:
@@ -105,6 +105,18 @@ class RankFiles:
             return Path((self.folder / "run").read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
+
+    def write_descriptions(self, descriptions: Sequence[str]) -> None:
+        """Record which part of the model each rank holds, for messages."""
+        (self.folder / "descriptions.json").write_text(json.dumps(descriptions), encoding="utf-8")
+
+    def read_descriptions(self) -> list[str]:
+        """Empty before the ranks know."""
+        try:
+            content: list[str] = json.loads((self.folder / "descriptions.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return []
+        return content
 
     def _exit_report(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.json"

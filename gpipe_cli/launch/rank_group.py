@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from gpipe_cli.errors import GpipeError, Interrupted, PeerError, PeerRaised, StepTimeout
+from gpipe_cli.errors import GpipeError, Interrupted, PeerError, PeerRaised
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles
 from gpipe_cli.launch.root_cause import RankExit, root_cause
 from gpipe_cli.launch.supervisor import Supervisor
@@ -114,14 +114,10 @@ class RankGroup:
 
     def _cause(self, files: RankFiles, supervisor: Supervisor, result: RunResult) -> GpipeError | None:
         # First: the supervisor killed every rank for it, so how they exited says nothing about the cause.
-        if supervisor.stalled:
-            names = " and ".join(f"rank {rank} ({self.descriptions[rank]})" for rank in supervisor.stalled)
-            state = (
-                "stopped (SIGSTOP, or a debugger)" if supervisor.suspended else "in a step that does not end"
-            )
-            return StepTimeout(
-                f"{names}: {state}; no answer within step_timeout={self.step_timeout:g} seconds"
-            )
+        if supervisor.stall is not None:
+            assert self.step_timeout is not None, "without it, no rank counts as stalled"
+            names = [f"rank {rank} ({self.descriptions[rank]})" for rank in supervisor.stall.ranks]
+            return supervisor.stall.error(names, self.step_timeout)
         return root_cause(
             [
                 RankExit(

@@ -7,20 +7,27 @@ whole command; rank 0 prints and writes.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import final
 
 import torch
 from torch import distributed
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]  # public, see torch's docs
 
 from gpipe_cli.accelerator.devices import is_accelerator
 from gpipe_cli.accelerator.streams import set_current_device
 from gpipe_cli.distributed.backends import backends_for
 from gpipe_cli.distributed.groups import setup_process_groups
 from gpipe_cli.distributed.world import World
-from gpipe_cli.errors import ConfigError, PeerError, Stopped
-from gpipe_cli.launch.rank_files import RankFiles
+from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped, exit_code
+from gpipe_cli.launch.rank_files import ExitReport, RankFiles
+from gpipe_cli.launch.rank_monitor import RankMonitor, connect_store, silence_of, start_monitor
+from gpipe_cli.launch.rank_states import STARTING_SECONDS
+from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.schedule.action import partitions_of
 
@@ -29,6 +36,19 @@ LOST_PEER_MESSAGES = ("gloo", "Connection closed by peer", "Connection reset by 
 SUPERVISOR_MARGIN = 60.0
 """Seconds added to torch's timeout, so that the supervisor is the first to report that a step takes too long."""
 PRACTICALLY_FOREVER = timedelta(days=7)
+
+
+@final
+@dataclass(frozen=True)
+class Connected:
+    files: RankFiles
+    """Through which this rank communicates with its launcher, or with its monitor."""
+    monitor: RankMonitor | None = None
+    """If torchrun started this rank."""
+
+
+_connected: list[Connected] = []
+"""How this process is connected, if it is: like torch's groups, there is one per process."""
 
 
 def is_rank() -> bool:
@@ -57,7 +77,6 @@ def connect_ranks(
         raise ConfigError(
             f"data_parallel={data_parallel}: there are {size} processes; every replica needs the same number of them"
         )
-    timeout = _timeout(step_timeout, has_supervisor=files is not None)
     if files is not None:  # all ranks are on this machine: listen on no other interface
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     backends = backends_for(device)
@@ -67,10 +86,11 @@ def connect_ranks(
     # torch warns that NCCL runs single sends of a bound device in the order of posting. Every order that ranks post
     # allows that (docs/how-to/more-machines.md).
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "0")
-    with _lost_peer_as_peer_error():
+    with lost_peer_as_peer_error(), _reports(files, step_timeout) as store, lost_peer_as_peer_error():
+        timeout = _timeout(step_timeout)
         distributed.init_process_group(
             backends,
-            init_method="env://" if files is None else files.init_method,
+            store=store,
             rank=int(os.environ["RANK"]),
             world_size=size,
             timeout=timeout,
@@ -94,17 +114,49 @@ def connect_ranks(
             distributed.destroy_process_group()
 
 
-def _timeout(step_timeout: float | None, *, has_supervisor: bool) -> timedelta | None:
-    """None stands for torch's own default."""
-    if not has_supervisor:
-        return None if step_timeout is None else timedelta(seconds=step_timeout)
+def connected_files() -> RankFiles | None:
+    """The files through which this rank communicates while it is connected; None for a process that is no rank."""
+    return _connected[0].files if _connected else None
+
+
+@contextmanager
+def _reports(files: RankFiles | None, step_timeout: float | None) -> Iterator[Store]:
+    """Inside, this rank is supervised; yields the store through which the ranks meet.
+
+    The launcher supervises its ranks, and each writes its exit report when all else is done. Under torchrun a monitor
+    does, which must know of a failure before the other ranks notice its consequences.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        if files is not None:
+            _connected[:] = [Connected(files)]
+            yield FileStore(str(files.store), size)
+            return
+        silence = silence_of(step_timeout)
+        store = connect_store(max(silence, STARTING_SECONDS))
+        monitor = start_monitor(store, silence, step_timeout)
+        _connected[:] = [Connected(monitor.files, monitor)]
+        try:
+            yield store
+        except BaseException as error:
+            message = redacted(describe(error))
+            report = ExitReport(exit_code(error), message, isinstance(error, PeerError), time.monotonic())
+            monitor.files.write_exit_report(rank, report)
+            raise
+        monitor.files.write_exit_report(rank, ExitReport(0, time=time.monotonic()))
+    finally:
+        _connected.clear()
+
+
+def _timeout(step_timeout: float | None) -> timedelta:
     return (
         PRACTICALLY_FOREVER if step_timeout is None else timedelta(seconds=step_timeout + SUPERVISOR_MARGIN)
     )
 
 
 @contextmanager
-def _lost_peer_as_peer_error() -> Iterator[None]:
+def lost_peer_as_peer_error() -> Iterator[None]:
+    """Inside, torch's errors about a lost peer become a PeerError, which names the rank that failed if it is known."""
     try:
         yield
     except Exception as error:
@@ -113,7 +165,18 @@ def _lost_peer_as_peer_error() -> Iterator[None]:
         )
         if not lost_peer:
             raise
-        raise PeerError(f"another rank is gone: {describe(error)}") from error
+        lost = PeerError(f"another rank is gone: {describe(error)}")
+        raise _root_cause(lost) from error
+
+
+def _root_cause(lost: PeerError) -> GpipeError:
+    """The error of the rank that failed first, as far as the monitors know; else that of this rank."""
+    monitor = _connected[0].monitor if _connected else None
+    if monitor is None:
+        return lost
+    report = ExitReport(lost.exit_code, redacted(str(lost)), caused_by_peer=True, time=time.monotonic())
+    monitor.files.write_exit_report(int(os.environ["RANK"]), report)
+    return monitor.verdict() or lost
 
 
 def describe_ranks(partitions: int, devices: Sequence[torch.device], replicas: int) -> list[str]:

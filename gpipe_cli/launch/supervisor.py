@@ -14,20 +14,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import final
 
-from gpipe_cli.launch.heartbeat import NOT_IN_STEP, Heartbeats
+from gpipe_cli.launch.heartbeat import Heartbeats
 from gpipe_cli.launch.rank_files import RankFiles
+from gpipe_cli.launch.stalls import AwakeClock, Stall, StallDetector, is_suspended
 
 GRACE_SECONDS = 2.0
 """How long the other ranks have to notice a failure and write their exit reports."""
 POLL_SECONDS = 0.1
 """Between two looks at heartbeats and signals; the kernel reports deaths at once."""
-LONGEST_TICK = 1.0
-"""The most seconds one poll adds to the clock: after a longer gap this process itself was suspended (Ctrl-Z)."""
-SUSPENDED = -1.0
-"""Takes the place of the heartbeat of a rank that is suspended outside a step."""
 
 
 @final
@@ -47,18 +43,14 @@ class Supervisor:
         """The time of each rank's death, by the monotonic clock."""
         self.killed: set[int] = set()
         """The ranks that this supervisor killed."""
-        self.stalled: list[int] = []
-        """The ranks that were suspended for too long, or kept a step from ending in time."""
-        self.suspended = False
-        """Whether a signal holds the stalled ranks."""
+        self.stall: Stall | None = None
+        """Why the supervisor killed all ranks, if it did."""
         self._files, self._process_ids, self._stop_signal = files, process_ids, stop_signal
-        self._step_timeout = step_timeout
+        self._stalls = None if step_timeout is None else StallDetector(step_timeout)
         self._heartbeats = Heartbeats(files.heartbeats, ranks)
         self._pidfds: dict[int, int] = {}
         self._pids: dict[int, int] = {}
-        self._polled_at, self._clock = time.monotonic(), 0.0
-        self._unchanged: dict[int, tuple[float, float]] = {}
-        """Each rank's last heartbeat, and since when by `_clock` it has not changed."""
+        self._clock = AwakeClock()
         self._forwarded = False
         self._kill_at: float | None = None
         self._finished = threading.Event()
@@ -118,34 +110,13 @@ class Supervisor:
                 self._send(rank, number)
 
     def _check_heartbeats(self) -> None:
-        if self._step_timeout is None or self.stalled:
+        if self._stalls is None or self.stall is not None:
             return
-        now = time.monotonic()
-        self._clock += min(now - self._polled_at, LONGEST_TICK)
-        self._polled_at = now
-        heartbeats = self._heartbeats.read()
-        suspended = [rank for rank, process_id in self._pids.items() if _is_suspended(process_id)]
-        # A list, not a generator: every rank's heartbeat has to be recorded, not only those up to the first overdue.
-        overdue = [rank for rank in self._pids if self._is_overdue(rank, heartbeats[rank], rank in suspended)]
-        if not overdue:
-            return
-        # Ranks inside a step wait for their peers: a rank that has not entered it keeps the others waiting.
-        outside_step = [rank for rank, beat in enumerate(heartbeats) if beat == NOT_IN_STEP]
-        self.suspended = bool(suspended)
-        self.stalled = suspended or outside_step or list(self._pids)
-        self._kill_all()
-
-    def _is_overdue(self, rank: int, heartbeat: float, suspended: bool) -> bool:
-        """Whether the rank has been suspended, or in the same step, for longer than `step_timeout`."""
-        assert self._step_timeout is not None, "the caller has checked"
-        state = SUSPENDED if suspended and heartbeat == NOT_IN_STEP else heartbeat
-        # Measured by our own clock from the last change, so that time in which this machine was suspended does not
-        # count.
-        before, since = self._unchanged.get(rank, (NOT_IN_STEP, 0.0))
-        if state != before:
-            since = self._clock
-            self._unchanged[rank] = state, since
-        return state != NOT_IN_STEP and self._clock - since > self._step_timeout
+        heartbeats = dict(enumerate(self._heartbeats.read()))
+        suspended = [rank for rank, process_id in self._pids.items() if is_suspended(process_id)]
+        self.stall = self._stalls.check(heartbeats, suspended, self._clock.tick())
+        if self.stall is not None:
+            self._kill_all()
 
     def _kill_all(self) -> None:
         self._kill_at = None
@@ -157,11 +128,3 @@ class Supervisor:
     def _send(self, rank: int, number: int) -> None:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfds[rank], number)
-
-
-def _is_suspended(process_id: int) -> bool:
-    # The state follows the process name, which stands in brackets and may itself contain brackets and spaces.
-    try:
-        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    except (FileNotFoundError, ProcessLookupError):
-        return False

@@ -28,7 +28,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.launch.heartbeat import HeartbeatEngine, Heartbeats
 from gpipe_cli.launch.launcher import launch_ranks
 from gpipe_cli.launch.rank_files import RankTask
-from gpipe_cli.launch.rank_setup import connect_ranks, describe_ranks, is_rank
+from gpipe_cli.launch.rank_setup import connect_ranks, connected_files, describe_ranks, is_rank
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.build import Partitioning, RunParts, build_parts
 from gpipe_cli.run.components import (
@@ -198,11 +198,16 @@ def _fill_own_layers(model: nn.Sequential, partitioning: Partitioning, values: D
     values.fill(tensors_in_attributes(part for layer in kept for part in layer.modules()))
 
 
-def with_heartbeat(engine: Engine, job: Job, world: World) -> Engine:
-    """The engine, which sends heartbeats if a launcher supervises this rank."""
-    if job.rank is None:
+def with_heartbeat(engine: Engine, settings: RunConfig, parts: RunParts, world: World) -> Engine:
+    """The engine, which sends heartbeats to whatever supervises this rank; a process that is no rank has none."""
+    files = connected_files()
+    if files is None:
         return engine
-    return HeartbeatEngine(engine, Heartbeats(job.rank.files.heartbeats, world.size), world.rank)
+    partitioning = parts.partitioning
+    files.write_descriptions(
+        describe_ranks(len(partitioning.balance), partitioning.devices, settings.data_parallel)
+    )
+    return HeartbeatEngine(engine, Heartbeats(files.heartbeats, world.size), world.rank)
 
 
 def _check_size(settings: RunConfig, partitions: int, width: int, size: int) -> None:

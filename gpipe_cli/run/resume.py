@@ -10,6 +10,7 @@ other samples at the same step, are refused; gpipe reports all other changes. `a
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -25,8 +26,8 @@ from gpipe_cli.config.compose import settings_of
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.state import EngineState, with_trained
-from gpipe_cli.errors import ConfigError, DataError, RunError
-from gpipe_cli.launch.rank_setup import is_main_process
+from gpipe_cli.errors import ConfigError, DataError, PeerError, RunError
+from gpipe_cli.launch.rank_setup import is_main_process, is_rank
 from gpipe_cli.run.base_weights import check_base
 from gpipe_cli.run.components import keeps_on_disk
 from gpipe_cli.run.job import Job
@@ -83,6 +84,7 @@ def load_resumed_run(
 
     lock: hold the run directory's lock until `cleanup` is closed.
     """
+    _check_restarts(settings, job)
     directory = _run_directory(settings, job)
     if directory is None:
         return None
@@ -101,6 +103,25 @@ def load_resumed_run(
     if snapshot is None:
         new_settings = replace(new_settings, resume=None)  # a new run in the same directory
     return ResumedRun(directory, snapshot, new_settings, tree, changes, saved)
+
+
+def _check_restarts(settings: TrainConfig, job: Job) -> None:
+    """Under torchrun, which restarts ranks itself, check that a restarted rank finds the run and may go on."""
+    wanted = int(settings.engine.get("max_restarts", 0))
+    if not is_rank() or job.rank is not None or not wanted:
+        return
+    allowed, done = (int(os.environ[f"TORCHELASTIC_{name}"]) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    key = f"engine.max_restarts={wanted}"
+    if settings.run_dir is None or settings.resume != "auto":
+        raise ConfigError(
+            f"{key}: with torchrun, give run_dir=... and resume=auto, so that restarted ranks resume"
+        )
+    if allowed < wanted:
+        raise ConfigError(
+            f"{key}: torchrun restarts ranks {allowed} times; start it with --max-restarts={wanted}"
+        )
+    if done > wanted:
+        raise PeerError(f"{key}: torchrun has restarted the ranks {done} times")
 
 
 def check_same_snapshot(resumed: ResumedRun | None, world: World) -> None:

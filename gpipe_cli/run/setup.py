@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from gpipe_cli.config.schema import CostConfig, EngineConfig, TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.state import module_state
 from gpipe_cli.errors import RunError
+from gpipe_cli.launch.rank_setup import connected_files, is_rank
 from gpipe_cli.profiling.optimizer_state import state_bytes
 from gpipe_cli.profiling.partition_memory import resident_memory
 from gpipe_cli.report.environment import environment
@@ -84,8 +86,12 @@ def set_up_run(
     cleanup: ExitStack,
     world: World,
     spec: TrainSpec,
+    launch: Mapping[str, Any],
 ) -> RunSetup:
-    """Set up the run directory on rank 0, which stays its only writer until `cleanup` is closed; tell all ranks."""
+    """Set up the run directory on rank 0, which stays its only writer until `cleanup` is closed; tell all ranks.
+
+    launch: the facts of this launch, to be compared with those of the last one.
+    """
     record = None if resumed is None or resumed.snapshot is None else resumed.snapshot.record
     setup = None
     if world.is_rank_zero and resumed is not None:
@@ -93,18 +99,18 @@ def set_up_run(
         step = setup.position.step
         if line := lr_line(resumed.saved, resumed.settings, spec, step, job.overrides):
             setup = replace(setup, messages=[*setup.messages, line])
+        setup = replace(setup, messages=[*setup.messages, *_changed_ranks(resumed.directory, launch)])
     elif world.is_rank_zero:
         directory = make_run_directory(settings.run_dir, job.command, job.model, job.number)
         cleanup.enter_context(lock_run_directory(directory))
         write_config(directory, job)
         setup = RunSetup(directory)
     directory = Path(world.from_rank_zero("" if setup is None else str(setup.directory)))
-    if setup is None:
-        return RunSetup(directory, record)
-    if job.rank is not None:
-        # The launcher restarts a failed job in this directory, and asks for it only if the ranks fail.
-        job.rank.files.write_run_directory(directory)
-    return setup
+    files = connected_files()
+    if files is not None:
+        # If the ranks fail, a launcher restarts the job in this directory, and a monitor writes the reason there.
+        files.write_run_directory(directory)
+    return RunSetup(directory, record) if setup is None else setup
 
 
 def write_config(directory: Path, job: Job) -> None:
@@ -170,10 +176,25 @@ def launch_facts(
         "allow": settings.allow,
         "device_memory": None if limit is None else parse_bytes(limit),
         "partitions": _partition_rows(settings, parts, activations),
+        "ranks": int(os.environ["WORLD_SIZE"]) if is_rank() else 1,
+        "hosts": int(os.environ.get("GROUP_WORLD_SIZE", "1")) if is_rank() else 1,
         "profile": [] if has_timeline else [f"engine={default_options('profile')['engine'].name}"],
         **facts,
         "loaded": facts["loaded"] or earlier.get("loaded"),  # only when a run starts
     }
+
+
+def _changed_ranks(run: Path, launch: Mapping[str, Any]) -> list[str]:
+    """What differs if a run was resumed with another number of ranks or hosts, as when a host is lost."""
+    before = _earlier_launch(run)
+    numbers = [(facts.get("ranks"), facts.get("hosts")) for facts in (before, launch)]
+    if None in numbers[0] or numbers[0] == numbers[1]:
+        return []
+    texts = [
+        f"ranks: {ranks}, hosts: {hosts}, balance: {[row['layers'] for row in facts['partitions']]}"
+        for (ranks, hosts), facts in zip(numbers, (before, launch), strict=True)
+    ]
+    return [f"changed: {' -> '.join(texts)}"]
 
 
 def write_launch(directory: Path, launch: Mapping[str, Any]) -> None:
@@ -189,7 +210,8 @@ def _earlier_launch(run: Path) -> Mapping[str, Any]:
                 isinstance(line, str) and shlex.split(line) for line in lines
             ):
                 loaded = rest.get("loaded")
-                return {"commands": lines, "loaded": loaded if isinstance(loaded, str) else None}
+                known = _known_ranks(rest)
+                return {"commands": lines, "loaded": loaded if isinstance(loaded, str) else None, **known}
         raise ValueError("it lists no commands")
     except FileNotFoundError:
         return {}
@@ -197,6 +219,16 @@ def _earlier_launch(run: Path) -> Mapping[str, Any]:
         raise RunError(
             f"{path}: cannot be read: {error}; repair it, or remove it to resume without the earlier commands"
         ) from error
+
+
+def _known_ranks(launch: object) -> Mapping[str, Any]:
+    """How many ranks ran which layers; nothing for a run that is older than these facts."""
+    match launch:
+        case {"ranks": int(ranks), "hosts": int(hosts), "partitions": [*rows]} if all(
+            isinstance(row, dict) and isinstance(row.get("layers"), int) for row in rows
+        ):
+            return {"ranks": ranks, "hosts": hosts, "partitions": rows}
+    return {}
 
 
 def _partition_rows(

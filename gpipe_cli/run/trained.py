@@ -122,10 +122,10 @@ def build_trained(
 
 @contextmanager
 def trained_engine(
-    settings: TrainedConfig, job: Job, parts: RunParts, chosen: ChosenSnapshot | None, world: World
+    settings: TrainedConfig, parts: RunParts, chosen: ChosenSnapshot | None, world: World
 ) -> Iterator[Engine]:
     """An engine that has the weights, closed when the block ends."""
-    engine = with_heartbeat(make_engine(settings, parts), job, world)
+    engine = with_heartbeat(make_engine(settings, parts), settings, parts, world)
     try:
         if keeps_on_disk(settings):
             snapshot = None if chosen is None else chosen.verified

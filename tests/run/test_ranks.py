@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,12 @@ from omegaconf import OmegaConf
 from torch import distributed
 
 from gpipe_cli.config.schema import ScheduleConfig, TrainConfig
-from gpipe_cli.errors import ConfigError
+from gpipe_cli.errors import ConfigError, GpipeError, PeerError
 from gpipe_cli.launch.rank_files import RankFiles
 from gpipe_cli.launch.rank_setup import describe_ranks, is_main_process
 from gpipe_cli.run.job import Job, Rank
 from gpipe_cli.run.ranks import settings_for_rank
+from gpipe_cli.run.resume import load_resumed_run
 
 JOB = Job("train", (), "gpipe train", OmegaConf.create(), "model", None, json=True, dry_run=False)
 CPU = torch.device("cpu")
@@ -133,3 +137,48 @@ def test_ranks_are_described_by_their_partitions_and_replicas() -> None:
     assert describe_ranks(2, [CPU, CPU], 1) == ["partition 0", "partition 1"]
     assert describe_ranks(4, [CPU, CPU], 1) == ["partitions 0, 2", "partitions 1, 3"]
     assert describe_ranks(1, [CPU], 2) == ["partition 0 of replica 0", "partition 0 of replica 1"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "torchruns", "kind", "says"),
+    [
+        (
+            {"resume": "auto"},
+            (2, 0),
+            ConfigError,
+            "=2: with torchrun, give run_dir=... and resume=auto, so that",
+        ),
+        (
+            {"run_dir": "r"},
+            (2, 0),
+            ConfigError,
+            "=2: with torchrun, give run_dir=... and resume=auto, so that",
+        ),
+        (
+            {"run_dir": "r", "resume": "auto"},
+            (1, 0),
+            ConfigError,
+            "engine.max_restarts=2: torchrun restarts ranks 1 times; start it with --max-restarts=2",
+        ),
+        (
+            {"run_dir": "r", "resume": "auto"},
+            (9, 3),
+            PeerError,
+            "engine.max_restarts=2: torchrun has restarted the ranks 3 times",
+        ),
+    ],
+)
+def test_restarts_by_torchrun_must_find_the_run_and_end(
+    torchrun: None,
+    monkeypatch: pytest.MonkeyPatch,
+    keys: dict[str, str],
+    torchruns: tuple[int, int],
+    kind: type[GpipeError],
+    says: str,
+) -> None:
+    for name, value in zip(("MAX_RESTARTS", "RESTART_COUNT"), torchruns, strict=True):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", str(value))
+    asked = settings(**keys)
+    asked = replace(asked, engine={**asked.engine, "max_restarts": 2})
+    with ExitStack() as cleanup, pytest.raises(kind, match=re.escape(says)):
+        load_resumed_run(asked, JOB, cleanup)

@@ -1,0 +1,81 @@
+"""Network interfaces of this machine: their addresses, the one that leads to another host, listening on only one."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import ipaddress
+import socket
+import struct
+
+from gpipe_cli.errors import ConfigError
+
+_SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
+_ADDRESS = slice(20, 24)
+"""Of the IPv4 address in a struct ifreq."""
+BACKLOG = 1024
+
+
+def address_of_interface(name: str) -> str | None:
+    """The IPv4 address of a network interface; None if it has none, or if there is no such interface."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[_ADDRESS])
+
+
+def interface_of_address(address: str) -> str | None:
+    """The network interface that has an address; None if none has."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if address_of_interface(name) == address), None)
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address from which this machine reaches a host. Sends nothing."""
+    family, kind, _, _, address = resolve(host, port, socket.SOCK_DGRAM)
+    with socket.socket(family, kind) as probe:
+        try:
+            probe.connect(address)
+        except OSError as error:
+            raise ConfigError(f"{host}: no network interface leads there: {error.strerror}") from error
+        return str(probe.getsockname()[0])
+
+
+def listen_on(host: str, port: int) -> socket.socket | None:
+    """A socket that listens on one address; None if the address belongs to another host, or another process has it."""
+    family, kind, _, _, address = resolve(host, port, socket.SOCK_STREAM)
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EADDRINUSE):
+            return None
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+def resolve(
+    host: str, port: int, kind: socket.SocketKind
+) -> tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[str | int, ...]]:
+    """The first address of a host."""
+    try:
+        first = socket.getaddrinfo(host, port, type=kind)[0]
+    except OSError as error:
+        raise ConfigError(f"{host}: no such host: {error.strerror}") from error
+    return first  # type: ignore[return-value]
+
+
+def address_for_others(host: str) -> str:
+    """The address of a host; ConfigError for a name that /etc/hosts gives a loopback address, as it often does."""
+    address = str(resolve(host, 0, socket.SOCK_STREAM)[4][0])
+    if address != host and ipaddress.ip_address(address).is_loopback:
+        raise ConfigError(
+            f"{host}: is {address} here, which no other host reaches; give torchrun an address, not a name "
+            "(--rdzv-endpoint, --local-addr)"
+        )
+    return address

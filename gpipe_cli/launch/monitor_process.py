@@ -1,0 +1,205 @@
+"""The monitor of a rank that torchrun started: a process beside it, which sees what a waiting rank cannot.
+
+A rank that waits for a peer behind a cut link is inside a call of torch that nothing can interrupt, and a frozen one
+runs no code at all; torchrun itself waits for its store. The monitor exchanges heartbeats with those of the other
+ranks. When one of them is lost, it tells its rank, kills it if it does not end, writes the reason for it, and ends
+torchrun if torchrun does not. It imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+from gpipe_cli.errors import GpipeError, PeerError
+from gpipe_cli.launch.heartbeat import Heartbeats
+from gpipe_cli.launch.interfaces import listen_on
+from gpipe_cli.launch.monitor_link import Hub, Spoke
+from gpipe_cli.launch.rank_files import RankFiles
+from gpipe_cli.launch.rank_states import RankStates, RankStatus
+from gpipe_cli.launch.stalls import AwakeClock, is_suspended, process_state
+from gpipe_cli.process_lifetime import temporary_folder
+from gpipe_cli.report.output import print_status
+from gpipe_cli.safe_files import open_regular
+from gpipe_cli.torch_internals import torchrun
+from gpipe_cli.training.run_directory import write_outcome
+
+POLL_SECONDS = 0.25
+BEAT_SECONDS = 0.5
+STUCK_SECONDS = 3.0
+"""How long a rank has to notice the verdict by itself; one that waits for a lost peer never does."""
+CLOSING_SECONDS = 6.0
+"""How long a rank has that has noticed, to write its log and its report."""
+AGENT_SECONDS = 4.0
+"""How long torchrun has to end after its rank, or to notice that the rank has ended if it may restart it."""
+
+
+@final
+@dataclass(frozen=True)
+class MonitorTask:
+    rank: int
+    size: int
+    rank_process: int
+    agent_process: int
+    """torchrun's own process; 0 if another program started the rank."""
+    restarts_left: int
+    token: str
+    address: str
+    """Of the monitor of rank 0."""
+    port: int
+    """0 in rank 0, whose monitor chooses it."""
+    silence: float
+    step_timeout: float | None
+    prints: bool
+    """Whether this is the first rank of its host: the only one there that reports the loss of rank 0."""
+
+
+def main() -> None:
+    """Read the task from stdin, answer with the folder and the port, and watch until the rank has ended."""
+    task = MonitorTask(**json.loads(sys.stdin.readline()))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # they are for the rank, and the monitor ends when the rank does
+    with temporary_folder("monitor") as folder:
+        try:
+            monitor = _Monitor(task, RankFiles(folder))
+        except OSError:
+            return  # the rank has ended, or cannot be connected: it notices that there is no answer
+        monitor.run()
+
+
+@final
+class _Monitor:
+    def __init__(self, task: MonitorTask, files: RankFiles) -> None:
+        self._task, self._files = task, files
+        self._heartbeats = Heartbeats(files.heartbeats, task.size)
+        self._clock = AwakeClock()
+        self._rank_ends = os.pidfd_open(task.rank_process)
+        self._agent_ends = os.pidfd_open(task.agent_process) if task.agent_process else None
+        self._hosts = dict.fromkeys(range(task.size), "a host that has not connected")
+        self._hosts[task.rank] = socket.gethostname()
+        self._link = self._connect()
+
+    def run(self) -> None:
+        next_beat = 0.0
+        while True:
+            now = self._clock.tick()
+            if now >= next_beat:
+                next_beat = now + BEAT_SECONDS
+                self._link.beat(self._status(), now)
+            verdict = self._link.verdict(now)
+            if verdict is not None:
+                self._end(verdict)
+                return
+            if self._link.finished:
+                self._link.close()
+                return
+            self._link.poll(POLL_SECONDS, now)
+
+    def _connect(self) -> Hub | Spoke:
+        task = self._task
+        if task.rank:
+            greeting = {"token": task.token, "rank": task.rank, "host": self._hosts[task.rank]}
+            connected = socket.create_connection((task.address, task.port), timeout=task.silence)
+            self._tell_rank({"folder": str(self._files.folder), "port": task.port})
+            return Spoke(connected, greeting, task.silence, self._hosts, self._describe)
+        listener = listen_on(task.address, 0)
+        assert listener is not None, "the address is one of this machine"
+        self._tell_rank({"folder": str(self._files.folder), "port": listener.getsockname()[1]})
+        states = RankStates(
+            task.size, silence=task.silence, step_timeout=task.step_timeout, describe=self._describe
+        )
+        return Hub(listener, task.token, states, self._hosts)
+
+    def _describe(self, rank: int) -> str:
+        part = self._files.read_descriptions()
+        return f"{part[rank]} on {self._hosts[rank]}" if part else f"on {self._hosts[rank]}"
+
+    def _status(self) -> RankStatus:
+        # Whether it has ended comes first: it writes its report before.
+        ended = _wait(self._rank_ends, 0)
+        return RankStatus(
+            self._heartbeats.read()[self._task.rank],
+            is_suspended(self._task.rank_process),
+            self._files.read_exit_report(self._task.rank),
+            ended,
+        )
+
+    def _tell_rank(self, message: Mapping[str, Any]) -> None:
+        with suppress(OSError):  # it may have ended
+            os.write(1, json.dumps(message).encode() + b"\n")
+
+    def _end(self, verdict: GpipeError) -> None:
+        task = self._task
+        self._tell_rank({"verdict": [verdict.exit_code, str(verdict)]})
+        if self._link.reached_alone and task.prints:
+            print_status(f"gpipe: error: {verdict}")
+        ended = _wait(self._rank_ends, STUCK_SECONDS)
+        report = self._files.read_exit_report(task.rank)
+        if not ended and report is not None:
+            ended = _wait(self._rank_ends, CLOSING_SECONDS - STUCK_SECONDS)
+        if not ended:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._rank_ends, signal.SIGKILL)
+            _wait(self._rank_ends, STUCK_SECONDS)
+        if not ended or report is None:
+            self._speak_for_rank(verdict)
+        self._end_agent()
+
+    def _speak_for_rank(self, verdict: GpipeError) -> None:
+        """Write what the rank would have written if it could."""
+        rank, run = self._task.rank, self._files.read_run_directory()
+        torchrun.leave_reason(f"gpipe: error: {verdict}", of_another=isinstance(verdict, PeerError))
+        if rank == 0:
+            print_status(f"gpipe: error: {verdict}")
+        if run is None:
+            return
+        if rank == 0:
+            write_outcome(run, verdict, str(verdict))
+        log = run / (f"logs/rank-{rank}.log" if rank else "train.log")
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR the run ends here: {verdict}\n"
+        with suppress(OSError):  # a full disk; the line is on the console
+            descriptor = open_regular(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, base=run)
+            try:
+                os.write(descriptor, line.encode())
+            finally:
+                os.close(descriptor)
+
+    def _end_agent(self) -> None:
+        """Kill torchrun if it waits for a store that does not answer: no signal that it handles reaches it then."""
+        if self._agent_ends is None or _wait(self._agent_ends, AGENT_SECONDS):
+            return
+        # With restarts left it goes on, but it must have noticed that its rank has ended. The kernel keeps the
+        # state of a dead child until its parent asks.
+        if self._task.restarts_left and process_state(self._task.rank_process) != "Z":
+            return
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._agent_ends, signal.SIGKILL)
+
+
+def _wait(pidfd: int, seconds: float) -> bool:
+    """Wait for the end of a process; whether it has ended."""
+    return bool(select.select([pidfd], [], [], seconds)[0])
+
+
+def is_torchrun(process: int) -> bool:
+    """Whether a process is torchrun; the parent of a rank may be another program that uses torch's agent."""
+    with suppress(OSError):
+        words = Path(f"/proc/{process}/cmdline").read_bytes()
+        return b"torchrun" in words or b"torch.distributed.run" in words
+    return False
+
+
+def task_line(task: MonitorTask) -> str:
+    return json.dumps(asdict(task)) + "\n"

@@ -1,0 +1,130 @@
+"""Verdicts over what monitors report, without processes or clocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpipe_cli.errors import GpipeError, NumericError, PeerError, PeerRaised, StepTimeout
+from gpipe_cli.launch.rank_files import ExitReport
+from gpipe_cli.launch.rank_states import SETTLE_SECONDS, RankStates, RankStatus
+
+FINE = RankStatus()
+IN_STEP = RankStatus(step_began=17.0)
+LOST_PEER = RankStatus(report=ExitReport(7, "another rank is gone", caused_by_peer=True))
+FINISHED = RankStatus(report=ExitReport(0), ended=True)
+
+
+def states(step_timeout: float | None = 6.0) -> RankStates:
+    made = RankStates(2, silence=10.0, step_timeout=step_timeout, describe=lambda rank: f"on node{rank}")
+    made.hear(0, FINE, 0.1)
+    made.hear(1, FINE, 0.1)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "says"),
+    [
+        (RankStatus(ended=True), PeerError, r"rank 1 \(on node1\): ended without a report: it was killed"),
+        (RankStatus(report=ExitReport(5, "the loss is nan")), NumericError, r"rank 1 \(on node1\): the loss"),
+        (RankStatus(report=ExitReport(1, "ValueError")), PeerRaised, r"rank 1 \(on node1\): ValueError"),
+    ],
+)
+def test_a_rank_that_fails_by_itself_is_named_at_once_whoever_lost_it_first(
+    status: RankStatus, kind: type[GpipeError], says: str
+) -> None:
+    made = states()
+    made.hear(0, LOST_PEER, 1.0)
+    assert made.verdict(1.1) is None, "another rank must have failed before"
+    made.hear(1, status, 1.2)
+    error = made.verdict(1.2)
+    assert type(error) is kind
+    with pytest.raises(kind, match=says):
+        raise error
+
+
+def test_if_nobody_reports_the_cause_the_rank_that_lost_a_peer_is_named() -> None:
+    made = states()
+    made.hear(0, LOST_PEER, 1.0)
+    assert str(made.verdict(1.1 + SETTLE_SECONDS)) == "rank 0 (on node0): another rank is gone"
+
+
+def test_a_monitor_that_disconnects_has_lost_its_rank_unless_that_has_finished() -> None:
+    made = states()
+    made.disconnect(1, 1.0)
+    assert "rank 1 (on node1): ended without a report" in str(made.verdict(1.0))
+    made = states()
+    made.hear(1, FINISHED, 1.0)
+    made.disconnect(1, 1.0)
+    assert made.verdict(100.0) is None or "rank 1" not in str(made.verdict(100.0))
+
+
+def test_silent_ranks_are_lost_together() -> None:
+    made = states()
+    assert made.verdict(10.0) is None
+    error = made.verdict(10.2)
+    assert type(error) is PeerError
+    assert str(error) == (
+        "rank 0 (on node0) and rank 1 (on node1): not heard of for 10 seconds; its host is down or its network is cut"
+    )
+
+
+def test_a_finished_rank_may_be_silent() -> None:
+    made = states()
+    made.hear(0, FINISHED, 1.0)
+    assert not made.all_finished
+    made.hear(1, FINISHED, 1.0)
+    assert made.verdict(1000.0) is None and made.all_finished
+
+
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        (
+            IN_STEP,
+            r"rank 0 \(on node0\): in a step that does not end; no answer within step_timeout=6 seconds",
+        ),
+        (
+            RankStatus(suspended=True),
+            r"rank 1 \(on node1\): stopped \(SIGSTOP, or a debugger\); no answer within",
+        ),
+    ],
+)
+def test_a_rank_that_does_not_go_on_is_a_stall(status: RankStatus, says: str) -> None:
+    made = states()
+    for now in (1.0, 6.9, 7.1):
+        made.hear(0, FINE, now)
+        made.hear(1, status, now)
+        error = made.verdict(now)
+        assert (error is None) == (now < 7.0)
+    with pytest.raises(StepTimeout, match=says):
+        raise error or AssertionError
+
+
+def test_without_step_timeout_only_silence_counts() -> None:
+    made = states(step_timeout=None)
+    for now in (1.0, 1000.0):
+        made.hear(0, FINE, now)
+        made.hear(1, IN_STEP, now)
+        assert made.verdict(now) is None
+
+
+def test_a_status_survives_the_way_over_the_network() -> None:
+    for status in (FINE, IN_STEP, LOST_PEER, FINISHED):
+        assert RankStatus.from_json(status.to_json()) == status
+
+
+def test_a_step_that_does_not_end_because_a_rank_is_silent_names_that_rank() -> None:
+    made = states()
+    for now in (1.0, 3.0, 7.1):
+        made.hear(0, IN_STEP, now)
+        if now < 4:
+            made.hear(1, IN_STEP, now)
+    made.verdict(1.0)
+    assert str(made.verdict(7.1)).startswith("rank 1 (on node1): not heard of for 4 seconds")
+
+
+def test_a_rank_that_has_not_connected_yet_has_a_minute() -> None:
+    made = RankStates(2, silence=10.0, step_timeout=None, describe=lambda rank: f"on node{rank}")
+    for now in (1.0, 59.0, 61.0):
+        made.hear(0, FINE, now)
+        assert (made.verdict(now) is None) == (now < 60)

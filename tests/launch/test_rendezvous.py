@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import os
+import socket
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+import gpipe_cli
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.launch.interfaces import (
+    address_for_others,
+    address_of_interface,
+    address_towards,
+    interface_of_address,
+    listen_on,
+)
+from gpipe_cli.launch.rendezvous import create_handler, entry_point
+
+
+@pytest.fixture(autouse=True)
+def same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def parameters(endpoint: str, nodes: int = 1) -> RendezvousParameters:
+    return RendezvousParameters("gpipe", endpoint, run_id="x", min_nodes=1, max_nodes=nodes)
+
+
+def test_the_entry_point_that_torchrun_reads_is_this_function() -> None:
+    project = tomllib.loads((Path(gpipe_cli.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    named = project["entry-points"]["torchrun.handlers"]["gpipe"]
+    assert named == f"{entry_point.__module__}:{entry_point.__name__}" and entry_point() is create_handler
+
+
+def test_the_host_of_the_endpoint_takes_the_store_on_that_address_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port, given = free_port(), parameters("127.0.0.1:0")
+    given.endpoint = f"127.0.0.1:{port}"
+    handler = create_handler(given)
+    assert handler.get_backend() == "gpipe" and given.local_addr == "127.0.0.1"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo" and os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    assert [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")] == [
+        f"0100007F:{port:04X}"
+    ]
+    assert create_handler(parameters(f"127.0.0.1:{port}")).get_backend() == "gpipe", (
+        "a client of the same store"
+    )
+
+
+def test_an_interface_that_the_user_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    create_handler(parameters(f"127.0.0.1:{free_port()}"))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+@pytest.mark.parametrize("endpoint", ["", ":29500", "10.0.0.1:x"])
+def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=f"--rdzv-endpoint={endpoint}: give the address of one host"):
+        create_handler(parameters(endpoint))
+
+
+def test_a_name_that_means_loopback_here_is_refused_for_several_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Debian's /etc/hosts gives a machine's own name 127.0.1.1: no other host would have found the store."""
+
+    def resolve(*_: Any, **__: Any) -> Any:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with pytest.raises(
+        ConfigError, match=r"node0: is 127\.0\.1\.1 here, which no other host reaches; give torchrun"
+    ):
+        create_handler(parameters("node0:29500", nodes=2))
+    with pytest.raises(ConfigError, match="which no other host reaches"):
+        address_for_others("node0")
+
+
+def test_interfaces_and_addresses_of_this_machine() -> None:
+    assert address_of_interface("lo") == "127.0.0.1" and interface_of_address("127.0.0.1") == "lo"
+    assert address_of_interface("nonesuch") is None and interface_of_address("192.0.2.77") is None
+    assert address_towards("127.0.0.1", 1) == "127.0.0.1"
+
+
+def test_listening_where_it_cannot() -> None:
+    assert listen_on("192.0.2.77", 1) is None, "the address of another host"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert listen_on("127.0.0.1", other.getsockname()[1]) is None
+    with pytest.raises(ConfigError, match="no such host"):
+        listen_on("no such name", 1)
