@@ -75,13 +75,16 @@ class MemoryObjective:
         limit: int | None = None,
         skips: Sequence[SkipBytes] = (),
         frozen_layers: int = 0,
+        limits: Sequence[int] = (),
     ) -> None:
         """`limit` is that of one device; partitions on the same device get equal parts of it.
+
+        `limits` has one for each device if they differ; `limit` is then the largest.
 
         A partition within the first `frozen_layers` has no backward, and keeps nothing for it.
         """
         self.layers = len(layers)
-        self.limit = limit
+        self.limit, self._limits = limit, limits
         self.costs = [sum(layer.resident.values()) + sum(layer.saved.values()) for layer in layers]
         """The bytes of each layer if one micro-batch were alive and layers shared nothing."""
         self._layers, self._spec, self._skips = layers, spec, skips
@@ -112,6 +115,13 @@ class MemoryObjective:
     def limit_per_partition(self) -> float | None:
         return None if self.limit is None else self.limit / self._spec.partitions_per_device
 
+    def limit_of(self, partition: int) -> float | None:
+        """That of one partition; devices take partitions in turn."""
+        if not self._limits:
+            return self.limit_per_partition
+        devices = self._spec.devices or self._spec.partitions
+        return self._limits[partition % devices] / self._spec.partitions_per_device
+
     def most(self, graphs: int, inputs: int) -> int:
         """An upper bound for any partition, if so many graphs and inputs are alive."""
         saved = self._saved.sum(0, self.layers)
@@ -119,7 +129,7 @@ class MemoryObjective:
         return self._resident.sum(0, self.layers) + graphs * saved + inputs * input
 
     def allows(self, partition: int, begin: int, end: int) -> bool:
-        limit = self.limit_per_partition
+        limit = self.limit_of(partition)
         return limit is None or self.cost(partition, begin, end) <= limit
 
     def under(self, spec: PipelineSpec) -> MemoryObjective:

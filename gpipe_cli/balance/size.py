@@ -5,7 +5,7 @@ Nothing runs: the bytes come from fake tensors, so you need not have the devices
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import overload
 
 from torch import nn
@@ -44,8 +44,9 @@ def memory_objective_from_facts(
     spec: PipelineSpec,
     trained: TrainedBytes,
     limit: int | None = None,
+    limits: Sequence[int] = (),
 ) -> MemoryObjective:
-    """The same from the facts of such a micro-batch."""
+    """The same from the facts of such a micro-batch; `limits` are those of devices that differ."""
     inputs = [facts.input.bytes, *(layer.output_bytes for layer in facts.layers[:-1])]
     layers = [
         LayerBytes(_resident(layer, trained), input, saved)
@@ -57,6 +58,7 @@ def memory_objective_from_facts(
         limit,
         [SkipBytes(skip.begin, skip.end, skip.bytes) for skip in facts.skips],
         facts.frozen_layers,
+        limits,
     )
 
 

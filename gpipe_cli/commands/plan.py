@@ -23,6 +23,7 @@ from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.timeline import print_step_timeline
 from gpipe_cli.run.components import check_components
 from gpipe_cli.run.data import make_loader
+from gpipe_cli.run.estimated_devices import estimated_devices
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.model import build_without_storage, make_model
 from gpipe_cli.run.planning import Planned, Planner
@@ -30,7 +31,7 @@ from gpipe_cli.run.timeline import as_step
 from gpipe_cli.run.training_step import make_loss
 
 # Keys that the printed train command does not repeat: they belong to gpipe plan, or the plan sets them.
-OWN_KEYS = ("plan", "device", "devices", "verify", "top", "device_memory")
+OWN_KEYS = ("plan", "device", "devices", "verify", "top", "device_memory", "tensor_cores")
 PLANNED_KEYS = ("chunks", "schedule", "checkpoint", "partitions")
 LARGEST_PICTURE = 16
 """Partitions; a picture with more is unreadable."""
@@ -52,7 +53,7 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
     check_components(settings, job.overrides)
     loader = make_loader(settings)
 
-    if settings.device is None:
+    if estimated_devices(settings) is None:
         made = make_model(settings, loader)
         made.print_notes()
         model = made.sequence
@@ -75,13 +76,24 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
             cores=available_cores(),
             seconds=settings.plan.verify_budget,
         )
-    summary = _summary(plans, planned, job)
+    summary = _summary(settings, plans, planned, job)
     if job.shows_result:
         _print(plans, planned, summary)
     return summary
 
 
-def _summary(plans: Sequence[Prediction], planned: Planned, job: Job) -> dict[str, Any]:
+def _train_command(settings: PlanConfig, best: Prediction, job: Job) -> str:
+    # torch itself decides about tf32, so gpipe train has no such precision.
+    own = (*OWN_KEYS, "precision") if settings.precision == "tf32" else OWN_KEYS
+    command = job.train_command(without=(*own, *PLANNED_KEYS))
+    if settings.data_parallel == 1:
+        return f"{command} {best.overrides}"
+    replicas = f"engine=processes devices={best.shape.devices * settings.data_parallel}"
+    plan = f"chunks={best.shape.chunks} partitions=1" if best.is_plain else best.pipeline_overrides
+    return f"{command} {plan} {replicas}"
+
+
+def _summary(settings: PlanConfig, plans: Sequence[Prediction], planned: Planned, job: Job) -> dict[str, Any]:
     searched = planned.searched
     errors = [abs(plan.error) for plan in plans if plan.error is not None]
     return {
@@ -95,7 +107,7 @@ def _summary(plans: Sequence[Prediction], planned: Planned, job: Job) -> dict[st
         "left_out": searched.left_out,
         "chunks_left_out": planned.skipped_chunks,
         **({"largest_error": max(errors)} if errors else {}),
-        "paste": f"{job.train_command(without=(*OWN_KEYS, *PLANNED_KEYS))} {plans[0].overrides}",
+        "paste": _train_command(settings, plans[0], job),
         "command": job.line,
     }
 

@@ -90,7 +90,9 @@ def check_numbers(plain: Mapping[Any, Any]) -> None:
 def _problems(settings: ModelConfig) -> Iterator[str]:
     flat = dict(flatten(asdict(settings), elements=True))
     yield from _numbers(flat)
-    yield from _choices(flat)
+    # torch itself decides about tf32, so a run has no such precision; only an estimate does.
+    planned_tf32 = isinstance(settings, PlanConfig) and settings.precision == "tf32"
+    yield from _choices({**flat, "precision": None} if planned_tf32 else flat)
     if wrong_schedule := _schedule(settings):
         yield wrong_schedule
     else:
@@ -125,8 +127,8 @@ def _problems(settings: ModelConfig) -> Iterator[str]:
                 "data_parallel=2, or set shard=none"
             )
         yield from _resuming(settings)
-    if isinstance(settings, PlanConfig) and settings.device is not None:
-        yield from _other_device(settings, settings.device)
+    if isinstance(settings, PlanConfig):
+        yield from _planned_devices(settings)
     if isinstance(settings, TrainedConfig):
         given = [key for key in ("run", "snapshot", "weights") if getattr(settings, key) is not None]
         if not given:
@@ -219,7 +221,7 @@ def _devices(settings: ModelConfig) -> Iterator[str]:
 
 def _partitions_per_device(settings: ModelConfig, devices: int) -> Iterator[str]:
     partitions, several = settings.partitions, traits(settings.schedule.name).several_per_device
-    replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
+    replicas = settings.data_parallel if isinstance(settings, RunConfig | PlanConfig) else 1
     if replicas > 1 and devices % replicas:
         yield (
             f"data_parallel={replicas}: {devices} devices (devices={settings.devices}) cannot be divided equally among "
@@ -269,13 +271,27 @@ def _checkpoint(settings: ModelConfig) -> Iterator[str]:
             return
 
 
-def _other_device(settings: PlanConfig, device: str) -> Iterator[str]:
-    if device not in DEVICES:
+def _planned_devices(settings: PlanConfig) -> Iterator[str]:
+    device, devices = settings.device, settings.devices
+    listed = isinstance(devices, list) and any(name in DEVICES for name in devices)
+    if device is None and not listed:
+        for key, default in (("tensor_cores", True), ("data_parallel", 1)):
+            if (given := getattr(settings, key)) != default:
+                yield f"{key}={given}: needs device=, since gpipe plan measures one pipeline here"
+        if settings.precision == "tf32":
+            yield "precision=tf32: needs device=; here torch.set_float32_matmul_precision decides"
+        return
+    if isinstance(device, str) and device not in DEVICES:
         yield f"device={device}: unknown device; {or_list(device, DEVICES)}"
-    if not _is_count(settings.devices):
-        yield f"devices={settings.devices}: give the number of devices for device={device}, such as devices=8"
+    elif device is not None and not isinstance(device, str | dict):
+        yield f"device={device}: must be a name such as a100, or figures such as {{flops:50e12,memory:24GiB,...}}"
+    if device is None and not all(name in DEVICES for name in devices):
+        yield f"devices={devices}: devices of this machine and others cannot be mixed"
+    if device is not None and not _is_count(devices):
+        yield f"devices={devices}: give the number of devices for device={device}, such as devices=8"
     if settings.verify:
-        yield f"verify=true: this machine has no device={device} to run plans on; leave one of them out"
+        what = f"devices={devices}" if device is None else f"device={device}"
+        yield f"verify=true: this machine has no {what} to run plans on; leave one of them out"
 
 
 def _resuming(settings: TrainConfig) -> Iterator[str]:

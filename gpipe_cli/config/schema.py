@@ -257,8 +257,15 @@ class PlanConfig(CostConfig):
 
     plan: PlanSearchConfig = field(default_factory=PlanSearchConfig)
     """How long planning may take."""
-    device: str | None = None
-    """Plan for another type of device, such as a100, with estimated costs; null: measure on this machine."""
+    device: Any = None
+    """Plan for another type of device with estimated costs: a name such as a100, or figures of your own such as
+    {flops:50e12,memory:24GiB,bandwidth:1e12,link:25e9}; null: measure on this machine."""
+    precision: str = "fp32"
+    """fp32, bf16 or fp16 (autocast), or with `device` tf32."""
+    tensor_cores: bool = True
+    """With `device`: whether matrix products use tensor cores where the device has them."""
+    data_parallel: int = 1
+    """With `device`: replicas of the pipeline, each with its share of the devices and of every mini-batch."""
     verify: bool = False
     """Run the best plans and print the error of the prediction."""
     top: int = 5

@@ -70,16 +70,19 @@ class StepBound:
     def __init__(self, costs: LayerCosts, spec: PipelineSpec, fit: MemoryFit) -> None:
         self.layers = costs.layers
         self._costs, self._sums, self._fit = costs, _sums(costs, fit), fit
+        devices = spec.devices or spec.partitions
+        self._on = [_sums(costs.on(partition), fit) for partition in range(min(devices, spec.partitions))]
         self._micro_batches = spec.micro_batches
         self._recomputed = {mode: checkpoint_stops(mode, 1, spec.micro_batches)[0] for mode in fit.modes}
         self._splits = spec.traits.splits_backward
         self._least_split = _least_split(costs, spec)
         self._part_going_back = min(1.0, costs.split.input_grad)
         self._work = _work(costs, self._sums, spec, min(self._recomputed.values()))
-        self._free = fit.only
+        self._update = costs.least_update_ms(devices)
+        self._free = fit.only if costs.equal_devices else None
         # A layer added in front shortens the way to the partition by less than it adds to it. But it may have a smaller
         # input, so that less must be recomputed.
-        self.grows_backwards = self._free is not None
+        self.grows_backwards = fit.only is not None
         self._busy = [] if self._free is None else self._busy_up_to(self._recomputed[self._free])
 
     def cost(self, partition: int, begin: int, end: int) -> float:
@@ -88,8 +91,12 @@ class StepBound:
             return inf
         forward, backward = self._sums
         many, way = self._micro_batches, forward[begin]
-        recompute = self._recomputed[mode] * self._costs.recompute(begin, end)
-        own_forward, own_backward = forward[end] - forward[begin], backward[end] - backward[begin]
+        recompute = self._recomputed[mode] * self._costs.on(partition).recompute(begin, end)
+        own = self._on[partition % len(self._on)]
+        own_forward, own_backward = (
+            own.forward[end] - own.forward[begin],
+            own.backward[end] - own.backward[begin],
+        )
         if self._splits:
             # Only input gradients travel back; weight gradients may come after the last one.
             busy = many * (own_forward + own_backward * self._least_split) + recompute
@@ -97,10 +104,10 @@ class StepBound:
             turned_round = forward[-1] + part * (backward[-1] + (many - 1) * own_backward)
             turned = forward[-1] + part * (backward[-1] - backward[end])
             to_its_weights = turned + many * self._least_split * own_backward
-            return max(way + busy, turned_round, to_its_weights, self._work)
+            return max(way + busy, turned_round, to_its_weights, self._work) + self._update
         round_trip = way + many * (own_forward + own_backward) + recompute + backward[begin]
         turned_round = forward[-1] + backward[-1] + (many - 1) * own_backward
-        return max(round_trip, turned_round, self._work)
+        return max(round_trip, turned_round, self._work) + self._update
 
     def furthest(self, partition: int, begin: int, limit: float) -> int:
         if self._free is not None:
@@ -115,6 +122,7 @@ class StepBound:
 
     def _furthest_of_all(self, partition: int, begin: int, limit: float) -> int:
         """The same if everything fits: by bisecting sums instead of computing costs."""
+        whole_limit, limit = limit, limit - self._update
         if self._work > limit:
             return begin
         forward, backward = self._sums
@@ -130,9 +138,9 @@ class StepBound:
             end = min(end, bisect_right(backward, most, begin) - 1)
         end = max(begin, end)
         # The sums were added in another order and may differ in the last bit; the cost decides.
-        while end > begin and self.cost(partition, begin, end) > limit:
+        while end > begin and self.cost(partition, begin, end) > whole_limit:
             end -= 1
-        while end < self.layers and self.cost(partition, begin, end + 1) <= limit:
+        while end < self.layers and self.cost(partition, begin, end + 1) <= whole_limit:
             end += 1
         return end
 
@@ -151,16 +159,18 @@ def least_step(costs: LayerCosts, spec: PipelineSpec) -> float:
     stops = checkpoint_stops(spec.checkpoint, 1, spec.micro_batches) if spec.checkpoint in MODES else (0,)
     work = _work(costs, costs.least, spec, stops[0])
     part = min(1.0, costs.split.input_grad) if spec.traits.splits_backward else 1.0
-    return max(work, forward[-1] + part * backward[-1])
+    return max(work, forward[-1] + part * backward[-1]) + costs.least_update_ms(
+        spec.devices or spec.partitions
+    )
 
 
 def _work(costs: LayerCosts, sums: PrefixSums, spec: PipelineSpec, recomputed: int) -> float:
-    """All work, evenly divided among the workers."""
+    """All work, evenly divided among the workers, unless launching it takes longer."""
     workers = min(spec.devices or spec.partitions, spec.cores or spec.partitions)
     once = sums.forward[-1] + sums.backward[-1] * _least_split(costs, spec)
     # A partition may end before the first trained layer, and then recomputes nothing.
     recompute = recomputed * costs.recompute(costs.frozen_layers, costs.layers)
-    return (spec.micro_batches * once + recompute) / workers
+    return max((spec.micro_batches * once + recompute) / workers, costs.least_host_ms(spec))
 
 
 def _least_split(costs: LayerCosts, spec: PipelineSpec) -> float:

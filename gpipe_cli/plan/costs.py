@@ -20,6 +20,37 @@ class BackwardSplit:
     weight_grad: float = 0.5
 
 
+@final
+class UpdateCosts:
+    """What follows the last backward: the sum of gradients over replicas, and the optimizer. Milliseconds."""
+
+    def __init__(
+        self,
+        optimizer: Sequence[float],
+        reduce: Sequence[float] | None = None,
+        *,
+        overlaps: bool = False,
+        shared: float = 0.0,
+    ) -> None:
+        """One number per layer each. `overlaps`: gradients are summed while the last backward still runs.
+
+        `shared` sums the gradients of parameters that layers in several partitions share.
+        """
+        self._optimizer, self._overlaps, self.shared = _up_to(optimizer), overlaps, shared
+        self._reduce = _up_to(reduce or [0.0] * len(optimizer))
+
+    def partition(self, begin: int, end: int, backward: float) -> float:
+        """`backward` is that of one micro-batch."""
+        reduce = self._reduce[end] - self._reduce[begin]
+        hidden = min(reduce, backward) if self._overlaps else 0.0
+        return self._optimizer[end] - self._optimizer[begin] + reduce - hidden
+
+    @property
+    def least(self) -> float:
+        """Of all layers, as much as cannot be hidden."""
+        return self._optimizer[-1] + (0.0 if self._overlaps else self._reduce[-1])
+
+
 class PrefixSums(NamedTuple):
     """Of the costs of one micro-batch, up to each layer."""
 
@@ -40,14 +71,21 @@ class LayerCosts:
         split: BackwardSplit | None = None,
         checkpointed: tuple[Sequence[float], Sequence[float]] | None = None,
         frozen_layers: int = 0,
+        update: UpdateCosts | None = None,
+        host: tuple[Sequence[float], Sequence[float]] | None = None,
     ) -> None:
         """One number per layer each. `recompute` defaults to another forward; `transfer` is that of the layer's output.
 
         `checkpointed` is forward and backward with a recomputation between them, by default the same as without: such
         a forward saves less, and the caches hold other data. A partition within the first `frozen_layers` has no
-        backward, so it recomputes nothing.
+        backward, so it recomputes nothing. `update` follows the last backward of a step.
+        `host` is how long the process that drives all devices takes to launch the forward and backward of each layer.
         """
         self.layers = len(forward)
+        self._columns = (forward, backward, recompute or forward, *(checkpointed or (forward, backward)))
+        self._by_device: Sequence[LayerCosts] = ()
+        self.equal_devices = True
+        """Whether a layer takes as long on every device of the pipeline."""
         self.without_recompute = PrefixSums(_up_to(forward), _up_to(backward))
         """Of partitions that recompute nothing."""
         self.checkpointed = (
@@ -62,6 +100,33 @@ class LayerCosts:
         self._recompute = _up_to(forward if recompute is None else recompute)
         self._transfer = [0.0] * self.layers if transfer is None else list(transfer)
         self.split = split or BackwardSplit()
+        self.update = update
+        self._host = None if host is None else PrefixSums(*map(_up_to, host))
+
+    @classmethod
+    def mixed(cls, devices: Sequence[LayerCosts]) -> LayerCosts:
+        """The costs of a pipeline whose devices differ, in order; what is asked of all of them is the least of each."""
+        columns = zip(*(device._columns for device in devices), strict=True)
+        forward, backward, recompute, *checkpointed = map(_least, columns)
+        costs = cls(
+            forward,
+            backward,
+            recompute,
+            transfer=_least([device._transfer for device in devices]),
+            split=BackwardSplit(
+                min(device.split.input_grad for device in devices),
+                min(device.split.weight_grad for device in devices),
+            ),
+            checkpointed=(checkpointed[0], checkpointed[1]),
+            frozen_layers=devices[0].frozen_layers,
+        )
+        costs._by_device = devices
+        costs.equal_devices = all(device._columns == devices[0]._columns for device in devices)
+        return costs
+
+    def on(self, partition: int) -> LayerCosts:
+        """The costs on the device of a partition; devices take partitions in turn."""
+        return self._by_device[partition % len(self._by_device)] if self._by_device else self
 
     def recompute(self, begin: int, end: int) -> float:
         """Of a partition, for one micro-batch."""
@@ -81,13 +146,53 @@ class LayerCosts:
             weight_grad=split.weight_grad * backward,
         )
 
+    def update_ms(self, balance: Sequence[int], spec: PipelineSpec) -> float:
+        """From the last backward to the end of the step: the device with the most parameters ends last."""
+        devices = spec.devices or spec.partitions
+        by_device = [0.0] * devices
+        for partition, (begin, end) in enumerate(pairwise([0, *accumulate(balance)])):
+            costs = self.on(partition)
+            if costs.update is not None:
+                backward = costs.without_recompute.backward
+                update = costs.update.partition(begin, end, backward[end] - backward[begin])
+                by_device[partition % devices] += update
+        shared = self.on(0).update if spec.partitions > 1 else None
+        return max(by_device) + (shared.shared if shared else 0.0)
+
+    def host_ms(self, balance: Sequence[int], spec: PipelineSpec) -> float:
+        """No step is shorter: one process launches the kernels of all devices, one after the other."""
+        host = self.on(0)._host
+        if host is None:
+            return 0.0
+        ranges = pairwise([0, *accumulate(balance)])
+        recomputed = sum(
+            stop * (host.forward[end] - host.forward[begin])
+            for (begin, end), stop in zip(ranges, spec.checkpoint_stops, strict=True)
+            if end > self.frozen_layers
+        )
+        return recomputed + self.least_host_ms(spec)
+
+    def least_host_ms(self, spec: PipelineSpec) -> float:
+        """The same for any balance, whatever it recomputes."""
+        host = self.on(0)._host
+        return 0.0 if host is None else spec.micro_batches * (host.forward[-1] + host.backward[-1])
+
+    def least_update_ms(self, devices: int) -> float:
+        """A bound of the above for any balance."""
+        updates = [costs.update for costs in self._by_device or [self]]
+        return min(0.0 if update is None else update.least for update in updates) / devices
+
     def partitions(self, balance: Sequence[int], spec: PipelineSpec) -> list[PartitionCost]:
         borders = pairwise([0, *accumulate(balance)])
         return [
-            self.partition(begin, end, stop)
-            for (begin, end), stop in zip(borders, spec.checkpoint_stops, strict=True)
+            self.on(partition).partition(begin, end, stop)
+            for partition, ((begin, end), stop) in enumerate(zip(borders, spec.checkpoint_stops, strict=True))
         ]
 
 
 def _up_to(numbers: Sequence[float]) -> list[float]:
     return [0.0, *accumulate(numbers)]
+
+
+def _least(columns: Sequence[Sequence[float]]) -> list[float]:
+    return [min(numbers) for numbers in zip(*columns, strict=True)]

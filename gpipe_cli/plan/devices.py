@@ -1,84 +1,122 @@
-"""Devices you need not have: their manufacturers' figures, and what layers would cost on them. Nothing is measured.
+"""Devices you need not have: their makers' figures, of which `device_costs` makes times.
 
-The figures are for fp32 without tensor cores, torch's default, and for the variant with the fastest link, one way.
-Sources: NVIDIA's data sheets of the products (Tesla P40, T4, V100 SXM2, A10, L4, A100 SXM, H100 SXM) and its white
-papers of the architectures (Ampere GA102, Ada AD102).
+The figures are dense (without sparsity) and for the variant with the fastest link, one way. Sources: the data sheets of
+the products (Tesla P40, Tesla P100 PCIe, T4, V100 SXM2, A10, L4, L40S, A100 SXM 80 GB, H100 SXM, H200 SXM, HGX B200,
+Instinct MI300X) and NVIDIA's white papers of the architectures (Ampere GA102, Ada AD102, Blackwell RTX). PCIe counts
+without its protocol: 12 of 15.75 GB/s for 3.0 x16, 25 of 31.5 for 4.0, 50 of 63 for 5.0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, final
 
-from gpipe_cli.plan.costs import BackwardSplit, LayerCosts
-
-if TYPE_CHECKING:  # the configuration reads the table of devices without waiting for torch
-    from torch import nn
-
-    from gpipe_cli.profiling.facts import ModelFacts
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.values import parse_bytes
 
 GIB = 2**30
-# The shares of its figures that a device reaches: the same for every device, fitted to no measurement, and the largest
-# source of error.
-FLOPS_REACHED = 0.6
-BANDWIDTH_REACHED = 0.75
-KERNEL_MS = 0.008
-"""To launch one; a module without submodules counts as one kernel in forward and two in backward."""
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
 @final
 @dataclass(frozen=True)
 class DeviceSpec:
     flops: float
-    """Floating-point operations per second, at most."""
+    """Floating-point operations per second in fp32, without tensor cores."""
     memory: int
     """Bytes."""
     bandwidth: float
     """Bytes per second to and from its memory."""
     link: float
-    """Bytes per second to the next device."""
+    """Bytes per second to another device of the same machine."""
+    network: float = 12.5e9
+    """Bytes per second to a device of another machine; by default 100 Gbit/s."""
+    half: float | None = None
+    """In fp16 and bf16 without tensor cores; null: as in fp32."""
+    tensor: float | None = None
+    """In fp16 and bf16 with tensor cores; null: it has none."""
+    tf32: float | None = None
+    """With tensor cores; null: it has none that take fp32."""
+    bf16: bool = True
+    """Whether it computes in bf16."""
+    per_machine: int = 8
+    """Devices in one machine."""
+
+    def matrix_flops(self, precision: str, *, half: bool, tensor_cores: bool) -> tuple[float, bool]:
+        """The figure for a matrix product of a run in `precision`, and whether tensor cores compute it.
+
+        `half`: whether its numbers have 16 bits.
+        """
+        if half:
+            without = self.half or self.flops
+            return (self.tensor, True) if tensor_cores and self.tensor else (without, False)
+        if precision == "tf32" and tensor_cores and self.tf32:
+            return self.tf32, True
+        return self.flops, False
+
+    def refusal(self, precision: str, *, tensor_cores: bool) -> str | None:
+        """Why it cannot compute in this precision."""
+        if precision == "tf32" and (self.tf32 is None or not tensor_cores):
+            return "needs tensor cores for tf32" if self.tf32 else "has no tf32"
+        return "has no bf16" if precision == "bf16" and not self.bf16 else None
 
 
+PCIE_3, PCIE_4, PCIE_5 = 12e9, 25e9, 50e9
 DEVICES: Mapping[str, DeviceSpec] = {
-    "p40": DeviceSpec(11.76e12, 24 * GIB, 346e9, 12e9),  # PCIe 3.0 x16, 15.75 GB/s less its protocol
-    "t4": DeviceSpec(8.1e12, 16 * GIB, 320e9, 12e9),  # PCIe 3.0 x16
-    "v100": DeviceSpec(15.7e12, 32 * GIB, 900e9, 150e9),  # NVLink 2: 300 GB/s both ways together
-    "rtx3090": DeviceSpec(35.6e12, 24 * GIB, 936e9, 25e9),  # PCIe 4.0 x16, 31.5 GB/s less its protocol
-    "a10": DeviceSpec(31.2e12, 24 * GIB, 600e9, 25e9),  # PCIe 4.0 x16
-    "a100": DeviceSpec(19.5e12, 80 * GIB, 2039e9, 300e9),  # NVLink 3: 600 GB/s both ways together
-    "rtx4090": DeviceSpec(82.6e12, 24 * GIB, 1008e9, 25e9),  # PCIe 4.0 x16
-    "l4": DeviceSpec(30.3e12, 24 * GIB, 300e9, 25e9),  # PCIe 4.0 x16
-    "h100": DeviceSpec(66.9e12, 80 * GIB, 3352e9, 450e9),  # NVLink 4: 900 GB/s both ways together
+    "p40": DeviceSpec(11.76e12, 24 * GIB, 346e9, PCIE_3, half=0.184e12, bf16=False),
+    "p100": DeviceSpec(9.3e12, 16 * GIB, 732e9, PCIE_3, half=18.7e12, bf16=False),
+    "t4": DeviceSpec(8.1e12, 16 * GIB, 320e9, PCIE_3, half=16.2e12, tensor=65e12, bf16=False),
+    # NVLink 2: 300 GB/s both ways together
+    "v100": DeviceSpec(15.7e12, 32 * GIB, 900e9, 150e9, half=31.4e12, tensor=125e12, bf16=False),
+    "rtx3090": DeviceSpec(35.6e12, 24 * GIB, 936e9, PCIE_4, tensor=71e12, tf32=35.6e12),
+    "a10": DeviceSpec(31.2e12, 24 * GIB, 600e9, PCIE_4, tensor=125e12, tf32=62.5e12),
+    # NVLink 3: 600 GB/s both ways together; a machine has 200 Gbit/s for each device
+    "a100": DeviceSpec(19.5e12, 80 * GIB, 2039e9, 300e9, 25e9, half=78e12, tensor=312e12, tf32=156e12),
+    "rtx4090": DeviceSpec(82.6e12, 24 * GIB, 1008e9, PCIE_4, tensor=165.2e12, tf32=82.6e12),
+    "l4": DeviceSpec(30.3e12, 24 * GIB, 300e9, PCIE_4, tensor=121e12, tf32=60e12),
+    "l40s": DeviceSpec(91.6e12, 48 * GIB, 864e9, PCIE_4, tensor=362e12, tf32=183e12),
+    # NVLink 4: 900 GB/s both ways together; 400 Gbit/s for each device
+    "h100": DeviceSpec(66.9e12, 80 * GIB, 3352e9, 450e9, 50e9, half=133.8e12, tensor=989.4e12, tf32=494.7e12),
+    "h200": DeviceSpec(
+        66.9e12, 141 * 10**9, 4800e9, 450e9, 50e9, half=133.8e12, tensor=989.4e12, tf32=494.7e12
+    ),
+    # NVLink 5: 1.8 TB/s both ways together
+    "b200": DeviceSpec(75e12, 180 * 10**9, 7700e9, 900e9, 50e9, tensor=2250e12, tf32=1125e12),
+    "rtx5090": DeviceSpec(104.8e12, 32 * GIB, 1792e9, PCIE_5, tensor=209.5e12, tf32=104.8e12),
+    # Infinity Fabric: 128 GB/s both ways together to each of the seven others
+    "mi300x": DeviceSpec(163.4e12, 192 * 10**9, 5300e9, 64e9, 50e9, tensor=1307.4e12, tf32=653.7e12),
 }
 
 
-def estimate_costs(
-    module: Sequence[nn.Module], facts: ModelFacts, device: DeviceSpec, scale: float = 1.0
-) -> LayerCosts:
-    """The costs of a micro-batch with `scale` times the rows of the one the facts are of, by the roofline model.
+def own_device(figures: Mapping[str, Any]) -> DeviceSpec:
+    """A device of which you give the figures, such as `{flops: 50e12, memory: 24GiB, bandwidth: 1e12, link: 25e9}`.
 
-    A layer takes as long as the slower of its arithmetic and its memory traffic, plus a little for each kernel launch.
+    `flops` then holds for every precision that has no figure of its own.
     """
-    flops, bandwidth = FLOPS_REACHED * device.flops, BANDWIDTH_REACHED * device.bandwidth
-    forward: list[float] = []
-    backward: list[float] = []
-    weight_grad: list[float] = []
-    input_bytes = facts.input.bytes
-    for layer, layer_facts, layer_flops in zip(module, facts.layers, facts.flops, strict=True):
-        trained = sum(parameter.nbytes for parameter in layer.parameters() if parameter.requires_grad)
-        kernels = KERNEL_MS * sum(not list(submodule.children()) for submodule in layer.modules())
-        # Forward reads the input and writes what it saves, at least the output; backward moves the same again and the
-        # gradients of both.
-        moved = scale * (input_bytes + max(layer_facts.saved_bytes, layer_facts.output_bytes))
-        weights = layer_facts.parameter_bytes
-        traffic, traffic_back = (moved + weights) / bandwidth, (2 * moved + weights + trained) / bandwidth
-        forward.append(1000 * max(scale * layer_flops.forward / flops, traffic) + kernels)
-        both = 1000 * max(scale * layer_flops.backward / flops, traffic_back) + 2 * kernels
-        backward.append(both if layer_facts.index >= facts.frozen_layers else 0.0)
-        weight_grad.append(backward[-1] / 2 * (trained / weights if weights else 1.0))
-        input_bytes = layer_facts.output_bytes
-    transfer = [1000 * scale * facts.boundary(end).bytes / device.link for end in range(1, len(module) + 1)]
-    share = sum(weight_grad) / sum(backward) if any(backward) else 0.5
-    split = BackwardSplit(1 - share, share)
-    return LayerCosts(forward, backward, transfer=transfer, split=split, frozen_layers=facts.frozen_layers)
+    names = [field.name for field in fields(DeviceSpec)]
+    for name in figures:
+        if name not in names:
+            raise ConfigError(f"device.{name}: unknown figure of a device; it has {', '.join(names)}")
+    for name in ("flops", "memory", "bandwidth", "link"):
+        if name not in figures:
+            raise ConfigError(f"device: a device of your own needs {name}")
+    given = {name: _figure(name, value) for name, value in figures.items()}
+    return DeviceSpec(**{"tensor": given["flops"], "tf32": given["flops"], **given})
+
+
+def _figure(name: str, value: Any) -> Any:
+    if name == "memory":
+        try:
+            return parse_bytes(value)
+        except ValueError as error:
+            raise ConfigError(f"device.memory={value}: {error}") from error
+    if name == "bf16":
+        return bool(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"device.{name}={value}: must be a positive number") from error
+    if not 0 < number < float("inf"):
+        raise ConfigError(f"device.{name}={value}: must be a positive number")
+    return int(number) if name == "per_machine" else number

@@ -29,6 +29,13 @@ CURES = {
         "chunks, or fewer partitions, shortens that"
     ),
     "transfers": "tensors on their way between devices hold it up: cut where less crosses, or use a faster link",
+    "update": (
+        "the sum of gradients over replicas and the optimizer's update hold it up: a larger batch_size makes them rarer"
+    ),
+    "host": (
+        "one Python process launches the kernels of all devices: larger micro-batches have fewer of them, and "
+        "engine=processes has a process for each device"
+    ),
     "memory": "the memory limit holds it up: a larger device_memory or a smaller batch_size makes it quicker",
     "work": "devices are busy almost all the time: only faster devices, or more of them, make it quicker",
 }
@@ -38,7 +45,7 @@ CURES = {
 @dataclass(frozen=True)
 class Limit:
     name: str
-    """slowest partition, bubble, memory, transfers, or work: devices are busy almost all the time."""
+    """slowest partition, bubble, memory, transfers, update, host, or work: devices are busy almost all the time."""
     share: float
     """By this share the step would be shorter without it."""
 
@@ -83,12 +90,17 @@ class Prediction:
         """The arguments for `gpipe train`."""
         if self.is_plain:
             return f"engine=single chunks={self.shape.chunks}"
+        devices = "" if self.shape.partitions == self.shape.devices else f" devices={self.shape.devices}"
+        return f"{self.pipeline_overrides}{devices}"
+
+    @property
+    def pipeline_overrides(self) -> str:
+        """The same without the devices."""
         layers = ",".join(map(str, self.balance))
         checkpoint = self.checkpoint if isinstance(self.checkpoint, str) else f"[{','.join(self.checkpoint)}]"
-        devices = "" if self.shape.partitions == self.shape.devices else f" devices={self.shape.devices}"
         return (
             f"balance=manual balance.layers=[{layers}] chunks={self.shape.chunks} "
-            f"schedule={self.shape.schedule} checkpoint={checkpoint}{devices}"
+            f"schedule={self.shape.schedule} checkpoint={checkpoint}"
         )
 
     def facts(self) -> dict[str, Any]:
@@ -127,7 +139,9 @@ def predict(
     spec = shape.spec(cores)
     parts = costs.partitions(best.balance, spec)
     work = _work(spec, parts)
-    busy = work / (shape.devices * best.step_ms) if best.step_ms else 1.0
+    update_ms = costs.update_ms(best.balance, spec)
+    pipeline_ms = best.step_ms - update_ms
+    busy = work / (shape.devices * pipeline_ms) if pipeline_ms else 1.0
     at_once = min(shape.devices, cores or shape.devices)
     return Prediction(
         shape,
@@ -137,7 +151,15 @@ def predict(
         bubble=max(0.0, 1 - busy),
         samples_per_second=1000 * rows / best.step_ms if best.step_ms else 0.0,
         memory=_by_device(memory, shape.devices),
-        limit=limit_of(spec, parts, best.step_ms, work / at_once, without_limit_ms),
+        limit=limit_of(
+            spec,
+            parts,
+            best.step_ms,
+            work / at_once,
+            without_limit_ms,
+            update_ms=update_ms,
+            host_ms=costs.host_ms(best.balance, spec),
+        ),
     )
 
 
@@ -147,16 +169,23 @@ def limit_of(
     step_ms: float,
     work_ms: float,
     without_limit_ms: float | None,
+    update_ms: float = 0.0,
+    host_ms: float = 0.0,
 ) -> Limit:
-    """`work_ms` is the step in which every device, or core, is always busy."""
+    """`work_ms` is the step in which every device, or core, is always busy; `update_ms` comes after its end.
+
+    `host_ms` is how long one process needs to launch everything.
+    """
     without_transfer = [replace(part, transfer=0.0) for part in parts]
     equal = [_mean(without_transfer, spec)] * len(parts)
     without_transfers = simulated_step(spec, without_transfer)
     even = min(without_transfers, simulated_step(replace(spec, checkpoint="always"), equal))
-    # Each removes one more cause than the entry before it, so the first three shares add up to the step without its
+    # Each removes one more cause than the entry before it, so the first five shares add up to the step without its
     # work.
     shares = {
-        "transfers": step_ms - without_transfers,
+        "update": update_ms,
+        "host": max(0.0, host_ms - simulated_step(spec, parts)),
+        "transfers": simulated_step(spec, parts) - without_transfers,
         "slowest partition": without_transfers - even,
         "bubble": even - work_ms,
         "memory": 0.0 if without_limit_ms is None else step_ms - without_limit_ms,

@@ -28,7 +28,8 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def step_ms(spec: PipelineSpec, costs: LayerCosts, balance: Sequence[int]) -> float:
-    return simulated_step(spec, costs.partitions(balance, spec))
+    pipeline = max(simulated_step(spec, costs.partitions(balance, spec)), costs.host_ms(balance, spec))
+    return pipeline + costs.update_ms(balance, spec)
 
 
 def simulated_step(spec: PipelineSpec, costs: Sequence[PartitionCost]) -> float:

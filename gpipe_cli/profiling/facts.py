@@ -13,26 +13,28 @@ sample is one micro-batch. Layers run as in a pipe: in train mode, with skips, t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from math import prod
+from functools import cached_property
+from itertools import count
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
+from gpipe_cli.profiling.equal_layers import signature, structure
 from gpipe_cli.profiling.layers import LayerFacts, Sample, SavedTensors, Shape, frozen_layers
 from gpipe_cli.pytree import flatten, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names, original_output
 from gpipe_cli.sequential.without_storage import clone_with
 from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.skip.tracker import use_skip_tracker
-from gpipe_cli.torch_internals.attention_flops import ATTENTION_ON_CPU
 from gpipe_cli.torch_internals.fake_tensors import NEEDS_VALUES, fake_tensors, fake_twin
+from gpipe_cli.torch_internals.operation_recorder import Operation, OperationRecorder
 from gpipe_cli.torch_internals.tensor_memory import storage_of
 
 
@@ -43,6 +45,15 @@ class BoundaryFacts:
 
     shapes: tuple[Shape, ...]
     bytes: int
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LayerOperations:
+    """The kernels of one micro-batch, in the order in which they run; layers that do the same share one object."""
+
+    forward: Sequence[Operation]
+    backward: Sequence[Operation]
 
 
 @final
@@ -60,13 +71,21 @@ class ModelFacts:
     input: BoundaryFacts
     """What enters the first layer."""
     layers: tuple[LayerFacts, ...]
-    flops: tuple[LayerFlops, ...]
+    operations: tuple[LayerOperations, ...]
     """One per layer, of one micro-batch; none if they were not counted."""
     skips: tuple[SkipFacts, ...]
     storages: tuple[Mapping[int, int], ...]
     """For each layer what it keeps for backward: bytes by a number that tells storages apart."""
     frozen_layers: int = 0
     """How many layers come before the first trained one: a partition of such layers keeps nothing for backward."""
+
+    @cached_property
+    def flops(self) -> tuple[LayerFlops, ...]:
+        """One per layer, of one micro-batch; none if they were not counted."""
+        return tuple(
+            LayerFlops(*(sum(each.flops for each in way) for way in (layer.forward, layer.backward)))
+            for layer in self.operations
+        )
 
     def saved_bytes(self, begin: int, end: int) -> int:
         """Saved by layers `begin` to `end` (exclusive) for one micro-batch; shared storages count once."""
@@ -110,15 +129,8 @@ def model_facts(module: nn.Sequential, sample: Sample, *, count_flops: bool = Tr
     """Run one micro-batch with fake tensors; without FLOPs only its forward, in a third of the time."""
     names = layer_names(module)
     with fake_tensors(), torch.enable_grad():
-        clone = clone_with(module, fake_twin).train()
-        assert isinstance(clone, nn.Sequential), "a copy is what it was copied from"
-        with _flop_counter() if count_flops else nullcontext() as counter:
-            total = (lambda: 0) if counter is None else counter.get_total_flops
-            run = _FakeRun(clone, names, _FlopsPerLayer(len(clone), total))
-            outputs = run.forward(sample)
-            if count_flops:
-                run.backward(outputs)
-            flops = run.flops.finish() if count_flops else ()
+        run = _FakeRun(module, names, OperationRecorder() if count_flops else None)
+        run.run(sample)
     inputs = tensors_of(sample.input)
     return ModelFacts(
         input=BoundaryFacts(
@@ -128,7 +140,7 @@ def model_facts(module: nn.Sequential, sample: Sample, *, count_flops: bool = Tr
             saved.facts(index, names[index], layer)
             for index, (saved, layer) in enumerate(zip(run.saved, module, strict=True))
         ),
-        flops=flops,
+        operations=tuple(run.operations),
         skips=tuple(run.skips.popped),
         storages=tuple(saved.storages for saved in run.saved),
         frozen_layers=frozen_layers(module, sample),
@@ -136,39 +148,105 @@ def model_facts(module: nn.Sequential, sample: Sample, *, count_flops: bool = Tr
 
 
 @final
+@dataclass(frozen=True)
+class _SeenLayer:
+    index: int
+    inputs: Sequence[int]
+    """The storages of the tensors it got, and of those it returned, by their numbers."""
+    outputs: Sequence[int]
+    output: Any
+
+
+@final
 class _FakeRun:
-    """One micro-batch through a sequence of fake tensors."""
+    """One micro-batch through a sequence of fake tensors, layer by layer: each starts from leaves of its own.
 
-    def __init__(self, module: nn.Sequential, names: Sequence[str], flops: _FlopsPerLayer) -> None:
-        self._module, self._names = module, names
-        parameters = {storage_of(parameter) for parameter in module.parameters()}
-        self.saved = [SavedTensors(parameters) for _ in module]
+    A layer that equals an earlier one, and gets an input like it, is not run: what the earlier one did is repeated.
+    """
+
+    def __init__(
+        self, module: nn.Sequential, names: Sequence[str], recorder: OperationRecorder | None
+    ) -> None:
+        self._module, self._names, self._recorder = module, names, recorder
+        self._seen: dict[Hashable, _SeenLayer] = {}
+        # Storages are told apart by their addresses, so none may be freed before the last layer has run.
+        self._alive: list[Any] = []
+        # A tensor that was returned again by a repeated layer has another number than its address, below zero.
+        self._numbers: dict[int, int] = {}
+        self._fresh = count(-1, -1)
+        self.saved: list[SavedTensors] = []
+        self.operations: list[LayerOperations] = []
         self.skips = _RecordedSkips()
-        self.flops = flops
 
-    def forward(self, sample: Sample) -> tuple[Tensor, ...]:
-        """Return what backward starts from."""
+    def run(self, sample: Sample) -> None:
         value: Any = map_tensors(fake_twin, sample.input)
-        with use_skip_tracker(self.skips):
+        with self._recorder or nullcontext():
             for index, layer in enumerate(self._module):
-                value = self._layer(index, layer, value)
-                self.flops.ran(index, *tensors_of(value), *self.skips.take_stashed())
-        if sample.loss is None or sample.target is None:
-            return tensors_of(value)
-        output = original_output(self._module, value)
-        loss = self.saved[-1].including(sample.loss)(output, map_tensors(fake_twin, sample.target))
-        self.flops.ran(len(self._module) - 1)
-        return (loss,)
+                is_last = index == len(self._module) - 1
+                key = (structure(layer), *map(signature, tensors_of(value)), is_last)
+                seen = self._seen.get(key)
+                # A skip on its way may be in the memory of a tensor that a repeated layer would return again.
+                if seen is not None and not self.skips.pending:
+                    value = self._repeat(seen, value)
+                    continue
+                inputs = self._numbers_of(value)
+                output = self._run(index, value, sample if is_last else None)
+                self._number_storages(self.saved[index])
+                if not self.skips.has_any_of(index):
+                    self._seen[key] = _SeenLayer(index, inputs, self._numbers_of(output), output)
+                value = output
 
-    def backward(self, outputs: tuple[Tensor, ...]) -> None:
-        roots = [root for root in outputs if root.requires_grad]
-        if roots:
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    def _run(self, index: int, value: Any, sample: Sample | None) -> Any:
+        """`sample` is given to the last layer, of which the loss is a part."""
+        layer = clone_with(self._module[index], fake_twin).train()
+        parameters = list(layer.parameters())
+        saved = SavedTensors({storage_of(parameter) for parameter in parameters})
+        self.saved.append(saved)
+        value = map_tensors(_leaf, value)
+        if self._recorder is not None:
+            self._recorder.clear()
+        output = self._forward(index, layer, saved, value)
+        roots = (*tensors_of(output), *self.skips.stashed_by(index))
+        if sample is not None and sample.loss is not None and sample.target is not None:
+            predicted = original_output(self._module, output, training=True)
+            roots = (saved.including(sample.loss)(predicted, map_tensors(fake_twin, sample.target)),)
+        self._alive += (layer, roots)
+        if self._recorder is not None:
+            forward = self._recorder.take(parameters)
+            # Every micro-batch but the first adds to the gradients.
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+            _backward(roots)
+            self.operations.append(LayerOperations(forward, self._recorder.take(parameters)))
+        return output
 
-    def _layer(self, index: int, layer: nn.Module, value: Any) -> Value:
+    def _repeat(self, seen: _SeenLayer, value: Any) -> Any:
+        """The output of an earlier layer again, whose storages now count as others."""
+        now = dict(zip(seen.inputs, self._numbers_of(value), strict=True))
+        earlier = self.saved[seen.index]
+        for number in (*earlier.storages, *seen.outputs):
+            now.setdefault(number, next(self._fresh))
+        for tensor, number in zip(tensors_of(seen.output), seen.outputs, strict=True):
+            self._numbers[storage_of(tensor)] = now[number]
+        storages = {now[number]: size for number, size in earlier.storages.items()}
+        self.saved.append(earlier.with_storages(storages))
+        if self._recorder is not None:
+            self.operations.append(self.operations[seen.index])
+        return seen.output
+
+    def _numbers_of(self, value: Any) -> list[int]:
+        return [self._number(storage_of(tensor)) for tensor in tensors_of(value)]
+
+    def _number(self, storage: int) -> int:
+        return self._numbers.get(storage, storage)
+
+    def _number_storages(self, saved: SavedTensors) -> None:
+        saved.storages = {self._number(storage): size for storage, size in saved.storages.items()}
+
+    def _forward(self, index: int, layer: nn.Module, saved: SavedTensors, value: Any) -> Value:
         self.skips.layer = index
         try:
-            with self.saved[index] as saved:
+            with use_skip_tracker(self.skips), saved:
                 output = layer(value)
             saved.note_output(output)
             flatten(output, f"output of layer {index}")
@@ -183,98 +261,64 @@ class _FakeRun:
             raise
 
 
+def _leaf(tensor: Tensor) -> Tensor:
+    """The same tensor where backward ends, on which a layer may still write in place."""
+    if not tensor.requires_grad:
+        return tensor
+    leaf: Tensor = _Identity.apply(tensor.detach().requires_grad_())  # type: ignore[no-untyped-call]
+    return leaf
+
+
+class _Identity(torch.autograd.Function):
+    """Inside a Function the output of `detach` is no view, so a layer may write it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None  # nobody needs it further down
+
+
+def _backward(outputs: Sequence[Tensor]) -> None:
+    roots = [root for root in outputs if root.requires_grad]
+    if roots:
+        gradients = [torch.empty_like(root) for root in roots]
+        torch.autograd.backward(roots, gradients, retain_graph=True)
+
+
 @final
 @dataclass
 class _RecordedSkips:
     """Passes skips from layer to layer, and records which layer stashed and which popped each of them."""
 
     layer: int = 0
-    _stashed: list[Tensor] = field(default_factory=list)
+    _stashed: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    _popping: set[int] = field(default_factory=set)
     popped: list[SkipFacts] = field(default_factory=list)
     _values: dict[SkipName, tuple[int, Tensor | None]] = field(default_factory=dict)
 
     def save(self, name: SkipName, value: Tensor | None) -> None:
         self._values[name] = (self.layer, value)
         if value is not None:
-            self._stashed.append(value)
+            self._stashed[self.layer].append(value)
 
     def load(self, name: SkipName) -> Tensor | None:
         begin, value = self._values.pop(name)
+        self._popping.add(self.layer)
         if value is not None:
             self.popped.append(SkipFacts(begin, self.layer, tuple(value.shape), value.nbytes))
-        return value
+        return None if value is None else _leaf(value)
 
-    def take_stashed(self) -> list[Tensor]:
-        """What was stashed since the last call."""
-        stashed, self._stashed = self._stashed, []
-        return stashed
+    def stashed_by(self, layer: int) -> Sequence[Tensor]:
+        return self._stashed.get(layer, ())
 
+    @property
+    def pending(self) -> bool:
+        """Whether a skip has been stashed and not yet popped."""
+        return bool(self._values)
 
-def _flop_counter() -> FlopCounterMode:
-    """torch's own counter, corrected for what it omits or gets wrong."""
-    return FlopCounterMode(
-        display=False,
-        custom_mapping={**ATTENTION_ON_CPU, torch.ops.aten.convolution_backward: _convolution_backward},
-    )
-
-
-def _convolution_backward(
-    gradient: Shape,
-    input: Shape,
-    weight: Shape,
-    bias: object,
-    stride: object,
-    padding: object,
-    dilation: object,
-    transposed: bool,
-    output_padding: object,
-    groups: int,
-    wanted: Sequence[bool],
-    **options: Any,
-) -> int:
-    """As much as the forward for each of the gradients of input and weight; torch's formula forgets the groups."""
-    places = (input if transposed else gradient)[2:]
-    return 2 * gradient[0] * prod(places) * prod(weight) * sum(wanted[:2])
-
-
-@final
-class _FlopsPerLayer:
-    """Divides what a counter counts among the layers of a forward, and of the backward that follows.
-
-    Autograd, on one thread, runs last what was computed first: it finishes a layer's backward before it starts that of
-    the previous layer.
-    """
-
-    def __init__(self, layers: int, total: Callable[[], int]) -> None:
-        """`total` reads the counter."""
-        self._total = total
-        self._before = total()
-        self._forward = [0] * layers
-        self._backward = [0] * layers
-        self._current = layers - 1
-
-    def ran(self, layer: int, *outputs: Tensor) -> None:
-        """Count everything since the last call as this layer's forward.
-
-        When the gradient of any of its outputs exists, backward has reached the layer. The hooks must be registered
-        before the next layer runs: a tensor that it writes in place counts as its own output from then on.
-        """
-        self._forward[layer] += self._since()
-        for output in outputs:
-            if output.requires_grad:
-                output.register_hook(lambda gradient: self._enter(layer))  # type: ignore[no-untyped-call]
-
-    def finish(self) -> tuple[LayerFlops, ...]:
-        """After the backward."""
-        self._enter(0)
-        return tuple(map(LayerFlops, self._forward, self._backward))
-
-    def _enter(self, layer: int) -> None:
-        self._backward[self._current] += self._since()
-        # A layer may return the very tensor it got: then the hooks of both layers run, the earlier layer's first.
-        self._current = min(self._current, layer)
-
-    def _since(self) -> int:
-        now = self._total()
-        counted, self._before = now - self._before, now
-        return counted
+    def has_any_of(self, layer: int) -> bool:
+        """Whether the layer stashes or pops."""
+        return layer in self._stashed or layer in self._popping

@@ -92,6 +92,13 @@ class SavedTensors:
 
         return watched
 
+    def with_storages(self, storages: dict[int, int]) -> SavedTensors:
+        """The same of another layer, whose storages are others."""
+        other = SavedTensors(self._parameters)
+        other.storages = storages
+        other.output_shape, other.output_bytes = self.output_shape, self.output_bytes
+        return other
+
     def facts(self, index: int, name: str, layer: nn.Module) -> LayerFacts:
         return LayerFacts(
             index=index,

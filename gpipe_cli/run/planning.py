@@ -29,7 +29,6 @@ from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.bound import MemoryFit
 from gpipe_cli.plan.costs import LayerCosts
-from gpipe_cli.plan.devices import DEVICES, DeviceSpec, estimate_costs
 from gpipe_cli.plan.measured import CostMeasurer, intra_op_threads
 from gpipe_cli.plan.prediction import Prediction, predict
 from gpipe_cli.plan.search import RankedPlan, SearchResult, search
@@ -47,6 +46,7 @@ from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.partition_memory import partition_memory
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.data import BatchLoader
+from gpipe_cli.run.estimated_devices import EstimatedDevices, estimated_devices, layer_updates
 from gpipe_cli.run.optimizer import kept_state, optimizer_factory
 from gpipe_cli.run.training_step import (
     autocast_of,
@@ -55,6 +55,7 @@ from gpipe_cli.run.training_step import (
     sample_must_fit,
     trained_bytes,
 )
+from gpipe_cli.schedule import traits
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 MAX_CHUNKS_PER_DEVICE = 8
@@ -91,8 +92,9 @@ class Planner:
         model: nn.Sequential,
     ) -> None:
         self._settings, self._overrides, self._loader, self._model = settings, overrides, loader, model
-        name = settings.device if isinstance(settings, PlanConfig) else None
-        self._estimated_device: DeviceSpec | None = DEVICES[name] if name else None
+        self._estimated = estimated_devices(settings) if isinstance(settings, PlanConfig) else None
+        # A run of several replicas is planned by its engine's keys; only an estimate has a pipeline of each.
+        self._replicas = settings.data_parallel if isinstance(settings, PlanConfig) else 1
         self.devices = self._devices()
         # For gpipe plan, devices=4 on a CPU means four machines like this one; devices=[cpu,cpu] means workers that
         # share the cores of this machine.
@@ -100,7 +102,7 @@ class Planner:
         self.separate_machines = (
             on_cpu and isinstance(settings, PlanConfig) and isinstance(settings.devices, int)
         )
-        shares_cores = on_cpu and not self.separate_machines and self._estimated_device is None
+        shares_cores = on_cpu and not self.separate_machines and self._estimated is None
         self._cores = available_cores() if shares_cores else None
         self._facts = cache(self._facts_of)
         self._memory_of = cache(self._memory_with)
@@ -109,7 +111,7 @@ class Planner:
 
     @property
     def can_be_run(self) -> bool:
-        return self._estimated_device is None and not self.separate_machines
+        return self._estimated is None and not self.separate_machines
 
     def plan(self, keep: int) -> Planned:
         deadline = time.monotonic() + self._settings.plan.budget
@@ -137,36 +139,41 @@ class Planner:
         return next(self._loader.in_order("train"))
 
     def sample(self, chunks: int) -> Sample:
-        return make_sample(self._settings, self._loader, chunks)
+        return make_sample(self._settings, self._loader, chunks * self._replicas)
 
     def _devices(self) -> list[torch.device]:
         settings = self._settings
-        if self._estimated_device is not None:
-            return [torch.device("cpu")] * int(settings.devices)
+        if self._estimated is not None:
+            return [torch.device("cpu")] * len(self._estimated.runs)
         return resolve_devices(settings.devices, settings.partitions or default_partitions(settings.devices))
 
     def _space(self) -> SearchSpace:
         settings, most = self._settings, len(self.devices)
         numbers = range(1, most + 1) if most <= FEW_DEVICES else {*powers_of_two(most), most}
-        chunks = powers_of_two(settings.batch_size)
-        if self._estimated_device is None:
+        chunks = powers_of_two(self._batch_size)
+        if self._estimated is None:
             chunks = [count for count in chunks if count <= MAX_CHUNKS_PER_DEVICE * most]
         return SearchSpace(
             len(self._model),
             sorted(number for number in numbers if number <= len(self._model)),
-            [min(settings.chunks, settings.batch_size)] if self._given("chunks") else chunks,
-            [settings.schedule.name] if self._given("schedule") else searched_schedules(),
+            [min(settings.chunks, self._batch_size)] if self._given("chunks") else chunks,
+            [settings.schedule.name] if self._given("schedule") else self._schedules(),
             [self._checkpoint] if self._given("checkpoint") else CHECKPOINTS,
             settings.partitions,
             fitted=self._limit() is not None,
         )
 
+    def _schedules(self) -> list[str]:
+        """Replicas are processes, which torch's own schedules drive."""
+        searched = searched_schedules()
+        return [name for name in searched if self._replicas == 1 or traits(name).torch_schedule is not None]
+
     def _costs(
         self, chunks: Sequence[int], deadline: float
     ) -> tuple[Sequence[int], Callable[[PlanShape], LayerCosts], str]:
         """Measure or estimate: the values of `chunks` with known costs, the costs, and how they were obtained."""
-        if self._estimated_device is not None:
-            return self._estimates(chunks)
+        if self._estimated is not None:
+            return self._estimates(chunks, self._estimated)
         profiles = ProfileCache(default_folder(), reuse=self._settings.plan.cache, say=print_status)
         bench = CostMeasurer(
             self._model,
@@ -197,25 +204,26 @@ class Planner:
             )
         return measured, bench.costs, origin
 
+    @property
+    def _batch_size(self) -> int:
+        """Of one replica."""
+        return max(1, self._settings.batch_size // self._replicas)
+
     def _estimates(
-        self, chunks: Sequence[int]
+        self, chunks: Sequence[int], devices: EstimatedDevices
     ) -> tuple[Sequence[int], Callable[[PlanShape], LayerCosts], str]:
         """Count operations once, for the smallest micro-batch that the model accepts: they grow with its rows."""
-        assert self._estimated_device is not None
-        rows = {count: -(-self._settings.batch_size // count) for count in chunks}
-        number, counted = self._counted(sorted(chunks, reverse=True))
+        rows = {count: -(-self._batch_size // count) for count in chunks}
+        with autocast_of(self._settings):
+            number, counted = self._counted(sorted(chunks, reverse=True))
         self._smallest = number, self._memory_from(counted, number)
+        updates, shared_bytes = layer_updates(self._model, self._trained)
 
         @cache
         def costs(count: int) -> LayerCosts:
-            assert self._estimated_device is not None
-            return estimate_costs(
-                list(self._model), counted, self._estimated_device, rows[count] / rows[number]
-            )
+            return devices.costs(counted, rows[count] / rows[number], updates, shared_bytes)
 
-        origin = (
-            f"an estimate for {len(self.devices)} x {getattr(self._settings, 'device', '')}, not measured"
-        )
+        origin = f"an estimate for {devices.name}, not measured"
         return [count for count in chunks if count <= number], lambda shape: costs(shape.chunks), origin
 
     def _counted(self, chunks: Sequence[int]) -> tuple[int, ModelFacts]:
@@ -241,10 +249,16 @@ class Planner:
             return model_facts(self._model, sample, count_flops=False)
 
     def _limit(self) -> int | None:
+        """Of one device, or the largest of those that differ."""
         limit = memory_limit(self._settings)
-        return (
-            self._estimated_device.memory if limit is None and self._estimated_device is not None else limit
-        )
+        return max(self._estimated.memory) if limit is None and self._estimated is not None else limit
+
+    def _limits(self) -> Sequence[int]:
+        """Of devices that differ."""
+        if memory_limit(self._settings) is not None or self._estimated is None:
+            return ()
+        memory = self._estimated.memory
+        return memory if min(memory) < max(memory) else ()
 
     @property
     def _checkpoint(self) -> str:
@@ -271,19 +285,18 @@ class Planner:
             return False
         known_chunks, memory = self._smallest
         assert memory.limit is not None, "called only if there is a limit"
-        rows, known_rows = (
-            -(-self._settings.batch_size // chunks) for chunks in (shape.chunks, known_chunks)
-        )
+        rows, known_rows = (-(-self._batch_size // chunks) for chunks in (shape.chunks, known_chunks))
         times = -(-rows // known_rows)
         most = memory.most(graphs=times * (shape.chunks + 1), inputs=times * shape.chunks)
-        return most <= memory.limit / shape.spec().partitions_per_device
+        limit = min(self._limits(), default=memory.limit)
+        return most <= limit / shape.spec().partitions_per_device
 
     def _memory_with(self, chunks: int) -> MemoryObjective:
         return self._memory_from(self._facts(chunks), chunks)
 
     def _memory_from(self, facts: ModelFacts, chunks: int) -> MemoryObjective:
         return memory_objective_from_facts(
-            self._model, facts, PipelineSpec("gpipe", 1, chunks), self._trained, self._limit()
+            self._model, facts, PipelineSpec("gpipe", 1, chunks), self._trained, self._limit(), self._limits()
         )
 
     @cached_property

@@ -15,7 +15,7 @@ from gpipe_cli.accelerator.memory import is_out_of_memory
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.size import TrainedBytes, memory_objective
 from gpipe_cli.config.instantiate import instantiate
-from gpipe_cli.config.schema import CostConfig, ModelConfig, RunConfig
+from gpipe_cli.config.schema import CostConfig, ModelConfig, PlanConfig, RunConfig
 from gpipe_cli.engines.training_loss import DTYPES
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.loss import LossFunction
@@ -87,7 +87,7 @@ def sample_must_fit(sample: Sample) -> Iterator[None]:
 
 def autocast_of(settings: ModelConfig, device_type: str = "cpu") -> AbstractContextManager[Any]:
     """The autocast of the run. The default is for meta tensors, which torch treats as CPU tensors here."""
-    dtype = DTYPES.get(settings.precision) if isinstance(settings, RunConfig) else None
+    dtype = DTYPES.get(settings.precision) if isinstance(settings, RunConfig | PlanConfig) else None
     return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
 
 

@@ -138,14 +138,13 @@ def layer_class(layer: nn.Module) -> str:
     return traced or type(layer).__name__
 
 
-def original_output(module: nn.Sequential, output: Any) -> Any:
-    """Build what the original model returns from the last layer's output.
+def original_output(module: nn.Sequential, output: Any, training: bool | None = None) -> Any:
+    """Build what the original model returns from the last layer's output; `training` is by default the module's mode.
 
     Pipelines carry tensors and tuples, so the last layer of a model that returns anything else returns its tensors.
     """
-    template = (
-        module.output_templates.get(module.training, SINGLE) if isinstance(module, Sequence) else SINGLE
-    )
+    mode = module.training if training is None else training
+    template = module.output_templates.get(mode, SINGLE) if isinstance(module, Sequence) else SINGLE
     return output if template == SINGLE else unflatten(template, output)
 
 

@@ -1,67 +1,56 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import nn
-from torch.nn import functional
 
-from gpipe_cli.plan.devices import (
-    BANDWIDTH_REACHED,
-    DEVICES,
-    FLOPS_REACHED,
-    KERNEL_MS,
-    DeviceSpec,
-    estimate_costs,
-)
-from gpipe_cli.profiling.facts import model_facts
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.plan.devices import DEVICES, own_device
 
-WIDTH, ROWS = 64, 16
-
-
-def _estimated(device: DeviceSpec, scale: float = 1.0) -> tuple[list[float], list[float]]:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
-    sample = Sample(torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH), functional.mse_loss)
-    costs = estimate_costs(list(model), model_facts(model, sample), device, scale)
-    return costs.without_recompute.forward, [costs.partition(0, 1).transfer, costs.partition(1, 2).transfer]
-
-
-def test_a_layer_takes_its_arithmetic_where_that_is_slower() -> None:
-    forward, _ = _estimated(DeviceSpec(flops=1e6, memory=1, bandwidth=1e30, link=1e30))
-    assert forward[1] == pytest.approx(1000 * 2 * ROWS * WIDTH * WIDTH / (FLOPS_REACHED * 1e6) + KERNEL_MS)
-
-
-def test_a_layer_takes_its_traffic_where_that_is_slower() -> None:
-    forward, transfers = _estimated(DeviceSpec(flops=1e30, memory=1, bandwidth=1e6, link=1e6))
-    activation, parameters = 4 * ROWS * WIDTH, 4 * (WIDTH * WIDTH + WIDTH)
-    traffic = 2 * activation + parameters
-    assert forward[1] == pytest.approx(1000 * traffic / (BANDWIDTH_REACHED * 1e6) + KERNEL_MS)
-    assert transfers == pytest.approx([1000 * activation / 1e6] * 2)
-
-
-def test_more_rows_take_longer_but_not_to_start() -> None:
-    device = DeviceSpec(flops=1e6, memory=1, bandwidth=1e30, link=1e30)
-    (once, _), (twice, _) = _estimated(device), _estimated(device, 2.0)
-    assert twice[1] - KERNEL_MS == pytest.approx(2 * (once[1] - KERNEL_MS))
-
-
-def test_frozen_layers_have_less_to_do_in_backward() -> None:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
-    sample = Sample(torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH), functional.mse_loss)
-    device = DeviceSpec(flops=1e6, memory=1, bandwidth=1e30, link=1e30)
-    model[0].requires_grad_(False)
-    model[2].requires_grad_(False)
-    costs = estimate_costs(list(model), model_facts(model, sample), device)
-    once = 1000 * 2 * ROWS * WIDTH * WIDTH / (FLOPS_REACHED * 1e6)
-    # The first layer has no backward, the second no gradient of its input, the third none of its weights.
-    parts = [costs.partition(index, index + 1, checkpoint_stop=1) for index in range(4)]
-    assert [part.backward for part in parts] == pytest.approx([0, once, once, 2 * once], rel=1e-3)
-    assert [part.recompute > 0 for part in parts] == [False, True, True, True]
-    assert parts[1].input_grad == 0 and parts[1].weight_grad == parts[1].backward
-    assert costs.split.input_grad > costs.split.weight_grad
+FIGURES = {"flops": 50e12, "memory": "24GiB", "bandwidth": "1e12", "link": 25e9}
 
 
 def test_every_device_has_figures_of_the_right_size() -> None:
     for device in DEVICES.values():
         assert 1e12 < device.flops < 1e15 and 2**33 < device.memory < 2**40
         assert 1e11 < device.bandwidth < 1e13 and 1e9 < device.link < device.bandwidth
+        assert 1e9 < device.network <= device.link or device.link < 13e9
+        tensor = [figure for figure in (device.tf32, device.tensor) if figure is not None]
+        assert all(device.flops <= figure < 1e16 for figure in tensor)
+
+
+def test_tensor_cores_take_16_bits_and_tf32_but_not_fp32() -> None:
+    a100 = DEVICES["a100"]
+    assert a100.matrix_flops("fp16", half=True, tensor_cores=True) == (312e12, True)
+    assert a100.matrix_flops("fp16", half=True, tensor_cores=False) == (78e12, False)
+    assert a100.matrix_flops("fp16", half=False, tensor_cores=True) == (19.5e12, False)
+    assert a100.matrix_flops("fp32", half=False, tensor_cores=True) == (19.5e12, False)
+    assert a100.matrix_flops("tf32", half=False, tensor_cores=True) == (156e12, True)
+
+
+def test_a_device_refuses_what_it_cannot_compute() -> None:
+    assert DEVICES["t4"].refusal("bf16", tensor_cores=True) == "has no bf16"
+    assert DEVICES["t4"].refusal("tf32", tensor_cores=True) == "has no tf32"
+    assert DEVICES["a100"].refusal("tf32", tensor_cores=False) == "needs tensor cores for tf32"
+    assert DEVICES["a100"].refusal("bf16", tensor_cores=True) is None
+
+
+def test_a_device_of_your_own_has_one_figure_for_every_precision() -> None:
+    device = own_device(FIGURES)
+    assert (device.memory, device.bandwidth, device.network) == (24 * 2**30, 1e12, 12.5e9)
+    for precision, half in (("fp32", False), ("tf32", False), ("bf16", True), ("fp16", True)):
+        assert device.matrix_flops(precision, half=half, tensor_cores=True)[0] == 50e12
+    assert own_device({**FIGURES, "tensor": 400e12}).tensor == 400e12
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        ({**FIGURES, "flop": 1}, r"device\.flop: unknown figure of a device; it has flops, memory"),
+        ({"flops": 1e12}, "a device of your own needs memory"),
+        ({**FIGURES, "link": "fast"}, r"device\.link=fast: must be a positive number"),
+        ({**FIGURES, "link": 0}, r"device\.link=0: must be a positive number"),
+        ({**FIGURES, "memory": "much"}, r"device\.memory=much: expected a number of bytes"),
+    ],
+)
+def test_a_wrong_figure_is_named(figures: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        own_device(figures)

@@ -170,3 +170,30 @@ def test_shapes_that_cannot_win_are_not_looked_into() -> None:
     result = search(shapes, lambda shape: costs, fit_of, keep=1)
     assert result.plans[0].shape.devices == 64 and result.gap == pytest.approx(0)
     assert {shape.devices for shape in looked} == {64} and len(looked) < len(shapes) / 3
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble", "interleaved"])
+def test_no_balance_over_different_devices_is_better(seed: int, schedule: str) -> None:
+    """Each device has costs and memory of its own."""
+    draw = random.Random(seed)
+    layers, devices = draw.randint(6, 8), 2 if schedule == "interleaved" else 3
+    costs = LayerCosts.mixed([replace_frozen(_costs(draw, layers)) for _ in range(devices)])
+    sizes = _bytes(draw, layers)
+    limits = [draw.randint(250, 900) for _ in range(devices)]
+    shape = PlanShape(4 if schedule == "interleaved" else 3, devices, 4, schedule, "except_last")
+    memory = MemoryObjective(sizes, shape.spec(), max(limits), limits=limits)
+    found = search([shape], lambda shape: costs, lambda shape: MemoryFit({"except_last": memory}), keep=1)
+
+    def fits(balance: tuple[int, ...]) -> bool:
+        ranges = itertools.pairwise([0, *itertools.accumulate(balance)])
+        return all(memory.allows(place, *each) for place, each in enumerate(ranges))
+
+    steps = [step_ms(shape.spec(), costs, each) for each in _balances(layers, shape.partitions) if fits(each)]
+    assert [plan.best.step_ms for plan in found.plans] == pytest.approx([min(steps)] if steps else [])
+
+
+def replace_frozen(costs: LayerCosts) -> LayerCosts:
+    """The same layers are frozen on every device, so none are here."""
+    costs.frozen_layers = 0
+    return costs

@@ -251,3 +251,74 @@ def test_without_flops_the_rest_is_the_same() -> None:
     assert [sorted(storages.values()) for storages in quick.storages] == [
         sorted(storages.values()) for storages in counted.storages
     ]
+
+
+def test_equal_layers_are_looked_at_once_and_say_the_same() -> None:
+    """A wrapper without a structure of its own, such as a lambda in an attribute, keeps a layer from being repeated."""
+
+    def model(*, differ: bool) -> nn.Sequential:
+        built = gpt.build(width=16, depth=6, heads=2, input_shape=(32,))
+        for number, layer in enumerate(built):
+            layer.own = object() if differ else 3  # type: ignore[assignment]
+            assert number < 8
+        return built
+
+    sample = Sample(torch.randint(256, (2, 32)), torch.randint(256, (2, 32)), TokenCrossEntropy())
+    repeated, looked_at = (model_facts(model(differ=differ), sample) for differ in (False, True))
+    assert repeated.operations[2] is repeated.operations[1]
+    assert looked_at.operations[2] is not looked_at.operations[1]
+    ways = [[(each.forward, each.backward) for each in facts.operations] for facts in (repeated, looked_at)]
+    assert ways[0] == ways[1]
+    assert repeated.layers == looked_at.layers
+    ranges = [(begin, end) for begin in range(8) for end in range(begin + 1, 9)]
+    assert [repeated.saved_bytes(*each) for each in ranges] == [
+        looked_at.saved_bytes(*each) for each in ranges
+    ]
+
+
+def test_layers_that_look_the_same_but_differ_in_a_number_are_told_apart() -> None:
+    class Repeats(nn.Module):
+        def __init__(self, times: int) -> None:
+            super().__init__()
+            self.linear, self.times = nn.Linear(4, 4, bias=False), times
+
+        def forward(self, input: Tensor) -> Tensor:
+            for _ in range(self.times):
+                input = self.linear(input)
+            return input
+
+    facts = model_facts(nn.Sequential(Repeats(1), Repeats(2), Repeats(1)), Sample(torch.randn(2, 4)))
+    assert [layer.forward for layer in facts.flops] == [64, 128, 64]
+
+
+def test_kernels_move_the_bytes_of_their_tensors() -> None:
+    facts = model_facts(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout()), Sample(torch.randn(4, 8)))
+    (linear, relu, dropout) = facts.operations
+    assert [(each.name, each.activation_bytes, each.weight_bytes) for each in linear.forward] == [
+        ("addmm", 4 * (4 * 8 + 4 * 16), 4 * (8 * 16 + 16))
+    ]
+    assert [(each.name, each.flops, each.activation_bytes) for each in relu.forward] == [
+        ("relu", 0, 2 * 4 * 4 * 16)
+    ]
+    # On an accelerator a dropout is one kernel, not one to draw, one to scale and one to multiply.
+    assert [each.name for each in dropout.forward] == ["mul"]
+    # The input needs no gradient; the gradients of weight and bias are computed, then added to those there are.
+    assert [each.name for each in linear.backward] == ["mm", "sum", "add_", "add_"]
+    assert all(each.weight_grad == 1 for each in linear.backward)
+
+
+def test_copies_of_weights_in_16_bits_do_not_grow_with_the_rows() -> None:
+    module = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
+    weight = 8 * 16
+    for rows in (1, 5):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            facts = model_facts(module, Sample(torch.randn(rows, 8)))
+        second = facts.operations[1]
+        assert [(each.name, each.weight_bytes) for each in second.forward] == [
+            ("_to_copy", (4 + 2) * weight),
+            ("mm", 2 * weight),
+        ]
+        assert second.forward[1].half and second.forward[1].aligned
+        moved = {each.name: each.weight_bytes for each in second.backward}
+        assert moved["_to_copy"] == (4 + 2) * weight and moved["add_"] == 3 * 4 * weight
+        assert sum(each.activation_bytes for each in second.backward) == 2 * rows * (2 * 16 + 2 * 8)

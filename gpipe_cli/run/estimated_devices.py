@@ -1,0 +1,117 @@
+"""The devices that `gpipe plan device=...` or `devices=[a100,a100,t4]` plans for, and the costs of a model on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+from torch import nn
+
+from gpipe_cli.config.schema import PlanConfig
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.plan.costs import LayerCosts
+from gpipe_cli.plan.device_costs import DeviceRun, LayerUpdate, estimate_costs
+from gpipe_cli.plan.devices import DEVICES, DeviceSpec, own_device
+from gpipe_cli.profiling.facts import ModelFacts
+
+
+@final
+@dataclass(frozen=True)
+class EstimatedDevices:
+    runs: Sequence[DeviceRun]
+    """Of one pipeline, in order; all others are like it."""
+    name: str
+
+    @property
+    def memory(self) -> list[int]:
+        """Bytes of each device."""
+        return [run.device.memory for run in self.runs]
+
+    def costs(
+        self,
+        facts: ModelFacts,
+        scale: float,
+        update: Sequence[LayerUpdate],
+        shared_bytes: int,
+    ) -> LayerCosts:
+        by_run: dict[DeviceRun, LayerCosts] = {}
+        for run in self.runs:
+            if run not in by_run:
+                by_run[run] = estimate_costs(facts, run, scale, update, shared_bytes)
+        if len(by_run) == 1:
+            return by_run[self.runs[0]]
+        return LayerCosts.mixed([by_run[run] for run in self.runs])
+
+
+def estimated_devices(settings: PlanConfig) -> EstimatedDevices | None:
+    """None if the devices are those of this machine."""
+    specs = _specs(settings)
+    if specs is None:
+        return None
+    replicas = settings.data_parallel
+    for spec in specs:
+        if (refusal := spec.refusal(settings.precision, tensor_cores=settings.tensor_cores)) is not None:
+            raise ConfigError(
+                f"precision={settings.precision}: this device {refusal}; choose another precision"
+            )
+    # The devices of one replica follow each other, and fill a machine before the next.
+    pipeline = specs[: len(specs) // replicas]
+    spans_machines = len(specs) > pipeline[0].per_machine
+    # Replicas, and pipelines over several machines, have a process for each device.
+    any_leaves = len(pipeline) > pipeline[0].per_machine
+    runs = []
+    for place, spec in enumerate(pipeline):
+        following = pipeline[min(place + 1, len(pipeline) - 1)]
+        leaves = (place + 1) % spec.per_machine == 0 and place + 1 < len(pipeline)
+        # The slower of the two devices decides how fast a tensor gets from one to the other.
+        link = min(spec.network, following.network) if leaves else min(spec.link, following.link)
+        runs.append(
+            DeviceRun(
+                replace(spec, link=link),
+                settings.precision,
+                settings.tensor_cores,
+                replicas,
+                overlaps=True,
+                spans_machines=replicas > 1 and spans_machines,
+                leaves_machine=leaves,
+                one_process=replicas == 1 and not any_leaves,
+            )
+        )
+    return EstimatedDevices(runs, _name(settings, specs))
+
+
+def layer_updates(
+    model: nn.Sequential, trained: Callable[[nn.Parameter], int]
+) -> tuple[list[LayerUpdate], int]:
+    """What an update of each layer moves, and the bytes of parameters that several layers share.
+
+    `trained` gives the bytes of a parameter with its gradient and the optimizer's state.
+    """
+    counted: set[nn.Parameter] = set()
+    updates, shared = [], 0
+    for layer in model:
+        parameters = [each for each in layer.parameters() if each.requires_grad]
+        shared += sum(each.nbytes for each in parameters if each in counted)
+        own = [each for each in parameters if each not in counted]
+        counted.update(own)
+        bytes = sum(each.nbytes for each in own)
+        updates.append(LayerUpdate(bytes, bytes, sum(trained(each) - 2 * each.nbytes for each in own)))
+    return updates, shared
+
+
+def _specs(settings: PlanConfig) -> list[DeviceSpec] | None:
+    device, devices = settings.device, settings.devices
+    if device is not None:
+        spec = own_device(device) if isinstance(device, Mapping) else DEVICES[device]
+        return [spec] * int(devices)
+    if isinstance(devices, list) and all(name in DEVICES for name in devices):
+        return [DEVICES[name] for name in devices]
+    return None
+
+
+def _name(settings: PlanConfig, specs: Sequence[DeviceSpec]) -> str:
+    if settings.device is None:
+        return ", ".join(map(str, settings.devices))
+    kind = "a device of your own" if isinstance(settings.device, Mapping) else str(settings.device)
+    return f"{len(specs)} x {kind}"
