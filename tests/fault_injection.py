@@ -214,7 +214,7 @@ def fail_log_writes() -> None:
 
 
 def kill_while_pruning() -> None:
-    manager.verify_snapshot = lambda path: kill_self()  # type: ignore[assignment]
+    manager.verify_part = lambda *_: kill_self()  # type: ignore[assignment]
 
 
 def signal_again_during_slow_save() -> None:

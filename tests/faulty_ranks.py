@@ -19,9 +19,8 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from gpipe_cli.distributed.peer import Peer
 from gpipe_cli.training.signals import STOP_SIGNALS
-from gpipe_cli.training.snapshot import contents
+from gpipe_cli.training.snapshot import writing
 from tests import faulty
 
 FAULT = "GPIPE_TEST_FAULT"
@@ -130,12 +129,18 @@ IN_LAYER: Mapping[str, Callable[[Tensor], Any]] = {
 }
 
 
-def raises_while_saving(*_: Any) -> NoReturn:
+def raises_while_saving(*_: Any, **__: Any) -> NoReturn:
     raise ValueError("broken while saving")
 
 
 def full_disk(*_: Any, **__: Any) -> NoReturn:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+IN_WRITER: Mapping[str, Callable[..., NoReturn]] = {
+    "raises while saving": raises_while_saving,
+    "full disk": full_disk,
+}
 
 
 def due() -> str:
@@ -163,8 +168,6 @@ def model(num_classes: int, width: int = 4) -> nn.Module:
     faulty.in_layer = layer
     if fault:
         watch_stop_signals()
-    if fault == "raises while saving":
-        Peer.send = raises_while_saving  # type: ignore[method-assign]
-    if fault == "full disk":
-        contents.write_directory = full_disk
+    if fault in IN_WRITER and os.environ.get("RANK") == "1":
+        writing.write_files = IN_WRITER[fault]
     return faulty.model(num_classes, width)

@@ -13,7 +13,7 @@ from gpipe_cli.report.output import print_status
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.export import hf_directory, peft_directory, safetensors_file
 from gpipe_cli.run.snapshot_choice import AT, choose_snapshot
-from gpipe_cli.training.snapshot.manifest import MODEL
+from gpipe_cli.training.snapshot.file_names import MODEL
 
 KEYS = {"run": "directory", "at": "best|last", "snapshot": "directory", "out": "file", "format": "format"}
 FORMATS = {

@@ -16,7 +16,7 @@ from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, RunError
-from gpipe_cli.launch.rank_setup import is_main_process, lost_peer_as_peer_error
+from gpipe_cli.launch.rank_setup import PRACTICALLY_FOREVER, is_main_process, lost_peer_as_peer_error
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.partition_memory import partition_memory
 from gpipe_cli.report.model_tables import (
@@ -45,7 +45,7 @@ from gpipe_cli.run.ranks import (
     with_heartbeat,
 )
 from gpipe_cli.run.recorder import GuardedLogger, RankRecorder, Recorder, RunRecorder
-from gpipe_cli.run.resume import ResumedRun, check_resumable, check_same_snapshot, load_resumed_run
+from gpipe_cli.run.resume import ResumedRun, check_resumable, load_resumed_run, verified_in_ranks
 from gpipe_cli.run.run_page import RunPage
 from gpipe_cli.run.setup import RunSetup, check_disk_space, launch_facts, set_up_run, write_launch
 from gpipe_cli.run.summary import (
@@ -79,7 +79,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             settings, job = with_best_plan(settings, job)
         settings = settings_for_rank(settings, job)
         world = cleanup.enter_context(connect(settings, job))
-        check_same_snapshot(resumed, world)
+        resumed, settings = verified_in_ranks(resumed, settings, world)
         parts = build_parts_in_ranks(settings, job, world)
         spec = _train_spec(settings, parts.loader)
         if resumed is not None and resumed.snapshot is not None:
@@ -171,7 +171,7 @@ def _train(
             setup.record,
             recorder.sync,
             base_files=None if base is None else base.digests,
-            writes=world.is_rank_zero,
+            world=world.for_thread(PRACTICALLY_FOREVER),
         ) as manager,
     ):
         events = train(

@@ -61,6 +61,17 @@ def share_json(value: Any, source: int, group: ProcessGroup) -> Any:
     return decode(text)
 
 
+def gather_json(value: Any, group: ProcessGroup) -> list[Any]:
+    """The values of all ranks of the group, by rank."""
+    text = encode(value)
+    lengths = [int(length) for length in gather_numbers(torch.tensor([len(text)]), group)]
+    # all_gather wants rows of one length.
+    padded = torch.cat([text, text.new_zeros(max(lengths) - len(text))])
+    rows = padded.new_empty(len(lengths), len(padded))
+    distributed.all_gather(list(rows), padded, group=group)
+    return [decode(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
 def encode(value: Any) -> Tensor:
     """A JSON value as bytes."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -6,11 +6,17 @@ tensors: nothing that a peer sends is executed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, final
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed import ProcessGroup
+
+from gpipe_cli.distributed.messages import gather_json
+from gpipe_cli.errors import GpipeError, PeerError
 
 
 @final
@@ -18,6 +24,8 @@ from torch import Tensor, distributed
 class World:
     rank: int = 0
     size: int = 1
+    group: ProcessGroup | None = None
+    """None stands for torch's default group."""
 
     @staticmethod
     def current() -> World:
@@ -31,12 +39,48 @@ class World:
         """Whether this process prints and writes."""
         return self.rank == 0
 
+    def for_thread(self, timeout: timedelta) -> World:
+        """The same processes, with collectives that a thread may call while another uses those of this world.
+
+        All processes call it together.
+        """
+        if self.size == 1:
+            return self
+        # gloo, because what ranks agree on is on the CPU.
+        return replace(self, group=distributed.new_group(backend="gloo", timeout=timeout))
+
+    def run_together(self, work: Callable[[], Any]) -> list[Any]:
+        """Run `work` in every process; the JSON values that it returned, by rank.
+
+        If it fails in one process, that process raises its error, and all others raise PeerError.
+        """
+        failure: Exception | None = None
+        answer: dict[str, Any] = {}
+        try:
+            answer["value"] = work()
+        except Exception as error:  # noqa: BLE001 - raised again once the others know
+            kind = "" if isinstance(error, GpipeError) else f"{type(error).__name__}: "
+            failure, answer["error"] = error, f"{kind}{error}"
+        answers = [answer] if self.size == 1 else gather_json(answer, self._group)
+        if failure is not None:
+            raise failure
+        for rank, other in enumerate(answers):
+            if "error" in other:
+                raise PeerError(f"rank {rank}: {other['error']}")
+        return [other["value"] for other in answers]
+
+    @property
+    def _group(self) -> ProcessGroup:
+        group = self.group or distributed.group.WORLD
+        assert group is not None, "torch.distributed is initialized"
+        return group
+
     def max(self, number: int) -> int:
         """The largest of the numbers that the ranks give."""
         if self.size == 1:
             return number
         largest = torch.tensor([number], dtype=torch.int64)
-        distributed.all_reduce(largest, op=distributed.ReduceOp.MAX)
+        distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=self.group)
         return int(largest)
 
     def min(self, number: int) -> int:
@@ -48,7 +92,7 @@ class World:
             return numbers
         total = torch.zeros(self.max(len(numbers)), dtype=torch.int64)
         total[: len(numbers)] = numbers
-        distributed.all_reduce(total)
+        distributed.all_reduce(total, group=self.group)
         return total
 
     def from_any_rank(self, text: str) -> str:
@@ -67,5 +111,5 @@ class World:
         return bytes(self._broadcast(content).tolist()).decode()
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
-        distributed.broadcast(tensor, 0)
+        distributed.broadcast(tensor, 0, group=self.group)
         return tensor

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Protocol, final
 
 import torch
@@ -19,10 +20,10 @@ from gpipe_cli.distributed.messages import (
     share_tensor,
     sum_of_numbers,
 )
-from gpipe_cli.distributed.peer import Message, Peer
 from gpipe_cli.distributed.rank_coords import RankCoords
+from gpipe_cli.distributed.replica_shares import responsible_replicas
 from gpipe_cli.engines.protocol import StepFacts
-from gpipe_cli.engines.state import EngineState, merged_numbers
+from gpipe_cli.engines.state import EngineState, parameter_of
 from gpipe_cli.torch_internals.loss_scale import agree_on_overflow
 
 _NO_LAYER = 1e18
@@ -59,8 +60,8 @@ class Collectives(Protocol):
     def peak_bytes(self, own: list[int | None]) -> list[int | None]:
         """Of the devices of all processes of a pipe, from those of this process."""
 
-    def gather_state(self, own: EngineState) -> EngineState:
-        """The state of the whole model in the process that saves it, an empty state in the others."""
+    def saved_part(self, own: EngineState) -> EngineState:
+        """Of the state of this process the tensors that it saves: each tensor is saved by one process."""
 
 
 @final
@@ -91,13 +92,13 @@ class SingleProcess:
     def peak_bytes(self, own: list[int | None]) -> list[int | None]:
         return own
 
-    def gather_state(self, own: EngineState) -> EngineState:
+    def saved_part(self, own: EngineState) -> EngineState:
         return own
 
 
 @final
 class RankCollectives:
-    """Facts come from the rank with the last layer; rank 0 of the first replica gathers the state.
+    """Facts come from the rank with the last layer. No tensor of the model's size leaves its process.
 
     Norms keep the order of the model's names, with a tied parameter counted once, by the rank that owns it.
     """
@@ -119,6 +120,8 @@ class RankCollectives:
         # Ranks hold different numbers of parameters, and all_gather wants rows of one length.
         self._row_length = max(sum(rank in ranks for ranks in holders) for rank in range(coords.ranks))
         self._norm_positions = self._positions(holders)
+        owned = self._owned_names(rank_of_layer)
+        self._owned, self._saved = frozenset(chain(*owned)), frozenset(self._saved_names(owned))
         self._sum_names: list[str] | None = None
 
     def share_of(self, weight: float) -> float:
@@ -187,54 +190,43 @@ class RankCollectives:
         rows = gather_numbers(torch.tensor([-1 if peak is None else peak for peak in own]), self._coords.pipe)
         return [None if peak < 0 else int(peak) for peak in rows.flatten().tolist()]
 
-    def gather_state(self, own: EngineState) -> EngineState:
-        coords = self._coords
-        if self._sharded and own.numbers:
-            own = self._with_other_shards(own)
-        # Replicas are equal to the bit, so the first one alone is saved.
-        if coords.replica:
-            return EngineState({})
-        # Over the CPU, where the state is saved: the device of rank 0 may have no room for the whole model.
-        cpu = torch.device("cpu")
-        if coords.rank:
-            first = Peer(0, coords.pipe, cpu)
-            for tensors in (own.model, own.buffers, own.optimizer):
-                first.send(Message(tensors, own.numbers))
-            first.wait()
-            return EngineState({})
-        model, buffers, optimizer = dict(own.model), dict(own.buffers), dict(own.optimizer)
-        numbers = dict(own.numbers)
-        # One rank after another, in the order in which it sends: messages between two ranks arrive in order.
-        for rank in range(1, coords.ranks):
-            peer = Peer(rank, coords.pipe, cpu)
-            for gathered in (model, buffers, optimizer):
-                received = peer.receive()
-                # A tensor that several ranks hold is equal in all of them.
-                gathered.update(
-                    {name: tensor for name, tensor in received.tensors.items() if name not in gathered}
-                )
-            if numbers:
-                numbers["optimizer"] = merged_numbers([numbers["optimizer"], received.notes["optimizer"]])
-        ordered = {name: model[name] for name in self._module.state_dict() if name in model}
-        assert len(ordered) == len(model), "every rank has the same model"
-        return EngineState(ordered, buffers, optimizer, numbers)
-
-    def _with_other_shards(self, own: EngineState) -> EngineState:
-        """In the first replica, the state with the optimizers of all replicas."""
-        coords, cpu = self._coords, torch.device("cpu")
-        if coords.replica:
-            first = Peer(0, coords.data, cpu)
-            first.send(Message(own.optimizer, own.numbers["optimizer"]))
-            first.wait()
-            return own
-        optimizer, numbers = dict(own.optimizer), [own.numbers["optimizer"]]
-        for replica in range(1, coords.replicas):
-            received = Peer(replica, coords.data, cpu).receive()
-            optimizer.update(received.tensors)
-            numbers.append(received.notes)
+    def saved_part(self, own: EngineState) -> EngineState:
+        # Sharded, a replica has the state of the optimizer for its own share only, which need not be that of saving.
+        with_state = self._owned if self._sharded else self._saved
         return replace(
-            own, optimizer=optimizer, numbers={**own.numbers, "optimizer": merged_numbers(numbers)}
+            own,
+            model={name: tensor for name, tensor in own.model.items() if name in self._saved},
+            buffers={name: tensor for name, tensor in own.buffers.items() if name in self._saved},
+            optimizer={
+                path: tensor for path, tensor in own.optimizer.items() if parameter_of(path) in with_state
+            },
         )
+
+    def _owned_names(self, rank_of_layer: Sequence[int]) -> list[list[str]]:
+        """The names of each tensor whose first layer is in this rank of the pipe."""
+        owners: dict[Tensor, int] = {}
+        for layer, rank in zip(self._module, rank_of_layer, strict=True):
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                owners.setdefault(tensor, rank)
+        names: dict[Tensor, list[str]] = {}
+        for name, tensor in self._named_tensors():
+            if owners.get(tensor, 0) == self._coords.rank:
+                names.setdefault(tensor, []).append(name)
+        return list(names.values())
+
+    def _saved_names(self, owned: Sequence[Sequence[str]]) -> Iterator[str]:
+        """The share of this replica; the first rank of all also saves what a module adds to its state_dict itself."""
+        sizes = {name: tensor.nbytes for name, tensor in self._named_tensors()}
+        replicas = responsible_replicas([sizes[names[0]] for names in owned], self._coords.replicas)
+        for names, replica in zip(owned, replicas, strict=True):
+            if replica == self._coords.replica:
+                yield from names
+        if not self._coords.rank and not self._coords.replica:
+            yield from (name for name in self._module.state_dict() if name not in sizes)
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._module.named_parameters(remove_duplicate=False)
+        yield from self._module.named_buffers(remove_duplicate=False)
 
     def _positions(self, holders: Sequence[Sequence[int]]) -> Tensor:
         """For each trained parameter the position of its norm among the gathered rows."""

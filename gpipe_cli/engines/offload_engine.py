@@ -98,6 +98,7 @@ class OffloadEngine:
         self._optimizer_states = self._make_optimizer_states(spec.objective)
         self._averages = any(group.optimizer and is_averaging(group.optimizer) for group in self._groups())
         self._uses_averages = False
+        self._wait_before_update: Callable[[], None] = lambda: None
         self._engine = PipeEngine(
             pipe,
             # Each slice has its own optimizer; one of the whole model would want all of its state in memory at once.
@@ -112,6 +113,7 @@ class OffloadEngine:
     def train_step(self, batch: Batch, key: int, lr: float, *, measure: bool = True) -> StepFacts:
         assert self._update is not None, "an engine without an optimizer cannot train"
         before = self._transfers()
+        self._wait_before_update()  # slices are updated in the middle of the step
         self._use_averages(False)
         # Before the step: a slice is updated as soon as its backward is done, in the middle of it.
         self._update.lr = lr
@@ -128,6 +130,9 @@ class OffloadEngine:
 
     def peak_bytes(self) -> list[int | None]:
         return self._engine.peak_bytes()
+
+    def before_update(self, wait: Callable[[], None]) -> None:
+        self._wait_before_update = wait
 
     def state(self) -> EngineState:
         self._use_averages(True)

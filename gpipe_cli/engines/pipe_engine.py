@@ -104,6 +104,7 @@ class PipeEngine:
         self._optimizer_state = None if own is None else self._make_optimizer_state(own)
         self._averages = own is not None and is_averaging(own.optimizer)
         self._uses_averages = False
+        self._wait_before_update: Callable[[], None] = lambda: None
         # One function object for all steps: a pipe remembers whether the last loss function drew random numbers.
         self._training_loss = (
             None
@@ -133,6 +134,7 @@ class PipeEngine:
         sums = self._training_loss.sums
         own = None if sums is None else StepFacts(loss, len(target), sums, float(weights.sum()))
         facts = self._collectives.facts(own, measured=measure)
+        self._wait_before_update()
         try:
             with self._reports_out_of_memory("updating the parameters", self._memory_cure):
                 update = self._update.apply(facts.loss, lr)
@@ -212,7 +214,9 @@ class PipeEngine:
             tensors, numbers = ({}, {}) if self._optimizer_state is None else self._optimizer_state.take()
             numbers = {"optimizer": numbers, "scaler": self._update.scaler.state_dict()}
             state = replace(state, optimizer=tensors, numbers=numbers)
-        return self._collectives.gather_state(state)
+        # The last update may still be queued, and a snapshot is written by a thread with streams of its own.
+        synchronize(self._devices)
+        return self._collectives.saved_part(state)
 
     def load_state(self, state: EngineState) -> None:
         if self._update is not None and not (self._averages or state.resets_optimizer):
@@ -221,18 +225,22 @@ class PipeEngine:
         if self._update is None or state.resets_optimizer:
             return
         if self._optimizer_state is not None:
-            self._optimizer_state.put(state.optimizer, state.numbers.get("optimizer", {}))
+            self._optimizer_state.put(state.optimizer, state.numbers.get("optimizer", {}), state.value)
             self._uses_averages = self._averages
         load_scaler(self._update.scaler, state)
 
     def _use_averages(self, use: bool) -> None:
         """With `ema`, evaluate and save the averages of the weights; the weights of the training take their place."""
         if self._averages and self._uses_averages != use:
+            self._wait_before_update()
             assert isinstance(self._update, Update), "an optimizer of this engine has averages"
             exchange_weights(self._update.optimizer)
             if self._shards is not None:
                 self._shards.exchange()
             self._uses_averages = use
+
+    def before_update(self, wait: Callable[[], None]) -> None:
+        self._wait_before_update = wait
 
     def peak_bytes(self) -> list[int | None]:
         return self._collectives.peak_bytes([peak_bytes(device) for device in self._devices])

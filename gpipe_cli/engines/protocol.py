@@ -170,7 +170,13 @@ class Engine(Protocol):
         """
 
     def state(self) -> EngineState:
-        """Everything that training changes, by the original names."""
+        """Everything that training changes, by the original names; of several processes, each saves its own part.
+
+        Only an update changes its tensors, and forward those that are buffers.
+        """
+
+    def before_update(self, wait: Callable[[], None]) -> None:
+        """From now on call `wait` each time before parameters or the optimizer's state change."""
 
     def load_state(self, state: EngineState) -> None:
         """Continue from a state."""

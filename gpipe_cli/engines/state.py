@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -31,13 +31,15 @@ OTHER_WEIGHTS = "other_weights"
 training, whose place the average then has."""
 UPDATES = "averaged_updates"
 """A setting of each parameter group, with `ema`: how many updates the average is made of."""
+LOADED_BYTES = 64 * 2**20
+"""How much of a state that is read on demand is in memory besides the engine's own tensors; at least one tensor."""
 Groups = list[dict[str, Any]]
 
 
 @final
 @dataclass(frozen=True)
 class EngineState:
-    """The tensors are those the engine trains: copy them before the next step."""
+    """The part of one process. The tensors are those the engine trains: copy them before the next step."""
 
     model: dict[str, Tensor]
     """The state_dict: parameters and buffers."""
@@ -52,6 +54,11 @@ class EngineState:
     fetch: Callable[[Tensor], Tensor] | None = None
     """Reads the value of a tensor that has no storage itself, for a state that may be larger than memory."""
 
+    @property
+    def nbytes(self) -> int:
+        tensors = (*self.model.values(), *self.buffers.values(), *self.optimizer.values())
+        return sum(tensor.nbytes for tensor in tensors)
+
     def value(self, tensor: Tensor) -> Tensor:
         """The value of one of its tensors."""
         return tensor if self.fetch is None else self.fetch(tensor)
@@ -61,23 +68,42 @@ def module_state(module: nn.Module, referenced: Collection[str] = ()) -> EngineS
     """The tensors of this process except those in `referenced`; on the meta device are those of other processes."""
     model = module.state_dict()
     own = {name: tensor for name, tensor in model.items() if name not in referenced}
-    return EngineState(_with_storage(own), _with_storage(_nonpersistent_buffers(module, model)))
+    return EngineState(_with_storage(own), _with_storage(nonpersistent_buffers(module, model)))
 
 
 def load_module(module: nn.Module, state: EngineState, referenced: Collection[str] = ()) -> None:
-    """The state must have exactly the module's names, shapes and dtypes; it may lack names in `referenced`."""
+    """The state must have exactly the module's names, shapes and dtypes; it may lack names in `referenced`.
+
+    Of a state that is read on demand, only the tensors that this process has are read, some at a time.
+    """
     check_state(module, state, referenced)
+    own = module_state(module)
     try:
         with warnings.catch_warnings():
-            # Tensors of other processes are compared by name and shape, but have no storage to copy to.
+            # A batch norm of another process, on the meta device, adds the count that it misses in the state.
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
-            module.load_state_dict(state.model, strict=not referenced)
+            for names in _chunks({name: tensor for name, tensor in own.model.items() if name in state.model}):
+                module.load_state_dict({name: state.value(state.model[name]) for name in names}, strict=False)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
         raise RunError(f"does not fit the model: {' '.join(str(error).split())}") from error
-    for name, buffer in _nonpersistent_buffers(module, module.state_dict()).items():
-        buffer.copy_(state.buffers[name])
+    for name, buffer in own.buffers.items():
+        buffer.copy_(state.value(state.buffers[name]))
+
+
+def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """The names in groups of about LOADED_BYTES: every call of load_state_dict walks through the whole module."""
+    group: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if group and size + tensor.nbytes > LOADED_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += tensor.nbytes
+    if group:
+        yield group
 
 
 def check_state(module: nn.Module, state: EngineState, referenced: Collection[str] = ()) -> None:
@@ -86,7 +112,7 @@ def check_state(module: nn.Module, state: EngineState, referenced: Collection[st
     absent = set(referenced) - state.model.keys()
     expected = {name: tensor for name, tensor in model.items() if name not in absent}
     check_tensors("tensor", expected, state.model)
-    check_tensors("buffer", _nonpersistent_buffers(module, model), state.buffers)
+    check_tensors("buffer", nonpersistent_buffers(module, model), state.buffers)
     match state.numbers.get("optimizer"):
         case {"without_state": [_, *_], "state": {**numbers}} if not (
             state.optimizer or numbers or state.resets_optimizer
@@ -102,9 +128,9 @@ def with_trained(state: EngineState, trained: Collection[str]) -> EngineState:
     saved = state.numbers.get("optimizer")
     if not isinstance(saved, dict) or not isinstance(saved.get("state"), dict):
         return state  # the engine rejects it with a precise message
-    tensors = {path: tensor for path, tensor in state.optimizer.items() if _parameter(path) in trained}
+    tensors = {path: tensor for path, tensor in state.optimizer.items() if parameter_of(path) in trained}
     numbers = {name: values for name, values in saved["state"].items() if name in trained}
-    with_state = {*map(_parameter, tensors), *numbers}
+    with_state = {*map(parameter_of, tensors), *numbers}
     if not with_state:
         return replace(state, resets_optimizer=True)
     without = [name for name in trained if name not in with_state]
@@ -112,12 +138,13 @@ def with_trained(state: EngineState, trained: Collection[str]) -> EngineState:
     return replace(state, optimizer=tensors, numbers={**state.numbers, "optimizer": optimizer})
 
 
-def _parameter(path: str) -> str:
+def parameter_of(path: str) -> str:
     """The name of the parameter in the path of one of its optimizer tensors."""
     return path.rpartition("/")[0]
 
 
-def _nonpersistent_buffers(module: nn.Module, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def nonpersistent_buffers(module: nn.Module, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Buffers that the state_dict leaves out, also those of other processes."""
     return {name: buffer for name, buffer in module.named_buffers() if name not in state_dict}
 
 
@@ -160,8 +187,16 @@ class OptimizerState:
         ]
         return tensors, {**result, WITHOUT_STATE: without_state} if without_state else result
 
-    def put(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Load what `take` returned."""
+    def put(
+        self,
+        tensors: Mapping[str, Tensor],
+        numbers: Mapping[str, Any],
+        value: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    ) -> None:
+        """Load what `take` returned, also the states of parameters that other processes train.
+
+        value: reads the value of a tensor; called only for those of this optimizer.
+        """
         groups = self._optimizer.state_dict()["param_groups"]
         states = _parameter_numbers(numbers)
         for path, tensor in tensors.items():
@@ -173,6 +208,12 @@ class OptimizerState:
                 f"does not fit the model: it trains no {', '.join(sorted(unknown)[:5]) or repr('')}"
             )
         order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        for name, _ in self._named_parameters():
+            if name in states:
+                states[name] = {
+                    key: value(entry) if isinstance(entry, Tensor) else entry
+                    for key, entry in states[name].items()
+                }
         state = {
             index: states[name]
             for index, parameter in enumerate(order)
@@ -275,6 +316,14 @@ def merged_numbers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     without_state = dict.fromkeys(name for part in parts for name in part.get(WITHOUT_STATE, ()))
     return {**merged, WITHOUT_STATE: list(without_state)} if without_state else merged
+
+
+def merged_engine_numbers(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The numbers of the states of several processes; all but those of the optimizer are the same."""
+    first, *others = parts
+    if not others or "optimizer" not in first:
+        return dict(first)
+    return {**first, "optimizer": merged_numbers([part["optimizer"] for part in parts])}
 
 
 def _check_storable(optimizer: torch.optim.Optimizer, key: Any, value: Any) -> None:

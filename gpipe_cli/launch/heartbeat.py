@@ -43,6 +43,16 @@ class Heartbeats:
         finally:
             self._step_began[rank] = NOT_IN_STEP
 
+    @contextmanager
+    def outside_step(self, rank: int) -> Iterator[None]:
+        """Mark `rank` as not being in a step while the block runs; the time of a step that it is in starts again."""
+        in_step = self._step_began[rank] != NOT_IN_STEP
+        self._step_began[rank] = NOT_IN_STEP
+        try:
+            yield
+        finally:
+            self._step_began[rank] = time.monotonic() if in_step else NOT_IN_STEP
+
     def read(self) -> list[float]:
         """For each rank the monotonic time at which its step began, or NOT_IN_STEP."""
         return [float(began) for began in self._step_began]
@@ -72,8 +82,15 @@ class HeartbeatEngine:
             return self._engine.predict(input, choose)
 
     def state(self) -> EngineState:
-        # Without a heartbeat: gathering the state of a large model may well take longer than step_timeout.
         return self._engine.state()
+
+    def before_update(self, wait: Callable[[], None]) -> None:
+        def wait_outside_step() -> None:
+            # Writing a large snapshot may well take longer than step_timeout.
+            with self._heartbeats.outside_step(self._rank):
+                wait()
+
+        self._engine.before_update(wait_outside_step)
 
     def peak_bytes(self) -> list[int | None]:
         return self._engine.peak_bytes()

@@ -143,6 +143,11 @@ def keeps_on_disk(settings: RunConfig) -> bool:
     return bool(settings.engine.get("to") == "disk")
 
 
+def reads_on_demand(settings: RunConfig) -> bool:
+    """Whether the engine reads saved tensors one by one: no process of it may have memory for all of them."""
+    return keeps_on_disk(settings) or traits_of_engine(settings).needs_processes
+
+
 def scratch_folder(settings: RunConfig) -> Path:
     """Where an engine may create a file while it runs: on the disk of the run directory, which may not exist yet."""
     return Path((settings.run_dir if isinstance(settings, TrainConfig) else None) or "runs")

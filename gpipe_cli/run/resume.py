@@ -29,20 +29,21 @@ from gpipe_cli.engines.state import EngineState, with_trained
 from gpipe_cli.errors import ConfigError, DataError, PeerError, RunError
 from gpipe_cli.launch.rank_setup import is_main_process, is_rank
 from gpipe_cli.run.base_weights import check_base
-from gpipe_cli.run.components import keeps_on_disk
+from gpipe_cli.run.components import reads_on_demand
 from gpipe_cli.run.job import Job
 from gpipe_cli.run.saved_run import saved_config, select_snapshot, warn_of_damaged, with_overrides
 from gpipe_cli.training.loop import TrainSpec
 from gpipe_cli.training.run_directory import explicit_run_directory, lock_run_directory
 from gpipe_cli.training.snapshot.contents import Snapshot, open_large_snapshot, open_snapshot
+from gpipe_cli.training.snapshot.file_names import FILES, OPTIMIZER
 from gpipe_cli.training.snapshot.manifest import (
-    FILES,
-    OPTIMIZER,
     is_snapshot,
     newest_valid_snapshot,
     run_directory_of,
+    snapshot_paths,
 )
 from gpipe_cli.training.snapshot.record import TrainingRecord, versions
+from gpipe_cli.training.snapshot.shared_verification import search_together
 from gpipe_cli.values import flatten
 
 FIXED_KEYS = ("model", "data", "seed", "batch_size", "optimizer._target_")
@@ -95,7 +96,7 @@ def load_resumed_run(
     tree = with_overrides(saved, job.tree, job.overrides, LAUNCH_KEYS)
     new_settings = settings_of(tree, job.command, job.overrides)
     assert isinstance(new_settings, TrainConfig)
-    snapshot = _load_snapshot(settings, directory, larger_than_memory=keeps_on_disk(new_settings))
+    snapshot = _load_snapshot(settings, directory, on_demand=reads_on_demand(new_settings))
     base = None if snapshot is None else snapshot.record.base
     changes = _changes(saved, tree, LOADING_KEYS if base is None else (*LOADING_KEYS, BASE_KEY))
     if snapshot is not None:
@@ -124,8 +125,35 @@ def _check_restarts(settings: TrainConfig, job: Job) -> None:
         raise PeerError(f"{key}: torchrun has restarted the ranks {done} times")
 
 
-def check_same_snapshot(resumed: ResumedRun | None, world: World) -> None:
-    """Every rank reads the snapshot itself: check that all read the same one before any of them changes a file."""
+def verified_in_ranks(
+    resumed: ResumedRun | None, settings: TrainConfig, world: World
+) -> tuple[ResumedRun | None, TrainConfig]:
+    """The run with a snapshot that the ranks have verified together; a process that is no rank did so alone.
+
+    The settings say whether anything is resumed: resume=auto starts again if all snapshots are damaged.
+    """
+    if not is_rank():
+        return resumed, settings
+    _check_same_snapshot(resumed, world)
+    if resumed is None or resumed.snapshot is None:
+        return resumed, settings
+    value, given = resumed.settings.resume, resumed.snapshot
+    named = value not in (None, "auto") and is_snapshot(Path(str(value)))
+    ignored = (OPTIMIZER,) if given.state.resets_optimizer else ()
+    search = search_together([given.path] if named else snapshot_paths(resumed.directory), ignored, world)
+    if search.newest is None and value != "auto":
+        raise RunError("; ".join(map(str, search.damaged.values())))
+    if world.is_rank_zero:
+        warn_of_damaged(search.damaged)
+    if search.newest is None:
+        return replace(resumed, snapshot=None), replace(settings, resume=None)
+    snapshot = open_large_snapshot(search.newest)
+    state = replace(snapshot.state, resets_optimizer=given.state.resets_optimizer)
+    return replace(resumed, snapshot=replace(snapshot, state=state)), settings
+
+
+def _check_same_snapshot(resumed: ResumedRun | None, world: World) -> None:
+    """Every rank finds the snapshot itself: check that all found the same one before any of them changes a file."""
     snapshot = None if resumed is None else resumed.snapshot
     step = -1 if snapshot is None else snapshot.record.position.step
     least, most = world.min(step), world.max(step)
@@ -184,18 +212,23 @@ def _run_directory(settings: TrainConfig, job: Job) -> Path | None:
     return path if (path / "config.yaml").exists() else None
 
 
-def _load_snapshot(settings: TrainConfig, run: Path, *, larger_than_memory: bool) -> Snapshot | None:
-    """Open the snapshot to resume from; one that may be larger than memory stays on disk and is read in slices."""
-    wanted = () if larger_than_memory else FILES
-    open_verified = open_large_snapshot if larger_than_memory else open_snapshot
+def _load_snapshot(settings: TrainConfig, run: Path, *, on_demand: bool) -> Snapshot | None:
+    """Open the snapshot to resume from; a rank opens only its record, until all ranks have verified it together.
+
+    on_demand: leave the tensors on disk, where the engine reads those that it needs.
+    """
+    verify, wanted = not is_rank(), () if on_demand else FILES
+    open_verified = open_large_snapshot if on_demand and verify else open_snapshot
     # A snapshot that the user names must be valid; `auto` takes the newest that is, and warns of newer ones that are
     # not.
     if settings.resume != "auto":
         ignored = (OPTIMIZER,) if settings.reset_optimizer else ()
-        snapshot = open_verified(select_snapshot("resume", str(settings.resume), wanted, ignored))
+        named = select_snapshot("resume", str(settings.resume), wanted, ignored, verify=verify)
+        snapshot = open_verified(named)
         return replace(snapshot, state=replace(snapshot.state, resets_optimizer=settings.reset_optimizer))
-    snapshots = newest_valid_snapshot(run, wanted)
-    warn_of_damaged(snapshots.damaged)
+    snapshots = newest_valid_snapshot(run, wanted, verify=verify)
+    if verify:  # otherwise rank 0 does so once all ranks have looked
+        warn_of_damaged(snapshots.damaged)
     return None if snapshots.newest is None else open_verified(snapshots.newest)
 
 

@@ -1,4 +1,4 @@
-"""A saved run or snapshot that a command names: its configuration, and its weights at once or slice by slice."""
+"""A saved run or snapshot that a command names: its configuration, and its weights at once or on demand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpipe_cli.config.hydra_loader import reject_hydra_keys
 from gpipe_cli.config.overrides import override_key
 from gpipe_cli.config.yaml_files import load_yaml
 from gpipe_cli.engines.protocol import Engine
-from gpipe_cli.engines.state import EngineState, load_module, module_state
+from gpipe_cli.engines.state import EngineState, load_module, nonpersistent_buffers
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.models.weights import fitted_weights, load_weights
 from gpipe_cli.report.formatting import one_line
@@ -25,9 +25,8 @@ from gpipe_cli.tensor_files.header import BadTensors
 from gpipe_cli.tensor_files.tensor_file import TensorFile
 from gpipe_cli.tensor_files.weights_file import read_weights
 from gpipe_cli.training.snapshot.contents import decode_tensors, open_large_snapshot
+from gpipe_cli.training.snapshot.file_names import BUFFERS, INDEX, MODEL, is_sharded
 from gpipe_cli.training.snapshot.manifest import (
-    BUFFERS,
-    MODEL,
     VerifiedSnapshot,
     is_snapshot,
     newest_valid_snapshot,
@@ -75,24 +74,25 @@ def with_overrides(
 
 
 def select_snapshot(
-    key: str, value: str, wanted: Collection[str], ignored: Collection[str] = ()
+    key: str, value: str, wanted: Collection[str], ignored: Collection[str] = (), *, verify: bool = True
 ) -> VerifiedSnapshot:
     """Read the snapshot that `key=value` names, or the newest valid snapshot of the run that it names.
 
-    `wanted` and `ignored` are as for `read_snapshot`.
+    `wanted`, `ignored` and `verify` are as for `read_snapshot`.
     """
     path = Path(value)
     if not path.is_dir():
         raise RunError(f"{key}={value}: no such directory")
     if key != "run" and is_snapshot(path):
-        return read_snapshot(path, wanted, ignored)
+        return read_snapshot(path, wanted, ignored, verify=verify)
     if key == "snapshot":
         raise RunError(
             f"snapshot={value}: not a snapshot; give a directory such as runs/.../snapshots/step-00000100"
         )
-    snapshots = newest_valid_snapshot(path, wanted, ignored)
+    snapshots = newest_valid_snapshot(path, wanted, ignored, verify=verify)
     if snapshots.newest is not None:
-        warn_of_damaged(snapshots.damaged)
+        if verify:
+            warn_of_damaged(snapshots.damaged)
         return snapshots.newest
     if snapshots.damaged:
         reasons = "; ".join(map(str, snapshots.damaged.values()))
@@ -103,6 +103,11 @@ def select_snapshot(
 def warn_of_damaged(damaged: Mapping[Path, RunError]) -> None:
     for error in damaged.values():
         sys.stderr.write(f"{one_line(str(error))}; gpipe uses the snapshot before it\n")
+
+
+def weights_file(snapshot: VerifiedSnapshot) -> Path:
+    """The file of the weights, or the index of its shards."""
+    return snapshot.path / (f"{MODEL}{INDEX}" if is_sharded(snapshot.manifest.files) else MODEL)
 
 
 def load_into_model(
@@ -122,26 +127,27 @@ def load_into_model(
         read_from(model, fitted_weights(model, file, weights, "weights"))
         return
     state = EngineState(decode_tensors(snapshot, MODEL), decode_tensors(snapshot, BUFFERS))
-    with _errors_name(snapshot.path / MODEL):
+    with _errors_name(weights_file(snapshot)):
         load_module(model, state, referenced)
     read_from(model, state.model)
 
 
-def load_slice_by_slice(
+def load_on_demand(
     engine: Engine, model: nn.Module, weights: str | None, snapshot: VerifiedSnapshot | None
 ) -> None:
-    """Load a model that may be larger than memory: never more than one slice of it is in memory."""
+    """Load a model that may be larger than memory: the engine reads the tensors that it needs, some at a time."""
     if snapshot is None:
         assert weights is not None, "the configuration was checked"
         engine.load_state(_lazy_state(weights, model))
         return
-    with _errors_name(snapshot.path / MODEL):
+    with _errors_name(weights_file(snapshot)):
         engine.load_state(open_large_snapshot(snapshot).state)
 
 
 def _lazy_state(weights: str, model: nn.Module) -> EngineState:
     """The state in a file of weights, read on demand; buffers outside the state_dict keep their values."""
-    expected, buffers = model.state_dict(), module_state(model).buffers
+    expected = model.state_dict()
+    buffers = nonpersistent_buffers(model, expected)
     if Path(weights).suffix != ".safetensors" or not Path(weights).is_file():
         tensors = fitted_weights(model, read_weights(weights, "weights"), weights, "weights")
         return EngineState(

@@ -21,24 +21,20 @@ from gpipe_cli.launch.rank_setup import is_main_process
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.base_weights import base_of_snapshot, check_base
 from gpipe_cli.run.build import RunParts, make_engine
-from gpipe_cli.run.components import keeps_on_disk
+from gpipe_cli.run.components import reads_on_demand
 from gpipe_cli.run.inference_spec import COMPONENTS, InferenceSpec, spec_of_run, spec_of_weights
 from gpipe_cli.run.job import Job
 from gpipe_cli.run.ranks import build_parts_in_ranks, with_heartbeat
 from gpipe_cli.run.saved_run import (
     load_into_model,
-    load_slice_by_slice,
+    load_on_demand,
     saved_config,
+    weights_file,
     with_overrides,
 )
 from gpipe_cli.run.snapshot_choice import ChosenSnapshot, choose_snapshot
-from gpipe_cli.training.snapshot.manifest import (
-    BUFFERS,
-    MODEL,
-    is_snapshot,
-    run_directory_of,
-    snapshot_paths,
-)
+from gpipe_cli.training.snapshot.file_names import BUFFERS, MODEL
+from gpipe_cli.training.snapshot.manifest import is_snapshot, run_directory_of, snapshot_paths
 
 Settings = TypeVar("Settings", bound=TrainedConfig)
 
@@ -87,10 +83,10 @@ def _config_of(spec: InferenceSpec, weights: str) -> DictConfig:
 
 
 def snapshot_of(settings: TrainedConfig) -> ChosenSnapshot | None:
-    """The snapshot to use, or None for a file of weights; one that may exceed memory is not read yet."""
+    """The snapshot to use, or None for a file of weights; where tensors are read on demand, it has none yet."""
     for key, value in (("run", settings.run), ("snapshot", settings.snapshot)):
         if value is not None:
-            wanted = () if keeps_on_disk(settings) else (MODEL, BUFFERS)
+            wanted = () if reads_on_demand(settings) else (MODEL, BUFFERS)
             chosen = choose_snapshot(key, value, settings.at, wanted)
             snapshot = chosen.verified
             check_base(base_of_snapshot(snapshot), settings.model, snapshot.path, contents=is_main_process())
@@ -100,18 +96,18 @@ def snapshot_of(settings: TrainedConfig) -> ChosenSnapshot | None:
 
 def weights_name(settings: TrainedConfig, chosen: ChosenSnapshot | None) -> str:
     """The file that the weights come from."""
-    return str(settings.weights if chosen is None else chosen.verified.path / MODEL)
+    return str(settings.weights if chosen is None else weights_file(chosen.verified))
 
 
 def build_trained(
     settings: TrainedConfig, job: Job, chosen: ChosenSnapshot | None, world: World, data: Data | None = None
 ) -> RunParts:
-    """Build the parts of the run, and load the weights, unless the model may be larger than memory.
+    """Build the parts of the run, and load the weights, unless the engine reads them on demand.
 
     data: used instead of the configured one.
     """
     parts = build_parts_in_ranks(settings, job, world, data)
-    if not keeps_on_disk(settings):
+    if not reads_on_demand(settings):
         snapshot = None if chosen is None else chosen.verified
         load_into_model(parts.model, settings.weights, snapshot, parts.referenced)
     # A launcher has already printed what its ranks use.
@@ -127,9 +123,9 @@ def trained_engine(
     """An engine that has the weights, closed when the block ends."""
     engine = with_heartbeat(make_engine(settings, parts), settings, parts, world)
     try:
-        if keeps_on_disk(settings):
+        if reads_on_demand(settings):
             snapshot = None if chosen is None else chosen.verified
-            load_slice_by_slice(engine, parts.model, settings.weights, snapshot)
+            load_on_demand(engine, parts.model, settings.weights, snapshot)
         yield engine
     finally:
         engine.close()

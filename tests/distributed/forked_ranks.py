@@ -21,6 +21,12 @@ RankFunction = Callable[[int, int, Path], None]
 
 def run_ranks(function: RankFunction, ranks: int, folder: Path, seconds: float = 200) -> None:
     """Run the function in `ranks` processes of one group; raise if one fails or they take longer than `seconds`."""
+    codes = exit_codes(function, ranks, folder, seconds)
+    assert codes == [0] * ranks, f"exit codes {codes}; see the captured output of the ranks"
+
+
+def exit_codes(function: RankFunction, ranks: int, folder: Path, seconds: float = 200) -> list[int | None]:
+    """How each rank ended; minus the number of a signal, or None for a rank that took longer than `seconds`."""
     context = multiprocessing.get_context("fork")
     processes = [
         context.Process(target=_run_rank, args=(function, rank, ranks, folder), daemon=True)
@@ -32,13 +38,12 @@ def run_ranks(function: RankFunction, ranks: int, folder: Path, seconds: float =
             process.start()
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
-        codes = [process.exitcode for process in processes]
+        return [process.exitcode for process in processes]
     finally:
         for process in processes:
             if process.is_alive():
                 process.kill()
                 process.join()
-    assert codes == [0] * ranks, f"exit codes {codes}; see the captured output of the ranks"
 
 
 def _run_rank(function: RankFunction, rank: int, ranks: int, folder: Path) -> None:

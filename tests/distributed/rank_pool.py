@@ -5,21 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from torch import distributed
+from torch import Tensor, distributed
 
 from gpipe_cli import is_recomputing
 from gpipe_cli.distributed import get_group, setup_process_groups
 from gpipe_cli.engines.pipe_engine import PipeEngine
-from gpipe_cli.engines.state import EngineState
+from gpipe_cli.engines.state import EngineState, merged_engine_numbers
 from tests.distributed.cases import Case, CaseResult, run
 from tests.distributed.forked_ranks import run_ranks
 
+PARTS = ("model", "buffers", "optimizer")
 GROUP_TIMEOUT = timedelta(hours=1)
 """Longer than any test: the test that waits for the ranks has a timeout of its own."""
 
@@ -30,13 +32,26 @@ def run_cases(folder: Path, ranks: int, cases: Sequence[Case], seconds: float) -
 
 
 def load_result(folder: Path, case: Case, rank: int) -> CaseResult:
+    """The facts that a rank knows, and its part of the state."""
     path = folder / f"{case.name}-{rank}"
-    state = EngineState({})
-    if (path / "model.safetensors").exists():
-        numbers = json.loads((path / "numbers.json").read_text())
-        parts = [load_file(path / f"{part}.safetensors") for part in ("model", "buffers", "optimizer")]
-        state = EngineState(*parts, numbers)
-    return CaseResult(json.loads((path / "facts.json").read_text()), state)
+    numbers = json.loads((path / "numbers.json").read_text())
+    parts = [load_file(path / f"{part}.safetensors") for part in PARTS]
+    return CaseResult(json.loads((path / "facts.json").read_text()), EngineState(*parts, numbers))
+
+
+def load_whole(folder: Path, case: Case, ranks: int) -> CaseResult:
+    """The facts, and the state of all ranks together: each tensor is part of the state of one rank."""
+    results = [load_result(folder, case, rank) for rank in range(ranks)]
+    states = [result.state for result in results]
+    whole: dict[str, dict[str, Tensor]] = {}
+    for part in PARTS:
+        tensors: list[tuple[str, Tensor]] = [
+            item for state in states for item in getattr(state, part).items()
+        ]
+        whole[part] = dict(tensors)
+        assert len(whole[part]) == len(tensors), "two ranks have the same tensor"
+    numbers = merged_engine_numbers([state.numbers for state in states])
+    return replace(results[0], state=EngineState(**whole, numbers=numbers))
 
 
 def load_notes(folder: Path, case: Case, rank: int) -> dict[str, Any]:
@@ -50,11 +65,10 @@ def _save(path: Path, result: CaseResult, notes: dict[str, Any]) -> None:
     (path / "facts.json").write_text(json.dumps(result.facts))
     (path / "notes.json").write_text(json.dumps(notes))
     state = result.state
-    if state.model:
-        (path / "numbers.json").write_text(json.dumps(state.numbers))
-        for name in ("model", "buffers", "optimizer"):
-            tensors = {key: tensor.detach().clone() for key, tensor in getattr(state, name).items()}
-            save_file(tensors, path / f"{name}.safetensors")
+    (path / "numbers.json").write_text(json.dumps(state.numbers))
+    for name in PARTS:
+        tensors = {key: tensor.detach().clone() for key, tensor in getattr(state, name).items()}
+        save_file(tensors, path / f"{name}.safetensors")
 
 
 def _run_cases(cases: Sequence[Case], rank: int, ranks: int, folder: Path) -> None:
@@ -97,5 +111,4 @@ def _run_case(case: Case, ranks: int) -> tuple[CaseResult, dict[str, Any]]:
     notes["optimizer_bytes"] = sum(tensor.nbytes for tensor in of_optimizer.values())
     own = {name: tensor for name, tensor in module.state_dict().items() if not tensor.is_meta}
     digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in own.values())).hexdigest()
-    order = list(result.state.model)
-    return result, {**notes, "recomputed": recomputed, "own": digest, "order": order}
+    return result, {**notes, "recomputed": recomputed, "own": digest}

@@ -9,6 +9,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,16 @@ from gpipe_cli.distributed import (
     setup_process_groups,
 )
 from gpipe_cli.distributed.groups import DATA, PIPE
+from gpipe_cli.distributed.world import World
 from gpipe_cli.engines import processes
 from gpipe_cli.engines.protocol import EngineSpec, TrainingObjective
 from gpipe_cli.losses.cross_entropy import CrossEntropy
 from gpipe_cli.schedule import traits
 from gpipe_cli.sequential.by_list import partition_uniform
 from gpipe_cli.skip import pop, skippable, stash
+from gpipe_cli.training.loop import Position
+from gpipe_cli.training.snapshot.record import TrainingRecord
+from gpipe_cli.training.snapshot.writing import write_snapshot
 from tests.distributed.forked_ranks import run_ranks
 from tests.distributed.posted_operations import recording
 from tests.distributed.rendezvous import Operation, Program
@@ -141,7 +146,7 @@ def record(
     """Run the scenarios on real ranks; what each rank posted."""
     for ranks, group in itertools.groupby(scenarios, key=lambda scenario: scenario.ranks):
         own, of_ranks = list(group), folder / f"{ranks}-ranks"
-        of_ranks.mkdir()
+        (of_ranks / "run" / "snapshots").mkdir(parents=True)
         run_ranks(partial(_record, own), ranks, of_ranks, seconds)
         for scenario in own:
             yield scenario, [_load(of_ranks / f"{scenario.name}-{rank}.json") for rank in range(ranks)]
@@ -162,11 +167,14 @@ def _record(scenarios: Sequence[Scenario], rank: int, ranks: int, folder: Path) 
                 replicas = scenario.replicas
                 setup_process_groups([(DATA, replicas), (PIPE, ranks // replicas)])
             torch.manual_seed(0)
-            (_own_loop if scenario.schedule == OWN_LOOP else _engine)(scenario)
+            if scenario.schedule == OWN_LOOP:
+                _own_loop(scenario)
+            else:
+                _engine(scenario, folder)
         (folder / f"{scenario.name}-{rank}.json").write_text(json.dumps(recorder.program))
 
 
-def _engine(scenario: Scenario) -> None:
+def _engine(scenario: Scenario, folder: Path) -> None:
     """Three steps of unequal sizes, the last without rows for the second replica, an evaluation and a snapshot."""
     model = nn.Sequential(*MODELS[scenario.model](max(3, scenario.partitions)))
     loss = CrossEntropy()
@@ -189,7 +197,13 @@ def _engine(scenario: Scenario) -> None:
         batch = torch.randn(rows, WIDTH), torch.randint(WIDTH, (rows,))
         engine.train_step(batch, key=0, lr=0.1)
     engine.eval_step(batch)
-    engine.state()
+    write_snapshot(
+        folder / "run" / "snapshots" / scenario.name,
+        engine.state(),
+        TrainingRecord(Position(), None, 1, 0, 1, {}, {}),
+        lambda: None,
+        World.current().for_thread(timedelta(minutes=10)),
+    )
     engine.close()
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,24 @@ def test_a_heartbeat_lasts_as_long_as_its_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="broken"):
         engine.eval_step(())  # type: ignore[arg-type]
     assert reader.read() == [NOT_IN_STEP, NOT_IN_STEP]
+
+
+def test_a_rank_that_waits_for_a_snapshot_in_its_step_counts_as_outside_of_it(tmp_path: Path) -> None:
+    """A large snapshot may take longer to write than step_timeout."""
+    heartbeats = Heartbeats(tmp_path / "heartbeats", 1)
+
+    class Engine:
+        wait: Callable[[], None]
+
+        def before_update(self, wait: Callable[[], None]) -> None:
+            self.wait = wait
+
+    engine, seen = Engine(), []
+    HeartbeatEngine(engine, heartbeats, 0).before_update(lambda: seen.append(heartbeats.read()))  # type: ignore[arg-type]
+    engine.wait()
+    assert heartbeats.read() == [NOT_IN_STEP]
+    with heartbeats.in_step(0):
+        began = heartbeats.read()
+        engine.wait()
+        assert heartbeats.read() > began
+    assert seen == [[NOT_IN_STEP]] * 2

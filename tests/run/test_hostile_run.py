@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpipe_cli.training.snapshot import manifest
+from gpipe_cli.training.snapshot import file_names, manifest
 from gpipe_cli.training.snapshot.durable import FileDigest
 from gpipe_cli.training.snapshot.tensors import decode, encode
 
@@ -60,7 +60,7 @@ def trained(tiny: Gpipe, folder: Path) -> Path:
 
 def bits(run: Path) -> list[bytes]:
     newest = max((run / "snapshots").glob("step-????????"))
-    return [(newest / name).read_bytes() for name in (manifest.MODEL, manifest.OPTIMIZER)]
+    return [(newest / name).read_bytes() for name in (file_names.MODEL, file_names.OPTIMIZER)]
 
 
 def seal(run: Path, change: Callable[[dict[str, Any]], object] = lambda record: None) -> None:
@@ -158,7 +158,7 @@ def hold(
         # The same tensors; the header also describes the inputs.
         exported, saved = (
             (folder / "out.safetensors").read_bytes(),
-            RUN["files"][Path(SNAPSHOT) / manifest.MODEL],
+            RUN["files"][Path(SNAPSHOT) / file_names.MODEL],
         )
         assert encoded(exported) == encoded(saved)
     return answer
@@ -184,7 +184,7 @@ def encoded(content: bytes) -> bytes:
             "export",
             "manifest.json: cannot be read: is a named pipe",
         ),
-        (device, f"{SNAPSHOT}/{manifest.MODEL}", "export", "is a symbolic link"),
+        (device, f"{SNAPSHOT}/{file_names.MODEL}", "export", "is a symbolic link"),
     ],
 )
 def test_anything_but_a_regular_file_in_a_run_is_refused_at_once(
@@ -224,13 +224,13 @@ def without(name: str, run: Path) -> None:
 
 def test_weights_that_the_manifest_does_not_list_are_reported_as_damage(tiny: Gpipe, tmp_path: Path) -> None:
     """`export` ended in a KeyError."""
-    answer = hold(tiny, tmp_path, partial(without, manifest.MODEL), "export", codes=(4,))
+    answer = hold(tiny, tmp_path, partial(without, file_names.MODEL), "export", codes=(4,))
     assert "manifest.json: damaged: it does not list model.safetensors" in answer.err
 
 
 def test_a_missing_optimizer_state_is_an_error_without_reset_optimizer(tiny: Gpipe, tmp_path: Path) -> None:
     """A run whose snapshot listed no such file went on with a new optimizer, in silence."""
-    change = partial(without, manifest.OPTIMIZER)
+    change = partial(without, file_names.OPTIMIZER)
     answer = hold(tiny, tmp_path, change, "resume", codes=(4,))
     assert (
         "does not fit the optimizer: it has no 'exp_avg'" in answer.err
@@ -238,7 +238,7 @@ def test_a_missing_optimizer_state_is_an_error_without_reset_optimizer(tiny: Gpi
     )
     answer = tiny(*COMMANDS["resume"], "reset_optimizer=true")
     assert answer.code == 0 and "with a new optimizer state" in answer.err
-    lost = tmp_path / "run" / "snapshots" / "step-00000008" / manifest.OPTIMIZER
+    lost = tmp_path / "run" / "snapshots" / "step-00000008" / file_names.OPTIMIZER
     lost.unlink()
     assert tiny("train", "resume=run", ALLOW, "steps=9").code == 4
     assert tiny("train", "resume=run", ALLOW, "steps=9", "reset_optimizer=true").code == 0
@@ -265,7 +265,7 @@ def test_a_file_with_an_invalid_header_is_not_exported(tiny: Gpipe, tmp_path: Pa
         header["0.bias"]["shape"] = [5]
 
     for change in (lying, lambda header: [1], lambda header: {**header, "__metadata__": 3}):
-        answer = hold(tiny, tmp_path, partial(with_header, manifest.MODEL, change), "export", codes=(4,))
+        answer = hold(tiny, tmp_path, partial(with_header, file_names.MODEL, change), "export", codes=(4,))
         assert "model.safetensors: damaged: " in answer.err
 
 
@@ -273,7 +273,7 @@ def test_a_relabeled_tensor_is_refused(tiny: Gpipe, tmp_path: Path) -> None:
     def relabel(header: Any) -> None:
         header["0.weight"]["dtype"] = "I32"
 
-    answer = hold(tiny, tmp_path, partial(with_header, manifest.MODEL, relabel), "eval", codes=(4,))
+    answer = hold(tiny, tmp_path, partial(with_header, file_names.MODEL, relabel), "eval", codes=(4,))
     assert "does not fit the model: tensor 0.weight is 4x3x3x3 of int32" in answer.err
 
 
@@ -288,7 +288,7 @@ FILES = (
     "launch.json",
     "report.html",
     SNAPSHOT,
-    *(f"{SNAPSHOT}/{name}" for name in (manifest.MANIFEST, manifest.MODEL, manifest.OPTIMIZER)),
+    *(f"{SNAPSHOT}/{name}" for name in (manifest.MANIFEST, file_names.MODEL, file_names.OPTIMIZER)),
 )
 NAMES = (
     "run.lock",
@@ -361,7 +361,7 @@ def with_tensors(file: str, change: Callable[[dict[str, Tensor]], object], run: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("file", [manifest.MODEL, manifest.OPTIMIZER])
+@pytest.mark.parametrize("file", [file_names.MODEL, file_names.OPTIMIZER])
 def test_any_tensors_give_the_same_bits_or_one_line(tiny: Gpipe, tmp_path: Path, file: str) -> None:
     whole = decode(bytearray((trained(tiny, tmp_path) / SNAPSHOT / file).read_bytes()))
     matrix = next(name for name, tensor in whole.items() if tensor.dim() == 2)

@@ -29,7 +29,7 @@ from gpipe_cli.training.lr_schedules import Cosine
 from gpipe_cli.training.metrics import MetricsFile, metrics_length_at, truncate_metrics
 from gpipe_cli.training.signals import StopRequested as StopRequested
 from gpipe_cli.training.signals import stop_requests
-from gpipe_cli.training.snapshot import durable
+from gpipe_cli.training.snapshot import durable, manager
 from gpipe_cli.training.snapshot.contents import Snapshot, open_large_snapshot, open_snapshot
 from gpipe_cli.training.snapshot.manager import Retention, SnapshotManager, save_and_stop
 from gpipe_cli.training.snapshot.manifest import newest_valid_snapshot, rewind_snapshots
@@ -90,6 +90,8 @@ class Case:
     workers: int = 0
     every: int | None = 3
     keep: int = 2
+    in_place: bool = False
+    """Whether states are written without a copy, like large ones."""
 
 
 @final
@@ -146,6 +148,8 @@ def run(
 ) -> None:
     """Train to the end, resuming from the newest snapshot in the directory if there is one."""
     torch.set_num_threads(1)
+    if case.in_place:
+        manager.COPIED_BYTES = 0  # a child has its own copy of every module
     directory.mkdir(exist_ok=True)
     engine = make_engine(case)
     newest = newest_valid_snapshot(directory).newest
@@ -260,19 +264,24 @@ def kill_at(count: int) -> Callable[[int], None]:
 class DeadlyDisk:
     """A stand-in for `os` that kills the process at the n-th call that changes the disk.
 
-    A fatal write first writes half of its data.
+    A fatal write first writes half of its data. Calls count only once `begins` exists, if it is given.
     """
 
-    def __init__(self, deadly: int) -> None:
-        self._left = deadly
+    def __init__(
+        self,
+        deadly: int,
+        kinds: tuple[str, ...] = ("write", "fsync", "rename", "mkdir"),
+        begins: Path | None = None,
+    ) -> None:
+        self._left, self._kinds, self._begins = deadly, kinds, begins
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(os, name)
-        if name not in ("write", "fsync", "rename", "mkdir"):
+        if name not in self._kinds:
             return call
 
         def counted(*arguments: Any, **places: Any) -> Any:
-            self._left -= 1
+            self._left -= self._begins is None or self._begins.exists()
             if self._left < 0:
                 if name == "write":
                     call(arguments[0], arguments[1][: len(arguments[1]) // 2])

@@ -60,6 +60,7 @@ def reference(case: Case, folder: Path) -> dict[str, Any]:
         (Case(every=2), 4),  # both are
         (Case(every=2, workers=2), 7),
         (HALF, 7),
+        (replace(HALF, in_place=True, every=2), 7),
         (SCALED, 7),
         (Case(optimizer="nadam", clip=1.0), 8),
         (Case(balance=(2, 6)), 8),

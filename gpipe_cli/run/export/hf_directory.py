@@ -17,17 +17,16 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from gpipe_cli.errors import ConfigError, ResourceError, RunError
+from gpipe_cli.errors import ConfigError, ResourceError
 from gpipe_cli.huggingface import MAX_JSON_BYTES, load_config
 from gpipe_cli.models.hf import model as hf_model
 from gpipe_cli.models.hf.tasks import CLASSIFICATION, model_class
 from gpipe_cli.models.weights import fitted_weights
 from gpipe_cli.run.base_weights import base_of_snapshot
-from gpipe_cli.run.saved_run import saved_config
+from gpipe_cli.run.saved_run import saved_config, weights_file
 from gpipe_cli.safe_files import read_regular
-from gpipe_cli.tensor_files.header import BadTensors
-from gpipe_cli.tensor_files.tensor_file import TensorFile
-from gpipe_cli.training.snapshot.manifest import MODEL, VerifiedSnapshot, run_directory_of
+from gpipe_cli.training.snapshot.contents import open_large_snapshot
+from gpipe_cli.training.snapshot.manifest import VerifiedSnapshot, run_directory_of
 
 TARGET = f"{hf_model.__name__}.build"
 MAX_SHARD = "5GB"
@@ -49,7 +48,7 @@ def write(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
         )
     tensors = read_tensors(snapshot)
     model, _ = trained.without_values(tensors)
-    fitted_weights(model, {"": tensors}, snapshot.path / MODEL, "snapshot")
+    fitted_weights(model, {"": tensors}, weights_file(snapshot), "snapshot")
     names: dict[Tensor, str] = {}
     # Tied names share memory, as transformers expects.
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -105,12 +104,8 @@ class TrainedModel:
 
 def read_tensors(snapshot: VerifiedSnapshot) -> dict[str, Tensor]:
     """Tensor by tensor, because transformers takes tensors that share memory for tied ones."""
-    path = snapshot.path / MODEL
-    try:
-        file = TensorFile(path, snapshot.path)
-        return {name: file.read(name) for name in file.outlines}
-    except (BadTensors, OSError) as error:
-        raise RunError(f"{path}: damaged: {error}") from error
+    state = open_large_snapshot(snapshot).state
+    return {name: state.value(outline) for name, outline in state.model.items()}
 
 
 @contextmanager

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import struct
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.errors import ConfigError, ResourceError, RunError
+from gpipe_cli.errors import ConfigError, ResourceError
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.base_weights import base_of_snapshot
-from gpipe_cli.run.inference_spec import METADATA_KEY, SPEC_FILE, InferenceSpec, spec_of_run
-from gpipe_cli.safe_files import parse_json
-from gpipe_cli.tensor_files.header import BadTensors, read_header
+from gpipe_cli.run.inference_spec import METADATA_KEY, SPEC_FILE, spec_of_run
+from gpipe_cli.training.snapshot.contents import decode_tensors
 from gpipe_cli.training.snapshot.durable import write_file
-from gpipe_cli.training.snapshot.manifest import MODEL, VerifiedSnapshot, run_directory_of
+from gpipe_cli.training.snapshot.file_names import MODEL
+from gpipe_cli.training.snapshot.manifest import VerifiedSnapshot, run_directory_of
+from gpipe_cli.training.snapshot.tensors import encode
 
 
 def write(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
@@ -24,11 +23,7 @@ def write(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
         raise ConfigError(
             f"format=safetensors: {snapshot.path} has only the adapter of a model; give format=peft out=<directory>"
         )
-    weights, run = snapshot.contents[MODEL], run_directory_of(snapshot.path)
-    try:
-        start = read_header(weights, len(weights)).start
-    except BadTensors as error:
-        raise RunError(f"{snapshot.path / MODEL}: damaged: {error}") from error
+    weights, run = decode_tensors(snapshot, MODEL), run_directory_of(snapshot.path)
     spec = spec_of_run(run)
     beside = out.with_suffix(".json")
     if spec is None:
@@ -40,9 +35,9 @@ def write(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
         raise ConfigError(
             f"out={out}: {beside} exists, where its description belongs; give another name, or remove it"
         )
-    content: list[bytes | memoryview] = (
-        [weights] if spec is None else [_header(weights, start, spec), weights[start:]]
-    )
+    # What torch's own writer says of the tensors; transformers asks for it.
+    metadata = {} if spec is None else {"format": "pt", METADATA_KEY: spec.to_text()}
+    content = list(encode(weights, metadata=metadata))
     digest = hashlib.sha256()
     for part in content:
         digest.update(part)
@@ -55,16 +50,3 @@ def write(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
         raise ResourceError(f"out={out}: cannot be written: {error}") from error
     facts = {"bytes": out.stat().st_size, "sha256": digest.hexdigest()}
     return facts if spec is None else {**facts, "description": str(beside)}
-
-
-def _header(weights: memoryview, start: int, spec: InferenceSpec) -> bytes:
-    """The header of a file of weights, with the spec as metadata."""
-    # What torch's own writer says of the tensors; transformers asks for it.
-    metadata = {"format": "pt", METADATA_KEY: spec.to_text()}
-    entries = parse_json(bytes(weights[8:start]))
-    header = json.dumps(
-        {"__metadata__": metadata, **entries}, separators=(",", ":"), ensure_ascii=False
-    ).encode()
-    # Padded as before: the data begins at a multiple of 8.
-    header += b" " * (-len(header) % 8)
-    return struct.pack("<Q", len(header)) + header

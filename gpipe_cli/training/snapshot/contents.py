@@ -1,32 +1,22 @@
-"""The engine's state and the training record as a snapshot directory, and back."""
+"""A snapshot directory as the state of an engine and the training record; copies of a state."""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe_cli.engines.state import EngineState
-from gpipe_cli.errors import ConfigError, ResourceError, RunError
+from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.tensor_files.header import BadTensors
 from gpipe_cli.tensor_files.tensor_file import TensorFile
 from gpipe_cli.training.snapshot import tensors
-from gpipe_cli.training.snapshot.durable import FileDigest, write_directory, write_file
-from gpipe_cli.training.snapshot.manifest import (
-    BUFFERS,
-    MANIFEST,
-    MODEL,
-    OPTIMIZER,
-    Manifest,
-    VerifiedSnapshot,
-    encode,
-    read_manifest,
-    snapshot_step,
-)
+from gpipe_cli.training.snapshot.file_names import BUFFERS, FILES, MODEL, OPTIMIZER, kind_of
+from gpipe_cli.training.snapshot.manifest import MANIFEST, Manifest, VerifiedSnapshot, snapshot_step
 from gpipe_cli.training.snapshot.record import TrainingRecord
 
 
@@ -65,7 +55,9 @@ def record_of(path: Path, manifest: Manifest) -> TrainingRecord:
 def open_large_snapshot(verified: VerifiedSnapshot) -> Snapshot:
     """The same for a snapshot that may be larger than memory: its verified files are read again, tensor by tensor."""
     try:
-        files = {name: TensorFile(verified.path / name, verified.path) for name in verified.names}
+        files = {
+            name: TensorFile(verified.path / name, verified.path) for name in verified.names if kind_of(name)
+        }
     except (BadTensors, OSError) as error:
         raise RunError(f"{verified.path}: damaged: {error}") from error
 
@@ -80,59 +72,42 @@ def open_large_snapshot(verified: VerifiedSnapshot) -> Snapshot:
 
     # Without contents this only parses and checks the record; the tensors stay on disk.
     snapshot = open_snapshot(replace(verified, contents={}))
-    outlines = {name: file.outlines for name, file in files.items()}
+    outlines = {
+        kind: _merged(
+            verified.path, {name: file.outlines for name, file in files.items() if kind_of(name) == kind}
+        )
+        for kind in FILES
+    }
     state = replace(
         snapshot.state,
-        model=outlines.get(MODEL, {}),
-        buffers=outlines.get(BUFFERS, {}),
-        optimizer=outlines.get(OPTIMIZER, {}),
+        model=outlines[MODEL],
+        buffers=outlines[BUFFERS],
+        optimizer=outlines[OPTIMIZER],
         fetch=fetch,
     )
     return replace(snapshot, state=state)
 
 
-def decode_tensors(verified: VerifiedSnapshot, name: str) -> dict[str, Tensor]:
-    """The tensors of one file; none where the snapshot has no such file."""
-    if name not in verified.contents:
-        return {}
-    try:
-        return tensors.decode(verified.contents[name])
-    except BadTensors as error:
-        raise RunError(f"{verified.path / name}: damaged: {error}") from error
+def decode_tensors(verified: VerifiedSnapshot, kind: str) -> dict[str, Tensor]:
+    """The tensors of one kind; none where the snapshot has no such file."""
+    shards = {}
+    for name, content in verified.contents.items():
+        if kind_of(name) == kind:
+            try:
+                shards[name] = tensors.decode(content)
+            except BadTensors as error:
+                raise RunError(f"{verified.path / name}: damaged: {error}") from error
+    return _merged(verified.path, shards)
 
 
-def write_snapshot(
-    path: Path, state: EngineState, record: TrainingRecord, on_chunk: Callable[[], None]
-) -> None:
-    """Write the whole snapshot, or nothing and raise ResourceError."""
-    files = {MODEL: state.model, OPTIMIZER: state.optimizer, BUFFERS: state.buffers}
-    files = {name: content for name, content in files.items() if content or name == MODEL}
-
-    def manifest(digests: dict[str, FileDigest]) -> tuple[str, bytes]:
-        return MANIFEST, encode(Manifest(digests, record.to_json()))
-
-    try:
-        # Generators: a state with `fetch` reads each tensor when its turn to be written comes.
-        contents = {name: tensors.encode(content, state.fetch) for name, content in files.items()}
-        # parents[1] is the run directory: below it nothing may be a link, `snapshots` included.
-        write_directory(path, contents, manifest, on_chunk, base=path.parents[1])
-    except OSError as error:
-        needed = sum(tensor.nbytes for content in files.values() for tensor in content.values())
-        raise ResourceError(
-            f"{path}: the snapshot cannot be written: {error}; it needs {needed:,} bytes, {_free_bytes(path)} are free"
-        ) from error
-
-
-def replace_record(path: Path, record: TrainingRecord) -> None:
-    """Replace the record of a snapshot whose tensors stay the same."""
-    manifest = replace(read_manifest(path), record=record.to_json())
-    try:
-        # An atomic replacement, so the snapshot is valid before and after, and at every moment in between.
-        write_file(path / MANIFEST, [encode(manifest)], base=path.parents[1])
-    except OSError as error:
-        raise ResourceError(
-            f"{path / MANIFEST}: cannot be written: {error}; {_free_bytes(path)} bytes are free"
-        ) from error
+def _merged(path: Path, shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of all shards, by the names of the files."""
+    merged: dict[str, Tensor] = {}
+    for name, shard in shards.items():
+        if repeated := merged.keys() & shard.keys():
+            raise RunError(f"{path / name}: damaged: another shard has {reprlib.repr(min(repeated))} as well")
+        merged |= shard
+    return merged
 
 
 def copy_state(state: EngineState, reuse: EngineState | None = None) -> EngineState:
@@ -160,15 +135,17 @@ def _copy_tensors(source: dict[str, Tensor], target: dict[str, Tensor]) -> dict[
     return copies
 
 
+def copy_buffers(state: EngineState, module: nn.Module) -> EngineState:
+    """The state with copies of the buffers, which forward changes; only an update changes the other tensors."""
+    names = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    changing = {name: tensor for name, tensor in state.model.items() if name in names}
+    return replace(
+        state, model={**state.model, **_copy_tensors(changing, {})}, buffers=_copy_tensors(state.buffers, {})
+    )
+
+
 def check_savable(state: EngineState) -> None:
     """Reject, before the first step, tensors that a snapshot cannot hold."""
     for name, tensor in {**state.model, **state.buffers}.items():
         if reason := tensors.unsupported_reason(tensor):
             raise ConfigError(f"model: '{name}' {reason}, which a snapshot cannot hold")
-
-
-def _free_bytes(path: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(path.parent).free:,}"
-    except OSError:
-        return "an unknown number"

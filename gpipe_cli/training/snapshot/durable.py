@@ -34,41 +34,57 @@ class FileDigest:
     sha256: str
 
 
-def write_directory(
-    target: Path,
-    files: Mapping[str, Content],
-    last: Callable[[dict[str, FileDigest]], tuple[str, bytes]],
-    on_chunk: Callable[[], None],
-    *,
-    base: Path,
-) -> None:
-    """Write a directory of files. `last` receives their digests and returns name and content of the final file.
-
-    on_chunk: called before each chunk is written; an exception from it ends the writing. A failure leaves nothing.
-    """
+def begin_directory(target: Path, *, base: Path) -> None:
+    """Make the directory that `commit_directory` will give the name of the target."""
     temporary = target.name + UNFINISHED
     with open_directory(target.parent, base) as parent:
         # A killed process may have left it. The name is fixed, so leftovers do not pile up.
         _remove(temporary, parent)
-        try:
-            os.mkdir(temporary, dir_fd=parent)
-            with open_directory(target.parent / temporary, base) as folder:
-                digests = {name: _write(name, content, folder, on_chunk) for name, content in files.items()}
-                # Only now: the disk writes the first files back while we fill the later ones.
-                for name in files:
-                    _sync(name, folder)
-                name, content = last(digests)
-                _write(name, [content], folder, on_chunk)
-                _sync(name, folder)
-                os.fsync(folder)  # of a directory, fsync makes the names in it durable
-            # The data is on the disk before the rename, or a power cut could leave the final name on empty files.
-            # Onto a snapshot that exists the rename fails, because that directory is not empty.
-            os.rename(temporary, target.name, src_dir_fd=parent, dst_dir_fd=parent)
-            # The caller may now remove older snapshots: a power cut must not undo the rename alone.
-            os.fsync(parent)
-        except BaseException:
-            _remove(temporary, parent)
-            raise
+        os.mkdir(temporary, dir_fd=parent)
+
+
+def write_files(
+    target: Path, files: Mapping[str, Content], on_chunk: Callable[[], None], *, base: Path
+) -> dict[str, FileDigest]:
+    """Write files durably into a directory that was begun, also by several processes at once.
+
+    on_chunk: called before each chunk is written; an exception from it ends the writing.
+    """
+    with open_directory(target.with_name(target.name + UNFINISHED), base) as folder:
+        digests = {name: _write(name, content, folder, on_chunk) for name, content in files.items()}
+        # Only now: the disk writes the first files back while we fill the later ones.
+        for name in files:
+            _sync(name, folder)
+        os.fsync(folder)  # of a directory, fsync makes the names in it durable
+    return digests
+
+
+def commit_directory(target: Path, *, base: Path) -> None:
+    """Give a directory whose files are durable its name."""
+    temporary = target.name + UNFINISHED
+    with open_directory(target.parent, base) as parent:
+        # The data is on the disk before the rename, or a power cut could leave the final name on empty files.
+        # Onto a snapshot that exists the rename fails, because that directory is not empty.
+        os.rename(temporary, target.name, src_dir_fd=parent, dst_dir_fd=parent)
+        # The caller may now remove older snapshots: a power cut must not undo the rename alone.
+        os.fsync(parent)
+
+
+def discard_directory(target: Path, *, base: Path) -> None:
+    """Remove a directory that was begun, if it is there."""
+    remove(target.with_name(target.name + UNFINISHED), base)
+
+
+def sizes_in(target: Path, names: Iterable[str], *, base: Path) -> dict[str, int | None]:
+    """The sizes of files in a directory that was begun, as this process sees them; None for a file that it lacks."""
+    sizes: dict[str, int | None] = {}
+    with open_directory(target.with_name(target.name + UNFINISHED), base) as folder:
+        for name in names:
+            try:
+                sizes[name] = os.stat(name, dir_fd=folder, follow_symlinks=False).st_size
+            except FileNotFoundError:
+                sizes[name] = None
+    return sizes
 
 
 def write_file(target: Path, content: Content, *, replace: bool = True, base: Path | None = None) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,19 +13,29 @@ from typing import Self, final
 
 import torch
 
+from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.engines.state import EngineState
-from gpipe_cli.errors import ConfigError, ResourceError, RunError
+from gpipe_cli.errors import ConfigError, GpipeError, ResourceError, RunError
 from gpipe_cli.safe_files import open_directory, writing
 from gpipe_cli.training.loop import EvalProgress, EvalResult, Position, TrainEvent, TrainFact, TrainSpec
 from gpipe_cli.training.signals import StopRequested, StopRequests
 from gpipe_cli.training.snapshot.base_files import BaseFiles
-from gpipe_cli.training.snapshot.contents import check_savable, copy_state, replace_record, write_snapshot
+from gpipe_cli.training.snapshot.contents import check_savable, copy_buffers, copy_state
 from gpipe_cli.training.snapshot.durable import remove_atomically
-from gpipe_cli.training.snapshot.manifest import SNAPSHOTS, snapshot_path, snapshot_paths, verify_snapshot
+from gpipe_cli.training.snapshot.manifest import (
+    SNAPSHOTS,
+    read_snapshot,
+    snapshot_path,
+    snapshot_paths,
+    verify_part,
+)
 from gpipe_cli.training.snapshot.record import BestEvaluation, TrainingRecord, versions
+from gpipe_cli.training.snapshot.writing import write_snapshot
 from gpipe_cli.values import format_bytes, lower_is_better
 
+COPIED_BYTES = 256 * 2**20
+"""A process copies a state up to this size before it is written."""
 SLOW_DISK = 50e6
 """Bytes per second, for the duration of a save before one was measured."""
 TIME_MARGIN = 1.5
@@ -119,8 +127,10 @@ def save_and_stop(
 class SnapshotManager:
     """Saves the engine's state and keeps the newest snapshots and the best one. Leaving its `with` waits for a save.
 
-    A state is copied between two steps and written by a background thread; one that may be larger than memory is
-    written while training waits. An old snapshot is removed only after the new one has been read back whole.
+    A background thread writes the state; of several ranks, each writes its own part. A small state is copied between
+    two steps. The tensors of a larger one are written as they are: the next step may run forward and backward
+    meanwhile, but its update waits, so that a save never takes more memory than COPIED_BYTES. An old snapshot is
+    removed only after the new one has been read back whole.
     """
 
     def __init__(
@@ -133,27 +143,27 @@ class SnapshotManager:
         before_saving: Callable[[], None] = lambda: None,
         *,
         base_files: Callable[[], BaseFiles] | None = None,
-        writes: bool = True,
+        world: World = World(),  # noqa: B008 - immutable
     ) -> None:
         """base_files: returns the files that hold what the engine's state leaves out; only the writing thread calls it.
-        writes: False for a rank that only takes part in the collectives which gather the state.
+        world: the ranks that write, with collectives for the writing thread.
         """
         self.position = Position() if resumed is None else resumed.position
         self._run, self._engine, self._spec, self._retention = run, engine, spec, retention
         self._best = None if resumed is None else resumed.best
         self._waiting = None if resumed is None else resumed.waiting
-        self._writes = writes
+        self._world = world
         self._base_files: BaseFiles | None = None
         self._before_saving = before_saving
         self._writer = _BackgroundWriter()
         self._saved: Position | None = None
         self._copy: EngineState | None = None
-        # A collective, like every later call: the ranks that do not write take part too.
+        self._in_place = False
+        engine.before_update(self._finish_in_place)
         state = engine.state()
         check_savable(state)
-        size = sum(tensor.nbytes for tensor in (*state.model.values(), *state.optimizer.values()))
-        self.save_seconds = size / SLOW_DISK
-        if writes:
+        self.save_seconds = state.nbytes * world.size / SLOW_DISK
+        if world.is_rank_zero:
             with writing(run / SNAPSHOTS):
                 (run / SNAPSHOTS).mkdir(exist_ok=True)
                 with open_directory(run / SNAPSHOTS, run):
@@ -218,10 +228,14 @@ class SnapshotManager:
         if kind is None:
             self._writer.wait()
         elif issubclass(kind, Exception):  # a save that began before the failure is still good
-            with suppress(Exception):  # the failure under way came first, so it is the one to report
+            try:
                 self._writer.wait()
-        else:  # a second Ctrl-C: end now
-            self._writer.abandon()
+            except Exception as failure:  # noqa: BLE001 - the failure under way is the one to report
+                # Of several ranks, the one that could not write is gone, and that is all the others know.
+                if error is not None and self._world.size > 1 and not isinstance(error, GpipeError):
+                    error.add_note(str(failure))
+        else:  # a second Ctrl-C: end now; the writers of other ranks may keep this one waiting
+            self._writer.abandon(wait=self._world.size == 1)
 
     def _update_best(self, fact: EvalResult) -> bool:
         metric = self._retention.monitor
@@ -239,11 +253,8 @@ class SnapshotManager:
         began = time.monotonic()
         # Puts metrics.jsonl on the disk: no snapshot may count rows that a power cut can still lose.
         self._before_saving()
-        # Every rank calls state(): an engine of several processes gathers it with collectives.
         path, state = snapshot_path(self._run, self.position.step), self._engine.state()
         self._saved = self.position
-        if not self._writes:
-            return
         record = TrainingRecord(
             self.position,
             self._best,
@@ -255,41 +266,61 @@ class SnapshotManager:
             self._base_files,
             self._waiting,
         )
-        if os.path.isdir(path) and not path.is_symlink():  # noqa: PTH112 - False, not an error, without permission
-            # Only a run that was resumed from this very snapshot gets here, to add its evaluation: no tensor changed.
-            replace_record(path, record)
-            return
-        streamed = state.fetch is not None
-        if not streamed:
-            state = self._copy = copy_state(state, self._copy)
+        state = self._until_written(state)
 
         def write(on_chunk: Callable[[], None]) -> None:
-            write_snapshot(path, state, record, on_chunk)
+            write_snapshot(path, state, record, on_chunk, self._world)
             self.save_seconds = time.monotonic() - began
             self._remove_old(path, record.best)
 
         self._writer.start(write)
-        if streamed:  # it reads the engine's own tensors, which the next step changes
+        if state.fetch is not None:  # it reads tensors that even an evaluation moves
             self._writer.wait()
+
+    def _until_written(self, state: EngineState) -> EngineState:
+        """The state as it is now, for the writing thread."""
+        # All ranks do the same: one that waits in its step for its writer would keep the others waiting in theirs.
+        self._in_place = self._world.max(state.nbytes) > COPIED_BYTES
+        if state.fetch is not None:
+            return state
+        if self._in_place:
+            self._copy = None
+            return copy_buffers(state, self._engine.module)
+        self._copy = copy_state(state, self._copy)
+        return self._copy
+
+    def _finish_in_place(self) -> None:
+        """Called before an update: the writer reads the very tensors that it changes."""
+        if self._in_place:
+            self._writer.wait()
+            self._in_place = False
 
     def _remove_old(self, newest: Path, best: BestEvaluation | None) -> None:
         """best: as of `newest`; by now training may know a better evaluation whose snapshot is not written yet."""
         best_path = None if best is None else snapshot_path(self._run, best.step)
         old = [path for path in snapshot_paths(self._run)[self._retention.keep :] if path != best_path]
-        if not old:
+        # Rank 0 decides for all: what the others see of its file system may be a moment old.
+        if not self._world.run_together(lambda: bool(old))[0]:
             return
+        self._world.run_together(lambda: self._verify_own(newest))
+        self._world.run_together(lambda: self._remove(old) if self._world.is_rank_zero else None)
+
+    def _verify_own(self, newest: Path) -> None:
         try:
-            verify_snapshot(newest)
-            for path in old:
-                remove_atomically(path, self._run)
+            verify_part(read_snapshot(newest, verify=False), self._world.rank, self._world.size)
         except RunError as error:
             raise ResourceError(f"the new snapshot does not read back as written: {error}") from error
+
+    def _remove(self, old: Sequence[Path]) -> None:
+        try:
+            for path in old:
+                remove_atomically(path, self._run)
         except OSError as error:
             raise ResourceError(f"an old snapshot cannot be removed: {error}") from error
 
 
-class WriteAbandoned(Exception):
-    """Raised inside a write that is no longer wanted."""
+class WriteAbandoned(BaseException):
+    """Raised inside a write that is no longer wanted; not an Exception, which writers report to the other ranks."""
 
 
 @final
@@ -322,11 +353,12 @@ class _BackgroundWriter:
         self._join()
         self.check()
 
-    def abandon(self) -> None:
-        """End the write at its next chunk, and ignore how it ended."""
+    def abandon(self, *, wait: bool) -> None:
+        """End the write at its next chunk, and ignore how it ended; wait: until it has ended."""
         self._abandoned.set()
-        self._join()
-        self._failure = None
+        if wait:
+            self._join()
+            self._failure = None
 
     def _join(self) -> None:
         if self._thread is not None:

@@ -22,16 +22,18 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, final
 
+from gpipe_cli.distributed.replica_shares import responsible_replicas
 from gpipe_cli.errors import ResourceError, RunError
 from gpipe_cli.safe_files import open_directory, open_regular, parse_json, read_regular
 from gpipe_cli.training.snapshot.durable import CHUNK, UNFINISHED, FileDigest, remove
+from gpipe_cli.training.snapshot.file_names import FILES, MODEL, expected_names, is_sharded, kind_of
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT, SHARDED_FORMAT = 1, 2
+"""A snapshot in shards has a format of its own, so that a gpipe which cannot read it says so."""
 MAX_MANIFEST_BYTES = 64 * 2**20
-MODEL, OPTIMIZER, BUFFERS = "model.safetensors", "optimizer.safetensors", "buffers.safetensors"
-FILES = (MODEL, OPTIMIZER, BUFFERS)
-"""The only names a manifest may list: a hostile one must not lead anywhere else."""
+READERS = 4
+"""Files read at once: hashing keeps one core per file busy."""
 SNAPSHOTS = "snapshots"
 ASIDE = ".aside"
 _NAME = re.compile(r"step-(\d{8,18})", flags=re.ASCII)
@@ -60,7 +62,7 @@ class VerifiedSnapshot:
 
 def encode(manifest: Manifest) -> bytes:
     body = {
-        "format": FORMAT,
+        "format": SHARDED_FORMAT if is_sharded(manifest.files) else FORMAT,
         "files": {name: asdict(digest) for name, digest in sorted(manifest.files.items())},
         "record": dict(manifest.record),
     }
@@ -76,10 +78,10 @@ def decode(raw: bytes, path: Path) -> Manifest:
     if not isinstance(content, dict):
         raise RunError(f"{path}: damaged: it is not a manifest")
     digest = content.pop("digest", None)
-    if content.get("format") != FORMAT:
+    if content.get("format") not in (FORMAT, SHARDED_FORMAT):
         raise RunError(
-            f"{path}: has the format {reprlib.repr(content.get('format'))}, this gpipe reads {FORMAT}; "
-            "use the gpipe that wrote it, or it is damaged"
+            f"{path}: has the format {reprlib.repr(content.get('format'))}, this gpipe reads {FORMAT} and "
+            f"{SHARDED_FORMAT}; use the gpipe that wrote it, or it is damaged"
         )
     # The bytes are compared too: the digest is one of the parsed content, which hides repeated keys and other
     # spellings.
@@ -88,9 +90,10 @@ def decode(raw: bytes, path: Path) -> Manifest:
     files, record = content.get("files"), content.get("record")
     if not isinstance(files, dict) or not isinstance(record, dict):
         raise RunError(f"{path}: damaged: it lacks its files or its record")
-    digests = {name: _parse_file_digest(name, entry, path) for name, entry in files.items()}
-    if MODEL not in digests:
-        raise RunError(f"{path}: damaged: it does not list {MODEL}")
+    known = set(FILES) if content["format"] == FORMAT else expected_names(files)
+    digests = {name: _parse_file_digest(name, entry, path, known) for name, entry in files.items()}
+    if missing := ({MODEL} if content["format"] == FORMAT else known) - digests.keys():
+        raise RunError(f"{path}: damaged: it does not list {min(missing)}")
     return Manifest(digests, record)
 
 
@@ -106,30 +109,40 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def read_snapshot(
-    directory: Path, wanted: Collection[str] = FILES, ignored: Collection[str] = ()
+    directory: Path, wanted: Collection[str] = FILES, ignored: Collection[str] = (), *, verify: bool = True
 ) -> VerifiedSnapshot:
-    """Verify every file except those ignored, and return the bytes of those wanted.
+    """Verify every file except those of ignored kinds, and return the bytes of those of wanted kinds.
 
     Each file is read once, and the bytes returned are the bytes verified: it could change before a second read.
+    verify: False in a rank, which reads no file here: the ranks share that work (`verify_part`).
     """
     manifest = read_manifest(directory)
-    names = [name for name in manifest.files if name not in ignored]
-
-    def read(name: str) -> memoryview | None:
-        return _read_verified(directory / name, manifest.files[name], keep=name in wanted)
-
-    with ThreadPoolExecutor(len(FILES), "gpipe-read") as readers:  # hashing keeps one core per file busy
-        contents = dict(zip(names, readers.map(read, names), strict=True))
-    return VerifiedSnapshot(
-        directory,
-        manifest,
-        {name: content for name, content in contents.items() if content is not None},
-        names,
-    )
+    names = [name for name in manifest.files if kind_of(name) not in ignored]
+    contents = _read_files(directory, manifest, names, wanted) if verify else {}
+    return VerifiedSnapshot(directory, manifest, contents, names)
 
 
 def verify_snapshot(directory: Path) -> Manifest:
     return read_snapshot(directory, wanted=()).manifest
+
+
+def verify_part(snapshot: VerifiedSnapshot, part: int, parts: int) -> None:
+    """Verify the files of one of `parts` processes that share this work; RunError if one of them is damaged."""
+    names, files = sorted(snapshot.names), snapshot.manifest.files
+    shares = responsible_replicas([files[name].size for name in names], parts)
+    own = [name for name, share in zip(names, shares, strict=True) if share == part]
+    _read_files(snapshot.path, snapshot.manifest, own, wanted=())
+
+
+def _read_files(
+    directory: Path, manifest: Manifest, names: Collection[str], wanted: Collection[str]
+) -> dict[str, memoryview]:
+    def read(name: str) -> memoryview | None:
+        return _read_verified(directory / name, manifest.files[name], keep=kind_of(name) in wanted)
+
+    with ThreadPoolExecutor(READERS, "gpipe-read") as readers:
+        contents = zip(names, readers.map(read, names), strict=True)
+        return {name: content for name, content in contents if content is not None}
 
 
 def _read_verified(path: Path, expected: FileDigest, *, keep: bool) -> memoryview | None:
@@ -170,10 +183,11 @@ def _read_and_hash(file: FileIO, content: memoryview, size: int) -> str:
     return digest.hexdigest()
 
 
-def _parse_file_digest(name: str, entry: Any, path: Path) -> FileDigest:
+def _parse_file_digest(name: str, entry: Any, path: Path, known: Collection[str]) -> FileDigest:
+    """known: the only names a manifest may list, because a hostile one must not lead anywhere else."""
     match entry:
         case {"size": int(size), "sha256": str(digest)} if size >= 0 and re.fullmatch("[0-9a-f]{64}", digest):
-            if name in FILES:
+            if name in known:
                 return FileDigest(size, digest)
     raise RunError(
         f"{path}: damaged: {reprlib.repr(name)}: {reprlib.repr(entry)} does not describe a file of a snapshot"
@@ -229,13 +243,13 @@ def unfinished_paths(run: Path) -> list[Path]:
 
 
 def newest_valid_snapshot(
-    run: Path, wanted: Collection[str] = FILES, ignored: Collection[str] = ()
+    run: Path, wanted: Collection[str] = FILES, ignored: Collection[str] = (), *, verify: bool = True
 ) -> SnapshotSearch:
-    """wanted, ignored: as for `read_snapshot`."""
+    """wanted, ignored, verify: as for `read_snapshot`."""
     damaged: dict[Path, RunError] = {}
     for path in snapshot_paths(run):
         try:
-            return SnapshotSearch(read_snapshot(path, wanted, ignored), damaged)
+            return SnapshotSearch(read_snapshot(path, wanted, ignored, verify=verify), damaged)
         except RunError as error:
             damaged[path] = error
     return SnapshotSearch(None, damaged)

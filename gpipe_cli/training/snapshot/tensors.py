@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ def unsupported_reason(value: Any) -> str | None:
 
 
 def encode(
-    tensors: Mapping[str, Tensor], fetch: Callable[[Tensor], Tensor] | None = None
+    tensors: Mapping[str, Tensor],
+    fetch: Callable[[Tensor], Tensor] | None = None,
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[bytes | memoryview]:
     """The file piece by piece. Wide elements come first, so that every tensor is aligned to its element size.
 
@@ -42,7 +45,8 @@ def encode(
     """
     # Sorted, so that the bytes do not depend on the order in which the model names its tensors.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    entries, end = {}, 0
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
     for name in order:
         begin, end = end, end + tensors[name].nbytes
         shape = list(tensors[name].shape)

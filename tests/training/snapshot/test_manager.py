@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +14,13 @@ from torch import nn
 
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, ResourceError, RunError
-from gpipe_cli.training.loop import EvalResult, LossWindow, StepResult, TrainFact, TrainSpec
+from gpipe_cli.training.loop import TrainFact, TrainSpec
 from gpipe_cli.training.lr_schedules import Constant
-from gpipe_cli.training.snapshot import contents, manager
+from gpipe_cli.training.snapshot import manager, writing
 from gpipe_cli.training.snapshot.contents import open_snapshot
 from gpipe_cli.training.snapshot.manager import Retention, SnapshotManager, check_snapshot_space
 from gpipe_cli.training.snapshot.manifest import newest_valid_snapshot, snapshot_path
+from tests.training.facts import evaluated, trained
 
 PLAN = TrainSpec(steps=8, steps_per_epoch=2, lr=0.1, lr_schedule=Constant(), seed=0)
 SPEC = TrainSpec(steps=40, steps_per_epoch=10, lr=0.1, lr_schedule=Constant(), seed=0)
@@ -37,31 +38,10 @@ class Fake:
         return EngineState({"weight": self.weight})
 
     def load_state(self, state: EngineState) -> None: ...
+    def before_update(self, wait: Callable[[], None]) -> None: ...
     def close(self) -> None: ...
     def train_step(self, batch: Any, key: int, lr: float, *, measure: bool = True) -> Any: ...
     def eval_step(self, batch: Any) -> Any: ...
-
-
-def trained(step: int) -> StepResult:
-    return StepResult(
-        step=step,
-        epoch=0,
-        loss=1.0,
-        window=LossWindow(1, 1.0, 1.0, 1.0),
-        measured=True,
-        means={"top1": 0.5, "mean_absolute_error": 1.0},
-        lr=0.1,
-        samples=4,
-        grad_norm=None,
-        skipped=False,
-        seconds=float(step),
-    )
-
-
-def evaluated(step: int, loss: float = 1.0, **means: float) -> EvalResult:
-    return EvalResult(
-        step, 0, loss, {"top1": 0.5, "mean_absolute_error": 1.0, **means}, 4, 0.1, 1.0, float(step)
-    )
 
 
 @contextmanager
@@ -190,7 +170,7 @@ def test_nothing_old_is_removed_if_the_new_one_reads_back_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def torn(path: Path, *rest: Any) -> None:
-        contents.write_snapshot(path, *rest)
+        writing.write_snapshot(path, *rest)
         (path / "model.safetensors").write_bytes(b"")
 
     with (
@@ -206,7 +186,7 @@ def test_nothing_old_is_removed_if_the_new_one_reads_back_otherwise(
 def test_an_interrupt_does_not_wait_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = threading.Event()
 
-    def endless(path: Path, state: Any, record: Any, between: Any) -> None:
+    def endless(path: Path, state: Any, record: Any, between: Any, world: Any) -> None:
         begun.set()
         while True:
             between()
