@@ -275,6 +275,23 @@ def test_three_hosts_train_to_the_bits_of_one_process(tmp_path: Path, alone: Pat
 
 
 @pytest.mark.slow
+def test_the_script_that_gpipe_prints_starts_two_hosts(tmp_path: Path, alone: Path) -> None:
+    with cluster(2, tmp_path / "x") as two:
+        hosts = f"hosts=[{','.join(host.address for host in two.hosts)}]"
+        words = ["launch-script", "torchrun", hosts, "ranks_per_node=1", f"run_dir={two.run}", *ARGUMENTS[1:]]
+        environment = {"PYTHONPATH": str(TOP), "TMPDIR": str(two.folder)}
+        with (two.folder / "start.sh").open("w") as script:
+            command = [sys.executable, "-m", "gpipe_cli", *words]
+            subprocess.run(command, stdout=script, env={**os.environ, **environment}, check=True)
+        for host in two.hosts:
+            started = host.start("bash", "start.sh", host.address, folder=two.folder, environment=environment)
+            two.started.append(started)
+        two.wait_until_all_ended()
+        assert (two.run / "summary.json").exists(), two.describe()
+        assert_equal_to_one_process(two.run, alone)
+
+
+@pytest.mark.slow
 def test_a_slow_network_that_loses_packets_is_no_failure(tmp_path: Path, alone: Path) -> None:
     with cluster(2, tmp_path / "x") as two, two.hosts[1].slow(seconds=0.2, loss=0.05):
         two.start("step_timeout=60")

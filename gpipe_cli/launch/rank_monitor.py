@@ -17,7 +17,13 @@ from typing import Any, final
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, see torch's docs
 
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError, ResourceError
-from gpipe_cli.launch.interfaces import address_for_others, address_of_interface, listen_on
+from gpipe_cli.launch.interfaces import (
+    address_for_others,
+    address_of_interface,
+    address_towards,
+    interface_of_address,
+    listen_on,
+)
 from gpipe_cli.launch.monitor_process import CLOSING_SECONDS, MonitorTask, is_torchrun, task_line
 from gpipe_cli.launch.rank_files import RankFiles
 from gpipe_cli.launch.root_cause import ERRORS_BY_EXIT_CODE
@@ -144,15 +150,28 @@ def _read(process: subprocess.Popen[bytes], seconds: float) -> Any:
     return json.loads(line) if line else None
 
 
+def choose_interface() -> None:
+    """Have the ranks of torchrun use one network interface, unless the user has named one: that towards rank 0."""
+    if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:
+        name = "lo"
+    elif "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    else:
+        host = os.environ["MASTER_ADDR"]
+        here = address_for_others(host) if os.environ["RANK"] == "0" else address_towards(host, 1)
+        name = interface_of_address(here) or ""
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault(
+            "NCCL_SOCKET_IFNAME", f"={name}"
+        )  # without the sign, NCCL takes it for a prefix
+
+
 def _own_address() -> str:
-    """Where the monitor of rank 0 listens: on the named interface, or the address that torchrun gave the ranks."""
+    """Where the monitor of rank 0 listens."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     if not name:
-        host, several_hosts = (
-            os.environ["MASTER_ADDR"],
-            os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"],
-        )
-        return address_for_others(host) if several_hosts else "127.0.0.1"
+        return address_for_others(os.environ["MASTER_ADDR"])
     address = address_of_interface(name)
     if address is None:
         raise ConfigError(f"GLOO_SOCKET_IFNAME={name}: no such network interface, or it has no IPv4 address")

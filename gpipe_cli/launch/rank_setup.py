@@ -25,7 +25,13 @@ from gpipe_cli.distributed.groups import setup_process_groups
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped, exit_code
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles
-from gpipe_cli.launch.rank_monitor import RankMonitor, connect_store, silence_of, start_monitor
+from gpipe_cli.launch.rank_monitor import (
+    RankMonitor,
+    choose_interface,
+    connect_store,
+    silence_of,
+    start_monitor,
+)
 from gpipe_cli.launch.rank_states import STARTING_SECONDS
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
@@ -79,6 +85,8 @@ def connect_ranks(
         )
     if files is not None:  # all ranks are on this machine: listen on no other interface
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    else:
+        choose_interface()
     backends = backends_for(device)
     # Before the backend starts: what is given no device, by the backend or by a layer, goes to the current one, and all
     # ranks of a machine would use the first.

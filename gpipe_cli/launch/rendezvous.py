@@ -2,8 +2,7 @@
 
 torchrun finds this module by the entry point in pyproject.toml. Three things differ from `--rdzv-backend c10d`:
 the host whose address the endpoint is takes the store without being told (`is_host`), every host offers the address
-from which it reaches the endpoint (`--local-addr`), and the store listens on no other address. Ranks then use the
-interface with that address, and rank 0 listens for the others there.
+from which it reaches the endpoint (`--local-addr`), and the stores listen on no other address.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.launch.interfaces import address_for_others, address_towards, interface_of_address, listen_on
+from gpipe_cli.launch.interfaces import address_for_others, address_towards, listen_on
 
 if TYPE_CHECKING:  # torchrun loads this module whichever backend it uses
     from collections.abc import Callable
@@ -25,8 +24,6 @@ if TYPE_CHECKING:  # torchrun loads this module whichever backend it uses
 PORT = 29500
 READ_SECONDS = 60
 """How long a host waits for the store; `--rdzv-conf read_timeout=...` changes it."""
-INTERFACE_VARIABLES = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}
-"""NCCL takes a name for a prefix unless an equals sign precedes it."""
 
 
 def entry_point() -> HandlerOf:
@@ -53,7 +50,9 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
         timeout=timedelta(seconds=parameters.get_as_int("read_timeout", READ_SECONDS) or READ_SECONDS),
         master_listen_fd=None if listener is None else listener.detach(),
     )
-    _prepare_ranks(parameters.local_addr)
+    # Ranks inherit the environment. The store that torchrun would share with them listens on all interfaces, and keeps
+    # the keys of failed attempts. Without it, rank 0 of every attempt makes a new one.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
     class Backend(C10dRendezvousBackend):
         @property
@@ -71,13 +70,3 @@ def _endpoint(endpoint: str) -> tuple[str, int]:
             f"--rdzv-endpoint={endpoint}: give the address of one host, such as 10.0.0.1:{PORT}"
         )
     return host.strip("[]"), int(port)
-
-
-def _prepare_ranks(address: str) -> None:
-    """Ranks inherit the environment of torchrun."""
-    # The store that torchrun would share with its ranks listens on all interfaces, and keeps the keys of failed
-    # attempts. Without it, rank 0 of every attempt makes a new one.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    name = interface_of_address(address)
-    for variable, form in INTERFACE_VARIABLES.items() if name is not None else ():
-        os.environ.setdefault(variable, form.format(name))

@@ -18,6 +18,7 @@ from gpipe_cli.launch.interfaces import (
     interface_of_address,
     listen_on,
 )
+from gpipe_cli.launch.rank_monitor import choose_interface
 from gpipe_cli.launch.rendezvous import create_handler, entry_point
 
 
@@ -50,7 +51,6 @@ def test_the_host_of_the_endpoint_takes_the_store_on_that_address_only(
     given.endpoint = f"127.0.0.1:{port}"
     handler = create_handler(given)
     assert handler.get_backend() == "gpipe" and given.local_addr == "127.0.0.1"
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo" and os.environ["NCCL_SOCKET_IFNAME"] == "=lo"
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     assert [row[1] for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")] == [
         f"0100007F:{port:04X}"
@@ -60,10 +60,26 @@ def test_the_host_of_the_endpoint_takes_the_store_on_that_address_only(
     )
 
 
-def test_an_interface_that_the_user_named_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    create_handler(parameters(f"127.0.0.1:{free_port()}"))
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ({}, ("lo", "=lo")),
+        ({"GLOO_SOCKET_IFNAME": "eth7"}, ("eth7", None)),
+        ({"WORLD_SIZE": "2"}, ("lo", "=lo")),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, ("lo", "=lo")),
+    ],
+)
+def test_ranks_use_the_interface_that_leads_to_rank_0_unless_the_user_named_one(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], chosen: tuple[str, str | None]
+) -> None:
+    """gloo uses the loopback interface if the name of its host cannot be resolved, and then meets no other host."""
+    ranks = {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**ranks, **given}.items():
+        monkeypatch.setenv(name, value)
+    if "GLOO_SOCKET_IFNAME" in given:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    choose_interface()
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ.get("NCCL_SOCKET_IFNAME")) == chosen
 
 
 @pytest.mark.parametrize("endpoint", ["", ":29500", "10.0.0.1:x"])
