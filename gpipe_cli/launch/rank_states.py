@@ -18,7 +18,7 @@ from gpipe_cli.launch.stalls import StallDetector
 SETTLE_SECONDS = 2.0
 """How long to wait for the report of the rank that failed first, after one that only lost its peer."""
 MISSED_SECONDS = 3.0
-"""A rank that is silent for so long, several heartbeats, is the reason why a step does not end."""
+"""A rank that is silent for so long, several heartbeats, is lost if others are or if a step does not end."""
 STARTING_SECONDS = 60.0
 """How long a rank may at least take to connect: hosts read their programs from disks of unequal speed."""
 DIED = "ended without a report: it was killed, perhaps because memory ran out"
@@ -117,11 +117,14 @@ class RankStates:
         )
 
     def _silent_for(self, seconds: float, ranks: Sequence[int], now: float) -> PeerError | None:
-        silent = {rank: now - self._heard_at[rank] for rank in ranks if now - self._heard_at[rank] > seconds}
-        silent = {
-            rank: time for rank, time in silent.items() if time > STARTING_SECONDS or self._heard_at[rank]
-        }
-        return lost_error(self._names(list(silent)), max(silent.values())) if silent else None
+        """The error for all ranks that are silent, once one of them has been for so long; a host has several."""
+        silent = {rank: now - self._heard_at[rank] for rank in ranks}
+        silent = {rank: time for rank, time in silent.items() if time > self._limit(rank)}
+        longest = max(silent.values(), default=0.0)
+        return lost_error(self._names(list(silent)), longest) if longest > seconds else None
+
+    def _limit(self, rank: int) -> float:
+        return MISSED_SECONDS if self._heard_at[rank] else STARTING_SECONDS
 
     def _names(self, ranks: Sequence[int]) -> list[str]:
         return [f"rank {rank} ({self._describe(rank)})" for rank in ranks]
