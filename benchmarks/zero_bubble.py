@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from rich.console import Console
 from rich.table import Table
 
-from gpipe_cli.schedule import order
+from gpipe_cli.schedule import order, zero_bubble_v
+from gpipe_cli.schedule.search import search
+from gpipe_cli.schedule.search_problem import SearchProblem
 from gpipe_cli.schedule.simulate import PartitionCost, simulate
 
 ACTION_MS = 1.0
@@ -54,12 +57,31 @@ class Row:
         )
         return [cost] * (self.devices * partitions_per_device)
 
+    def problem(self, memory: float, overhead: float = 0.0) -> SearchProblem:
+        """memory: as a multiple of what 1f1b keeps on the first device."""
+        costs = tuple(replace(cost, saved_bytes=1000) for cost in self.costs(1, overhead))
+        limit = memory * self.devices * costs[0].saved_bytes
+        return SearchProblem(
+            costs,
+            tuple(range(self.devices)),
+            self.chunks,
+            (limit,) * self.devices,
+            kept_share=KEPT_SHARES[self.model],
+            synchronized=False,
+        )
+
     def bubble(self, schedule: str) -> float:
         return self._simulate(schedule, 0.0)[1]
 
     def throughput(self, schedule: str) -> float:
         """Samples per second and device."""
         step_ms, _ = self._simulate(schedule, ACTION_MS)
+        return self._per_second(step_ms)
+
+    def searched_throughput(self, memory: float) -> float:
+        return self._per_second(search(self.problem(memory, ACTION_MS), 100_000).step)
+
+    def _per_second(self, step_ms: float) -> float:
         return 1000 * self.chunks * self.samples / step_ms / self.devices
 
     def _simulate(self, schedule: str, overhead: float) -> tuple[float, float]:
@@ -68,6 +90,58 @@ class Row:
         simulation = simulate(made, self.costs(turns, overhead))
         return simulation.step, simulation.bubble
 
+
+KEPT_SHARES = {"1.5B": 32 / (34 + 160 / 3), "6.2B": 32 / 74, "14.6B": 32 / 74, "28.3B": 32 / 74}
+"""Of what a transformer layer saves, (34 + 5 x heads x length / hidden) x length x hidden, the weight gradients need
+32 x length x hidden (the paper's Table 1)."""
+ZB_2P = {"1.5B": 0.0433, "6.2B": 0.0029, "14.6B": 0.0066, "28.3B": 0.0038}
+"""The paper's searched orders with twice the memory of 1F1B, for the fewest micro-batches. Workers do not wait for each
+other between steps."""
+ZB_2P_THROUGHPUTS = {"1.5B": 14.5, "6.2B": 4.32, "14.6B": 1.81, "28.3B": 0.99}
+
+
+@final
+@dataclass(frozen=True)
+class VRow:
+    """Table 8. Times per device are those of Table 9, by layers per device; the paper gives no others. Transfers and
+    weight gradients are what its bubbles of 1F1B and ZB-H1 in the same table imply."""
+
+    model: str
+    devices: int
+    chunks: int
+    forward: float
+    input_grad: float
+    weight_grad: float
+    transfer: float
+    bubbles: tuple[float, float, float]
+    """Of 1F1B, ZB-H1 and ZB-V."""
+
+    def simulated(self) -> tuple[float, float, float]:
+        whole = self._cost(1)
+        each = [
+            simulate(order(name, self.devices, self.chunks, self.devices), [whole] * self.devices).bubble
+            for name in ("1f1b", "zero_bubble")
+        ]
+        made = zero_bubble_v.order(2 * self.devices, self.chunks, self.devices)
+        step = simulate(made, [self._cost(2)] * (2 * self.devices)).longest_part
+        busy = self.chunks * (self.forward + self.input_grad + self.weight_grad)
+        return each[0], each[1], 1 - busy / step
+
+    def _cost(self, parts: int) -> PartitionCost:
+        return PartitionCost(
+            self.forward / parts,
+            (self.input_grad + self.weight_grad) / parts,
+            transfer=self.transfer,
+            input_grad=self.input_grad / parts,
+            weight_grad=self.weight_grad / parts,
+        )
+
+
+V_ROWS = (
+    VRow("6.2B", 16, 48, 14.859, 14.722, 9.936, 0.826, (0.2668, 0.1536, 0.0697)),
+    VRow("14.6B", 24, 72, 7.565, 7.499, 5.761, 0.414, (0.2699, 0.1439, 0.0638)),
+    VRow("28.3B", 32, 96, 10.419, 10.207, 7.823, 0.471, (0.2676, 0.1429, 0.0593)),
+)
 
 SCHEDULES = ("1f1b", "interleaved", "zero_bubble")
 """The paper's 1F1B, 1F1B-I and ZB-H1; the throughput of the last is that of its ZB-1p, which has the same bubble."""
@@ -145,3 +219,30 @@ def show() -> None:
             *(f"{published:.2f} / {simulated:.2f}" for published, simulated in throughputs),
         )
     Console(width=150).print("The Zero Bubble paper: published / simulated", table)
+    v_table = Table("model", "p", "m", "1F1B bubble", "ZB-H1 bubble", "ZB-V bubble", box=None)
+    for v_row in V_ROWS:
+        pairs = zip(v_row.bubbles, v_row.simulated(), strict=True)
+        cells = (f"{published:.4f} / {simulated:.4f}" for published, simulated in pairs)
+        v_table.add_row(v_row.model, str(v_row.devices), str(v_row.chunks), *cells)
+    Console(width=150).print("Two partitions per device, there and back: published / simulated", v_table)
+    searched = Table(
+        "model", "p", "m", "ZB-1p bubble", "ZB-2p bubble", "lower bound", "ZB-2p per s", "seconds", box=None
+    )
+    for row in ROWS:
+        if row.chunks == 3 * row.devices:
+            began = time.perf_counter()
+            once, twice = (search(row.problem(memory)) for memory in (1.0, 2.0))
+            seconds = time.perf_counter() - began
+            searched.add_row(
+                row.model,
+                str(row.devices),
+                str(row.chunks),
+                f"{row.bubbles[2]:.4f} / {once.bubble:.4f}",
+                f"{ZB_2P[row.model]:.4f} / {twice.bubble:.4f}",
+                f"{max(0.0, 1 - (1 - twice.bubble) * twice.step / twice.bound):.4f}",
+                f"{ZB_2P_THROUGHPUTS[row.model]:.2f} / {row.searched_throughput(2.0):.2f}",
+                f"{seconds:.1f}",
+            )
+    Console(width=150).print(
+        "Searched orders with once and twice the memory of 1F1B: published / found", searched
+    )

@@ -7,7 +7,7 @@ ready first gets the core. The order is one that `check` accepts.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heappop, heappush, heapreplace
 from itertools import chain
@@ -85,6 +85,18 @@ class Simulation:
         ]
 
     @cached_property
+    def longest_part(self) -> float:
+        """The longest time from the beginning of a worker's first action to the end of its last.
+
+        A step takes that long if workers do not wait for each other between steps. Zero Bubble's bubbles are of it.
+        """
+        parts: dict[int, tuple[float, float]] = {}
+        for span in self.spans:
+            begin, end = parts.get(span.worker, (span.begin, span.end))
+            parts[span.worker] = min(begin, span.begin), max(end, span.end)
+        return max((end - begin for begin, end in parts.values()), default=0.0)
+
+    @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """The most each partition keeps at once."""
         peaks = partition_peaks(self._order, self._checkpoint_stops)
@@ -107,6 +119,7 @@ def simulate(
     needs no gradient, so it may run while the gradient is still in transfer.
     """
     stops = checkpoint_stops or [0] * len(costs)
+    costs = _without_inner_transfers(order, costs)
     pieces_of = _pieces_by_action(costs, stops)
     work = [list(chain.from_iterable(map(pieces_of, actions))) for actions in order]
     begins = _run(work, min(cores or len(order), len(order)))
@@ -121,6 +134,15 @@ def simulate(
     busy = sum(piece.duration for piece in chain.from_iterable(work))
     bubble = 1 - busy / (len(order) * step) if step else 0.0
     return Simulation(step, bubble, order, costs, stops, begins)
+
+
+def _without_inner_transfers(order: Order, costs: Sequence[PartitionCost]) -> Sequence[PartitionCost]:
+    """The costs without transfers from a partition to the next one on the same worker."""
+    worker_of = {action.partition: worker for worker, actions in enumerate(order) for action in actions}
+    stays = [worker_of.get(here) == worker_of.get(here + 1) for here in range(len(costs))]
+    if not any(stays):
+        return costs
+    return [replace(cost, transfer=0.0) if inner else cost for cost, inner in zip(costs, stays, strict=True)]
 
 
 @final

@@ -1,0 +1,206 @@
+"""Searches for the order with the shortest step: schedules that exist, list scheduling, and local search on its policy.
+
+Deterministic: the effort is a number of actions, not a time, and random numbers come from a fixed seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import final
+
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.schedule import names, order, traits, zero_bubble_v
+from gpipe_cli.schedule.action import Order
+from gpipe_cli.schedule.list_schedule import Policy, Scheduled, list_schedule
+from gpipe_cli.schedule.search_problem import SearchProblem
+from gpipe_cli.schedule.step_bound import step_bound
+
+EFFORT = 300_000
+"""Actions scheduled in one search: some seconds. The search ends earlier if it reaches the lower bound."""
+_TIED = 1e-9
+_STARTS = ((0.5, 1.0, 1.0, False), (2.0, 1.0, 0.25, True), (0.0, 1.0, 1.0, False), (1.0, 0.5, 0.5, False))
+"""Window, patience, patience at the end and protection of the last gradient: what was best for published costs."""
+_V_STARTS = ((1.0, 1.0, 1.0, False), (1.0, 0.5, 0.5, False), (0.25, 1.0, 1.0, False), (2.0, 1.0, 0.25, True))
+
+
+@final
+@dataclass(frozen=True)
+class SearchResult:
+    order: Order
+    step: float
+    """In the unit of the costs."""
+    bound: float
+    """No order takes less."""
+    bubble: float
+    """The idle share of the busiest worker's step."""
+    origin: str
+    """The schedule that the order is from, or `searched`."""
+
+    @property
+    def gap(self) -> float:
+        """The most by which the step could be shorter, as a share of the bound."""
+        return self.step / self.bound - 1
+
+
+def search(problem: SearchProblem, effort: int = EFFORT) -> SearchResult:
+    """The best order found, which is at least as good as every schedule that fits the same placement and memory."""
+    bound = step_bound(problem)
+    best: tuple[float, Order, str] | None = None
+    for name, existing in _existing(problem):
+        if problem.fits(existing):
+            step = problem.step_of(existing)
+            best = (step, existing, name) if best is None or step < best[0] - _TIED else best
+    searched = _Search(problem, effort, bound).best()
+    if searched is not None:
+        # Simulated: without the pauses that a policy made, an order may take less time than when it was found.
+        step = problem.step_of(searched.order)
+        if best is None or step < best[0] - _TIED:
+            best = step, searched.order, "searched"
+    if best is None:
+        raise ConfigError(
+            "schedule=auto: no order fits the memory of the devices; give device_memory more, or recompute with "
+            "checkpoint=always"
+        )
+    step, found, origin = best
+    return SearchResult(found, step, bound, 1 - max(problem.work) / step, origin)
+
+
+def memory_curve(
+    problem: SearchProblem, shares: Sequence[float], effort: int = EFFORT
+) -> list[tuple[float, float]]:
+    """The bubble against memory: for each share of the problem's memory, the bubble of the best order within it.
+
+    Shares for which no order fits are left out. More memory never gives a larger bubble.
+    """
+    points: list[tuple[float, float]] = []
+    for share in sorted(shares):
+        limited = replace(problem, memory=tuple(share * limit for limit in problem.memory))
+        try:
+            bubble = search(limited, effort).bubble
+        except ConfigError:
+            continue
+        points.append((share, min([bubble, *(other for _, other in points)])))
+    return points
+
+
+def v_shaped(devices: int) -> tuple[int, ...]:
+    """The workers of two partitions per device, there and back: the first device has the first and the last one."""
+    return (*range(devices), *reversed(range(devices)))
+
+
+def _existing(problem: SearchProblem) -> Iterator[tuple[str, Order]]:
+    """The schedules that place partitions as the problem does."""
+    partitions, devices = problem.partitions, problem.devices
+    if problem.workers == v_shaped(devices) and devices > 1:
+        yield zero_bubble_v.NAME, zero_bubble_v.order(partitions, problem.chunks, devices)
+    for name in names():
+        several = traits(name).several_per_device
+        dealt = tuple(partition % devices for partition in range(partitions))
+        if problem.workers == dealt and several == (partitions > devices):
+            yield name, order(name, partitions, problem.chunks, devices)
+
+
+@final
+class _Search:
+    def __init__(self, problem: SearchProblem, effort: int, bound: float) -> None:
+        self._problem = problem
+        self._actions = 3 * problem.partitions * problem.chunks
+        self._total = self._effort = effort
+        self._bound = bound
+        self._random = random.Random(0)
+        self._tried: set[Policy] = set()
+        self._best: tuple[float, Policy, Scheduled] | None = None
+
+    def best(self) -> Scheduled | None:
+        for policy in self._starts():
+            # A large problem leaves most starts out: improving the first ones is worth more.
+            if self._best is None or self._effort > 0.8 * self._total:
+                self._try(policy)
+        while self._best is not None and self._effort > 0 and self._best[0] > self._bound * (1 + _TIED):
+            _, policy, scheduled = self._best
+            self._try(self._changed(policy, scheduled))
+        return None if self._best is None else self._best[2]
+
+    def _try(self, policy: Policy) -> None:
+        self._effort -= self._actions
+        if policy in self._tried or self._effort <= -self._actions:
+            return
+        self._tried.add(policy)
+        scheduled = list_schedule(self._problem, policy)
+        if scheduled is None:
+            return
+        step = scheduled.step(synchronized=self._problem.synchronized)
+        # Of equal ones the newest: so local search moves on over plateaus.
+        if self._best is None or step <= self._best[0]:
+            self._best = step, policy, scheduled
+
+    def _starts(self) -> Iterator[Policy]:
+        """The longer the hops, the more micro-batches are alive; those of the memory limit come first."""
+        alive = self._alive()
+        workers = self._problem.devices
+        shapes: list[tuple[float, ...]]
+        starts = _STARTS if self._problem.partitions == workers else _V_STARTS
+        if self._problem.partitions == workers:
+            shapes = [
+                (total / 2, total / 2)
+                for total in (1.005 * alive, 1.02 * alive, alive, 0.95 * alive, 1.0, 0.8)
+            ]
+        else:
+            pairs = ((4, 2, 4, 2), (2, 4, 2, 4), (3, 3, 3, 3), (4, 2, 4, 1))
+            shapes = [tuple(alive * hop / 6 for hop in hops) for hops in pairs]
+        for (window, patience, at_end, protects), hops in product(starts, shapes):
+            yield Policy(tuple(hops), window, (patience,) * workers, (at_end,) * workers, protects)
+
+    def _alive(self) -> float:
+        """How many micro-batches per device the memory allows, at most twice as many as devices."""
+        problem = self._problem
+        if not problem.memory:
+            return 2.0
+        needs = [sum(problem.costs[one].saved_bytes for one in own) for own in problem.own]
+        fitting = min(
+            limit / need if need else 2.0 * problem.devices
+            for limit, need in zip(problem.memory, needs, strict=True)
+        )
+        return max(0.3, min(2.0, fitting / problem.devices))
+
+    def _changed(self, policy: Policy, scheduled: Scheduled) -> Policy:
+        """A neighbor of the policy."""
+        draw = self._random
+        move = draw.random()
+        if move < 0.55:
+            changed = self._changed_patience(policy.patience, scheduled)
+            if move < 0.35:
+                return replace(policy, patience=changed, patience_at_end=changed)
+            return (
+                replace(policy, patience=changed) if move < 0.45 else replace(policy, patience_at_end=changed)
+            )
+        if move < 0.8:
+            change = draw.choice((-0.1, -0.02, -0.005, 0.005, 0.02, 0.1))
+            chosen = draw.choice((None, *range(len(policy.hops))))  # None: all of them
+            hops = (
+                max(0.02, hop + change) if chosen in (None, place) else hop
+                for place, hop in enumerate(policy.hops)
+            )
+            return replace(policy, hops=tuple(hops))
+        if move < 0.95:
+            return replace(policy, window=max(0.0, policy.window + draw.choice((-0.5, -0.25, 0.25, 0.5))))
+        return replace(policy, protects_last=not policy.protects_last)
+
+    def _changed_patience(self, patience: tuple[float, ...], scheduled: Scheduled) -> tuple[float, ...]:
+        """Of some neighboring workers, or of those that have the most time to wait."""
+        draw, workers = self._random, len(patience)
+        if draw.random() < 0.4:
+            first, count = draw.randrange(workers), draw.choice((1, 2, 4))
+            value = draw.choice((0.0, 0.25, 0.5, 0.75, 1.0))
+            return tuple(
+                value if first <= worker < first + count else old for worker, old in enumerate(patience)
+            )
+        parts = [end - begin for begin, end in zip(scheduled.begins, scheduled.ends, strict=True)]
+        longest = sorted(parts)[draw.randrange(workers)]
+        return tuple(
+            draw.choice((0.0, 0.25, 0.5)) if part <= longest and draw.random() < 0.7 else old
+            for part, old in zip(parts, patience, strict=True)
+        )

@@ -1,0 +1,105 @@
+"""Searched orders: legal, within memory, never worse than a schedule that exists, and as good as published ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.zero_bubble import ROWS, ZB_2P, ZB_2P_THROUGHPUTS, Row
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.schedule import order
+from gpipe_cli.schedule.check import check
+from gpipe_cli.schedule.search import memory_curve, search, v_shaped
+from gpipe_cli.schedule.search_problem import SearchProblem
+from gpipe_cli.schedule.simulate import PartitionCost
+
+FIRST_ROWS = [row for row in ROWS if row.chunks == 3 * row.devices]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> SearchProblem:
+    devices, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    workers = v_shaped(devices) if draw(st.booleans()) and devices > 1 else tuple(range(devices))
+    times = st.integers(1, 20).map(float)
+    costs = tuple(
+        PartitionCost(
+            draw(times),
+            0.0,
+            recompute=draw(times),
+            transfer=draw(times) / 4,
+            input_grad=draw(times),
+            weight_grad=draw(times),
+            saved_bytes=draw(st.integers(1, 5)),
+            input_bytes=1,
+        )
+        for _ in workers
+    )
+    costs = tuple(replace(cost, backward=sum(cost.split)) for cost in costs)
+    stops = tuple(draw(st.sampled_from([0, chunks])) for _ in workers)
+    memory = tuple(float(draw(st.integers(14, 60))) for _ in range(devices))
+    return SearchProblem(costs, workers, chunks, memory, stops, synchronized=draw(st.booleans()))
+
+
+@settings(max_examples=25, deadline=None)
+@given(problems())
+def test_an_order_is_legal_fits_the_memory_and_is_between_bound_and_existing_schedules(
+    problem: SearchProblem,
+) -> None:
+    result = search(problem, effort=2_000)
+    check(result.order, problem.partitions, problem.chunks)
+    assert problem.fits(result.order)
+    assert problem.step_of(result.order) == pytest.approx(result.step)
+    assert result.bound <= result.step * (1 + 1e-9)
+    if problem.partitions == problem.devices:
+        for name in ("gpipe", "1f1b", "zero_bubble"):
+            existing = order(name, problem.partitions, problem.chunks, problem.devices)
+            if problem.fits(existing):
+                assert result.step <= problem.step_of(existing) * (1 + 1e-9)
+
+
+def test_the_search_repeats_itself() -> None:
+    problem = FIRST_ROWS[0].problem(memory=2.0)
+    assert search(problem, 50_000) == search(problem, 50_000)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row if row.devices == 8 else cast(Row, pytest.param(row, marks=pytest.mark.slow)) for row in FIRST_ROWS],
+    ids=lambda row: row.model,
+)
+def test_with_the_memory_of_zb_2p_the_bubble_is_at_most_that_of_zb_2p(row: Row) -> None:
+    result = search(row.problem(memory=2.0), effort=max(60_000, 90 * row.devices * row.chunks))
+    assert round(result.bubble, 4) <= ZB_2P[row.model]
+    assert row.searched_throughput(2.0) == pytest.approx(ZB_2P_THROUGHPUTS[row.model], rel=0.06)
+
+
+@pytest.mark.parametrize("row", FIRST_ROWS, ids=lambda row: row.model)
+def test_with_the_memory_of_1f1b_the_bubble_is_at_most_that_of_zb_1p(row: Row) -> None:
+    result = search(row.problem(memory=1.0), effort=20_000)
+    assert round(result.bubble, 4) <= row.bubbles[2]
+
+
+def test_workers_that_wait_for_each_other_reach_the_lower_bound_with_twice_the_memory() -> None:
+    for row in FIRST_ROWS[:2]:
+        problem = replace(row.problem(memory=2.0), synchronized=True, kept_share=1.0)
+        result = search(problem)
+        assert result.gap == pytest.approx(0, abs=1e-6)
+        assert result.origin == "searched"
+
+
+def test_more_memory_never_gives_a_larger_bubble() -> None:
+    curve = memory_curve(FIRST_ROWS[0].problem(memory=1.0), (0.01, 0.5, 1.0, 1.5, 2.0), effort=20_000)
+    assert [share for share, _ in curve] == [0.5, 1.0, 1.5, 2.0]
+    bubbles = [bubble for _, bubble in curve]
+    assert bubbles == sorted(bubbles, reverse=True)
+    assert bubbles[-1] < bubbles[0] / 3
+
+
+def test_without_room_for_one_micro_batch_the_search_says_so() -> None:
+    problem = FIRST_ROWS[0].problem(memory=0.01)
+    with pytest.raises(ConfigError, match=r"no order fits the memory .* device_memory more"):
+        search(problem, effort=1_000)
