@@ -113,6 +113,8 @@ class _Direction:
 class _Clock:
     def __init__(self, spec: PipelineSpec, costs: Sequence[PartitionCost]) -> None:
         self._devices = spec.devices or spec.partitions
+        if self._devices == 1:  # nothing leaves the device
+            costs = [replace(cost, transfer=0.0) for cost in costs]
         self._turns = spec.partitions // self._devices
         self._micro_batches = spec.micro_batches
         # 1: every device acts at every tick; 2: forwards and backwards alternate. With several turns the next device
