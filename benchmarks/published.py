@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import published_gpt, published_torchgpipe, zero_bubble
+from benchmarks import published_gpipe, published_gpt, published_torchgpipe, zero_bubble
 
 
 def main() -> None:
@@ -26,6 +26,7 @@ def main() -> None:
         published_gpt.show(console, options.rows, fits=False)
         return
     published_torchgpipe.show(console)
+    published_gpipe.show(console)
     published_gpt.show(console)
     zero_bubble.show()
 

@@ -21,6 +21,7 @@ from torch.nn import functional
 from benchmarks.published_lines import Line, model_settings, published_lines
 from gpipe_cli.models import amoebanetd, resnet, unet
 from gpipe_cli.plan.bound import MemoryFit
+from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.device_costs import DeviceRun, estimate_costs
 from gpipe_cli.plan.devices import DEVICES
 from gpipe_cli.plan.search import best_balance, lowest_bound
@@ -108,9 +109,15 @@ def _estimates(model: Model, lines: Sequence[Line]) -> list[float]:
         costs = estimate_costs(
             facts, DeviceRun(DEVICES["p40"], one_process=True), line.batch / line.chunks / ROWS
         )
-        shape = PlanShape(line.devices, line.devices, line.chunks, "gpipe", line.checkpoint)
-        spec, fit = shape.spec(), MemoryFit({line.checkpoint: None})
-        start = lowest_bound(costs, spec, fit)
-        assert start is not None, "without a limit every model fits"
-        samples_per_second.append(1000 * line.batch / best_balance(costs, spec, fit, start, ACTIONS).step_ms)
+        step_ms = best_step_ms(costs, line.devices, line.chunks, line.checkpoint)
+        samples_per_second.append(1000 * line.batch / step_ms)
     return samples_per_second
+
+
+def best_step_ms(costs: LayerCosts, devices: int, chunks: int, checkpoint: str) -> float:
+    """Of the best balance, under the gpipe schedule."""
+    spec = PlanShape(devices, devices, chunks, "gpipe", checkpoint).spec()
+    fit = MemoryFit({checkpoint: None})
+    start = lowest_bound(costs, spec, fit)
+    assert start is not None, "without a limit every model fits"
+    return best_balance(costs, spec, fit, start, ACTIONS).step_ms

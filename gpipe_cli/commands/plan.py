@@ -6,6 +6,7 @@ It measures the model here, or estimates for devices that are elsewhere. It writ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
@@ -17,8 +18,11 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.measured import verify_plans
 from gpipe_cli.plan.prediction import Prediction, advice
 from gpipe_cli.plan.step_time import MOST_ACTIONS
+from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.model_tables import print_device_memory, print_plans
 from gpipe_cli.report.output import print_status
+from gpipe_cli.report.page.document import check_replaceable
+from gpipe_cli.report.page.plan_page import plan_page
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.timeline import print_step_timeline
 from gpipe_cli.run.components import check_components
@@ -29,10 +33,13 @@ from gpipe_cli.run.model import build_without_storage, make_model
 from gpipe_cli.run.planning import Planned, Planner
 from gpipe_cli.run.timeline import as_step
 from gpipe_cli.run.training_step import make_loss
+from gpipe_cli.training.run_directory import write_text
 
 # Keys that the printed train command does not repeat: they belong to gpipe plan, or the plan sets them.
-OWN_KEYS = ("plan", "device", "devices", "verify", "top", "device_memory", "tensor_cores")
+OWN_KEYS = ("plan", "device", "devices", "verify", "top", "device_memory", "tensor_cores", "page")
 PLANNED_KEYS = ("chunks", "schedule", "checkpoint", "partitions")
+ON_PAGE = 24
+"""How many plans a page compares."""
 LARGEST_PICTURE = 16
 """Partitions; a picture with more is unreadable."""
 
@@ -49,6 +56,9 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
         raise ConfigError(
             "balance: gpipe plan searches for it; leave it out, or use gpipe profile to see one"
         )
+    page = None if settings.page is None else Path(settings.page)
+    if page is not None:
+        check_replaceable("page", page)
     add_current_folder(settings.allow)
     check_components(settings, job.overrides)
     loader = make_loader(settings)
@@ -64,7 +74,7 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
         raise ConfigError(
             f"verify=true: devices={settings.devices} means machines that are not here; give a list"
         )
-    planned = planner.plan(keep=settings.top)
+    planned = planner.plan(keep=settings.top if settings.page is None else max(settings.top, ON_PAGE))
     plans = planned.plans
     if settings.verify:
         plans = verify_plans(
@@ -77,9 +87,26 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
             seconds=settings.plan.verify_budget,
         )
     summary = _summary(settings, plans, planned, job)
+    step = _step(plans[0], planned)
+    if page is not None:
+        write_text(page, plan_page(summary, step))
+    shown = {**summary, "candidates": _shown(summary["candidates"], settings.top)}
     if job.shows_result:
-        _print(plans, planned, summary)
-    return summary
+        _print(plans[0], planned, shown, step)
+    return {**shown, **({} if page is None else {"page": str(page)})}
+
+
+def _shown(candidates: Sequence[dict[str, Any]], top: int) -> list[dict[str, Any]]:
+    """The best, and training without a pipeline."""
+    return [each for place, each in enumerate(candidates) if place < top or each["engine"] == "single"]
+
+
+def _step(best: Prediction, planned: Planned) -> StepTimeline | None:
+    """The best plan's, unless a picture of it would be unreadable."""
+    if best.shape.actions > MOST_ACTIONS or best.shape.partitions > LARGEST_PICTURE:
+        return None
+    spec = best.shape.spec(planned.cores)
+    return as_step(spec.simulate(planned.costs(best.shape).partitions(best.balance, spec)))
 
 
 def _train_command(settings: PlanConfig, best: Prediction, job: Job) -> str:
@@ -112,13 +139,10 @@ def _summary(settings: PlanConfig, plans: Sequence[Prediction], planned: Planned
     }
 
 
-def _print(plans: Sequence[Prediction], planned: Planned, summary: dict[str, Any]) -> None:
+def _print(best: Prediction, planned: Planned, summary: dict[str, Any], step: StepTimeline | None) -> None:
     print_plans(f"the best plans ({planned.origin})", summary["candidates"])
     print_device_memory(summary["best"]["memory"])
-    best = plans[0]
-    spec = best.shape.spec(planned.cores)
-    if best.shape.actions <= MOST_ACTIONS and best.shape.partitions <= LARGEST_PICTURE:
-        step = as_step(spec.simulate(planned.costs(best.shape).partitions(best.balance, spec)))
+    if step is not None:
         print_step_timeline(f"predicted: {best.step_ms:.1f} ms", step, best.shape.partitions, step.seconds)
     if planned.skipped_chunks:
         print_status(

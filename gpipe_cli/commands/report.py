@@ -6,7 +6,6 @@ Reads files only and does without torch. It replaces an earlier report, but no o
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +13,9 @@ from pathlib import Path
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.report.output import print_status
-from gpipe_cli.report.page.document import GENERATOR, PAGE, render_page
+from gpipe_cli.report.page.document import PAGE, check_replaceable, render_page
 from gpipe_cli.report.page.run_facts import read_run
 from gpipe_cli.report.tables import print_facts
-from gpipe_cli.safe_files import UnsafeFile, open_regular
 from gpipe_cli.training.run_directory import write_text
 
 COMPARISON = "comparison.html"
@@ -25,7 +23,7 @@ COMPARISON = "comparison.html"
 
 def run(invocation: Invocation) -> None:
     directories, out = _parse(invocation.words)
-    _check_replaceable(out)
+    check_replaceable("out", out)
     runs = [read_run(directory) for directory in directories]
     write_text(out, render_page(runs))
     notes = [f"{run.path / note}" for run in runs for note in run.problems]
@@ -57,17 +55,3 @@ def _parse(words: Sequence[str]) -> tuple[list[Path], Path]:
     if out == "":
         raise ConfigError("out: give out=<file>")
     return directories, Path(out or (directories[0] / PAGE if len(directories) == 1 else COMPARISON))
-
-
-def _check_replaceable(out: Path) -> None:
-    try:
-        with os.fdopen(open_regular(out, base=out.parent), encoding="utf-8", errors="replace") as file:
-            is_report = GENERATOR in file.read(4096)
-    except FileNotFoundError:
-        return
-    except UnsafeFile as error:
-        raise ConfigError(f"out={out}: {error}; give another name, or remove it") from error
-    except OSError as error:
-        raise ConfigError(f"out={out}: cannot be written: {error}") from error
-    if not is_report:
-        raise ConfigError(f"out={out}: exists and is not a report; give another name, or remove it")

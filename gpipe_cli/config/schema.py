@@ -270,6 +270,8 @@ class PlanConfig(CostConfig):
     """Run the best plans and print the error of the prediction."""
     top: int = 5
     """Number of plans to show."""
+    page: str | None = None
+    """An HTML file to write: all candidates by time and memory, the timeline of the best plan, and what limits it."""
 
 
 SCHEMAS: dict[str, type[ModelConfig]] = {

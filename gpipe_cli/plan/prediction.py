@@ -6,7 +6,7 @@ change that would shorten the step most names the limit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
@@ -48,6 +48,8 @@ class Limit:
     """slowest partition, bubble, memory, transfers, update, host, or work: devices are busy almost all the time."""
     share: float
     """By this share the step would be shorter without it."""
+    shares: Mapping[str, float]
+    """The same of everything that could be the limit."""
 
 
 @final
@@ -72,7 +74,7 @@ class Prediction:
     @property
     def is_plain(self) -> bool:
         """Whether this is training without a pipeline."""
-        return self.shape.devices == 1 and self.shape.checkpoint == "never"
+        return self.shape.is_plain
 
     @property
     def error(self) -> float | None:
@@ -120,6 +122,7 @@ class Prediction:
             "memory": [{**asdict(device), "total_bytes": device.total_bytes} for device in self.memory],
             "limit": self.limit.name,
             "limit_share": self.limit.share,
+            "limits": dict(self.limit.shares),
             "paste": self.overrides,
             **({} if self.measured_ms is None else {"measured_ms": self.measured_ms, "error": self.error}),
         }
@@ -191,8 +194,9 @@ def limit_of(
         "memory": 0.0 if without_limit_ms is None else step_ms - without_limit_ms,
     }
     name = max(shares, key=shares.__getitem__)
-    share = shares[name] / step_ms if step_ms else 0.0
-    return Limit(name, share) if share > SMALL else Limit("work", 0.0)
+    of_step = {cause: max(0.0, ms / step_ms if step_ms else 0.0) for cause, ms in shares.items()}
+    share = of_step[name]
+    return Limit(name, share, of_step) if share > SMALL else Limit("work", 0.0, of_step)
 
 
 def _work(spec: PipelineSpec, parts: Sequence[PartitionCost]) -> float:

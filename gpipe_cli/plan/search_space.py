@@ -31,6 +31,11 @@ class PlanShape:
         return PipelineSpec(self.schedule, self.partitions, self.chunks, self.checkpoint, self.devices, cores)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether this is training without a pipeline."""
+        return self.devices == 1 and self.checkpoint == "never"
+
+    @property
     def actions(self) -> int:
         return 2 * self.partitions * self.chunks
 

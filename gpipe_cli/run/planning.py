@@ -128,11 +128,23 @@ class Planner:
             modest = [shape for shape in shapes if shape.checkpoint == "always"] or shapes
             memory = self._memory(modest[-1])
             assert memory is not None, "a shape that fits is not refused"
-            raise memory.refusal()
+            raise ConfigError(
+                f"{memory.refusal()}; engine=offload needs less, with one slice of the model on the device at a time"
+            )
         best, *others = searched.plans
         plans = [self._predicted(best, costs(best.shape), self._without_limit(shapes, costs, deadline))]
+        others += self._plain_if_missing(shapes, costs, searched)
         plans += [self._predicted(answer, costs(answer.shape), None) for answer in others]
         return Planned(plans, searched, costs, self._cores, skipped, origin)
+
+    def _plain_if_missing(
+        self, shapes: Sequence[PlanShape], costs: Callable[[PlanShape], LayerCosts], searched: SearchResult
+    ) -> list[RankedPlan]:
+        """The run without a pipeline, which every plan is compared with, unless it is too large or among the best."""
+        plain = [shape for shape in shapes if shape.is_plain]
+        if any(plan.shape.is_plain for plan in searched.plans):
+            return []
+        return search(plain, costs, self._fit, keep=1, cores=self._cores).plans
 
     def batch(self) -> Batch:
         """A mini-batch to run plans with."""

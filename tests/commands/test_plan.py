@@ -27,7 +27,8 @@ def cache_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_plan_for_this_machine_has_its_fields_and_can_be_trained(tiny: Gpipe, tmp_path: Path) -> None:
     answer = tiny("plan", *TINY, "devices=[cpu,cpu]", "verify=true", "plan.verify_budget=2", "--json").json
     assert {"best", "candidates", "profile", "lower_bound"} <= answer.keys()
-    assert answer["best"] == answer["candidates"][0] and len(answer["candidates"]) == 5
+    assert answer["best"] == answer["candidates"][0] and len(answer["candidates"]) in (5, 6)
+    assert any(each["engine"] == "single" for each in answer["candidates"])
     for plan in answer["candidates"]:
         assert plan.keys() >= FIELDS and sum(plan["balance"]) == 8
         assert plan["measured_ms"] > 0 and plan["predicted_ms"] >= answer["lower_bound"] * (1 - 1e-9)
@@ -67,6 +68,7 @@ def test_a_memory_limit_is_respected_or_refused_with_the_smallest_sufficient_one
     assert limited["best"]["predicted_peak_bytes"] <= limit <= free["best"]["predicted_peak_bytes"] + limit
     refused = tiny("plan", *TINY, "devices=2", "device_memory=1KiB")
     assert refused.code == 2 and "the smallest limit that works is" in refused.err
+    assert "engine=offload needs less" in refused.err
 
 
 def test_only_partitions_that_need_it_recompute_in_the_plan_and_in_training(gpipe: Gpipe) -> None:
@@ -137,3 +139,39 @@ def test_precision_and_replicas_are_part_of_an_estimate(gpipe: Gpipe) -> None:
         "engine=processes devices=" in replicas["paste"]
         and "precision=fp16 data_parallel=2" in replicas["paste"]
     )
+
+
+def test_the_run_without_a_pipeline_is_always_among_the_plans(gpipe: Gpipe) -> None:
+    words = (
+        "model=mlp",
+        "model.width=8192",
+        "batch_size=4096",
+        "device=a100",
+        "devices=4",
+        "top=2",
+        "--json",
+    )
+    candidates = gpipe("plan", *words).json["candidates"]
+    assert [each["engine"] for each in candidates] == ["threads", "threads", "single"]
+
+
+def test_a_page_shows_candidates_timeline_and_limits(gpipe: Gpipe, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    words = ("plan", "model=mlp", "model.width=8192", "batch_size=4096", "device=a100", "devices=4", "top=2")
+    answer = gpipe(*words, f"page={page}", "--json").json
+    text = page.read_text(encoding="utf-8")
+    assert answer["page"] == str(page) and len(answer["candidates"]) <= 3
+    for heading in (
+        "Candidates by time and memory",
+        "A step of the best plan",
+        "What limits it",
+        "Train with it",
+    ):
+        assert f"<h2>{heading}</h2>" in text
+    assert text.count("<circle") > 3 and text.count('class="candidate plain"') == 1
+    assert "page=" not in answer["paste"] and "waiting for the slowest partition" in text
+    # It replaces a page of its own, and nothing else.
+    assert gpipe(*words, f"page={page}").code == 0
+    page.write_text("mine", encoding="utf-8")
+    refused = gpipe(*words, f"page={page}")
+    assert refused.code == 2 and "exists and is not a report" in refused.err

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.report.colors import color_style
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.page.charts import metric_charts
@@ -25,6 +28,7 @@ from gpipe_cli.report.page.predictions import confusion, sample_gallery, text_sa
 from gpipe_cli.report.page.run_facts import RunFacts
 from gpipe_cli.report.page.run_files import as_number, watched_metric
 from gpipe_cli.report.page.step_timelines import step_timelines
+from gpipe_cli.safe_files import UnsafeFile, open_regular
 
 PAGE = "report.html"
 GENERATOR = '<meta name="generator" content="gpipe">'
@@ -60,6 +64,10 @@ def render_page(runs: Sequence[RunFacts]) -> str:
     title = str(runs[0].path) if len(runs) == 1 else f"Comparison of {len(runs)} runs"
     content = _run_content(runs[0]) if len(runs) == 1 else _comparison_content(runs)
     reloads = len(runs) == 1 and runs[0].state is not None and runs[0].state.name == "running"
+    return whole_page(title, content, reloads=reloads)
+
+
+def whole_page(title: str, content: Iterable[Child], *, reloads: bool = False) -> str:
     policy = (
         f"default-src 'none'; style-src {_digest(_style())}; script-src {_digest(_asset('script.js'))}; "
         "img-src data:; base-uri 'none'; form-action 'none'"
@@ -281,3 +289,17 @@ def _environment_table(facts: Mapping[str, object]) -> Html:
         for name, value in facts.items()
     )
     return tag("table", {"class": "pairs"}, tag("tbody", None, *rows))
+
+
+def check_replaceable(key: str, out: Path) -> None:
+    try:
+        with os.fdopen(open_regular(out, base=out.parent), encoding="utf-8", errors="replace") as file:
+            is_report = GENERATOR in file.read(4096)
+    except FileNotFoundError:
+        return
+    except UnsafeFile as error:
+        raise ConfigError(f"{key}={out}: {error}; give another name, or remove it") from error
+    except OSError as error:
+        raise ConfigError(f"{key}={out}: cannot be written: {error}") from error
+    if not is_report:
+        raise ConfigError(f"{key}={out}: exists and is not a report; give another name, or remove it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from gpipe_cli.report.colors import ACTIONS
 from gpipe_cli.report.formatting import format_value
@@ -28,6 +29,14 @@ def step_timelines(run: RunFacts) -> Html | None:
         if run.ideal is None
         else {"predicted": run.ideal, "measured": run.measured}
     )
+    advice = (
+        tag("p", None, tag("strong", None, "Try this: "), "; ".join(run.advice), ".") if run.advice else None
+    )
+    return join([timeline_figures(timelines), advice])
+
+
+def timeline_figures(timelines: Mapping[str, TimelineFacts]) -> Html:
+    """By title, all on one scale."""
     longest = max(timeline.milliseconds for timeline in timelines.values()) or 1.0
     most_bars = max(
         max(Counter(bar.partition for bar in timeline.bars).values()) for timeline in timelines.values()
@@ -36,13 +45,10 @@ def step_timelines(run: RunFacts) -> Html | None:
     figures = [_figure(title, timeline, Scale(0, longest), width) for title, timeline in timelines.items()]
     phases = {bar.phase for timeline in timelines.values() for bar in timeline.bars}
     legend = tag("p", {"class": "legend"}, *(_legend_key(phase) for phase in ACTIONS if phase in phases))
-    advice = (
-        tag("p", None, tag("strong", None, "Try this: "), "; ".join(run.advice), ".") if run.advice else None
-    )
     bubble = tag(
         "p", {"class": "hint"}, "The bubble is the share of the workers' time in which they are idle."
     )
-    return join([legend, *figures, bubble, advice])
+    return join([legend, *figures, bubble])
 
 
 def _legend_key(phase: str) -> Html:

@@ -1,0 +1,183 @@
+"""The page of `gpipe plan`: every candidate by time and memory, the timeline of the best, and what limits it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gpipe_cli.profiling.timeline import StepTimeline
+from gpipe_cli.report.colors import curve_class
+from gpipe_cli.report.formatting import format_value
+from gpipe_cli.report.page.charts import Scale
+from gpipe_cli.report.page.document import whole_page
+from gpipe_cli.report.page.html import Child, Html, join, table, tag
+from gpipe_cli.report.page.run_facts import TimelineBar, TimelineFacts
+from gpipe_cli.report.page.step_timelines import timeline_figures
+
+Facts = Mapping[str, Any]
+CAUSES = {
+    "bubble": "waiting for the first micro-batch to arrive and the last to return",
+    "slowest partition": "waiting for the slowest partition",
+    "transfers": "waiting for tensors on their way between devices",
+    "memory": "recomputing, or another plan than without the memory limit",
+    "update": "summing gradients over replicas, and the optimizer's update",
+    "host": "launching kernels from one process",
+}
+GIB = 2**30
+
+
+def plan_page(summary: Facts, step: StepTimeline | None) -> str:
+    """`step` is the best plan's; None if it has too many actions to draw."""
+    best, candidates = summary["best"], summary["candidates"]
+    timeline = None if step is None else timeline_figures({"predicted": _timeline(step)})
+    return whole_page(
+        "Plan",
+        [
+            tag("p", {"class": "state"}, f"{summary['profile']}. {summary['advice']}."),
+            _cards(best, summary),
+            _section("Candidates by time and memory", _chart(candidates)),
+            _section("A step of the best plan", timeline) if timeline is not None else None,
+            _section("What limits it", _limits(best)),
+            _section("All candidates", _table(candidates)),
+            _section("Train with it", tag("pre", None, summary["paste"])),
+        ],
+    )
+
+
+def _section(title: str, content: Html) -> Html:
+    return tag("section", None, tag("h2", None, title), content)
+
+
+def _cards(best: Facts, summary: Facts) -> Html:
+    figures = {
+        "step": f"{best['predicted_ms']:.4g} ms",
+        "samples per second": f"{best['samples_per_second']:.4g}",
+        "peak memory per device": format_value("peak_bytes", best["predicted_peak_bytes"]),
+        "bubble": format_value("bubble", best["bubble"]),
+        "limited by": str(best["limit"]),
+        "at most shorter by": f"{100 * summary['gap']:.2f} %",
+    }
+    cards = (
+        tag("div", {"class": "card"}, tag("dt", None, name), tag("dd", None, text))
+        for name, text in figures.items()
+    )
+    return tag("dl", {"class": "cards"}, *cards)
+
+
+def _chart(candidates: Sequence[Facts]) -> Html:
+    times, memories = (
+        [candidate[key] * factor for candidate in candidates]
+        for key, factor in (("predicted_ms", 1.0), ("predicted_peak_bytes", 1 / GIB))
+    )
+    across, up = Scale.over(times, margin=0.06), Scale.over(memories, margin=0.1)
+    dots = [
+        _dot(number, candidate, across.share(ms), up.share(memory))
+        for number, (candidate, ms, memory) in enumerate(zip(candidates, times, memories, strict=True))
+    ]
+    grid = [
+        tag("line", {"class": "grid", "x2": "100%", "y1": y, "y2": y})
+        for y in (f"{100 * (1 - up.share(tick)):.2f}%" for tick in up.ticks())
+    ]
+    labels = (
+        tag("text", {"x": "100%", "y": f"{100 * (1 - up.share(tick)):.2f}%"}, f"{tick:.4g}")
+        for tick in up.ticks()
+    )
+    steps = (
+        tag("text", {"x": f"{100 * across.share(tick):.2f}%", "y": 14}, f"{tick:.4g} ms")
+        for tick in across.ticks()
+    )
+    caption = join(
+        [
+            tag("strong", None, "GiB on the fullest device"),
+            " by milliseconds of a step; 1 is the best plan, and hollow is without a pipeline",
+        ]
+    )
+    return tag(
+        "figure",
+        {"class": "chart"},
+        tag("figcaption", None, caption),
+        tag(
+            "div",
+            {"class": "plot"},
+            tag("svg", {"class": "up"}, *labels),
+            # The best are drawn last, above the others.
+            tag(
+                "svg",
+                {"class": "area", "role": "img", "aria-label": "time and memory"},
+                *grid,
+                *reversed(dots),
+            ),
+            tag("svg", {"class": "across"}, *steps),
+        ),
+    )
+
+
+def _dot(number: int, candidate: Facts, x: float, y: float) -> Html:
+    place = {"x": f"{100 * x:.2f}%", "y": f"{100 * (1 - y):.2f}%"}
+    plain = candidate["engine"] == "single"
+    kind = f"candidate {'plain' if plain else curve_class(0 if number == 0 else 1)}"
+    return tag(
+        "g",
+        None,
+        tag("title", None, f"{number + 1}: {candidate['predicted_ms']:.4g} ms\n{candidate['paste']}"),
+        tag("circle", {"class": kind, "cx": place["x"], "cy": place["y"], "r": 6 if number == 0 else 4}),
+        tag("text", {**place, "dx": 9, "dy": 4}, str(number + 1)) if number == 0 or plain else None,
+    )
+
+
+def _table(candidates: Sequence[Facts]) -> Html:
+    headings = (
+        "",
+        "ms",
+        "samples/s",
+        "memory",
+        "bubble",
+        "devices",
+        "chunks",
+        "schedule",
+        "checkpoint",
+        "balance",
+        "limit",
+    )
+    return table("candidates", headings, (_cells(number, each) for number, each in enumerate(candidates, 1)))
+
+
+def _cells(number: int, candidate: Facts) -> Sequence[Child]:
+    plain = candidate["engine"] == "single"
+    return (
+        str(number),
+        f"{candidate['predicted_ms']:.4g}",
+        f"{candidate['samples_per_second']:.4g}",
+        format_value("peak_bytes", candidate["predicted_peak_bytes"]),
+        format_value("bubble", candidate["bubble"]),
+        str(candidate["devices"]),
+        str(candidate["chunks"]),
+        "no pipeline" if plain else str(candidate["schedule"]),
+        "by partition" if isinstance(candidate["checkpoint"], list) else str(candidate["checkpoint"]),
+        str(candidate["balance"]).replace(" ", ""),
+        str(candidate["limit"]),
+    )
+
+
+def _limits(best: Facts) -> Html:
+    rows = sorted(best["limits"].items(), key=lambda item: -item[1])
+    return table(
+        "limits",
+        ("by this much the step would be shorter without", "", "which is"),
+        ((name, f"{100 * share:.1f} %", CAUSES[name]) for name, share in rows),
+    )
+
+
+def _timeline(step: StepTimeline) -> TimelineFacts:
+    bars = tuple(
+        TimelineBar(
+            piece.label,
+            piece.phase,
+            piece.action.partition,
+            piece.action.micro_batch,
+            1000 * piece.begin,
+            1000 * (piece.end - piece.begin),
+        )
+        for piece in step.pieces
+    )
+    return TimelineFacts(bars, step.bubble)
