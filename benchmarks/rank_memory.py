@@ -3,8 +3,9 @@
     python -m benchmarks.rank_memory [--against /path/to/other/checkout] [--rounds 3] [key=value ...]
 
 A new `gpipe train` per round, observed from outside: peaks are VmHWM of the processes, times are those at which the
-first row of metrics.jsonl and the manifest of the first snapshot appear. Two checkouts take turns; a ratio is the
-median over the rounds of the time here divided by the time there. Further words override the keys of the run.
+first row of metrics.jsonl and the manifest of the first snapshot appear. CPU time, of all processes together, depends
+less on what else the machine does. Two checkouts take turns; a ratio is the median over the rounds of the time here
+divided by the time there. Further words override the keys of the run.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Observation:
     """Seconds from the start of the command to the row of the first step."""
     saved: float = 0.0
     """Seconds from that row to the first whole snapshot."""
+    cpu_until_first_step: float = 0.0
+    """Seconds of the launcher and of all ranks."""
 
 
 def observe(checkout: Path, words: Sequence[str], folder: Path) -> Observation:
@@ -72,10 +75,12 @@ def observe(checkout: Path, words: Sequence[str], folder: Path) -> Observation:
 
 
 def _look(launcher: int, run_dir: Path, observation: Observation, now: float) -> None:
-    for process, name in ((launcher, "launcher"), *_ranks(launcher)):
+    processes = [(launcher, "launcher"), *_ranks(launcher)]
+    for process, name in processes:
         observation.peaks[name] = max(observation.peaks.get(name, 0), _peak(process))
     if not observation.first_step and _has_row(run_dir / "metrics.jsonl"):
         observation.first_step, observation.peaks_at_first_step = now, dict(observation.peaks)
+        observation.cpu_until_first_step = sum(_cpu_seconds(process) for process, _ in processes)
     is_saving = observation.first_step and not observation.saved
     if is_saving and any(run_dir.glob("snapshots/step-*/manifest.json")):
         observation.saved = now - observation.first_step
@@ -109,6 +114,14 @@ def _peak(process: int) -> int:
     except OSError:
         return 0
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def _cpu_seconds(process: int) -> float:
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
 
 
 def _has_row(metrics: Path) -> bool:
@@ -152,7 +165,7 @@ def _peaks_table(title: str, observed: Sequence[Observation]) -> Table:
 
 def _times_table(observations: Sequence[Sequence[Observation]]) -> Table:
     table = Table("time", "seconds", "x the other checkout")
-    for name in ("first_step", "saved"):
+    for name in ("first_step", "cpu_until_first_step", "saved"):
         columns = [[getattr(observation, name) for observation in observed] for observed in observations]
         ratio = "-"
         if len(columns) > 1:

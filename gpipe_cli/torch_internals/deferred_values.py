@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from gpipe_cli.torch_internals.operation_tape import FILLS, MODELLED, Step, Storages, Tape, View
+from gpipe_cli.torch_internals.operation_tape import EMPTIES, FILLS, MODELLED, Step, Storages, Tape, View
 from gpipe_cli.torch_internals.tensor_memory import version_of
 
 SMALL = 2**16
@@ -56,7 +56,7 @@ class DeferredValues:
         """Inside, large tensors have no memory, although they say that they are on the CPU."""
         with _Recorder(self), _OnCpu(self):
             yield
-        self._in_memory.clear()
+        self._in_memory.free_all()
         if any(version_of(tensor) != version for tensor, version in self._sources):
             raise NotDeferrable("a large tensor changed after others were computed from it")
 
@@ -141,10 +141,14 @@ class DeferredValues:
         if len({id(leaf.untyped_storage()) for leaf in made.values()}) < len(made):
             raise NotDeferrable(f"{func} returns tensors that share memory")
         if changed or made:
-            new = {place: self._new(leaf) for place, leaf in made.items()}
+            has_values = func.overloadpacket not in EMPTIES
+            new = {place: self._new(leaf, has_values=has_values) for place, leaf in made.items()}
             self._record(func, args, kwargs, changed, new, generator, drawn_from)
             outlines = {id(real[id(tensor)]): tensor for tensor in changed}
             leaves = [new.get(place, outlines.get(id(leaf), leaf)) for place, leaf in enumerate(leaves)]
+        freed = {id(tensor.untyped_storage()) for tensor in real.values()}
+        if any(id(tensor.untyped_storage()) in freed for tensor in _tensors(leaves) if _has_storage(tensor)):
+            raise NotDeferrable(f"{func} returns memory of a large tensor")
         self._free(besides=deferred)
         return tree_unflatten(leaves, structure)
 
@@ -166,7 +170,7 @@ class DeferredValues:
         self._in_memory[view.key] = self._in_memory.pop(view.key)
         return view.of(storage)
 
-    def _new(self, value: Tensor) -> Tensor:
+    def _new(self, value: Tensor, *, has_values: bool) -> Tensor:
         """A tensor without memory that has this value."""
         storage = value.untyped_storage()
         outline = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -174,7 +178,8 @@ class DeferredValues:
         place = id(stands_in)
         self._keys[place] = key
         self._storages.append(weakref.ref(stands_in, lambda _: self._keys.pop(place, None)))
-        self._in_memory[key] = storage
+        if has_values:
+            self._in_memory[key] = storage
         return outline
 
     def _record(
@@ -209,7 +214,7 @@ class DeferredValues:
             if excess <= 0:
                 return
             if key not in kept:
-                excess -= self._in_memory.pop(key).nbytes()
+                excess -= self._in_memory.free(key)
 
     def _key(self, tensor: Tensor) -> int | None:
         if not tensor.is_meta or tensor.layout is not torch.strided:

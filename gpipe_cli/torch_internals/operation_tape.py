@@ -14,6 +14,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 _aten = torch.ops.aten
+EMPTIES = frozenset(
+    {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+)
+"""Operations that make a tensor without values."""
 FILLS = frozenset(
     {
         _aten.bernoulli_,
@@ -70,10 +74,27 @@ class Storages(dict[int, torch.UntypedStorage]):
 
     def __init__(self, nbytes: Sequence[int]) -> None:
         self._nbytes = nbytes
+        self._spare: torch.UntypedStorage | None = None
 
     def __missing__(self, key: int) -> torch.UntypedStorage:
-        storage = self[key] = torch.UntypedStorage(self._nbytes[key])  # type: ignore[no-untyped-call]
+        storage, self._spare = self._spare, None
+        if storage is None or storage.nbytes() != self._nbytes[key]:
+            storage = torch.UntypedStorage(self._nbytes[key])  # type: ignore[no-untyped-call]
+        self[key] = storage
         return storage
+
+    def free(self, key: int) -> int:
+        """Forget a storage that nothing else uses; how many bytes it has.
+
+        Its memory serves the next of the same size: the system would take as long to clear new memory as it takes to
+        draw a quarter of the random numbers for it.
+        """
+        self._spare = self.pop(key)
+        return self._spare.nbytes()
+
+    def free_all(self) -> None:
+        self.clear()
+        self._spare = None
 
 
 @final

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
 from torch import nn
 
 from benchmarks.models import huggingface, timm_families, torchvision_models
@@ -19,6 +22,7 @@ from gpipe_cli.run.model import build_deferred
 from gpipe_cli.torch_internals import deferred_values
 from gpipe_cli.torch_internals.deferred_values import DeferredValues, tensors_in_attributes
 
+Gpipe = Callable[..., Any]
 SMALL = 256
 """Elements, so that most tensors of small models count as large."""
 FEW = [
@@ -130,6 +134,36 @@ def test_a_model_that_cannot_be_divided_is_built_whole_with_a_line_that_says_why
         "building the whole model in memory, because it cannot be divided: numpy needs the memory of a large"
     )
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.timeout(300)
+def test_ranks_train_a_traced_model_to_the_bits_of_one_process(
+    own: str, gpipe: Gpipe, tmp_path: Path
+) -> None:
+    """The large tensors of its layers are above the bound of a real run, and two layers of different ranks are tied."""
+    words = (
+        f"model._target_={own}",
+        "allow=[own_net]",
+        "data=synthetic",
+        "data.shape=[3,8,8]",
+        "data.length=8",
+    )
+    for engine, more in {"single": (), "processes": ("partitions=2", "balance=params")}.items():
+        run = (
+            "steps=1",
+            "batch_size=8",
+            "chunks=2",
+            "threads=1",
+            f"engine={engine}",
+            f"run_dir={engine}",
+            *more,
+        )
+        trained = gpipe("train", *words, *run)
+        assert trained.code == 0 and "whole model" not in trained.err, trained.err
+        assert gpipe("export", f"run={engine}", f"out={engine}.safetensors").code == 0
+    expected, mine = (load_file(tmp_path / f"{engine}.safetensors") for engine in ("single", "processes"))
+    assert expected.keys() == mine.keys() and max(tensor.numel() for tensor in mine.values()) > 2**16
+    assert all(torch.equal(mine[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.slow
