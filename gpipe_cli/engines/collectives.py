@@ -45,8 +45,13 @@ class Collectives(Protocol):
     def from_last_rank(self, tensor: Tensor | None) -> Tensor:
         """The tensor of the process with the last layer, on the CPU; the others pass None."""
 
-    def norms(self, own: Tensor) -> Tensor:
-        """The norms of all gradients in the order of the model's names, from those of this process; -1: no gradient."""
+    def facts_and_norms(
+        self, own: StepFacts | None, norms: Tensor, *, measured: bool
+    ) -> tuple[StepFacts, Tensor]:
+        """Facts, and the norms of all gradients in the order of the model's names, from those of this process.
+
+        A norm of -1 stands for no gradient.
+        """
 
     def agree_on_overflow(self, scaler: torch.amp.GradScaler) -> None:
         """Make every process skip the update if the gradients of one overflowed."""
@@ -77,8 +82,10 @@ class SingleProcess:
         assert tensor is not None, "a single process has the last layer"
         return tensor.cpu()
 
-    def norms(self, own: Tensor) -> Tensor:
-        return own
+    def facts_and_norms(
+        self, own: StepFacts | None, norms: Tensor, *, measured: bool
+    ) -> tuple[StepFacts, Tensor]:
+        return self.facts(own, measured=measured), norms
 
     def agree_on_overflow(self, scaler: torch.amp.GradScaler) -> None:
         pass
@@ -131,17 +138,32 @@ class RankCollectives:
         return weight / float(total) if total else 0.0
 
     def facts(self, own: StepFacts | None, *, measured: bool) -> StepFacts:
-        coords = self._coords
         names = self._shared_names(own) if measured else []
+        numbers = self._of_replicas(own, names)
+        return _as_facts(share_numbers(numbers, self._coords.last_rank, self._coords.pipe), names)
+
+    def facts_and_norms(
+        self, own: StepFacts | None, norms: Tensor, *, measured: bool
+    ) -> tuple[StepFacts, Tensor]:
+        names = self._shared_names(own) if measured else []
+        numbers = self._of_replicas(own, names)
+        # Both at once: for small layers, a second collective is a noticeable part of the step. Gathered, not reduced: a
+        # sum over ranks would add norms in an order that depends on the partitioning.
+        padding = norms.new_zeros(self._row_length - len(norms))
+        rows = gather_numbers(torch.cat([numbers, norms, padding]), self._coords.pipe)
+        # `_norm_positions` leaves the padding out.
+        all_norms = rows[:, len(numbers) :].flatten()[self._norm_positions]
+        return _as_facts(rows[self._coords.last_rank, : len(numbers)], names), all_norms
+
+    def _of_replicas(self, own: StepFacts | None, names: Sequence[str]) -> Tensor:
+        """In the last rank of each pipe the facts as numbers, summed over the replicas; zeros in the others."""
         values = [0.0] * (3 + len(names))
         if own is not None:
             values = [own.loss, own.samples, own.weight, *(own.sums[name] for name in names)]
-        # First summed over the replicas, among their last ranks, then handed to the other ranks of each pipe.
         numbers = torch.tensor(values, dtype=torch.float64)
-        if coords.has_output and coords.replicas > 1:
-            numbers = sum_of_numbers(numbers, coords.data)
-        loss, samples, weight, *sums = share_numbers(numbers, coords.last_rank, coords.pipe).tolist()
-        return StepFacts(loss, int(samples), dict(zip(names, sums, strict=True)), weight)
+        if self._coords.has_output and self._coords.replicas > 1:
+            return sum_of_numbers(numbers, self._coords.data)
+        return numbers
 
     def _shared_names(self, own: StepFacts | None) -> list[str]:
         # Once per run, because the names never change and sharing them takes two broadcasts.
@@ -156,13 +178,6 @@ class RankCollectives:
 
     def from_last_rank(self, tensor: Tensor | None) -> Tensor:
         return share_tensor(tensor, self._coords.last_rank, self._coords.pipe)
-
-    def norms(self, own: Tensor) -> Tensor:
-        padded = torch.cat([own, own.new_zeros(self._row_length - len(own))])
-        # Gathered, not reduced: a sum over ranks would add in an order that depends on the partitioning.
-        # `_norm_positions` leaves the padding out.
-        rows = gather_numbers(padded, self._coords.pipe)
-        return rows.flatten()[self._norm_positions]
 
     def agree_on_overflow(self, scaler: torch.amp.GradScaler) -> None:
         # Replicas have equal gradients by now, so it is enough to ask the ranks of this pipe.
@@ -238,6 +253,11 @@ class RankCollectives:
             for rank in set(ranks):
                 counts[rank] += 1
         return torch.tensor(positions, dtype=torch.int64)
+
+
+def _as_facts(numbers: Tensor, names: Sequence[str]) -> StepFacts:
+    loss, samples, weight, *sums = numbers.tolist()
+    return StepFacts(loss, int(samples), dict(zip(names, sums, strict=True)), weight)
 
 
 def _holders(module: nn.Sequential, rank_of_layer: Sequence[int]) -> list[list[int]]:

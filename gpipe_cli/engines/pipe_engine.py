@@ -58,7 +58,8 @@ class GradientUpdate(Protocol):
     scaler: torch.amp.GradScaler
 
     def begin(self) -> None: ...
-    def apply(self, loss: float, lr: float) -> UpdateFacts: ...
+    def norms(self) -> Tensor: ...
+    def apply(self, loss: float, norms: Tensor, lr: float) -> UpdateFacts: ...
 
 
 @final
@@ -133,11 +134,12 @@ class PipeEngine:
         # Only the last rank has a loss, but all have to judge it: either every rank updates or every rank raises.
         sums = self._training_loss.sums
         own = None if sums is None else StepFacts(loss, len(target), sums, float(weights.sum()))
-        facts = self._collectives.facts(own, measured=measure)
+        with self._reports_out_of_memory("updating the parameters", self._memory_cure):
+            facts, norms = self._collectives.facts_and_norms(own, self._update.norms(), measured=measure)
         self._wait_before_update()
         try:
             with self._reports_out_of_memory("updating the parameters", self._memory_cure):
-                update = self._update.apply(facts.loss, lr)
+                update = self._update.apply(facts.loss, norms, lr)
         except NumericError as error:
             # All ranks are here, since loss and norms are equal in all of them: the collectives below find their
             # partners.

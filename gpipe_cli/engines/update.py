@@ -95,20 +95,23 @@ class Update:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def apply(self, loss: float, lr: float) -> UpdateFacts:
-        """Update every parameter, or skip the update if scaled gradients overflowed."""
-        # Before the gradients, which are not finite either then: the loss is the more telling message.
-        require_finite_loss(loss)
-        set_lr(self.optimizer, lr)
+    def norms(self) -> Tensor:
+        """Undo the loss scale, and take the norms of the gradients of this process."""
         # Before norms are taken: clipping compares the true norm with its limit.
         for optimizer in self._unscaled:
             self.scaler.unscale_(optimizer)
         # scaler.step decides by what unscale_ recorded. If one rank skipped the update and another did not, their
         # parameters would never match again.
         self._collectives.agree_on_overflow(self.scaler)
-        gradients = [parameter.grad for parameter in self._parameters]
-        # Also without clipping: the norm is the check for finite gradients, and all ranks must join in gathering it.
-        norm = global_norm(self._collectives.norms(norms_of(gradients)))
+        return norms_of([parameter.grad for parameter in self._parameters])
+
+    def apply(self, loss: float, norms: Tensor, lr: float) -> UpdateFacts:
+        """Update every parameter, or skip the update if scaled gradients overflowed; norms: of all processes."""
+        # Before the gradients, which are not finite either then: the loss is the more telling message.
+        require_finite_loss(loss)
+        set_lr(self.optimizer, lr)
+        # Also without clipping: the norm is the check for finite gradients.
+        norm = global_norm(norms)
         finite = is_finite(norm, self.scaler)
         if finite and self._clip is not None:
             _scale(self._parameters, clip_factor(norm, self._clip))
@@ -190,13 +193,17 @@ class SliceUpdate:
                 _drop_gradients(slice)
             return ()  # otherwise the gradients stay, so that the first nonfinite one can be named
 
-    def apply(self, loss: float, lr: float) -> UpdateFacts:
+    def norms(self) -> Tensor:
+        """None: slices take theirs as soon as they are completed."""
+        return torch.empty(0, dtype=torch.float64)
+
+    def apply(self, loss: float, norms: Tensor, lr: float) -> UpdateFacts:
         """Do what has to wait until every slice is completed."""
         try:
             require_finite_loss(loss)
             self._record_norms(self._resident)
-            norms = [self._norms.get(parameter, NO_GRADIENT) for parameter in self._parameters]
-            norm = global_norm(torch.tensor(norms, dtype=torch.float64))
+            recorded = [self._norms.get(parameter, NO_GRADIENT) for parameter in self._parameters]
+            norm = global_norm(torch.tensor(recorded, dtype=torch.float64))
             finite = is_finite(norm, self.scaler)
         except NumericError:
             self._failed = True

@@ -257,7 +257,7 @@ def replicas_alone(case: Case) -> EngineState:
         for first, second in zip(parameters, pipes[1].parameters(), strict=True):
             assert first.grad is not None and second.grad is not None
             first.grad += second.grad
-        update.apply(0.0, 0.01)
+        update.apply(0.0, update.norms(), 0.01)
         for first, second in zip(pipes[0].buffers(), pipes[1].buffers(), strict=True):
             if first.is_floating_point():
                 first.copy_((first + second) / 2)

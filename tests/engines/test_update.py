@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gpipe_cli.engines.update import Update, global_norm, norms_of
+from gpipe_cli.engines.update import Update, UpdateFacts, global_norm, norms_of
 from gpipe_cli.errors import NumericError
 
 CPU = torch.device("cpu")
@@ -26,9 +26,13 @@ def update(of: list[nn.Parameter], *, clip: float | None = None, fp16: bool = Fa
     return Update(optimizer, of, clip_grad_norm=clip, scale_loss=fp16, device=CPU)
 
 
+def apply(updating: Update, *, loss: float, lr: float) -> UpdateFacts:
+    return updating.apply(loss, updating.norms(), lr)
+
+
 def test_the_rate_of_the_step_is_the_one_given() -> None:
     (only,) = parameters([0.5])
-    facts = update([only]).apply(loss=1.0, lr=0.1)
+    facts = apply(update([only]), loss=1.0, lr=0.1)
     assert torch.equal(only.detach(), torch.tensor([1 - 0.1 * 0.5]))
     assert (facts.grad_norm, facts.skipped) == (0.5, False)
 
@@ -45,7 +49,7 @@ values = st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=5)
 @given(st.lists(values, min_size=1, max_size=4), st.floats(1e-3, 1e3))
 def test_clipping_is_that_of_torch(gradients: list[list[float]], largest: float) -> None:
     mine, theirs = parameters(*gradients), parameters(*gradients)
-    norm = update(mine, clip=largest).apply(loss=1.0, lr=0.0).grad_norm
+    norm = apply(update(mine, clip=largest), loss=1.0, lr=0.0).grad_norm
     expected = nn.utils.clip_grad_norm_(theirs, largest)
     assert norm == pytest.approx(
         float(expected), rel=1e-6, abs=1e-18
@@ -58,7 +62,7 @@ def test_clipping_is_that_of_torch(gradients: list[list[float]], largest: float)
 def test_a_parameter_without_a_gradient_is_no_hindrance_to_clipping() -> None:
     first, second = parameters([3.0, 4.0], [1.0])
     second.grad = None
-    assert update([first, second], clip=1.0).apply(loss=1.0, lr=0.1).grad_norm == 5.0
+    assert apply(update([first, second], clip=1.0), loss=1.0, lr=0.1).grad_norm == 5.0
     assert torch.equal(second.detach(), torch.ones(1))
 
 
@@ -77,7 +81,7 @@ def test_the_norm_does_not_depend_on_where_the_gradients_lie() -> None:
 def test_a_loss_that_is_not_finite_stops_before_anything_changes(loss: float, fp16: bool) -> None:
     (only,) = parameters([0.5])
     with pytest.raises(NumericError, match=r"the loss is (nan|-?inf); try a smaller optimizer.lr"):
-        update([only], fp16=fp16).apply(loss=loss, lr=0.1)
+        apply(update([only], fp16=fp16), loss=loss, lr=0.1)
     assert torch.equal(only.detach(), torch.ones(1))
 
 
@@ -86,7 +90,7 @@ def test_a_loss_that_is_not_finite_stops_before_anything_changes(loss: float, fp
 def test_a_norm_that_is_not_finite_stops_before_anything_changes(gradient: float, clip: float | None) -> None:
     (only,) = parameters([gradient])
     with pytest.raises(NumericError, match=r"the gradient norm is (nan|inf); try a smaller optimizer.lr"):
-        update([only], clip=clip).apply(loss=1.0, lr=0.1)
+        apply(update([only], clip=clip), loss=1.0, lr=0.1)
     assert torch.equal(only.detach(), torch.ones(1))
 
 
@@ -96,7 +100,7 @@ def test_scaled_gradients_that_overflowed_leave_the_step_out(clip: float | None)
     updating = update([first, second], clip=clip, fp16=True)
     updating.scaler.scale(torch.ones(()))  # the scale exists from the first loss on
     before = updating.scaler.get_scale()
-    facts = updating.apply(loss=1.0, lr=0.1)
+    facts = apply(updating, loss=1.0, lr=0.1)
     assert (facts.skipped, facts.grad_norm) == (True, None)
     assert torch.equal(first.detach(), torch.ones(1)) and torch.equal(second.detach(), torch.ones(1))
     assert updating.scaler.get_scale() == before / 2
@@ -107,11 +111,11 @@ def test_gradients_that_overflow_for_ever_stop_the_run() -> None:
     updating = update([only], fp16=True)
     updating.scaler.scale(torch.ones(()))
     for _ in range(19):
-        assert updating.apply(loss=1.0, lr=0.1).skipped
+        assert apply(updating, loss=1.0, lr=0.1).skipped
     with pytest.raises(
         NumericError, match=r"overflowed in 20 steps in a row, down to a loss scale of 0\.0625"
     ):
-        updating.apply(loss=1.0, lr=0.1)
+        apply(updating, loss=1.0, lr=0.1)
 
 
 def test_an_overflow_now_and_then_is_forgiven() -> None:
@@ -121,7 +125,7 @@ def test_an_overflow_now_and_then_is_forgiven() -> None:
     for step in range(60):
         assert only.grad is not None
         only.grad.fill_(math.inf if step % 3 else 1.0)
-        assert updating.apply(loss=1.0, lr=0.0).skipped is (step % 3 != 0)
+        assert apply(updating, loss=1.0, lr=0.0).skipped is (step % 3 != 0)
 
 
 def test_scaled_gradients_are_unscaled_before_they_are_clipped() -> None:
@@ -129,6 +133,6 @@ def test_scaled_gradients_are_unscaled_before_they_are_clipped() -> None:
     updating = update([only], clip=1.0, fp16=True)
     assert only.grad is not None
     only.grad *= float(updating.scaler.scale(torch.ones(())))
-    facts = updating.apply(loss=1.0, lr=1.0)
+    facts = apply(updating, loss=1.0, lr=1.0)
     assert facts.grad_norm == pytest.approx(5.0)
     torch.testing.assert_close(only.detach(), torch.tensor([1 - 0.6, 1 - 0.8]))
