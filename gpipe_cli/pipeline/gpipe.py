@@ -20,8 +20,8 @@ from gpipe_cli.pipeline.microbatch import MiniBatch, Value
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.partitioning import make_partitions, move_to_devices, partition_modules
 from gpipe_cli.pipeline.pipe_module import Output, PipeModule, refuse_hooks
-from gpipe_cli.schedule import order, traits
-from gpipe_cli.schedule.action import Action, Kind, Order
+from gpipe_cli.schedule import ScheduleModule, order, traits
+from gpipe_cli.schedule.action import Action, Kind, Order, ScheduleTraits
 from gpipe_cli.schedule.checkpoint import Checkpoint, checked_checkpoint
 from gpipe_cli.torch_internals.gradient_reducers import is_inside_ddp
 
@@ -190,26 +190,28 @@ class GPipe(ThreadedPipe):
         chunks: int = 1,
         checkpoint: str | Iterable[str] = "except_last",
         deferred_batch_norm: bool = False,
-        schedule: str = "gpipe",
+        schedule: str | ScheduleModule = "gpipe",
         step_timeout: float | None = None,
     ) -> None:
+        """schedule: a name, or a single order such as `schedule.files.read_schedule` returns."""
         if balance is None:
             raise ValueError(f"balance is required: how many layers go to each partition. {_BALANCE_HINT}")
         super().__init__(module, chunks, deferred_batch_norm)
         self.balance = list(balance)
         self.checkpoint = checked_checkpoint(checkpoint, len(self.balance))
-        self.schedule = str(schedule)
-        repeats_devices = traits(self.schedule).several_per_device
+        schedule_traits = traits(schedule)
+        self.schedule = schedule if isinstance(schedule, str) else schedule_traits.name
         self._check_balance()
-        self.devices = choose_devices(devices, len(self.balance), repeats=repeats_devices)
+        self.devices = choose_devices(devices, len(self.balance), repeats=schedule_traits.several_per_device)
+        placed = placed_devices(schedule_traits, self.devices, len(self.balance))
         modules = partition_modules(self.module, self._layers, self.balance)
         self._set_partitions(modules)
-        move_to_devices(modules, self.devices)
-        partitions = make_partitions(modules, self._layers, self.balance, self.devices)
+        move_to_devices(modules, placed)
+        partitions = make_partitions(modules, self._layers, self.balance, placed)
         # Without layers a pipe is the identity, and so is a partition without layers.
         partitions = partitions or [Partition(index=0, layers=(), device=torch.device("cpu"))]
         workers = max(1, len(self.devices))
-        self._executor = Executor(partitions, partial(order, self.schedule), workers, self._batch_norms)
+        self._executor = Executor(partitions, partial(order, schedule), workers, self._batch_norms)
         self.step_timeout = step_timeout
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -258,6 +260,21 @@ class PlainPipe(ThreadedPipe):
         self._executor = Executor(
             [partition], _one_by_one, workers=0, batch_norms=self._batch_norms, whole_graph=True
         )
+
+
+def placed_devices(
+    schedule: ScheduleTraits, devices: list[torch.device], partitions: int
+) -> list[torch.device]:
+    """The device of each partition under an order with its own placement; otherwise `devices`, dealt round robin."""
+    if schedule.workers is None:
+        return devices
+    placed, used = len(schedule.workers), max(schedule.workers) + 1
+    if (placed, used) != (partitions, len(devices)):
+        raise ValueError(
+            f"schedule {schedule.name!r} has {placed} partitions on {used} devices, "
+            f"but balance has {partitions} and there are {len(devices)} devices"
+        )
+    return [devices[worker] for worker in schedule.workers]
 
 
 def _one_by_one(partitions: int, chunks: int, workers: int) -> Order:

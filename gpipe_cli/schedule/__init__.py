@@ -17,18 +17,20 @@ from typing import Protocol, cast
 from gpipe_cli.schedule.action import Action, Kind, Order, ScheduleTraits
 from gpipe_cli.schedule.check import check
 
-__all__ = ["Action", "Kind", "Order", "ScheduleTraits", "names", "order", "traits"]
+__all__ = ["Action", "Kind", "Order", "ScheduleModule", "ScheduleTraits", "names", "order", "traits"]
 
 
 class ScheduleModule(Protocol):
-    TRAITS: ScheduleTraits
+    @property
+    def TRAITS(self) -> ScheduleTraits: ...
 
     def order(self, partitions: int, chunks: int, devices: int) -> Order: ...
 
 
-def order(name: str, partitions: int, chunks: int, devices: int) -> Order:
+def order(name: str | ScheduleModule, partitions: int, chunks: int, devices: int) -> Order:
     """The actions of each of `devices` workers that take `chunks` micro-batches through the partitions, checked."""
     schedule = _module(name)
+    name = schedule.TRAITS.name if not isinstance(name, str) else name
     for label, number in {"partitions": partitions, "chunks": chunks, "devices": devices}.items():
         if number < 1:
             raise ValueError(f"schedule {name!r} needs at least one of {label}, got {number}")
@@ -44,7 +46,7 @@ def order(name: str, partitions: int, chunks: int, devices: int) -> Order:
     return made
 
 
-def traits(name: str) -> ScheduleTraits:
+def traits(name: str | ScheduleModule) -> ScheduleTraits:
     """What a schedule declares about itself."""
     return _module(name).TRAITS
 
@@ -67,11 +69,13 @@ def _shipped() -> Mapping[str, ScheduleModule]:
     return {schedule.TRAITS.name: schedule for schedule in schedules}
 
 
-def _module(name: str) -> ScheduleModule:
-    """A shipped schedule by its name, any other by its import path.
+def _module(name: str | ScheduleModule) -> ScheduleModule:
+    """A shipped schedule by its name, any other by its import path; an object that is a schedule is left as it is.
 
     Importing runs code. `config/checks.py` therefore checks first that the command line allows the module's package.
     """
+    if not isinstance(name, str):
+        return name
     if name in _shipped():
         return _shipped()[name]
     unknown = (

@@ -56,6 +56,8 @@ class ScheduleTraits:
     ticks_per_micro_batch: int | None = None
     """For orders that follow a clock, the ticks between two forwards of a device: 1 if all forwards come first, 2 if
     forwards and backwards alternate. None for other orders; the planner then simulates them action by action."""
+    workers: tuple[int, ...] | None = None
+    """For a single order, the worker of each partition; None: partitions are dealt to the workers round robin."""
     live_micro_batches: Callable[[int, int, int, int], int] | None = None
     """The micro-batches a partition keeps alive, from (partition, partitions, chunks, devices), without listing the
     order. None if there is no closed form."""
