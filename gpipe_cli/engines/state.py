@@ -78,11 +78,12 @@ def load_module(module: nn.Module, state: EngineState, referenced: Collection[st
     """
     check_state(module, state, referenced)
     own = module_state(module)
+    present = {name: tensor for name, tensor in own.model.items() if name in state.model}
     try:
         with warnings.catch_warnings():
             # A batch norm of another process, on the meta device, adds the count that it misses in the state.
             warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
-            for names in _chunks({name: tensor for name, tensor in own.model.items() if name in state.model}):
+            for names in [list(present)] if state.fetch is None else _chunks(present):
                 module.load_state_dict({name: state.value(state.model[name]) for name in names}, strict=False)
     except RuntimeError as error:
         if is_out_of_memory(error):

@@ -298,12 +298,15 @@ class SnapshotManager:
     def _remove_old(self, newest: Path, best: BestEvaluation | None) -> None:
         """best: as of `newest`; by now training may know a better evaluation whose snapshot is not written yet."""
         best_path = None if best is None else snapshot_path(self._run, best.step)
-        old = [path for path in snapshot_paths(self._run)[self._retention.keep :] if path != best_path]
-        # Rank 0 decides for all: what the others see of its file system may be a moment old.
+        old: list[Path] = []
+        if (
+            self._world.is_rank_zero
+        ):  # it decides for all: what others see of a shared file system may be a moment old
+            old = [path for path in snapshot_paths(self._run)[self._retention.keep :] if path != best_path]
         if not self._world.run_together(lambda: bool(old))[0]:
             return
         self._world.run_together(lambda: self._verify_own(newest))
-        self._world.run_together(lambda: self._remove(old) if self._world.is_rank_zero else None)
+        self._world.run_together(lambda: self._remove(old))
 
     def _verify_own(self, newest: Path) -> None:
         try:

@@ -122,10 +122,6 @@ def read_snapshot(
     return VerifiedSnapshot(directory, manifest, contents, names)
 
 
-def verify_snapshot(directory: Path) -> Manifest:
-    return read_snapshot(directory, wanted=()).manifest
-
-
 def verify_part(snapshot: VerifiedSnapshot, part: int, parts: int) -> None:
     """Verify the files of one of `parts` processes that share this work; RunError if one of them is damaged."""
     names, files = sorted(snapshot.names), snapshot.manifest.files

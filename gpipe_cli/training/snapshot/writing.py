@@ -97,9 +97,14 @@ def replace_record(path: Path, record: TrainingRecord) -> None:
 
 
 def _begin(path: Path, record: TrainingRecord, size: int, world: World) -> dict[str, Any]:
-    """Rank 0 makes the directory, unless the snapshot exists."""
+    """Rank 0 makes the directory, unless the snapshot exists.
+
+    No other rank looks for it: a shared file system may go on telling it for a while that there is no such name.
+    """
+    if not world.is_rank_zero:
+        return {"numbers": record.numbers}
     exists = os.path.isdir(path) and not path.is_symlink()  # noqa: PTH112 - False, not an error, without permission
-    if world.is_rank_zero and not exists:
+    if not exists:
         try:
             # parents[1] is the run directory: below it nothing may be a link, `snapshots` included.
             begin_directory(path, base=path.parents[1])
