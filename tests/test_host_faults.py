@@ -378,5 +378,7 @@ def test_a_killed_rank_is_restarted_with_all_others(tmp_path: Path, alone: Path)
         two.wait_until_all_ended()
         said = two.output_of(two.hosts[0])
         assert (two.run / "summary.json").exists(), two.describe()
-        assert f"error: rank 1 (partition 1 on node1): {DIED}" in said and "resuming from" in said, said
+        assert f"error: rank 1 (partition 1 on node1): {DIED}" in said, said
+        # The snapshot of step 2 may not be complete when the rank is killed in step 3.
+        assert re.search("resuming from|no usable snapshot; starting again at step 0", said), said
         assert_equal_to_one_process(two.run, alone)

@@ -62,16 +62,21 @@ def connect_store(seconds: float) -> Store:
     """The store through which the ranks of torchrun meet, with keys of its own for each job of a sweep."""
     if not _stores:
         _stores.append(_make_store(seconds))
-    # torchrun's own store keeps the keys of attempts that failed.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # torchrun's own store keeps the keys of attempts that failed. A new store has none, and needs no number, on which
+    # hosts may disagree: torchrun does not count a restart because of another host's.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _torchrun_has_store() else "0"
     return PrefixStore(f"attempt-{attempt}/job-{next(_jobs)}", _stores[0])
+
+
+def _torchrun_has_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def _make_store(seconds: float) -> TCPStore:
     environment = os.environ
     host, port, rank = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), int(environment["RANK"])
     listener = None
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != str(True) and rank == 0:
+    if rank == 0 and not _torchrun_has_store():
         # On one interface: torch's own store listens on all of them.
         listener = listen_on(host, port)
         if listener is None:
