@@ -161,8 +161,8 @@ def _show(console: Console, rows: Iterable[Row]) -> None:
     for row in rows:
         table.add_row(
             row.case,
-            str(row.way),
-            str(row.way.chunks),
+            str(row.config),
+            str(row.config.chunks),
             f"{row.ms:.1f}",
             f"{row.predicted_ms:.1f}",
             f"{100 * row.error:+.1f} %",
