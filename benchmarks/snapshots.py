@@ -45,7 +45,7 @@ def state_of_training() -> EngineState:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     names = {parameter: name for name, parameter in model.named_parameters()}
-    tensors, numbers = OptimizerState(optimizer, names).take()
+    tensors, numbers = OptimizerState(optimizer, names, torch.optim.AdamW).take()
     return EngineState(module_state(model).model, {}, tensors, {"optimizer": numbers, "scaler": {}})
 
 
