@@ -67,10 +67,16 @@ def paused(input: Tensor) -> Tensor:
     return input
 
 
+def launcher() -> int:
+    """The parent of the process that forked this rank."""
+    stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])
+
+
 def launcher_gets(number: int) -> Callable[[Tensor], Tensor]:
     def send(input: Tensor) -> Tensor:
         SOCKETS.write_text(json.dumps(listening_addresses()))
-        os.kill(os.getppid(), number)
+        os.kill(launcher(), number)
         HEARD.wait()  # the launcher forwards the signal to this rank, which must not finish before
         os.kill(os.getpid(), number)  # once more, like a cluster scheduler that signals every process
         return input
@@ -95,19 +101,19 @@ def terminated(input: Tensor) -> Tensor:
 def interrupt_twice(input: Tensor) -> NoReturn:
     """The step never ends, so the run cannot honor the first request."""
     for _ in range(2):
-        os.kill(os.getppid(), signal.SIGINT)
+        os.kill(launcher(), signal.SIGINT)
         signal.sigtimedwait([], 1)  # a pending signal would absorb the next one
     threading.Event().wait()
     raise AssertionError("waits forever")
 
 
 def listening_addresses() -> list[str]:
-    """The addresses on which the launcher and its ranks listen, as /proc writes them in hexadecimal."""
-    launcher = os.getppid()
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    """The addresses on which the launcher, its server and its ranks listen, as /proc writes them in hexadecimal."""
+    server = os.getppid()
+    ranks = Path(f"/proc/{server}/task/{server}/children").read_text().split()
     held = {
         str(handle.readlink())
-        for process in (launcher, *children)
+        for process in (launcher(), server, *ranks)
         for handle in Path(f"/proc/{process}/fd").iterdir()
         if handle.is_symlink()
     }

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from gpipe_cli.errors import Interrupted
+from gpipe_cli.launch.fork_server import program
 from gpipe_cli.launch.heartbeat import Heartbeats
 from gpipe_cli.launch.rank_files import RankFiles, RankTask
 from gpipe_cli.launch.rank_group import RankGroup, RanksFailed
@@ -38,16 +39,10 @@ def run_in_children(
     names = [str(device) for device in devices]
 
     def arguments(files: RankFiles) -> list[str]:
-        task = RankTask(os.getpid(), "check", names, "gpipe check", "", "", None, [], time.monotonic())
-        files.write_task(task)
-        # As the launcher does: a child imports the same files as this process.
-        start = (
-            "import sys; sys.path[:] = sys.argv[2:]; "
-            "from gpipe_cli.training.signals import install_handlers; install_handlers(); "
-            f"from gpipe_cli.check.children import run_as_child; from gpipe_cli.check.{module} import run_part; "
-            "run_as_child(sys.argv[1], run_part)"
-        )
-        return ["-c", start, str(files.folder), *sys.path]
+        files.write_task(RankTask("check", names, "gpipe check", "", "", None, [], time.monotonic()))
+        imports = f"import gpipe_cli.check.children, gpipe_cli.check.{module}"
+        call = f"gpipe_cli.check.children.run_as_child(sys.argv[1], gpipe_cli.check.{module}.run_part)"
+        return program(imports, call, files.folder)
 
     try:
         report = RankGroup(names, timeout).run(arguments)

@@ -7,7 +7,6 @@ balance from a file, and rank 0 returns the summary in its exit report.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,21 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.errors import ConfigError, GpipeError, Interrupted, PeerError, Stopped
+from gpipe_cli.launch.fork_server import program
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles, RankTask
 from gpipe_cli.launch.rank_group import RankGroup, RanksFailed
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
 from gpipe_cli.training.run_directory import write_outcome
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
-
-# A rank imports the same files as its launcher, because it takes over the launcher's sys.path: neither the current
-# folder nor an installed package of the same name comes first. `install_handlers` comes before torch is
-# imported, so that a signal in those seconds is recorded, not fatal.
-START = (
-    "import sys; sys.path[:] = sys.argv[2:]; "
-    "from gpipe_cli.training.signals import install_handlers; install_handlers(); "
-    "from gpipe_cli.commands.jobs import run_as_rank; run_as_rank(sys.argv[1])"
-)
 
 
 def launch_ranks(
@@ -51,7 +42,7 @@ def launch_ranks(
         ranks = RankGroup(descriptions, step_timeout, lambda: stops.signal)
         while True:
             try:
-                return _result(ranks.run(partial(_interpreter_arguments, task)))
+                return _result(ranks.run(partial(_program, task)))
             except RanksFailed as failed:
                 if failed.run_directory is not None:
                     task = replace(task, run_directory=str(failed.run_directory))
@@ -68,10 +59,13 @@ def launch_ranks(
                 print_status(f"{failed}; restarting all ranks, restarts left: {max_restarts}")
 
 
-def _interpreter_arguments(task: RankTask, files: RankFiles) -> list[str]:
+def _program(task: RankTask, files: RankFiles) -> list[str]:
     # Each attempt has a new folder, so the exit reports and the store of the last one cannot be mistaken for its own.
     files.write_task(task)
-    return ["-c", START, str(files.folder), *sys.path]
+    imports = (
+        f"import gpipe_cli.commands.jobs, gpipe_cli.commands.{task.command}, gpipe_cli.engines.processes"
+    )
+    return program(imports, "gpipe_cli.commands.jobs.run_as_rank(sys.argv[1])", files.folder)
 
 
 def _result(report: ExitReport) -> Mapping[str, Any]:

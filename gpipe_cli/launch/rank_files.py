@@ -39,8 +39,6 @@ class ExitReport:
 class RankTask:
     """What every rank is to run: one job, as its launcher composed and balanced it."""
 
-    launcher: int
-    """The process id of the launcher; ranks end when it does."""
     command: str
     overrides: list[str]
     line: str

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 
 from gpipe_cli.errors import PeerError, Stopped, exit_code
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles, RankTask
-from gpipe_cli.process_lifetime import die_with_parent
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import redirect_streams, secure_streams
@@ -26,7 +25,6 @@ def run_rank(folder: str, run_task: Callable[[RankFiles, RankTask], Mapping[str,
     """Run the task of the launcher's folder in this process, and exit."""
     files, rank = RankFiles(Path(folder)), int(os.environ["RANK"])
     task = files.read_task()
-    die_with_parent(task.launcher)
     secure_streams()
     faulthandler.enable()
     if rank:

@@ -117,7 +117,7 @@ def connect_ranks(
                 # must not wait, because its peers may never come.
                 world.max(0)
                 raise
-            world.max(0)  # a barrier: torch ends all other ranks as soon as one is missing
+            world.max(0)  # a barrier: torchrun ends all other ranks as soon as one is missing
         finally:
             distributed.destroy_process_group()
 

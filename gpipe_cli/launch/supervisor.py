@@ -1,8 +1,8 @@
 """The launcher's thread that notices ranks that die, freeze or must stop, and acts where torch would wait.
 
-After a failure torch's agent gives the other ranks 30 seconds to end, and a rank that waits for a frozen peer cannot
-handle a signal. The supervisor kills the others soon after the first failure, and all ranks when a step takes too long
-or a rank stays suspended for too long. `root_cause` decides which rank to name, from what the supervisor recorded.
+A rank that waits for a dead or frozen peer cannot handle a signal. The supervisor kills the others soon after the
+first failure, and all ranks when a step takes too long or a rank stays suspended for too long. `root_cause` decides
+which rank to name, from what the supervisor recorded.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ class Supervisor:
     def __init__(
         self,
         files: RankFiles,
-        ranks: int,
-        process_ids: Callable[[], Mapping[int, int]],
+        process_ids: Mapping[int, int],
         step_timeout: float | None,
         stop_signal: Callable[[], int | None],
     ) -> None:
-        """process_ids: by rank, empty before the ranks have started; stop_signal: the signal the launcher got."""
+        """process_ids: by rank; nobody may have reaped them yet. stop_signal: the signal the launcher got."""
         self.deaths: dict[int, float] = {}
         """The time of each rank's death, by the monotonic clock."""
         self.killed: set[int] = set()
@@ -47,9 +46,8 @@ class Supervisor:
         """Why the supervisor killed all ranks, if it did."""
         self._files, self._process_ids, self._stop_signal = files, process_ids, stop_signal
         self._stalls = None if step_timeout is None else StallDetector(step_timeout)
-        self._heartbeats = Heartbeats(files.heartbeats, ranks)
+        self._heartbeats = Heartbeats(files.heartbeats, len(process_ids))
         self._pidfds: dict[int, int] = {}
-        self._pids: dict[int, int] = {}
         self._clock = AwakeClock()
         self._forwarded = False
         self._kill_at: float | None = None
@@ -57,6 +55,7 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="gpipe-supervisor", daemon=True)
 
     def __enter__(self) -> Supervisor:
+        self._open_ranks()
         self._thread.start()
         return self
 
@@ -66,27 +65,27 @@ class Supervisor:
         for pidfd in self._pidfds.values():
             os.close(pidfd)
 
+    def end_ranks(self) -> None:
+        """Kill all ranks and wait until they are gone."""
+        self._kill_all()
+        for pidfd in self._pidfds.values():
+            select.select([pidfd], [], [])
+
     def _run(self) -> None:
         while not self._finished.is_set():
-            if not self._pidfds and not self._open_ranks():
-                self._finished.wait(POLL_SECONDS)
-                continue
             self._record_deaths()
             self._forward_stop_signal()
             self._check_heartbeats()
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._kill_all()
-        # Once more: the agent may have returned before this thread saw the last deaths.
-        if self._pidfds:
-            self._record_deaths()
+        # Once more: the launcher may have learned of the last deaths before this thread did.
+        self._record_deaths()
 
-    def _open_ranks(self) -> bool:
+    def _open_ranks(self) -> None:
         # A pidfd stays with its process, while the kernel may give the number of a dead process to another.
-        for rank, process_id in self._process_ids().items():
-            with suppress(ProcessLookupError):  # it has died, and torch has already reaped it
+        for rank, process_id in self._process_ids.items():
+            with suppress(ProcessLookupError):  # its server was killed, and it with its server
                 self._pidfds[rank] = os.pidfd_open(process_id)
-                self._pids[rank] = process_id
-        return bool(self._pidfds)
 
     def _record_deaths(self) -> None:
         alive = {pidfd: rank for rank, pidfd in self._pidfds.items() if rank not in self.deaths}
@@ -113,7 +112,7 @@ class Supervisor:
         if self._stalls is None or self.stall is not None:
             return
         heartbeats = dict(enumerate(self._heartbeats.read()))
-        suspended = [rank for rank, process_id in self._pids.items() if is_suspended(process_id)]
+        suspended = [rank for rank, process_id in self._process_ids.items() if is_suspended(process_id)]
         self.stall = self._stalls.check(heartbeats, suspended, self._clock.tick())
         if self.stall is not None:
             self._kill_all()

@@ -58,7 +58,6 @@ def run_in_ranks(settings: RunConfig, job: Job, parts: RunParts) -> Summary:
     if partitioning.origin:
         print_status(f"balance {partitioning.balance}: {partitioning.origin}")
     task = RankTask(
-        launcher=os.getpid(),
         command=job.command,
         overrides=list(job.overrides),
         line=job.line,

@@ -1,6 +1,6 @@
-"""A rank that does nothing but misbehave in a given way: `python acting_rank.py <folder> <part>`.
+"""Ranks that do nothing but misbehave in a given way: `python acting_rank.py <folder> <part>` forks them.
 
-It imports no torch, so that a test of the launcher takes moments.
+They import no torch, so that a test of the launcher takes moments.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NoReturn
 
+from gpipe_cli.launch.fork_server import fork_ranks
 from gpipe_cli.launch.heartbeat import Heartbeats
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles
 
@@ -30,7 +31,7 @@ def is_stopped(process: int) -> bool:
     return " T " in Path(f"/proc/{process}/stat").read_text()
 
 
-def main(folder: str, part: str) -> None:
+def main(folder: str, part: str) -> NoReturn:
     files, rank = RankFiles(Path(folder)), int(os.environ["RANK"])
     ready = Path(folder) / f"ready-{rank}"
 
@@ -69,11 +70,12 @@ def main(folder: str, part: str) -> None:
     if part in ERRORS:
         if rank == 1:
             end(*ERRORS[part])
-        # Else torch's agent may end rank 1 before it has written its report.
+        # Else the supervisor might end rank 1 before it has written its report.
         until(lambda: files.read_exit_report(1) is not None)
         end(7, "connection closed", caused_by_peer=True)
-    signal.pause()
+    while True:
+        signal.pause()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    fork_ranks(lambda: main(*sys.argv[1:]))

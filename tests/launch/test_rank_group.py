@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,12 +41,20 @@ def run_ranks(
     try:
         return RankGroup(DESCRIPTIONS, step_timeout, lambda: stop_signal(created[0])).run(arguments)
     finally:
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        assert not [child for child in children if is_rank(child)] and not created[0].folder.exists()
+        assert not processes_of(created[0]) and not created[0].folder.exists()
 
 
-def is_rank(child: str) -> bool:
-    return RANK.name.encode() in Path(f"/proc/{child}/cmdline").read_bytes()
+def processes_of(files: RankFiles) -> list[int]:
+    """The server and the ranks: all that have the folder in their command lines."""
+    commands = {int(path.parent.name): command_line(path) for path in Path("/proc").glob("[0-9]*/cmdline")}
+    return [process for process, line in commands.items() if str(files.folder).encode() in line]
+
+
+def command_line(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""  # it has just ended
 
 
 def test_the_summary_of_rank_0_is_returned() -> None:
@@ -88,8 +95,7 @@ def test_time_in_which_the_launcher_itself_was_suspended_does_not_count(
     """Ctrl-Z suspends the launcher and all its ranks; `fg` an hour later used to kill them as too slow."""
     files, now = RankFiles(tmp_path), [0.0]
     monkeypatch.setattr(stalls, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    supervisor = supervision.Supervisor(files, 1, lambda: {0: os.getpid()}, 2.0, lambda: None)
-    assert supervisor._open_ranks()
+    supervisor = supervision.Supervisor(files, {0: os.getpid()}, 2.0, lambda: None)
     monkeypatch.setattr(supervisor, "_kill_all", lambda: None)
     stalled: list[bool] = []
     with Heartbeats(files.heartbeats, 1).in_step(0):
@@ -108,7 +114,24 @@ def test_a_signal_to_the_launcher_reaches_every_rank() -> None:
     assert run_ranks("obeys a signal", stop_signal=stop_signal).message == "stopped"
 
 
-def test_the_environment_is_restored() -> None:
-    before = dict(os.environ)
-    run_ranks("ends well")
-    assert dict(os.environ) == before and sys.executable
+def test_a_killed_server_ends_all_ranks_and_is_named() -> None:
+    killed: list[int] = []
+
+    def kill_server(files: RankFiles) -> None:
+        ready = [files.folder / f"ready-{rank}" for rank in (0, 1)]
+        if not killed and all(path.exists() and path.read_text() for path in ready):
+            ranks = [int(path.read_text()) for path in ready]
+            (server,) = set(processes_of(files)) - set(ranks)
+            os.kill(server, signal.SIGKILL)
+            killed.append(server)
+
+    with pytest.raises(
+        RanksFailed, match=r"^the process that starts the ranks was killed by SIGKILL"
+    ) as failed:
+        run_ranks("waits for ever", stop_signal=kill_server)
+    assert failed.value.is_transient
+
+
+def test_a_server_that_fails_before_it_forks_is_named() -> None:
+    with pytest.raises(RanksFailed, match=r"^the process that starts the ranks ended with exit code 3"):
+        RankGroup(DESCRIPTIONS).run(lambda _: ["-c", "raise SystemExit(3)"])
