@@ -27,7 +27,8 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     (
         "frobnicate",
         2,
-        "choose one of: balance, check, cp, env, eval, export, generate, launch-script, ls, plan, predict, profile, report, runs",
+        "choose one of: balance, check, cp, env, eval, export, generate, launch-script, ls, plan, predict, profile, "
+        "report, runs",
     ),
     ("train --jsn", 2, "unknown flag --jsn; did you mean '--json'?"),
     ("train --by", 2, "--by needs a value"),

@@ -108,9 +108,9 @@ def load_resumed_run(
 
 def _check_restarts(settings: TrainConfig, job: Job) -> None:
     """Under torchrun, which restarts ranks itself, check that a restarted rank finds the run and may go on."""
-    wanted = int(settings.engine.get("max_restarts", 0))
-    if not is_rank() or job.rank is not None or not wanted:
-        return
+    wanted = settings.engine.get("max_restarts", 0)
+    if not is_rank() or job.rank is not None or not wanted or not isinstance(wanted, int):
+        return  # `check_components` refuses what is no number
     allowed, done = (int(os.environ[f"TORCHELASTIC_{name}"]) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
     key = f"engine.max_restarts={wanted}"
     if settings.run_dir is None or settings.resume != "auto":
