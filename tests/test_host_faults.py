@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 from torch import Tensor
 
 import gpipe_cli
@@ -27,6 +26,7 @@ from gpipe_cli.run_state import run_state
 from tests.fault_injection import TRAIN
 from tests.faulty_ranks import FAULT, GO
 from tests.network_hosts import Host, network_hosts
+from tests.snapshot_tensors import snapshot_tensors
 
 TOP = Path(gpipe_cli.__file__).parents[1]
 SECONDS = 240
@@ -134,8 +134,7 @@ def install_entry_point(folder: Path) -> None:
 
 
 def tensors_of(run: Path, step: int = 8) -> dict[str, Tensor]:
-    files = (run / "snapshots" / f"step-{step:08d}").glob("model*.safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    return snapshot_tensors(run / "snapshots" / f"step-{step:08d}")
 
 
 def assert_equal_to_one_process(run: Path, alone: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+
+from tests.snapshot_tensors import snapshot_tensors
 
 Gpipe = Callable[..., Any]
 ALLOW = "allow=[tiny_for_tests]"
@@ -17,7 +18,7 @@ LINE = "frozen 4 tensors with 120 of 918 parameters: 0, 1"
 
 
 def tensors(run: Path, file: str = "model") -> dict[str, torch.Tensor]:
-    return load_file(max((run / "snapshots").glob("step-*")) / f"{file}.safetensors")
+    return snapshot_tensors(max((run / "snapshots").glob("step-*")), file)
 
 
 def test_what_is_frozen_is_printed_and_recorded(tiny: Gpipe, tmp_path: Path) -> None:

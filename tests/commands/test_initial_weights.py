@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.snapshot_tensors import snapshot_tensors
+
 Gpipe = Callable[..., Any]
 ALLOW = "allow=[tiny_for_tests]"
 HEAD = ("7.weight", "7.bias")
@@ -19,7 +21,7 @@ HEAD = ("7.weight", "7.bias")
 
 def tensors(run: Path, step: int | None = None) -> dict[str, torch.Tensor]:
     pattern = "step-*" if step is None else f"step-*{step}"
-    return load_file(max((run / "snapshots").glob(pattern)) / "model.safetensors")
+    return snapshot_tensors(max((run / "snapshots").glob(pattern)))
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.models.hf.tiny_models import save_model, tiny_config
+from tests.snapshot_tensors import snapshot_tensors
 
 Gpipe = Callable[..., Any]
 LAST = "snapshots/step-00000004"
@@ -39,7 +40,7 @@ def adapting(gpipe: Gpipe, tmp_path: Path) -> Gpipe:
 
 
 def state(snapshot: Path) -> dict[str, torch.Tensor]:
-    return {**load_file(snapshot / "model.safetensors"), **load_file(snapshot / "optimizer.safetensors")}
+    return {**snapshot_tensors(snapshot), **snapshot_tensors(snapshot, "optimizer")}
 
 
 def test_a_snapshot_has_the_adapter_and_refers_to_the_base(

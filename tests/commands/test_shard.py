@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
+
+from tests.snapshot_tensors import snapshot_tensors
 
 WORDS = (
     *(
@@ -31,9 +32,9 @@ def tensors(run: Path) -> dict[str, bytes]:
     """All tensors of the last snapshot, in however many files they are."""
     folder = max((run / "snapshots").glob("step-*"))
     return {
-        f"{path.name.split('-')[0].split('.')[0]} {name}": tensor.numpy().tobytes()
-        for path in folder.glob("*.safetensors")
-        for name, tensor in load_file(path).items()
+        f"{kind} {name}": tensor.numpy().tobytes()
+        for kind in ("model", "optimizer")
+        for name, tensor in snapshot_tensors(folder, kind).items()
     }
 
 
