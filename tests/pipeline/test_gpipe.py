@@ -404,5 +404,8 @@ def test_a_pipe_inside_distributed_data_parallel_is_refused() -> None:
                 wrapped(torch.rand(4, 4))
             pipe.chunks = 1
             wrapped(torch.rand(4, 4)).sum().backward()
+            # Before the group: whoever drops the group last waits for its threads, and this object would do so with
+            # the interpreter's lock, which these threads may need.
+            del wrapped
     finally:
         torch.distributed.destroy_process_group()
