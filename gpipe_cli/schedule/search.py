@@ -61,7 +61,7 @@ def search(problem: SearchProblem, effort: int = EFFORT) -> SearchResult:
             best = step, searched.order, "searched"
     if best is None:
         raise ConfigError(
-            "schedule=auto: no order fits the memory of the devices; give device_memory more, or recompute with "
+            "no order fits the memory of the devices; give device_memory more, or recompute with "
             "checkpoint=always"
         )
     step, found, origin = best

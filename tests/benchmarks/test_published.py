@@ -17,7 +17,15 @@ def test_the_published_iterations_of_gpt_on_a100s_are_predicted(capsys: pytest.C
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "nine_of_ten"), [("size", 0.16), ("hidden", 0.2)])
+@pytest.mark.parametrize(
+    ("part", "nine_of_ten"),
+    [
+        ("size", 0.16),
+        pytest.param(
+            "hidden", 0.16, marks=pytest.mark.xfail(strict=True, reason="16.8 %: the target is missed")
+        ),
+    ],
+)
 def test_a_fit_predicts_models_that_it_has_not_seen(
     part: str, nine_of_ten: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
