@@ -19,10 +19,11 @@ from torch import Tensor
 
 from gpipe_cli.accelerator.streams import keep_alive
 from gpipe_cli.offload.slices import ALL_WEIGHTS, Part, Slice
-from gpipe_cli.offload.stored_tensors import ALIGNMENT, Layout, as_bytes
+from gpipe_cli.offload.stored_tensors import Layout, as_bytes
 from gpipe_cli.offload.tiers import Region, Tier
 from gpipe_cli.offload.transfers import Copy, TransferWorker
 from gpipe_cli.pipeline.action_loop import PartitionVisit
+from gpipe_cli.pipeline.aliasing import ALIGNMENT
 from gpipe_cli.pipeline.boundary import PartitionInput
 
 
@@ -218,10 +219,13 @@ class InputStore:
         """The inputs whose memory the copies to the tier may still read."""
 
     def store(self, input: PartitionInput) -> _StoredInput | None:
-        """None for an input that stays: a tensor with holes would come back with other strides."""
+        """None for an input that stays: its tensors would come back with other strides or another alignment."""
         tensors = [tensor for tensor in input.tensors if tensor is not None]
         layout = Layout(tensors)
-        if any(slot.stride != tensor.stride() for slot, tensor in zip(layout.slots, tensors, strict=True)):
+        if any(
+            slot.stride != tensor.stride() or tensor.data_ptr() % ALIGNMENT
+            for slot, tensor in zip(layout.slots, tensors, strict=True)
+        ):
             return None
         while len(self._in_flight) >= MAX_INPUTS_IN_FLIGHT:
             self._in_flight.popleft().release()

@@ -18,7 +18,8 @@ from gpipe_cli.balance.solver import solve
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.prefetcher import MAX_INPUTS_IN_FLIGHT
 from gpipe_cli.offload.slices import SlicedParameters
-from gpipe_cli.offload.stored_tensors import ALIGNMENT, padded
+from gpipe_cli.offload.stored_tensors import padded
+from gpipe_cli.pipeline.aliasing import ALIGNMENT
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes

@@ -1,7 +1,6 @@
 """Tensors stored together in one region of a tier.
 
-Each tensor begins at a multiple of 64 bytes, as in memory that torch allocates: another alignment would mean other
-vector instructions at the edges, and other bits.
+Each tensor begins at a multiple of `ALIGNMENT` bytes, as in memory that torch allocates.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.offload.tiers import Tier
-from gpipe_cli.pipeline.aliasing import is_dense
+from gpipe_cli.pipeline.aliasing import ALIGNMENT, is_dense
 from gpipe_cli.torch_internals.tensor_memory import exchanges_memory, storage_of
 
-ALIGNMENT = 64
 HOST = torch.device("cpu")
 
 

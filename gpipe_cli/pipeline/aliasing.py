@@ -1,4 +1,4 @@
-"""Tensors that share memory and cross a boundary together.
+"""Where tensors lie in memory: which share it and cross a boundary together, and copies that keep an alignment.
 
 Within one partition, layers see a write through an alias, with its gradient. Layers on both sides of a boundary must
 see it too. So of tensors that overlap in memory only one crosses, and the receiver builds the others from it.
@@ -10,9 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
 from gpipe_cli.torch_internals.tensor_memory import storage_of
+
+ALIGNMENT = 64
+"""Bytes. torch allocates memory at multiples of it; for a tensor that begins elsewhere, kernels use other vector
+instructions at its edges, and give other bits."""
 
 
 @final
@@ -154,3 +159,17 @@ def _intervals(tensor: Tensor, order: Sequence[int]) -> list[tuple[int, int]] | 
         intervals.append((index, end))
         limit = tensor.stride(place)
     return [*intervals, (rest, rest + 1)]
+
+
+def aligned_clone(tensor: Tensor) -> Tensor:
+    """A copy that begins as many bytes after a multiple of `ALIGNMENT` as the tensor itself.
+
+    A micro-batch is a view of the mini-batch and may begin anywhere.
+    """
+    offset = tensor.data_ptr() % ALIGNMENT // tensor.itemsize
+    if offset == 0:
+        return tensor.clone()
+    like = torch.empty_like(tensor)
+    memory = torch.empty(offset + like.numel(), dtype=tensor.dtype, device=tensor.device)
+    # `data` is no view of `memory`, so layers may write the copy in place like any other.
+    return memory.as_strided(like.size(), like.stride(), offset).data.copy_(tensor)

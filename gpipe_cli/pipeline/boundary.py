@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gpipe_cli.pipeline.aliasing import Alias, find_aliases
+from gpipe_cli.pipeline.aliasing import Alias, aligned_clone, find_aliases
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pytree import Template, unflatten
@@ -102,7 +102,7 @@ class PartitionInput(NamedTuple):
 
     def cloned(self) -> PartitionInput:
         return self._replace(
-            tensors=tuple(tensor if tensor is None else tensor.clone() for tensor in self.tensors)
+            tensors=tuple(tensor if tensor is None else aligned_clone(tensor) for tensor in self.tensors)
         )
 
     def versions(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Tensors that share memory: told from those that do not, and made again from one that crosses."""
+"""Tensors that share memory: told from those that do not, and made again from one that crosses; aligned copies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli import GPipe
-from gpipe_cli.pipeline.aliasing import find_aliases
+from gpipe_cli.pipeline.aliasing import ALIGNMENT, aligned_clone, find_aliases
 
 Case = Callable[[Tensor], Sequence[Tensor]]
 
@@ -144,3 +144,15 @@ def test_tensors_of_which_none_holds_the_others_are_made_from_the_memory_of_all(
     made = [aliases[place].build(base.clone()) for place in (0, 1)]
     assert torch.equal(made[0], whole[1:4])
     assert torch.equal(made[1], whole[2:7])
+
+
+@pytest.mark.parametrize("begin", [0, 1, 5, 16])
+def test_a_copy_has_the_values_strides_and_alignment_of_the_tensor(begin: int) -> None:
+    flat = torch.arange(64.0)[begin : begin + 24]
+    for tensor in (flat, flat.view(4, 6), flat.view(4, 6).t(), flat[:0]):
+        copied = aligned_clone(tensor)
+        assert torch.equal(copied, tensor)
+        assert copied.stride() == tensor.stride()
+        assert copied.data_ptr() % ALIGNMENT == tensor.data_ptr() % ALIGNMENT
+        copied.zero_()
+        assert not tensor.numel() or tensor.any()

@@ -224,7 +224,12 @@ class PlainRun:
         small, larger = divmod(self.case.rows, count)
         sizes = [small + (index < larger) for index in range(count)]
         columns = [
-            [piece.detach().clone().requires_grad_(tensor.requires_grad) for piece in tensor.split(sizes)]
+            # The bits of a result depend on where a tensor begins, so a copy of the rows begins where they do.
+            # `data` has a version counter of its own, as if nothing else shared its memory.
+            [
+                piece.data.requires_grad_(tensor.requires_grad)
+                for piece in tensor.detach().clone().split(sizes)
+            ]
             for tensor in tensors_in(value)
         ]
         rows = [iter(row) for row in zip(*columns, strict=True)]
