@@ -11,6 +11,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -172,17 +173,23 @@ def _raw_target(config: Any, group: str) -> Any:
     return plain.get("_target_") if isinstance(plain, dict) else None
 
 
-@contextmanager
-def open_hydra(command: str, config_dir: str | None = None) -> Iterator[Hydra]:
-    """Hydra, which searches conf/, then recipes/, then the user's folder; a shipped option cannot be replaced."""
-    if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigError(f"--config-dir {config_dir}: no such folder")
+@cache
+def _register_with_hydra() -> None:
+    """Once per process: what Hydra keeps in its singletons, which `GlobalHydra.clear` leaves as they are."""
     for name, schema in SCHEMAS.items():
         ConfigStore.instance().store(f"{name}_schema", schema)
     for group in COMPONENT_GROUPS:
         ConfigStore.instance().store(group=group, name=CUSTOM, node={"_target_": "???"})
     Plugins.instance().register(YamlFolder)
     setbase("1.3")
+
+
+@contextmanager
+def open_hydra(command: str, config_dir: str | None = None) -> Iterator[Hydra]:
+    """Hydra, which searches conf/, then recipes/, then the user's folder; a shipped option cannot be replaced."""
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir {config_dir}: no such folder")
+    _register_with_hydra()
     GlobalHydra.instance().clear()
     path = create_config_search_path(f"gpipe://{conf_dir()}")
     schemas = path.get_path().pop()  # Hydra wants its structured configs last
