@@ -150,6 +150,7 @@ def test_of_the_ranks_of_torchrun_only_the_first_speaks(tmp_path: Path) -> None:
     assert (shown.returncode, shown.stdout) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_command_runs_with_the_collector_at_work() -> None:
     code = (
         "import gc, sys\n"

@@ -108,7 +108,15 @@ class Row:
 
 TABLE = [
     Row("1", "killed while a snapshot is written", -9, "", kill_while_saving(30), resumes=True),
-    Row("2", "killed between a save and the removal of an old one", -9, "", kill_while_pruning, resumes=True),
+    Row(
+        "2",
+        "killed between a save and the removal of an old one",
+        -9,
+        "",
+        kill_while_pruning,
+        resumes=True,
+        slow=True,
+    ),
     Row(
         "3",
         "the disk is full when a snapshot is written",
@@ -140,6 +148,7 @@ TABLE = [
         after=only_run_files,
         resumes=True,
         needs_hydra=True,
+        slow=True,
     ),
     Row(
         "40",
@@ -160,6 +169,7 @@ TABLE = [
         fail_snapshot_fsync,
         after=has_snapshots(2),
         resumes=True,
+        slow=True,
     ),
     Row(
         "6",
@@ -169,6 +179,7 @@ TABLE = [
         arguments=(f"model.width={WIDE_MODEL}",),
         before=with_disk_of(2 * SNAPSHOT_BYTES),
         after=has_snapshots(2),
+        slow=True,
     ),
     Row(
         "6",
@@ -213,6 +224,7 @@ TABLE = [
         "step-00000005/optimizer.safetensors: damaged",
         before=with_damaged_snapshot(remove_a_file),
         command=("train", "resume=run/snapshots/step-00000005", ALLOW),
+        slow=True,
     ),
     Row(
         "11",
@@ -240,6 +252,7 @@ TABLE = [
         "overflowed in 20 steps in a row",
         overflow_gradients,
         ("precision=fp16", "epochs=20", "snapshot.every=1000"),
+        slow=True,
     ),
     Row(
         "14",
@@ -248,6 +261,7 @@ TABLE = [
         "bytes; try more chunks, checkpoint=always",
         in_layer(lambda: torch.empty(2**46)),
         resumes=True,
+        slow=True,
     ),
     Row(
         "16",
@@ -273,6 +287,7 @@ TABLE = [
         "sample 13: ValueError: torn",
         in_sample(raises(ValueError("torn"))),
         ("data.workers=2",),
+        slow=True,
     ),
     Row("18", "a label out of range", 3, "label 3 is out of range", in_sample(lambda: 3)),
     Row(
@@ -287,7 +302,14 @@ TABLE = [
         "19", "a layer raises", 1, "ValueError: broken", in_layer(raises(ValueError("broken"))), resumes=True
     ),
     Row("20", "a layer exits", 1, "SystemExit", in_layer(raises(SystemExit(0)))),
-    Row("20", "a layer raises KeyboardInterrupt", 130, "stopped by", in_layer(raises(KeyboardInterrupt()))),
+    Row(
+        "20",
+        "a layer raises KeyboardInterrupt",
+        130,
+        "stopped by",
+        in_layer(raises(KeyboardInterrupt())),
+        slow=True,
+    ),
     Row(
         "20", "a layer raises GeneratorExit", 1, "GeneratorExit", in_layer(raises(GeneratorExit())), slow=True
     ),
@@ -316,6 +338,7 @@ TABLE = [
         "stopped by Ctrl-C at once; saved in run/snapshots/step-00000002",
         after_rows(3, after_pending_save(send_signals(signal.SIGINT, signal.SIGINT))),
         resumes=True,
+        slow=True,
     ),
     Row(
         "25",
@@ -332,6 +355,7 @@ TABLE = [
         "stopped by SIGTERM; saved in run/snapshots/step-00000003",
         after_rows(3, send_signals(*[signal.SIGTERM] * 6)),
         resumes=True,
+        slow=True,
     ),
     *(
         Row(
@@ -366,6 +390,7 @@ TABLE = [
         after_rows(3, terminate_group),
         ("data.workers=2",),
         resumes=True,
+        slow=True,
     ),
     Row(
         "27",
@@ -377,7 +402,14 @@ TABLE = [
         resumes=True,
     ),
     Row(
-        "28", "killed, with data workers", -9, "", after_rows(3, kill_self), ("data.workers=2",), resumes=True
+        "28",
+        "killed, with data workers",
+        -9,
+        "",
+        after_rows(3, kill_self),
+        ("data.workers=2",),
+        resumes=True,
+        slow=True,
     ),
     Row(
         "29",
@@ -423,6 +455,7 @@ TABLE = [
         "",
         before=with_damaged_snapshot(leave_a_lock_file),
         command=RESUME,
+        slow=True,
     ),
     Row(
         "35",
@@ -451,7 +484,15 @@ TABLE = [
         "warning: run/summary.json: cannot be written",
         after_rows(2, lambda: Path("run/summary.json").mkdir()),
     ),
-    Row("39", "killed after the last step of an epoch", -9, "", after_rows(4, kill_self), resumes=True),
+    Row(
+        "39",
+        "killed after the last step of an epoch",
+        -9,
+        "",
+        after_rows(4, kill_self),
+        resumes=True,
+        slow=True,
+    ),
     Row("39", "killed after its evaluation", -9, "", after_rows(5, kill_self), resumes=True, slow=True),
 ]
 

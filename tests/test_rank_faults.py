@@ -77,6 +77,7 @@ TABLE = [
         (),
         ("resume=auto", "engine=processes"),
         begins_on_threads=True,
+        slow=True,
     ),
     Row("killed", 7, ("error: rank 1 (partition 1) was killed by SIGKILL",), slow=True),
     Row("stopped", 7, (f"error: {STOPPED}",), ("step_timeout=6",), slow=True),

@@ -44,6 +44,7 @@ def add_extension_that_loads(package: Path) -> None:
     shutil.copy(library, package / "_C.so")
 
 
+@pytest.mark.slow
 def test_a_plain_import_of_torchvision_works_after_ours_and_its_models_run() -> None:
     program = """
 import gpipe_cli.vision as vision

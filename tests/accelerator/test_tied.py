@@ -261,6 +261,7 @@ def test_a_step_with_tied_parameters_does_not_wait_for_any_device(simulated: Sim
             assert simulated.host_syncs() == []
 
 
+@pytest.mark.slow
 def test_gpt_trains_on_two_devices_and_resumes_with_the_bits_of_one(
     accelerators: Devices, gpipe: Callable[..., Any]
 ) -> None:

@@ -41,6 +41,7 @@ def test_a_system_that_failed_is_not_judged() -> None:
     assert judge("mlp", {"gpipe": measured("gpipe", 1), "torchgpipe": failed}) == []
 
 
+@pytest.mark.slow
 def test_systems_take_turns_in_processes_of_their_own_and_agree_on_the_gradient() -> None:
     rounds = 2
     candidates = [Candidate("plain"), Candidate("gpipe"), Candidate("no such system")]

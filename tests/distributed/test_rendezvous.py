@@ -149,7 +149,9 @@ def test_ranks_that_send_to_each_other_before_they_receive_are_found(
         check([Scenario(OWN_LOOP, "plain", ranks=2, chunks=3)], tmp_path, 60)
 
 
-@pytest.mark.parametrize(("ranks", "chunks"), [(2, [3]), (3, [4]), (4, [2])])
+@pytest.mark.parametrize(
+    ("ranks", "chunks"), [(2, [3]), pytest.param(3, [4], marks=pytest.mark.slow), (4, [2])]
+)
 def test_what_ranks_post_completes_on_a_backend_that_blocks(
     ranks: int, chunks: list[int], tmp_path: Path
 ) -> None:

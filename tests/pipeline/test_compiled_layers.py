@@ -77,6 +77,7 @@ def check(backend: str, cases: list[tuple[str, str]], tolerance: float) -> None:
             )
 
 
+@pytest.mark.slow
 def test_compiled_convolutions_and_batch_norms_are_what_they_are_without_a_pipe() -> None:
     """1f1b raised "modified by an inplace operation" where plain autograd ran."""
     check("aot_eager", CASES, tolerance=0)

@@ -57,6 +57,7 @@ def test_a_closed_pipe_starts_anew_when_it_is_used() -> None:
     pipe.close()
 
 
+@pytest.mark.slow
 def test_five_hundred_pipes_built_used_and_dropped_leave_no_thread_and_no_pipe() -> None:
     references = []
     for _ in range(500):

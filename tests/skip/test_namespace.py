@@ -35,6 +35,7 @@ def test_namespaces_sort_in_the_order_they_were_created() -> None:
     assert sorted([SkipName(namespaces[1], "a"), SkipName(namespaces[0], "b")])[0].name == "b"
 
 
+@pytest.mark.slow
 def test_namespaces_from_different_processes_differ() -> None:
     """Each process counts from one, so the number alone would make them equal."""
     program = (

@@ -26,12 +26,13 @@ BATCH = 8
 CONTEXT = 16
 LR = 0.01
 WAYS = [
-    *(["engine=threads", f"partitions={partitions}"] for partitions in (2, 4)),
+    ["engine=threads", "partitions=4"],
     *(
         pytest.param(words, marks=pytest.mark.slow)
         for words in (
             ["engine=single"],
             ["engine=threads", "partitions=1"],
+            ["engine=threads", "partitions=2"],
             ["engine=threads", "partitions=2", "schedule=1f1b", "checkpoint=always"],
             ["engine=threads", "partitions=4", "schedule=zero_bubble", "checkpoint=never"],
             ["engine=threads", "partitions=4", "schedule=interleaved", "devices=[cpu,cpu]"],

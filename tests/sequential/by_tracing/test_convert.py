@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Iterable
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout
@@ -327,6 +328,7 @@ def test_a_traced_sequence_can_be_copied_and_moved() -> None:
     assert torch.equal(copy.deepcopy(sequence)(input), sequence(input))
 
 
+@pytest.mark.slow
 def test_a_traced_sequence_can_be_sent_to_another_process() -> None:
     model = torchvision.models.googlenet(weights=None, init_weights=True, num_classes=3)
     sequence = to_sequential(model, torch.empty(2, 3, 64, 64, device="meta")).eval()
