@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import published_gpipe, published_gpt, published_torchgpipe, zero_bubble
+from benchmarks import published_blocks, published_gpipe, published_gpt, published_torchgpipe, zero_bubble
 
 
 def main() -> None:
@@ -28,6 +28,7 @@ def main() -> None:
     published_torchgpipe.show(console)
     published_gpipe.show(console)
     published_gpt.show(console)
+    published_blocks.show(console)
     zero_bubble.show()
 
 

@@ -96,7 +96,7 @@ def step_ms(line: Published) -> float:
     facts = _facts(line.model)
     counted = facts.input.shapes[0][0]
     device, precision = (TPU, "bf16") if line.device == "TPU" else (DEVICES["p100"], "fp32")
-    run = DeviceRun(device, precision, reached=Efficiency(kernel_ms=0.0))
+    run = DeviceRun(device, precision, reached=Efficiency(launch_ms=0.0))
     costs = estimate_costs(facts, run, ROWS / line.chunks / counted)
     return best_step_ms(costs, line.devices, line.chunks, "always")
 

@@ -1,8 +1,9 @@
 """What layers would cost on a device you need not have: the roofline model, kernel by kernel. Nothing is measured.
 
-A kernel takes as long as the slower of its arithmetic and its memory traffic, but never less than launching it. So
-large matrix products depend on the figure for arithmetic, normalization and the like on bandwidth, and small
-micro-batches on the number of kernels. The same efficiencies hold for every device.
+A kernel takes as long as the slower of its arithmetic and its memory traffic. A layer takes as long as its kernels, but
+never less than it takes to launch them: the host runs ahead of the device, which waits only where the launches of a
+whole layer take longer. So large matrix products depend on the figure for arithmetic, normalization and the like on
+bandwidth, and small micro-batches on the number of kernels. The same efficiencies hold for every device.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ class Efficiency:
     TFLOPS in fp16."""
     attention: float = 0.6
     """The same of attention in one kernel: FlashAttention-2's paper has 170 to 190 TFLOPS for both ways on an A100."""
-    unaligned: float = 0.38
+    unaligned: float = 0.34
     """Of what a matrix product reaches on tensor cores, if a size is no multiple of 8, as GPT-2's vocabulary of 50,257:
     fitted to the published iterations of GPT on A100s."""
-    bandwidth: float = 0.62
+    bandwidth: float = 0.6
     """Of the memory's figure: fitted to the same."""
-    kernel_ms: float = 0.05
-    """For Python, autograd and the driver to launch one kernel, while an idle device waits: fitted to the same."""
+    launch_ms: float = 0.056
+    """For Python, autograd and the driver to launch one kernel: fitted to the same."""
+    start_ms: float = 0.005
+    """What a kernel takes on the device however little it does, as an empty one on an A100."""
     link: float = 0.75
     """Of a link's figure, by copies and by NCCL's rings: 225 of an A100's 300 GB/s."""
     link_ms: float = 0.01
@@ -67,9 +70,11 @@ class DeviceRun:
 
     def kernel_ms(self, operation: Operation, scale: float = 1.0) -> float:
         traffic = (scale * operation.activation_bytes + operation.weight_bytes) / self._bandwidth
-        return max(
-            self.reached.kernel_ms, 1000 * max(scale * operation.flops / self._flops(operation), traffic)
-        )
+        return self.reached.start_ms + 1000 * max(scale * operation.flops / self._flops(operation), traffic)
+
+    def layer_ms(self, kernels: Sequence[float]) -> float:
+        """Of one layer in one direction, from the durations of its kernels."""
+        return max(self.reached.launch_ms * len(kernels), sum(kernels))
 
     def moving_ms(self, bytes: float) -> float:
         """To read or write its own memory."""
@@ -145,7 +150,7 @@ def estimate_costs(
 
 
 def _host(facts: ModelFacts, run: DeviceRun) -> tuple[list[float], list[float]]:
-    launch = run.reached.kernel_ms
+    launch = run.reached.launch_ms
     return (
         [launch * len(layer.forward) for layer in facts.operations],
         [launch * len(layer.backward) for layer in facts.operations],
@@ -160,11 +165,13 @@ class _LayerMs(NamedTuple):
 
 
 def _layer_ms(run: DeviceRun, scale: float, layer: LayerOperations) -> _LayerMs:
-    backward = [run.kernel_ms(each, scale) for each in layer.backward]
+    kernels = [run.kernel_ms(each, scale) for each in layer.backward]
+    weight_grad = sum(ms * each.weight_grad for ms, each in zip(kernels, layer.backward, strict=True))
+    backward = run.layer_ms(kernels)
     return _LayerMs(
-        sum(run.kernel_ms(each, scale) for each in layer.forward),
-        sum(backward),
-        sum(ms * each.weight_grad for ms, each in zip(backward, layer.backward, strict=True)),
+        run.layer_ms([run.kernel_ms(each, scale) for each in layer.forward]),
+        backward,
+        weight_grad * backward / sum(kernels) if kernels else 0.0,
     )
 
 

@@ -35,6 +35,8 @@ NO_KERNEL = frozenset(
 """Operations that only make a tensor; views, which torch marks as such, launch nothing either."""
 PICKS = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward", "nll_loss2d_forward"})
 """Operations that read no more of their arguments than they return."""
+PUTS = frozenset({"index_put_", "index_add_", "scatter_", "scatter_add_"})
+"""Operations that read and write no more of their first argument than the others have."""
 COPIES = frozenset({"_to_copy", "clone", "copy_"})
 TENSOR_CORE_SIZE = 8
 """NVIDIA's guide to matrix multiplication: sizes in multiples of 16 bytes, which are 8 numbers of 16 bits."""
@@ -130,7 +132,7 @@ class _Kernel:
     outputs: Sequence[Tensor]
 
     def operation(self, weights: Collection[int]) -> Operation:
-        moved = [*(self.outputs if self.name in PICKS else self.inputs), *self.outputs]
+        moved = self._moved()
         weight_bytes = sum(_bytes(tensor) for tensor in moved if storage_of(tensor) in weights)
         floating = [tensor for tensor in (*self.outputs, *self.inputs) if tensor.is_floating_point()]
         return Operation(
@@ -142,6 +144,12 @@ class _Kernel:
             aligned=self._aligned(weights),
             weight_grad=self._weight_grad(weights),
         )
+
+    def _moved(self) -> list[Tensor]:
+        """The tensors that it reads and writes."""
+        if self.name in PUTS:
+            return [*self.inputs[1:], *self.inputs[1:]]
+        return [*(self.outputs if self.name in PICKS else self.inputs), *self.outputs]
 
     def _aligned(self, weights: Collection[int]) -> bool:
         matrices = [

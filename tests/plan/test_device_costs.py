@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 WIDTH, ROWS = 64, 16
-REACHED = Efficiency()
+REACHED = Efficiency(start_ms=0.0)
+"""So that the expected times are one product or quotient each."""
 SLOW = DeviceSpec(flops=1e6, memory=1, bandwidth=1e30, link=1e30)
 NARROW = DeviceSpec(flops=1e30, memory=1, bandwidth=1e6, link=1e6)
 PRODUCT_MS = 1000 * 2 * ROWS * WIDTH * WIDTH / (REACHED.matrix * 1e6)
+run_on = partial(DeviceRun, reached=REACHED)
 
 
 def _facts(*layers: nn.Module) -> ModelFacts:
@@ -31,26 +34,38 @@ def _forward(costs: LayerCosts, layer: int = 0) -> float:
 
 
 def test_a_layer_takes_its_arithmetic_where_that_is_slower() -> None:
-    assert _forward(estimate_costs(_facts(), DeviceRun(SLOW))) == pytest.approx(PRODUCT_MS)
+    assert _forward(estimate_costs(_facts(), run_on(SLOW))) == pytest.approx(PRODUCT_MS)
 
 
 def test_a_layer_takes_its_traffic_where_that_is_slower() -> None:
-    costs = estimate_costs(_facts(), DeviceRun(NARROW))
+    costs = estimate_costs(_facts(), run_on(NARROW))
     activation, parameters = 4 * ROWS * WIDTH, 4 * (WIDTH * WIDTH + WIDTH)
     assert _forward(costs) == pytest.approx(1000 * (2 * activation + parameters) / (REACHED.bandwidth * 1e6))
     transfer = REACHED.link_ms + 1000 * activation / (REACHED.link * 1e6)
     assert costs.partition(0, 1).transfer == pytest.approx(transfer)
 
 
-def test_a_kernel_takes_at_least_its_launch() -> None:
-    costs = estimate_costs(_facts(), DeviceRun(replace(SLOW, flops=1e30)))
-    assert _forward(costs) == REACHED.kernel_ms
+def test_a_layer_takes_at_least_the_launches_of_its_kernels() -> None:
+    fast = replace(SLOW, flops=1e30)
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    assert _forward(estimate_costs(_facts(block, nn.ReLU()), run_on(fast))) == pytest.approx(
+        3 * REACHED.launch_ms
+    )
+    # The host runs ahead while the device computes, so a slow kernel hides the launches of the others.
+    slow = estimate_costs(_facts(block, nn.ReLU()), run_on(SLOW))
+    assert _forward(slow) == pytest.approx(2 * PRODUCT_MS)
+
+
+def test_a_kernel_takes_a_moment_on_the_device_however_little_it_does() -> None:
+    reached = Efficiency(launch_ms=0.0, start_ms=0.5)
+    costs = estimate_costs(_facts(), run_on(replace(SLOW, flops=1e30), reached=reached))
+    assert _forward(costs) == pytest.approx(0.5)
 
 
 def test_more_rows_take_longer_but_not_to_move_the_weights() -> None:
-    once, twice = (estimate_costs(_facts(), DeviceRun(SLOW), scale) for scale in (1.0, 2.0))
+    once, twice = (estimate_costs(_facts(), run_on(SLOW), scale) for scale in (1.0, 2.0))
     assert _forward(twice) == pytest.approx(2 * _forward(once))
-    once, twice = (estimate_costs(_facts(), DeviceRun(NARROW), scale) for scale in (1.0, 2.0))
+    once, twice = (estimate_costs(_facts(), run_on(NARROW), scale) for scale in (1.0, 2.0))
     more = 1000 * 2 * 4 * ROWS * WIDTH / (REACHED.bandwidth * 1e6)
     assert _forward(twice) - _forward(once) == pytest.approx(more)
 
@@ -59,7 +74,7 @@ def test_frozen_layers_have_less_to_do_in_backward() -> None:
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)]
     layers[0].requires_grad_(False)
     layers[2].requires_grad_(False)
-    costs = estimate_costs(_facts(*layers), DeviceRun(SLOW))
+    costs = estimate_costs(_facts(*layers), run_on(SLOW))
     # The first layer has no backward, the second no gradient of its input, the third none of its weights.
     parts = [costs.partition(index, index + 1, checkpoint_stop=1) for index in range(4)]
     once = PRODUCT_MS
@@ -74,7 +89,7 @@ def test_half_precision_uses_tensor_cores_if_the_sizes_suit_them() -> None:
     def forward(width: int, *, tensor_cores: bool = True) -> float:
         sample = Sample(torch.zeros(ROWS, width, dtype=torch.half))
         facts = model_facts(nn.Sequential(nn.Linear(width, width, bias=False).half()), sample)
-        run = DeviceRun(device, "fp16", tensor_cores)
+        run = run_on(device, "fp16", tensor_cores)
         return _forward(estimate_costs(facts, run)) / (1000 * 2 * ROWS * width * width / REACHED.matrix)
 
     assert forward(64) == pytest.approx(1 / 8e6)
@@ -84,7 +99,7 @@ def test_half_precision_uses_tensor_cores_if_the_sizes_suit_them() -> None:
 
 
 def test_tf32_makes_products_of_fp32_faster() -> None:
-    run = DeviceRun(replace(SLOW, tf32=8e6))
+    run = run_on(replace(SLOW, tf32=8e6))
     fp32, tf32 = (estimate_costs(_facts(), replace(run, precision=each)) for each in ("fp32", "tf32"))
     assert _forward(fp32) == pytest.approx(8 * _forward(tf32))
 
@@ -97,9 +112,9 @@ def test_replicas_sum_gradients_around_a_ring_and_hide_it_behind_the_last_backwa
         return estimate_costs(_facts(), run, 1.0, update).update_ms([1, 1], spec)
 
     optimizer = 1000 * (2 * 4000 + 4000 + 2 * 8000) / (REACHED.bandwidth * 1e6)
-    assert after(DeviceRun(NARROW)) == pytest.approx(optimizer)
+    assert after(run_on(NARROW)) == pytest.approx(optimizer)
     reduce = 1000 * 4000 * 2 * 3 / 4 / (REACHED.link * 1e6)
-    four = DeviceRun(NARROW, replicas=4)
+    four = run_on(NARROW, replicas=4)
     assert after(four) == pytest.approx(optimizer + reduce)
     network = replace(four, device=replace(NARROW, network=5e5), spans_machines=True)
     assert after(network) == pytest.approx(optimizer + 2 * reduce)
@@ -109,7 +124,7 @@ def test_replicas_sum_gradients_around_a_ring_and_hide_it_behind_the_last_backwa
 
 def test_partitions_that_share_a_parameter_sum_its_gradients() -> None:
     update = [LayerUpdate(4000, 4000, 8000)] * 2
-    alone, shared = (estimate_costs(_facts(), DeviceRun(NARROW), 1.0, update, bytes) for bytes in (0, 4000))
+    alone, shared = (estimate_costs(_facts(), run_on(NARROW), 1.0, update, bytes) for bytes in (0, 4000))
     for balance in ([2], [1, 1]):
         spec = PipelineSpec("1f1b", len(balance), 4)
         more = shared.update_ms(balance, spec) - alone.update_ms(balance, spec)
@@ -119,7 +134,7 @@ def test_partitions_that_share_a_parameter_sum_its_gradients() -> None:
 
 def test_a_newer_device_is_faster_at_everything() -> None:
     facts = _facts(nn.Linear(WIDTH, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, WIDTH))
-    older, newer = (estimate_costs(facts, DeviceRun(DEVICES[name]), 4096.0) for name in ("a100", "b200"))
+    older, newer = (estimate_costs(facts, run_on(DEVICES[name]), 4096.0) for name in ("a100", "b200"))
     for layer in range(4):
         old, new = older.partition(layer, layer + 1), newer.partition(layer, layer + 1)
         assert new.forward < old.forward and new.backward < old.backward
