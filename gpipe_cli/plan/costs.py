@@ -72,14 +72,14 @@ class LayerCosts:
         checkpointed: tuple[Sequence[float], Sequence[float]] | None = None,
         frozen_layers: int = 0,
         update: UpdateCosts | None = None,
-        host: tuple[Sequence[float], Sequence[float]] | None = None,
+        host: Sequence[float] | None = None,
     ) -> None:
         """One number per layer each. `recompute` defaults to another forward; `transfer` is that of the layer's output.
 
         `checkpointed` is forward and backward with a recomputation between them, by default the same as without: such
         a forward saves less, and the caches hold other data. A partition within the first `frozen_layers` has no
         backward, so it recomputes nothing. `update` follows the last backward of a step.
-        `host` is how long the process that drives all devices takes to launch the forward and backward of each layer.
+        `host` is how long the process that drives all devices takes to launch the forward of each layer.
         """
         self.layers = len(forward)
         self._columns = (forward, backward, recompute or forward, *(checkpointed or (forward, backward)))
@@ -101,7 +101,7 @@ class LayerCosts:
         self._transfer = [0.0] * self.layers if transfer is None else list(transfer)
         self.split = split or BackwardSplit()
         self.update = update
-        self._host = None if host is None else PrefixSums(*map(_up_to, host))
+        self._host = None if host is None else _up_to(host)
 
     @classmethod
     def mixed(cls, devices: Sequence[LayerCosts]) -> LayerCosts:
@@ -160,13 +160,17 @@ class LayerCosts:
         return max(by_device) + (shared.shared if shared else 0.0)
 
     def host_ms(self, balance: Sequence[int], spec: PipelineSpec) -> float:
-        """No step is shorter: one process launches the kernels of all devices, one after the other."""
+        """No step is shorter: one process launches the forwards of all devices, one after the other.
+
+        Only one thread at a time runs Python, so forwards and recomputations wait for each other. Backwards do not:
+        autograd has a thread for each device, which needs no Python.
+        """
         host = self.on(0)._host
         if host is None:
             return 0.0
         ranges = pairwise([0, *accumulate(balance)])
         recomputed = sum(
-            stop * (host.forward[end] - host.forward[begin])
+            stop * (host[end] - host[begin])
             for (begin, end), stop in zip(ranges, spec.checkpoint_stops, strict=True)
             if end > self.frozen_layers
         )
@@ -175,7 +179,7 @@ class LayerCosts:
     def least_host_ms(self, spec: PipelineSpec) -> float:
         """The same for any balance, whatever it recomputes."""
         host = self.on(0)._host
-        return 0.0 if host is None else spec.micro_batches * (host.forward[-1] + host.backward[-1])
+        return 0.0 if host is None else spec.micro_batches * host[-1]
 
     def least_update_ms(self, devices: int) -> float:
         """A bound of the above for any balance."""

@@ -145,15 +145,9 @@ def estimate_costs(
         split=BackwardSplit(1 - share, share),
         frozen_layers=facts.frozen_layers,
         update=update_costs(run, trained, shared_bytes) if trained else None,
-        host=_host(facts, run) if run.one_process else None,
-    )
-
-
-def _host(facts: ModelFacts, run: DeviceRun) -> tuple[list[float], list[float]]:
-    launch = run.reached.launch_ms
-    return (
-        [launch * len(layer.forward) for layer in facts.operations],
-        [launch * len(layer.backward) for layer in facts.operations],
+        host=[run.reached.launch_ms * len(layer.forward) for layer in facts.operations]
+        if run.one_process
+        else None,
     )
 
 

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import statistics
 import sys
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
+from benchmarks import published_gpipe, published_torchgpipe
 from benchmarks.published_blocks import MEASURED, blocks_of, micro_batch_ms
 from benchmarks.published_gpt import Errors, error, estimate, left_out, read_rows
+from benchmarks.published_lines import published_lines
 
 
 def test_the_published_iterations_of_gpt_on_a100s_are_predicted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,6 +47,31 @@ def test_the_rows_of_the_study_are_sums_in_which_nothing_is_recomputed() -> None
 def test_measured_partitions_of_wider_models_are_predicted() -> None:
     for block in MEASURED:
         assert block.estimated_ms == pytest.approx(block.published_ms, rel=0.15), block.source
+
+
+@pytest.mark.slow
+def test_the_published_speed_ups_of_torchgpipe_and_gpipe_are_predicted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ours = [abs(each.difference) for each in published_torchgpipe.comparisons() if each.difference]
+    others = [each for each in published_gpipe.comparisons() if each.difference]
+    both = statistics.median([*ours, *(abs(each.difference) for each in others)])
+    with capsys.disabled():
+        sys.stdout.write(
+            f"\n{len(ours)} speed-ups of torchgpipe: median {100 * statistics.median(ours):.1f} %, largest "
+            f"{100 * max(ours):.1f} %; with {len(others)} of GPipe: median {100 * both:.1f} %\n"
+        )
+    assert statistics.median(ours) <= 0.08 and max(ours) <= 0.25 and both <= 0.08
+    far = [each.reason for each in others if abs(each.difference) > published_gpipe.FAR]
+    assert len(far) == 2 and all(reason.startswith("impossible with one batch size") for reason in far)
+
+
+def test_the_balances_of_torchgpipe_count_all_modules() -> None:
+    for model in published_torchgpipe.MODELS:
+        assert {sum(balance) for balance in model.balances.values()} == {sum(model.modules)}
+        for line in published_lines(model.recipe):
+            balance = model.balance(line)
+            assert len(balance) == line.devices and sum(balance) == len(model.modules) and min(balance) > 0
 
 
 HEADER = "gpus,global_batch,micro_batch,hidden,heads,layers,sequence,data_parallel,pipeline,iteration_ms\n"
