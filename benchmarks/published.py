@@ -14,7 +14,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import published_blocks, published_gpipe, published_gpt, published_torchgpipe, zero_bubble
+from benchmarks import (
+    published_blocks,
+    published_gpipe,
+    published_gpt,
+    published_memory,
+    published_torchgpipe,
+    zero_bubble,
+)
 
 
 def main() -> None:
@@ -29,6 +36,7 @@ def main() -> None:
     published_gpipe.show(console)
     published_gpt.show(console)
     published_blocks.show(console)
+    published_memory.show(console)
     zero_bubble.show()
 
 

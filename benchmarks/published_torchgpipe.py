@@ -51,12 +51,16 @@ class Model:
     """Of its lines, in modules."""
 
     def balance(self, line: Line) -> list[int]:
-        ends = list(accumulate(self.modules))
-        cuts = [
-            min(range(len(ends)), key=lambda layer: abs(ends[layer] - end)) + 1
-            for end in accumulate(self.balances[line.name])
-        ]
-        return [end - begin for begin, end in pairwise([0, *cuts])]
+        return layer_balance(self.modules, self.balances[line.name])
+
+
+def layer_balance(modules: Sequence[int], balance: Sequence[int]) -> list[int]:
+    """A balance of torchgpipe's modules in layers: a partition ends at the layer whose end is nearest."""
+    ends = list(accumulate(modules))
+    cuts = [
+        min(range(len(ends)), key=lambda layer: abs(ends[layer] - end)) + 1 for end in accumulate(balance)
+    ]
+    return [end - begin for begin, end in pairwise([0, *cuts])]
 
 
 MODELS = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import published_gpipe, published_torchgpipe
+from benchmarks import published_gpipe, published_memory, published_torchgpipe
 from benchmarks.published_blocks import MEASURED, blocks_of, micro_batch_ms
 from benchmarks.published_gpt import Errors, error, estimate, left_out, read_rows
 from benchmarks.published_lines import published_lines
@@ -64,6 +64,16 @@ def test_the_published_speed_ups_of_torchgpipe_and_gpipe_are_predicted(
     assert statistics.median(ours) <= 0.08 and max(ours) <= 0.25 and both <= 0.08
     far = [each.reason for each in others if abs(each.difference) > published_gpipe.FAR]
     assert len(far) == 2 and all(reason.startswith("impossible with one batch size") for reason in far)
+
+
+@pytest.mark.slow
+def test_the_published_peaks_of_memory_are_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    differences = [each.difference for each in published_memory.comparisons()]
+    with capsys.disabled():
+        listed = ", ".join(f"{100 * difference:+.0f} %" for difference in differences)
+        sys.stdout.write(f"\nestimated peaks of memory against torchgpipe's: {listed}\n")
+    # The published ones include what torch's allocator holds beyond tensors.
+    assert all(-0.2 < difference < 0.05 for difference in differences)
 
 
 def test_the_balances_of_torchgpipe_count_all_modules() -> None:
