@@ -21,6 +21,8 @@ from benchmarks import (
     published_memory,
     published_torchgpipe,
     zero_bubble,
+    zero_bubble_memory,
+    zero_bubble_v,
 )
 
 
@@ -37,7 +39,9 @@ def main() -> None:
     published_gpt.show(console)
     published_blocks.show(console)
     published_memory.show(console)
+    zero_bubble_memory.show(console)
     zero_bubble.show()
+    zero_bubble_v.show(console)
 
 
 if __name__ == "__main__":
