@@ -28,7 +28,7 @@ from gpipe_cli.config.schema import (
 )
 from gpipe_cli.config.targets import add_current_folder, allows_module
 from gpipe_cli.errors import ConfigError, RunError, or_list
-from gpipe_cli.plan.devices import DEVICES
+from gpipe_cli.plan.devices import DEVICES, PRECISIONS, is_elsewhere
 from gpipe_cli.schedule import names, traits
 from gpipe_cli.schedule.checkpoint import MODES
 from gpipe_cli.values import flatten, parse_bytes, parse_duration
@@ -91,8 +91,12 @@ def _problems(settings: ModelConfig) -> Iterator[str]:
     flat = dict(flatten(asdict(settings), elements=True))
     yield from _numbers(flat)
     # torch itself decides about tf32, so a run has no such precision; only an estimate does.
-    planned_tf32 = isinstance(settings, PlanConfig) and settings.precision == "tf32"
-    yield from _choices({**flat, "precision": None} if planned_tf32 else flat)
+    if isinstance(settings, PlanConfig) and settings.precision not in CHOICES["precision"]:
+        if settings.precision not in PRECISIONS:
+            yield f"precision={settings.precision}: {or_list(str(settings.precision), PRECISIONS)}"
+        yield from _choices({**flat, "precision": None})
+    else:
+        yield from _choices(flat)
     if wrong_schedule := _schedule(settings):
         yield wrong_schedule
     else:
@@ -209,7 +213,11 @@ def _devices(settings: ModelConfig) -> Iterator[str]:
     if devices == "auto":
         return
     if isinstance(devices, list):
-        if not devices or not all(isinstance(device, str) or _is_count(device) for device in devices):
+        known = (
+            isinstance(device, str) or _is_count(device) or _is_planned(settings, device)
+            for device in devices
+        )
+        if not devices or not all(known):
             yield f"devices={devices}: expected a list of names or numbers such as [cpu,cpu] or [0,1]"
         else:
             yield from _partitions_per_device(settings, len(devices))
@@ -217,6 +225,10 @@ def _devices(settings: ModelConfig) -> Iterator[str]:
         yield f"devices={devices}: must be auto, a number of devices or a list such as [cpu,cpu] or [cuda:0,cuda:1]"
     else:
         yield from _partitions_per_device(settings, devices)
+
+
+def _is_planned(settings: ModelConfig, device: object) -> bool:
+    return isinstance(settings, PlanConfig) and is_elsewhere(device)
 
 
 def _partitions_per_device(settings: ModelConfig, devices: int) -> Iterator[str]:
@@ -273,7 +285,7 @@ def _checkpoint(settings: ModelConfig) -> Iterator[str]:
 
 def _planned_devices(settings: PlanConfig) -> Iterator[str]:
     device, devices = settings.device, settings.devices
-    listed = isinstance(devices, list) and any(name in DEVICES for name in devices)
+    listed = isinstance(devices, list) and any(map(is_elsewhere, devices))
     if device is None and not listed:
         for key, default in (("tensor_cores", True), ("data_parallel", 1)):
             if (given := getattr(settings, key)) != default:
@@ -282,11 +294,14 @@ def _planned_devices(settings: PlanConfig) -> Iterator[str]:
             yield "precision=tf32: needs device=; here torch.set_float32_matmul_precision decides"
         return
     if isinstance(device, str) and device not in DEVICES:
-        yield f"device={device}: unknown device; {or_list(device, DEVICES)}"
+        yield f"device={device}: unknown device; {or_list(device.lower(), DEVICES)}"
     elif device is not None and not isinstance(device, str | dict):
         yield f"device={device}: must be a name such as a100, or figures such as {{flops:50e12,memory:24GiB,...}}"
-    if device is None and not all(name in DEVICES for name in devices):
-        yield f"devices={devices}: devices of this machine and others cannot be mixed"
+    if device is None and (others := [other for other in devices if not is_elsewhere(other)]):
+        yield (
+            f"devices={devices}: devices of this machine and others cannot be mixed, and {others[0]} is none of "
+            f"{', '.join(sorted(DEVICES))}"
+        )
     if device is not None and not _is_count(devices):
         yield f"devices={devices}: give the number of devices for device={device}, such as devices=8"
     if settings.verify:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import inf
 from typing import Any, final
 
 from gpipe_cli.errors import ConfigError
@@ -17,6 +18,10 @@ from gpipe_cli.values import parse_bytes
 
 GIB = 2**30
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+NEEDED = ("flops", "memory", "bandwidth", "link")
+"""What you must say of a device of your own."""
+OPTIONAL = ("half", "tensor", "tf32")
+"""Figures that null takes away."""
 
 
 @final
@@ -82,41 +87,56 @@ DEVICES: Mapping[str, DeviceSpec] = {
         66.9e12, 141 * 10**9, 4800e9, 450e9, 50e9, half=133.8e12, tensor=989.4e12, tf32=494.7e12
     ),
     # NVLink 5: 1.8 TB/s both ways together
-    "b200": DeviceSpec(75e12, 180 * 10**9, 7700e9, 900e9, 50e9, tensor=2250e12, tf32=1125e12),
+    "b200": DeviceSpec(75e12, 180 * 10**9, 7700e9, 900e9, 50e9, half=150e12, tensor=2250e12, tf32=1125e12),
     "rtx5090": DeviceSpec(104.8e12, 32 * GIB, 1792e9, PCIE_5, tensor=209.5e12, tf32=104.8e12),
     # Infinity Fabric: 128 GB/s both ways together to each of the seven others
     "mi300x": DeviceSpec(163.4e12, 192 * 10**9, 5300e9, 64e9, 50e9, tensor=1307.4e12, tf32=653.7e12),
 }
 
 
-def own_device(figures: Mapping[str, Any]) -> DeviceSpec:
+def is_elsewhere(device: object) -> bool:
+    """Whether this entry of `devices` is a name or the figures of a device that need not be in this machine."""
+    return isinstance(device, Mapping) or (isinstance(device, str) and device in DEVICES)
+
+
+def own_device(figures: Mapping[str, Any], key: str = "device") -> DeviceSpec:
     """A device of which you give the figures, such as `{flops: 50e12, memory: 24GiB, bandwidth: 1e12, link: 25e9}`.
 
-    `flops` then holds for every precision that has no figure of its own.
+    `flops` then holds for every precision that has no figure of its own. `key` is where the figures were given.
     """
     names = [field.name for field in fields(DeviceSpec)]
     for name in figures:
         if name not in names:
-            raise ConfigError(f"device.{name}: unknown figure of a device; it has {', '.join(names)}")
-    for name in ("flops", "memory", "bandwidth", "link"):
+            raise ConfigError(f"{key}.{name}: unknown figure of a device; it has {', '.join(names)}")
+    for name in NEEDED:
         if name not in figures:
-            raise ConfigError(f"device: a device of your own needs {name}")
-    given = {name: _figure(name, value) for name, value in figures.items()}
+            raise ConfigError(f"{key}: a device of your own needs {name}")
+    given = {name: _figure(key, name, value) for name, value in figures.items()}
     return DeviceSpec(**{"tensor": given["flops"], "tf32": given["flops"], **given})
 
 
-def _figure(name: str, value: Any) -> Any:
+def _figure(key: str, name: str, value: Any) -> Any:
     if name == "memory":
         try:
             return parse_bytes(value)
         except ValueError as error:
-            raise ConfigError(f"device.memory={value}: {error}") from error
+            raise ConfigError(f"{key}.memory={value}: {error}") from error
     if name == "bf16":
-        return bool(value)
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"device.{name}={value}: must be a positive number") from error
-    if not 0 < number < float("inf"):
-        raise ConfigError(f"device.{name}={value}: must be a positive number")
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key}.bf16={value}: must be true or false")
+        return value
+    if value is None and name in OPTIONAL:
+        return None
+    number = _positive(value)
+    if number is None or (name == "per_machine" and number != int(number)):
+        what = "whole number" if name == "per_machine" else "number"
+        raise ConfigError(f"{key}.{name}={value}: must be a positive {what}")
     return int(number) if name == "per_machine" else number
+
+
+def _positive(value: Any) -> float | None:
+    try:
+        number = None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if number is not None and 0 < number < inf else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 from torch import nn
 
@@ -12,7 +12,7 @@ from gpipe_cli.config.schema import PlanConfig
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.device_costs import DeviceRun, LayerUpdate, estimate_costs
-from gpipe_cli.plan.devices import DEVICES, DeviceSpec, own_device
+from gpipe_cli.plan.devices import DEVICES, DeviceSpec, is_elsewhere, own_device
 from gpipe_cli.profiling.facts import ModelFacts
 
 
@@ -46,14 +46,15 @@ class EstimatedDevices:
 
 def estimated_devices(settings: PlanConfig) -> EstimatedDevices | None:
     """None if the devices are those of this machine."""
-    specs = _specs(settings)
-    if specs is None:
+    given = _given(settings)
+    if not given:
         return None
+    specs = [_spec(device, key) for device, key in given]
     replicas = settings.data_parallel
-    for spec in specs:
+    for spec, (device, _) in zip(specs, given, strict=True):
         if (refusal := spec.refusal(settings.precision, tensor_cores=settings.tensor_cores)) is not None:
             raise ConfigError(
-                f"precision={settings.precision}: this device {refusal}; choose another precision"
+                f"precision={settings.precision}: {_name(device)} {refusal}; choose another precision"
             )
     # The devices of one replica follow each other, and fill a machine before the next.
     pipeline = specs[: len(specs) // replicas]
@@ -78,7 +79,9 @@ def estimated_devices(settings: PlanConfig) -> EstimatedDevices | None:
                 one_process=replicas == 1 and not any_leaves,
             )
         )
-    return EstimatedDevices(runs, _name(settings, specs))
+    if settings.device is not None:
+        return EstimatedDevices(runs, f"{len(specs)} x {_name(settings.device)}")
+    return EstimatedDevices(runs, ", ".join(_name(device) for device, _ in given))
 
 
 def layer_updates(
@@ -100,18 +103,19 @@ def layer_updates(
     return updates, shared
 
 
-def _specs(settings: PlanConfig) -> list[DeviceSpec] | None:
+def _given(settings: PlanConfig) -> list[tuple[Any, str]]:
+    """The devices as they were given, each with its key; none if they are those of this machine."""
     device, devices = settings.device, settings.devices
     if device is not None:
-        spec = own_device(device) if isinstance(device, Mapping) else DEVICES[device]
-        return [spec] * int(devices)
-    if isinstance(devices, list) and all(name in DEVICES for name in devices):
-        return [DEVICES[name] for name in devices]
-    return None
+        return [(device, "device")] * int(devices)
+    if isinstance(devices, list) and all(map(is_elsewhere, devices)):
+        return [(device, f"devices[{place}]") for place, device in enumerate(devices)]
+    return []
 
 
-def _name(settings: PlanConfig, specs: Sequence[DeviceSpec]) -> str:
-    if settings.device is None:
-        return ", ".join(map(str, settings.devices))
-    kind = "a device of your own" if isinstance(settings.device, Mapping) else str(settings.device)
-    return f"{len(specs)} x {kind}"
+def _spec(device: Any, key: str) -> DeviceSpec:
+    return own_device(device, key) if isinstance(device, Mapping) else DEVICES[device]
+
+
+def _name(device: Any) -> str:
+    return "a device of your own" if isinstance(device, Mapping) else str(device)

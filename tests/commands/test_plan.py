@@ -105,7 +105,14 @@ def test_training_uses_and_saves_the_best_plan(tiny: Gpipe) -> None:
         (["devices=4", "verify=true"], "machines that are not here"),
         (["device={flops:1e12}", "devices=2"], "a device of your own needs memory"),
         (["devices=[a100,cpu]"], "devices of this machine and others cannot be mixed"),
-        (["device=t4", "devices=2", "precision=bf16"], "this device has no bf16"),
+        (["device=A100", "devices=2"], "did you mean 'a100'"),
+        (["devices=[a100,t5]"], "and t5 is none of a10, a100, b200"),
+        (["devices=[a100,{flops:1e12}]"], "devices[1]: a device of your own needs memory"),
+        (["device=t4", "devices=2", "precision=bf16"], "t4 has no bf16"),
+        (
+            ["device=t4", "devices=2", "precision=int8"],
+            "precision=int8: choose one of: bf16, fp16, fp32, tf32",
+        ),
         (["devices=[cpu,cpu]", "precision=tf32"], "precision=tf32: needs device="),
         (["devices=[cpu,cpu]", "data_parallel=2"], "data_parallel=2: needs device="),
         (["device=a100", "devices=3", "data_parallel=2"], "cannot be divided equally among the replicas"),
@@ -127,6 +134,9 @@ def test_different_devices_get_layers_that_suit_their_speed_and_memory(gpipe: Gp
     assert sum(mixed["balance"]) == sum(equal["balance"])
     assert mixed["balance"][2] < equal["balance"][2]
     assert mixed["predicted_ms"] > equal["predicted_ms"]
+    slow = "{flops:8.1e12,memory:16GiB,bandwidth:320e9,link:12e9,tensor:65e12,tf32:null}"
+    own = gpipe("plan", *words, f"devices=[a100,a100,{slow}]", "--json").json["best"]
+    assert own["balance"] == mixed["balance"]
 
 
 def test_precision_and_replicas_are_part_of_an_estimate(gpipe: Gpipe) -> None:

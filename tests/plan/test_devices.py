@@ -39,6 +39,8 @@ def test_a_device_of_your_own_has_one_figure_for_every_precision() -> None:
     for precision, half in (("fp32", False), ("tf32", False), ("bf16", True), ("fp16", True)):
         assert device.matrix_flops(precision, half=half, tensor_cores=True)[0] == 50e12
     assert own_device({**FIGURES, "tensor": 400e12}).tensor == 400e12
+    without = own_device({**FIGURES, "tensor": None, "half": 1e12})
+    assert without.matrix_flops("fp16", half=True, tensor_cores=True) == (1e12, False)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,11 @@ def test_a_device_of_your_own_has_one_figure_for_every_precision() -> None:
         ({"flops": 1e12}, "a device of your own needs memory"),
         ({**FIGURES, "link": "fast"}, r"device\.link=fast: must be a positive number"),
         ({**FIGURES, "link": 0}, r"device\.link=0: must be a positive number"),
+        ({**FIGURES, "flops": True}, r"device\.flops=True: must be a positive number"),
+        ({**FIGURES, "link": None}, r"device\.link=None: must be a positive number"),
+        ({**FIGURES, "per_machine": 0.5}, r"device\.per_machine=0\.5: must be a positive whole number"),
+        ({**FIGURES, "bf16": "maybe"}, r"device\.bf16=maybe: must be true or false"),
+        ({**FIGURES, "memory": 0}, r"device\.memory=0: expected a number of bytes"),
         ({**FIGURES, "memory": "much"}, r"device\.memory=much: expected a number of bytes"),
     ],
 )
