@@ -79,11 +79,11 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             settings, job = with_best_plan(settings, job)
         settings = settings_for_rank(settings, job)
         world = cleanup.enter_context(connect(settings, job))
-        resumed, settings = verified_in_ranks(resumed, settings, world)
-        parts = build_parts_in_ranks(settings, job, world)
+        resumed = verified_in_ranks(resumed, world)
+        record = None if resumed is None else resumed.record
+        parts = build_parts_in_ranks(settings, job, world, initial_weights=record is None)
         spec = _train_spec(settings, parts.loader)
-        if resumed is not None and resumed.snapshot is not None:
-            check_resumable(spec, resumed.snapshot.record)
+        check_resumable(spec, record)
         if job.dry_run:
             return _dry_run(settings, job, parts, spec.steps)
         summary = None if resumed is None else summary_if_finished(resumed, spec, parts.loader, job)

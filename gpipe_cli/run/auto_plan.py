@@ -46,7 +46,8 @@ def with_best_plan(settings: TrainConfig, job: Job) -> tuple[TrainConfig, Job]:
     add_current_folder(settings.allow)
     check_components(settings, job.overrides)
     loader = make_loader(settings)
-    planner = Planner(settings, job.overrides, loader, make_model(settings, loader).sequence)
+    model = make_model(settings, loader, initial_weights=settings.resume is None).sequence
+    planner = Planner(settings, job.overrides, loader, model)
     planned = planner.plan(keep=PLANS)
     best = planned.plans[0]
     print_status(

@@ -107,12 +107,14 @@ def build_parts(
     overrides: Sequence[str],
     *,
     storage: bool = True,
+    initial_weights: bool = True,
     deferred: bool = False,
     print_notes: bool = True,
     data: Data | None = None,
 ) -> RunParts:
     """Check every component, then build data, model and partitions; without `storage` the model has no values.
 
+    initial_weights: as for `make_model`.
     deferred: the large tensors of the model get memory and values later.
     print_notes: print what the user should know about the data.
     data: used instead of the configured one.
@@ -126,7 +128,7 @@ def build_parts(
     made: list[ConfiguredModel] = []
 
     def make(values: DeferredValues | None = None) -> nn.Sequential:
-        made.append(make_model(settings, loader, load=load, values=values))
+        made.append(make_model(settings, loader, load=load, initial_weights=initial_weights, values=values))
         if isinstance(settings, CostConfig):
             # Refuses patterns that match nothing, before anything runs.
             parameter_groups(settings.optimizer, made[-1].sequence)

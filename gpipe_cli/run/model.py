@@ -20,7 +20,7 @@ from torch import nn
 
 from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate
-from gpipe_cli.config.schema import CostConfig, ModelConfig, TrainConfig, TrainedConfig
+from gpipe_cli.config.schema import CostConfig, ModelConfig, TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.models.weights import LoadedWeights
@@ -86,11 +86,17 @@ class ConfiguredModel:
 
 @report_out_of_memory("building the model", FEWER_PARAMETERS)
 def make_model(
-    settings: ModelConfig, loader: BatchLoader, *, load: bool = True, values: DeferredValues | None = None
+    settings: ModelConfig,
+    loader: BatchLoader,
+    *,
+    load: bool = True,
+    initial_weights: bool = True,
+    values: DeferredValues | None = None,
 ) -> ConfiguredModel:
     """Build the model and initialize it from the seed; `num_classes` defaults to the classes of the data.
 
     load: also read parameters that a model leaves in its files until a device needs them.
+    initial_weights: load the file in `model.weights`. If a snapshot has all weights, the file may be gone.
     values: records how to compute the large tensors, which then have no memory.
     """
     recording = nullcontext if values is None else values.recording
@@ -118,7 +124,7 @@ def make_model(
     base = base_weights(settings, sequence)
     takes_classes = "num_classes" in {*node, *accepted_arguments(node, "model", settings.allow)}
     loaded = None
-    if not starts_from_snapshot(settings):
+    if initial_weights:
         with recording():
             loaded = load_initial_weights(sequence, keys, build if takes_classes else None, classes)
     frozen = freeze(sequence, patterns)
@@ -182,13 +188,6 @@ def own_keys(settings: ModelConfig) -> dict[str, Any]:
     if str(node["_target_"]).startswith("torchvision."):
         taken -= {FILE}  # there it names weights to download
     return {key: node[key] for key in OWN_KEYS if key in node and key not in taken}
-
-
-def starts_from_snapshot(settings: ModelConfig) -> bool:
-    """Whether a snapshot has all weights, so that the file in `model.weights` is not read and may be gone."""
-    return isinstance(settings, TrainedConfig) or (
-        isinstance(settings, TrainConfig) and settings.resume is not None
-    )
 
 
 def check_own_keys(keys: Mapping[str, Any]) -> None:

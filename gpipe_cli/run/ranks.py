@@ -152,9 +152,12 @@ def connect(settings: RunConfig, job: Job) -> AbstractContextManager[World]:
     )
 
 
-def build_parts_in_ranks(settings: RunConfig, job: Job, world: World, data: Data | None = None) -> RunParts:
+def build_parts_in_ranks(
+    settings: RunConfig, job: Job, world: World, *, initial_weights: bool, data: Data | None = None
+) -> RunParts:
     """Build data, model and partitions in every rank; only rank 0 measures a balance, and shares it.
 
+    initial_weights: as for `make_model`.
     data: used instead of the configured one.
     """
     if not world.is_rank_zero and measures_layers(settings):
@@ -167,6 +170,7 @@ def build_parts_in_ranks(settings: RunConfig, job: Job, world: World, data: Data
         settings,
         job.overrides,
         storage=needs_storage or not without_running,
+        initial_weights=initial_weights,
         deferred=is_rank() and not needs_values(settings),
         print_notes=world.is_rank_zero and job.rank is None,  # a launcher has printed them for its ranks
         data=data,

@@ -69,6 +69,10 @@ class ResumedRun:
     saved: DictConfig
     """The configuration of the run before this launch."""
 
+    @property
+    def record(self) -> TrainingRecord | None:
+        return None if self.snapshot is None else self.snapshot.record
+
     def state_for(self, model: nn.Module) -> EngineState:
         """The saved state; where `freeze` has changed, newly trained parameters start without optimizer state."""
         assert self.snapshot is not None, "there is nothing to resume from"
@@ -101,8 +105,6 @@ def load_resumed_run(
     changes = _changes(saved, tree, LOADING_KEYS if base is None else (*LOADING_KEYS, BASE_KEY))
     if snapshot is not None:
         check_base(base, new_settings.model, snapshot.path, contents=is_main_process())
-    if snapshot is None:
-        new_settings = replace(new_settings, resume=None)  # a new run in the same directory
     return ResumedRun(directory, snapshot, new_settings, tree, changes, saved)
 
 
@@ -125,18 +127,16 @@ def _check_restarts(settings: TrainConfig, job: Job) -> None:
         raise PeerError(f"{key}: torchrun has restarted the ranks {done} times")
 
 
-def verified_in_ranks(
-    resumed: ResumedRun | None, settings: TrainConfig, world: World
-) -> tuple[ResumedRun | None, TrainConfig]:
+def verified_in_ranks(resumed: ResumedRun | None, world: World) -> ResumedRun | None:
     """The run with a snapshot that the ranks have verified together; a process that is no rank did so alone.
 
-    The settings say whether anything is resumed: resume=auto starts again if all snapshots are damaged.
+    With resume=auto it has none if all snapshots are damaged.
     """
     if not is_rank():
-        return resumed, settings
+        return resumed
     _check_same_snapshot(resumed, world)
     if resumed is None or resumed.snapshot is None:
-        return resumed, settings
+        return resumed
     value, given = resumed.settings.resume, resumed.snapshot
     named = value not in (None, "auto") and is_snapshot(Path(str(value)))
     ignored = (OPTIMIZER,) if given.state.resets_optimizer else ()
@@ -146,10 +146,10 @@ def verified_in_ranks(
     if world.is_rank_zero:
         warn_of_damaged(search.damaged)
     if search.newest is None:
-        return replace(resumed, snapshot=None), replace(settings, resume=None)
+        return replace(resumed, snapshot=None)
     snapshot = open_large_snapshot(search.newest)
     state = replace(snapshot.state, resets_optimizer=given.state.resets_optimizer)
-    return replace(resumed, snapshot=replace(snapshot, state=state)), settings
+    return replace(resumed, snapshot=replace(snapshot, state=state))
 
 
 def _check_same_snapshot(resumed: ResumedRun | None, world: World) -> None:
@@ -165,8 +165,10 @@ def _check_same_snapshot(resumed: ResumedRun | None, world: World) -> None:
         )
 
 
-def check_resumable(spec: TrainSpec, record: TrainingRecord) -> None:
+def check_resumable(spec: TrainSpec, record: TrainingRecord | None) -> None:
     """Refuse to end a run before the step it has reached, or to give its steps other samples."""
+    if record is None:
+        return  # it starts at step 0
     if (spec.seed, spec.steps_per_epoch) != (record.seed, record.steps_per_epoch):
         raise DataError(
             f"the run was trained with seed={record.seed} on {record.steps_per_epoch} mini-batches per epoch; "

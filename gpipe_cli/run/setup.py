@@ -92,7 +92,7 @@ def set_up_run(
 
     launch: the facts of this launch, to be compared with those of the last one.
     """
-    record = None if resumed is None or resumed.snapshot is None else resumed.snapshot.record
+    record = None if resumed is None else resumed.record
     setup = None
     if world.is_rank_zero and resumed is not None:
         setup = _rewind(resumed, record)

@@ -106,7 +106,7 @@ def build_trained(
 
     data: used instead of the configured one.
     """
-    parts = build_parts_in_ranks(settings, job, world, data)
+    parts = build_parts_in_ranks(settings, job, world, initial_weights=False, data=data)
     if not reads_on_demand(settings):
         snapshot = None if chosen is None else chosen.verified
         load_into_model(parts.model, settings.weights, snapshot, parts.referenced)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -221,6 +222,19 @@ def test_a_run_without_a_snapshot_starts_again_in_the_same_directory(
     answer = tiny(*words, "optimizer=sgd", "optimizer.lr=0.1", "steps=2")
     assert answer.code == 0 and "starting again at step 0" in answer.err
     assert [row["step"] for row in facts(tmp_path / "run")["rows"]] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("has_snapshot", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_another_engine_resumes_a_run_whose_keys_it_does_not_use(
+    tiny: Gpipe, gpipe: Gpipe, tmp_path: Path, has_snapshot: bool
+) -> None:
+    """engine=single refused the saved step_timeout, but only of a run that had ended before its first snapshot."""
+    assert tiny("train", "run_dir=run", "steps=1", "step_timeout=60").code == 0
+    if not has_snapshot:
+        shutil.rmtree(tmp_path / "run" / "snapshots")
+    answer = gpipe("train", "run_dir=run", "resume=auto", ALLOW, "engine=single", "steps=2")
+    assert answer.code == 0, answer.err
+    assert ("starting again at step 0" in answer.err) == (not has_snapshot)
 
 
 def test_only_one_process_at_a_time_writes_to_a_run(tiny: Gpipe, gpipe: Gpipe, tmp_path: Path) -> None:
