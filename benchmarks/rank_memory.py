@@ -87,25 +87,32 @@ def _look(launcher: int, run_dir: Path, observation: Observation, now: float) ->
 
 
 def _ranks(launcher: int) -> Iterator[tuple[int, str]]:
-    """The processes below the launcher that say which rank they are."""
-    pending = [launcher]
-    while pending:
-        parent = pending.pop()
-        try:
-            children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-        except OSError:  # it has ended
-            continue
-        for child in map(int, children):
-            pending.append(child)
-            try:
-                environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            ranks = [
-                entry.removeprefix(b"RANK=").decode() for entry in environment if entry.startswith(b"RANK=")
-            ]
-            if ranks:
-                yield child, f"rank {ranks[0]}"
+    """The ranks below the launcher, which a server forks in their order, or which an older checkout starts itself."""
+    for child in _children(launcher):
+        environment = _environment(child)
+        if b"RANK" in environment:
+            yield child, f"rank {environment[b'RANK'].decode()}"
+        elif b"WORLD_SIZE" in environment:
+            forked = sorted(_children(child))[: int(environment[b"WORLD_SIZE"])]
+            yield from ((process, f"rank {rank}") for rank, process in enumerate(forked))
+        else:
+            yield from _ranks(child)
+
+
+def _children(process: int) -> list[int]:
+    try:
+        return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
+    except OSError:  # it has ended
+        return []
+
+
+def _environment(process: int) -> dict[bytes, bytes]:
+    """The variables that the process was started with; a fork has those of its parent."""
+    try:
+        entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    return {name: value for name, _, value in (entry.partition(b"=") for entry in entries)}
 
 
 def _peak(process: int) -> int:
@@ -150,7 +157,7 @@ def main() -> None:
 
 
 def _peaks_table(title: str, observed: Sequence[Observation]) -> Table:
-    table = Table("process", "GB until the first step", "GB at most", title=title)
+    table = Table("process", "GB until the first step", "GB at most", "GiB", title=title)
     for name in sorted({name for observation in observed for name in observation.peaks}):
         early, late = (
             max(peaks.get(name, 0) for peaks in columns) / GB
@@ -159,7 +166,7 @@ def _peaks_table(title: str, observed: Sequence[Observation]) -> Table:
                 [observation.peaks for observation in observed],
             )
         )
-        table.add_row(name, f"{early:.2f}", f"{late:.2f}")
+        table.add_row(name, f"{early:.2f}", f"{late:.2f}", f"{late * GB / 2**30:.2f}")
     return table
 
 

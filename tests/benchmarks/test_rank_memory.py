@@ -5,19 +5,31 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.rank_memory import Observation, _look, _ranks
 
 
-def test_a_rank_is_found_below_the_launcher_and_its_peak_read() -> None:
+@pytest.mark.parametrize(
+    ("program", "environment"),
+    [
+        ("import sys; sys.stdin.read()", {"RANK": "1"}),
+        ("import os, sys; os.fork() and os.fork(); sys.stdin.read()", {"WORLD_SIZE": "2"}),
+    ],
+    ids=["started", "forked by a server"],
+)
+def test_a_rank_is_found_below_the_launcher_and_its_peak_read(
+    program: str, environment: dict[str, str]
+) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-c", "input()"], env={**os.environ, "RANK": "3"}, stdin=subprocess.PIPE
+        [sys.executable, "-c", program], env={**os.environ, **environment}, stdin=subprocess.PIPE
     )
     try:
-        while "rank 3" not in [name for _, name in _ranks(os.getpid())]:
+        while "rank 1" not in [name for _, name in _ranks(os.getpid())]:
             assert child.poll() is None  # it has another environment until it has started
         observation = Observation()
         _look(os.getpid(), Path("no run yet"), observation, 1.0)
-        assert observation.peaks["rank 3"] > 0 and not observation.first_step
+        assert observation.peaks["rank 1"] > 0 and not observation.first_step
     finally:
         child.communicate(b"\n")
 
