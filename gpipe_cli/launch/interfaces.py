@@ -71,11 +71,23 @@ def resolve(
 
 
 def address_for_others(host: str) -> str:
-    """The address of a host; ConfigError for a name that /etc/hosts gives a loopback address, as it often does."""
+    """The address of a host. /etc/hosts often gives a machine's own name a loopback address: not that one.
+
+    Raises ConfigError if it is not clear which address the other hosts reach.
+    """
     address = str(resolve(host, 0, socket.SOCK_STREAM)[4][0])
-    if address != host and ipaddress.ip_address(address).is_loopback:
-        raise ConfigError(
-            f"{host}: is {address} here, which no other host reaches; give torchrun an address, not a name "
-            "(--rdzv-endpoint, --local-addr)"
-        )
-    return address
+    if address == host or not ipaddress.ip_address(address).is_loopback:
+        return address
+    own = _addresses_for_others() if host in (socket.gethostname(), socket.getfqdn()) else []
+    if len(own) == 1:
+        return own[0]
+    several = f" (this one has {', '.join(own)})" if own else ""
+    raise ConfigError(
+        f"{host}: is {address} here, which no other host reaches{several}; give torchrun an address, not a name "
+        "(--rdzv-endpoint, --local-addr)"
+    )
+
+
+def _addresses_for_others() -> list[str]:
+    addresses = {address_of_interface(name) for _, name in socket.if_nameindex()} - {None}
+    return sorted(str(address) for address in addresses if not ipaddress.ip_address(str(address)).is_loopback)

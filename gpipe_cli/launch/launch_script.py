@@ -18,8 +18,8 @@ from gpipe_cli.run_state import OUTCOME
 
 LARGEST_MARGIN, SMALLEST_MARGIN = 600, 60
 TORCHRUN = "-m torch.distributed.run"
-RENDEZVOUS = '--rdzv-conf "is_host=$is_host" --local-addr'
-"""Without these, torch guesses from host names which machine holds the rendezvous, and often none of them does."""
+RENDEZVOUS = "--rdzv-backend gpipe --rdzv-endpoint"
+"""The host of the endpoint holds the rendezvous. Nothing listens on its other network interfaces."""
 
 
 @final
@@ -94,15 +94,10 @@ class SlurmScript:
             'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             f"port={port}",
             "",
-            "# Runs once on each node, which expands the variables; the first node holds the rendezvous.",
-            "on_each_node='is_host=false",
-            '[ "$SLURMD_NODENAME" = "$1" ] && is_host=true',
-            f'exec "$3" {TORCHRUN} --nnodes {self.nodes} --nproc-per-node {self.ranks_per_node} \\',
-            '    --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$1:$2" \\',
-            f'    {RENDEZVOUS} "$SLURMD_NODENAME" \\',
-            '    -m gpipe_cli "${@:4}"\'',
+            "# Runs torchrun once on each node; the first node holds the rendezvous.",
             f"srun --kill-on-bad-exit=0 --cpus-per-task={cpus} \\",
-            '    bash -c "$on_each_node" bash "$first" "$port" "$python" "${command[@]}"',
+            f'    "$python" {TORCHRUN} --nnodes {self.nodes} --nproc-per-node {self.ranks_per_node} \\',
+            f'    --rdzv-id "$SLURM_JOB_ID" {RENDEZVOUS} "$first:$port" -m gpipe_cli "${{command[@]}}"',
             "status=$?",
             "",
             *self._end(),
@@ -164,7 +159,7 @@ class SlurmScript:
 @final
 @dataclass(frozen=True)
 class TorchrunScript:
-    """A script for every host of a list: it finds the host's own entry and runs torchrun."""
+    """A script that is the same on every host of a list."""
 
     command: TrainingCommand
     hosts: Sequence[str]
@@ -175,28 +170,11 @@ class TorchrunScript:
     def text(self) -> str:
         lines = [
             *self.command.heading(),
-            "# Run it on every host. A host that the list has under another name gets that name as an argument.",
-            f"hosts=({' '.join(map(shlex.quote, self.hosts))})",
-            "",
+            f"# Run it on {', '.join(self.hosts)}; the first host holds the rendezvous.",
             *self.command.lines(),
             "",
-            "own=${1:-}",
-            'names=" ${own:-$(hostname) $(hostname -f 2>/dev/null) $(hostname -I 2>/dev/null)} "',
-            "own=",
-            'for host in "${hosts[@]}"; do',
-            '    [[ -z $own && $names == *" $host "* ]] && own=$host',
-            "done",
-            'if [ -z "$own" ]; then',
-            '    echo "$0: this host is none of: ${hosts[*]}; give the one that it is: bash $0 ${hosts[0]}" >&2',
-            "    exit 2",
-            "fi",
-            "",
-            "# The first host holds the rendezvous.",
-            "is_host=false",
-            '[ "$own" = "${hosts[0]}" ] && is_host=true',
             f'exec "$python" {TORCHRUN} --nnodes {len(self.hosts)} --nproc-per-node {self.ranks_per_node} \\',
-            f'    --rdzv-id {self.command.name} --rdzv-backend c10d --rdzv-endpoint "${{hosts[0]}}:{self.port}" \\',
-            f'    {RENDEZVOUS} "$own" \\',
+            f"    --rdzv-id {self.command.name} {RENDEZVOUS} {self.hosts[0]}:{self.port} \\",
             '    -m gpipe_cli "${command[@]}"',
         ]
         return "\n".join(lines) + "\n"

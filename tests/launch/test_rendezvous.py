@@ -11,6 +11,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 import gpipe_cli
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.launch import interfaces
 from gpipe_cli.launch.interfaces import (
     address_for_others,
     address_of_interface,
@@ -103,6 +104,35 @@ def test_a_name_that_means_loopback_here_is_refused_for_several_hosts(
         create_handler(parameters("node0:29500", nodes=2))
     with pytest.raises(ConfigError, match="which no other host reaches"):
         address_for_others("node0")
+
+
+@pytest.mark.parametrize(
+    ("name", "addresses", "chosen"),
+    [
+        ("node0", ["10.0.0.1"], "10.0.0.1"),
+        (
+            "node0",
+            ["10.0.0.1", "192.0.2.1"],
+            r"no other host reaches \(this one has 10\.0\.0\.1, 192\.0\.2\.1\)",
+        ),
+        ("localhost", ["10.0.0.1"], "which no other host reaches; give torchrun an address"),
+    ],
+)
+def test_the_own_name_means_the_only_address_that_others_reach(
+    monkeypatch: pytest.MonkeyPatch, name: str, addresses: list[str], chosen: str
+) -> None:
+    loopback = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [loopback])
+    monkeypatch.setattr(socket, "gethostname", lambda: "node0")
+    monkeypatch.setattr(
+        interfaces, "address_of_interface", dict(enumerate(["127.0.0.1", None, *addresses])).get
+    )
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(0, index) for index in range(len(addresses) + 2)])
+    if chosen in addresses:
+        assert address_for_others(name) == chosen
+    else:
+        with pytest.raises(ConfigError, match=chosen):
+            address_for_others(name)
 
 
 def test_interfaces_and_addresses_of_this_machine() -> None:
