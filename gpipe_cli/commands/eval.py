@@ -8,8 +8,9 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.launch.rank_setup import is_main_process
 from gpipe_cli.report.model_tables import print_partitions
 from gpipe_cli.report.tables import print_facts
+from gpipe_cli.run.components import starts_ranks
 from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.ranks import connect, run_in_ranks, settings_for_rank, starts_ranks
+from gpipe_cli.run.ranks import connect, run_in_ranks, settings_for_rank
 from gpipe_cli.run.snapshot_choice import ChosenSnapshot
 from gpipe_cli.run.trained import (
     build_trained,
@@ -24,10 +25,9 @@ from gpipe_cli.training.signals import StopRequested, stop_requests
 
 def run(settings: EvalConfig, job: Job) -> Summary:
     settings = with_saved_settings(settings, job)
-    snapshot = snapshot_of(settings)
     settings = settings_for_rank(settings, job)
     with deterministic_algorithms(enabled=settings.deterministic), connect(settings, job) as world:
-        summary = _evaluate(settings, job, snapshot, world)
+        summary = _evaluate(settings, job, snapshot_of(settings, job, world), world)
     if job.shows_result and is_main_process() and not job.dry_run:
         print_facts("", summary)
     return summary

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from gpipe_cli.arguments import Invocation, parse_keys
@@ -14,6 +15,7 @@ from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.export import hf_directory, peft_directory, safetensors_file
 from gpipe_cli.run.snapshot_choice import AT, choose_snapshot
 from gpipe_cli.training.snapshot.file_names import MODEL
+from gpipe_cli.training.snapshot.manifest import first_valid_snapshot
 
 KEYS = {"run": "directory", "at": "best|last", "snapshot": "directory", "out": "file", "format": "format"}
 FORMATS = {
@@ -34,7 +36,8 @@ def run(invocation: Invocation) -> None:
     if os.path.lexists(out):
         raise ConfigError(f"out={out}: exists; give another name, or remove it")
     key = "snapshot" if "snapshot" in keys else "run"
-    chosen = choose_snapshot(key, keys[key], keys.get("at"), (MODEL,) if name == "safetensors" else ())
+    search = partial(first_valid_snapshot, wanted=(MODEL,) if name == "safetensors" else ())
+    chosen = choose_snapshot(key, keys[key], keys.get("at"), search)
     snapshot = chosen.verified
     facts = {"out": str(out), **FORMATS[name](snapshot, out), "snapshot": str(snapshot.path)}
     print_status(chosen.reason)

@@ -13,9 +13,10 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.report.model_tables import print_partitions
 from gpipe_cli.report.output import print_status, print_text
+from gpipe_cli.run.components import starts_ranks
 from gpipe_cli.run.generation import Sampling, TextFormat, TextStream, generate
 from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.ranks import connect, run_in_ranks, settings_for_rank, starts_ranks
+from gpipe_cli.run.ranks import connect, run_in_ranks, settings_for_rank
 from gpipe_cli.run.snapshot_choice import ChosenSnapshot
 from gpipe_cli.run.trained import (
     build_trained,
@@ -32,10 +33,9 @@ MAX_PROMPT_BYTES = 2**24
 
 def run(settings: GenerateConfig, job: Job) -> Summary:
     settings = with_saved_settings(settings, job)
-    snapshot = snapshot_of(settings)
     settings = settings_for_rank(settings, job)
     with deterministic_algorithms(enabled=settings.deterministic), connect(settings, job) as world:
-        return _generate(settings, job, snapshot, world)
+        return _generate(settings, job, snapshot_of(settings, job, world), world)
 
 
 def _generate(settings: GenerateConfig, job: Job, snapshot: ChosenSnapshot | None, world: World) -> Summary:

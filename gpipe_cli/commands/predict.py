@@ -18,13 +18,14 @@ from gpipe_cli.launch.rank_setup import is_main_process, is_rank
 from gpipe_cli.report.model_tables import print_partitions
 from gpipe_cli.report.output import print_status, print_text
 from gpipe_cli.report.predictions import csv_text, print_predictions
+from gpipe_cli.run.components import starts_ranks
 from gpipe_cli.run.data import make_loader
 from gpipe_cli.run.inference_spec import SEGMENTATION, InferenceSpec
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.masks import MaskFolder
 from gpipe_cli.run.prediction import Predictor, Row, check_out, open_inputs
 from gpipe_cli.run.prediction_input import find_files
-from gpipe_cli.run.ranks import connect, run_in_ranks, settings_for_rank, starts_ranks
+from gpipe_cli.run.ranks import connect, run_in_ranks, settings_for_rank
 from gpipe_cli.run.snapshot_choice import ChosenSnapshot
 from gpipe_cli.run.trained import (
     build_trained,
@@ -47,10 +48,9 @@ def run(settings: PredictConfig, job: Job) -> Summary:
     # With a spec the data is not built, so nothing of it has to be allowed.
     settings = with_saved_settings(settings, job, ignored=() if spec is None else ("data", "allow"))
     settings = replace(settings, data_parallel=1)
-    snapshot = snapshot_of(settings)
     settings = settings_for_rank(settings, job)
     with deterministic_algorithms(enabled=settings.deterministic), connect(settings, job) as world:
-        summary = _predict(settings, job, snapshot, spec, world)
+        summary = _predict(settings, job, snapshot_of(settings, job, world), spec, world)
     if job.rank is None and is_main_process() and not job.dry_run:
         _show(summary, settings, job)
     return summary

@@ -31,7 +31,7 @@ from gpipe_cli.report.progress import on_terminal
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.auto_plan import with_best_plan
 from gpipe_cli.run.build import RunParts, make_engine, train_steps
-from gpipe_cli.run.components import traits_of_engine
+from gpipe_cli.run.components import starts_ranks, traits_of_engine
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.inference_spec import write_spec
 from gpipe_cli.run.job import Job, Summary
@@ -41,7 +41,6 @@ from gpipe_cli.run.ranks import (
     connect,
     run_in_ranks,
     settings_for_rank,
-    starts_ranks,
     with_heartbeat,
 )
 from gpipe_cli.run.recorder import GuardedLogger, RankRecorder, Recorder, RunRecorder

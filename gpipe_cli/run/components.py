@@ -26,6 +26,7 @@ from gpipe_cli.config.schema import (
 )
 from gpipe_cli.engines.protocol import EngineTraits, engine_traits
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.launch.rank_setup import is_rank
 from gpipe_cli.run.data import data_arguments
 from gpipe_cli.run.model import check_own_keys, model_arguments, own_keys
 
@@ -136,6 +137,11 @@ def traits_of_engine(settings: EngineConfig) -> EngineTraits:
     # Raises if the configuration may not name this target, before anything of it is imported.
     accepted_arguments(settings.engine, "engine", settings.allow)
     return engine_traits(settings.engine["_target_"])
+
+
+def starts_ranks(settings: RunConfig) -> bool:
+    """Whether this process has to start the ranks that run the job."""
+    return traits_of_engine(settings).needs_processes and not is_rank()
 
 
 def keeps_on_disk(settings: RunConfig) -> bool:

@@ -36,6 +36,7 @@ from gpipe_cli.run.components import (
     manual_balance,
     measures_layers,
     needs_values,
+    starts_ranks,
     traits_of_engine,
 )
 from gpipe_cli.run.job import Job, Summary
@@ -45,11 +46,6 @@ from gpipe_cli.schedule import traits
 from gpipe_cli.torch_internals.deferred_values import DeferredValues, tensors_in_attributes
 
 Settings = TypeVar("Settings", bound=RunConfig)
-
-
-def starts_ranks(settings: RunConfig) -> bool:
-    """Whether this process has to start the ranks that run the job."""
-    return traits_of_engine(settings).needs_processes and not is_rank()
 
 
 def run_in_ranks(settings: RunConfig, job: Job, parts: RunParts) -> Summary:

@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -29,7 +30,7 @@ from gpipe_cli.engines.state import EngineState, with_trained
 from gpipe_cli.errors import ConfigError, DataError, PeerError, RunError
 from gpipe_cli.launch.rank_setup import is_main_process, is_rank
 from gpipe_cli.run.base_weights import check_base
-from gpipe_cli.run.components import reads_on_demand
+from gpipe_cli.run.components import reads_on_demand, starts_ranks
 from gpipe_cli.run.job import Job
 from gpipe_cli.run.saved_run import saved_config, select_snapshot, warn_of_damaged, with_overrides
 from gpipe_cli.training.loop import TrainSpec
@@ -37,6 +38,7 @@ from gpipe_cli.training.run_directory import explicit_run_directory, lock_run_di
 from gpipe_cli.training.snapshot.contents import Snapshot, open_large_snapshot, open_snapshot
 from gpipe_cli.training.snapshot.file_names import FILES, OPTIMIZER
 from gpipe_cli.training.snapshot.manifest import (
+    first_valid_snapshot,
     is_snapshot,
     newest_valid_snapshot,
     run_directory_of,
@@ -100,7 +102,9 @@ def load_resumed_run(
     tree = with_overrides(saved, job.tree, job.overrides, LAUNCH_KEYS)
     new_settings = settings_of(tree, job.command, job.overrides)
     assert isinstance(new_settings, TrainConfig)
-    snapshot = _load_snapshot(settings, directory, on_demand=reads_on_demand(new_settings))
+    # Of the processes of a job, rank 0 warns, once all ranks have looked.
+    warn = not is_rank() and (job.dry_run or not starts_ranks(new_settings))
+    snapshot = _load_snapshot(settings, directory, on_demand=reads_on_demand(new_settings), warn=warn)
     base = None if snapshot is None else snapshot.record.base
     changes = _changes(saved, tree, LOADING_KEYS if base is None else (*LOADING_KEYS, BASE_KEY))
     if snapshot is not None:
@@ -214,10 +218,11 @@ def _run_directory(settings: TrainConfig, job: Job) -> Path | None:
     return path if (path / "config.yaml").exists() else None
 
 
-def _load_snapshot(settings: TrainConfig, run: Path, *, on_demand: bool) -> Snapshot | None:
+def _load_snapshot(settings: TrainConfig, run: Path, *, on_demand: bool, warn: bool) -> Snapshot | None:
     """Open the snapshot to resume from; a rank opens only its record, until all ranks have verified it together.
 
     on_demand: leave the tensors on disk, where the engine reads those that it needs.
+    warn: of damaged snapshots that are newer.
     """
     verify, wanted = not is_rank(), () if on_demand else FILES
     open_verified = open_large_snapshot if on_demand and verify else open_snapshot
@@ -225,11 +230,12 @@ def _load_snapshot(settings: TrainConfig, run: Path, *, on_demand: bool) -> Snap
     # not.
     if settings.resume != "auto":
         ignored = (OPTIMIZER,) if settings.reset_optimizer else ()
-        named = select_snapshot("resume", str(settings.resume), wanted, ignored, verify=verify)
+        search = partial(first_valid_snapshot, wanted=wanted, ignored=ignored, verify=verify)
+        named = select_snapshot("resume", str(settings.resume), search, warn=warn)
         snapshot = open_verified(named)
         return replace(snapshot, state=replace(snapshot.state, resets_optimizer=settings.reset_optimizer))
     snapshots = newest_valid_snapshot(run, wanted, verify=verify)
-    if verify:  # otherwise rank 0 does so once all ranks have looked
+    if warn:
         warn_of_damaged(snapshots.damaged)
     return None if snapshots.newest is None else open_verified(snapshots.newest)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,10 @@ from gpipe_cli.tensor_files.weights_file import read_weights
 from gpipe_cli.training.snapshot.contents import decode_tensors, open_large_snapshot
 from gpipe_cli.training.snapshot.file_names import BUFFERS, INDEX, MODEL, is_sharded
 from gpipe_cli.training.snapshot.manifest import (
+    SnapshotSearch,
     VerifiedSnapshot,
     is_snapshot,
-    newest_valid_snapshot,
-    read_snapshot,
+    snapshot_paths,
 )
 
 
@@ -73,31 +73,41 @@ def with_overrides(
     return result
 
 
-def select_snapshot(
-    key: str, value: str, wanted: Collection[str], ignored: Collection[str] = (), *, verify: bool = True
-) -> VerifiedSnapshot:
+Search = Callable[[Sequence[Path]], SnapshotSearch]
+"""Verifies snapshots until one is valid: `first_valid_snapshot`, or `search_together` in ranks."""
+
+
+def select_snapshot(key: str, value: str, search: Search, *, warn: bool) -> VerifiedSnapshot:
     """Read the snapshot that `key=value` names, or the newest valid snapshot of the run that it names.
 
-    `wanted`, `ignored` and `verify` are as for `read_snapshot`.
+    warn: of damaged snapshots that are newer; one process of a job does so.
     """
     path = Path(value)
     if not path.is_dir():
         raise RunError(f"{key}={value}: no such directory")
     if key != "run" and is_snapshot(path):
-        return read_snapshot(path, wanted, ignored, verify=verify)
+        return named_snapshot(path, search)
     if key == "snapshot":
         raise RunError(
             f"snapshot={value}: not a snapshot; give a directory such as runs/.../snapshots/step-00000100"
         )
-    snapshots = newest_valid_snapshot(path, wanted, ignored, verify=verify)
+    snapshots = search(snapshot_paths(path))
     if snapshots.newest is not None:
-        if verify:
+        if warn:
             warn_of_damaged(snapshots.damaged)
         return snapshots.newest
     if snapshots.damaged:
         reasons = "; ".join(map(str, snapshots.damaged.values()))
         raise RunError(f"{key}={value}: every snapshot in it is damaged: {reasons}")
     raise RunError(f"{key}={value}: contains no snapshot; give the directory of a run that has saved one")
+
+
+def named_snapshot(path: Path, search: Search) -> VerifiedSnapshot:
+    """The snapshot in this directory; RunError if it is damaged."""
+    snapshots = search([path])
+    if snapshots.newest is None:
+        raise snapshots.damaged[path]
+    return snapshots.newest
 
 
 def warn_of_damaged(damaged: Mapping[Path, RunError]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,11 +18,11 @@ from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import RunError
-from gpipe_cli.launch.rank_setup import is_main_process
+from gpipe_cli.launch.rank_setup import is_main_process, is_rank
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.base_weights import base_of_snapshot, check_base
 from gpipe_cli.run.build import RunParts, make_engine
-from gpipe_cli.run.components import reads_on_demand
+from gpipe_cli.run.components import reads_on_demand, starts_ranks
 from gpipe_cli.run.inference_spec import COMPONENTS, InferenceSpec, spec_of_run, spec_of_weights
 from gpipe_cli.run.job import Job
 from gpipe_cli.run.ranks import build_parts_in_ranks, with_heartbeat
@@ -34,7 +35,13 @@ from gpipe_cli.run.saved_run import (
 )
 from gpipe_cli.run.snapshot_choice import ChosenSnapshot, choose_snapshot
 from gpipe_cli.training.snapshot.file_names import BUFFERS, MODEL
-from gpipe_cli.training.snapshot.manifest import is_snapshot, run_directory_of, snapshot_paths
+from gpipe_cli.training.snapshot.manifest import (
+    first_valid_snapshot,
+    is_snapshot,
+    run_directory_of,
+    snapshot_paths,
+)
+from gpipe_cli.training.snapshot.shared_verification import search_together
 
 Settings = TypeVar("Settings", bound=TrainedConfig)
 
@@ -82,12 +89,25 @@ def _config_of(spec: InferenceSpec, weights: str) -> DictConfig:
         raise RunError(f"weights={weights}: its metadata cannot be used: {error}") from error
 
 
-def snapshot_of(settings: TrainedConfig) -> ChosenSnapshot | None:
-    """The snapshot to use, or None for a file of weights; where tensors are read on demand, it has none yet."""
+def snapshot_of(settings: TrainedConfig, job: Job, world: World) -> ChosenSnapshot | None:
+    """The snapshot to use, or None for a file of weights; where tensors are read on demand, it has none yet.
+
+    Ranks verify its files together. Their launcher leaves that, and all messages, to them.
+    """
+    launches = starts_ranks(settings) and not job.dry_run
+    search = partial(
+        first_valid_snapshot,
+        wanted=() if reads_on_demand(settings) else (MODEL, BUFFERS),
+        verify=not launches,
+    )
+    if is_rank():
+        search = partial(search_together, ignored=(), world=world)
     for key, value in (("run", settings.run), ("snapshot", settings.snapshot)):
         if value is not None:
-            wanted = () if reads_on_demand(settings) else (MODEL, BUFFERS)
-            chosen = choose_snapshot(key, value, settings.at, wanted)
+            says = is_main_process() and not launches
+            chosen = choose_snapshot(key, value, settings.at, search, warn=says)
+            if says:
+                print_status(chosen.reason)
             snapshot = chosen.verified
             check_base(base_of_snapshot(snapshot), settings.model, snapshot.path, contents=is_main_process())
             return chosen
@@ -110,9 +130,6 @@ def build_trained(
     if not reads_on_demand(settings):
         snapshot = None if chosen is None else chosen.verified
         load_into_model(parts.model, settings.weights, snapshot, parts.referenced)
-    # A launcher has already printed what its ranks use.
-    if chosen is not None and job.rank is None and is_main_process():
-        print_status(chosen.reason)
     return parts
 
 

@@ -15,7 +15,7 @@ import mmap
 import os
 import re
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from io import FileIO
@@ -242,8 +242,19 @@ def newest_valid_snapshot(
     run: Path, wanted: Collection[str] = FILES, ignored: Collection[str] = (), *, verify: bool = True
 ) -> SnapshotSearch:
     """wanted, ignored, verify: as for `read_snapshot`."""
+    return first_valid_snapshot(snapshot_paths(run), wanted, ignored, verify=verify)
+
+
+def first_valid_snapshot(
+    paths: Iterable[Path],
+    wanted: Collection[str] = FILES,
+    ignored: Collection[str] = (),
+    *,
+    verify: bool = True,
+) -> SnapshotSearch:
+    """wanted, ignored, verify: as for `read_snapshot`."""
     damaged: dict[Path, RunError] = {}
-    for path in snapshot_paths(run):
+    for path in paths:
         try:
             return SnapshotSearch(read_snapshot(path, wanted, ignored, verify=verify), damaged)
         except RunError as error:
