@@ -289,7 +289,7 @@ def test_the_script_that_gpipe_prints_starts_two_hosts(tmp_path: Path, alone: Pa
             command = [sys.executable, "-m", "gpipe_cli", *words]
             subprocess.run(command, stdout=script, env={**os.environ, **environment}, check=True)
         for host in two.hosts:
-            started = host.start("bash", "start.sh", host.address, folder=two.folder, environment=environment)
+            started = host.start("bash", "start.sh", folder=two.folder, environment=environment)
             two.started.append(started)
         two.wait_until_all_ended()
         assert (two.run / "summary.json").exists(), two.describe()

@@ -105,6 +105,10 @@ class ForkServer:
             raise self._ended()
         return codes
 
+    def wake(self) -> None:
+        """Continue the server if SIGSTOP holds it; it only waits for its ranks, so ranks do not notice."""
+        self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """End the server, and with it all ranks."""
         self._process.kill()

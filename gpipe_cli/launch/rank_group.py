@@ -67,7 +67,9 @@ class RankGroup:
             except KeyboardInterrupt:
                 server.kill()
                 raise
-            with Supervisor(files, process_ids, self.step_timeout, self.stop_signal) as supervisor:
+            with Supervisor(
+                files, process_ids, self.step_timeout, self.stop_signal, server.wake
+            ) as supervisor:
                 try:
                     exit_codes = server.exit_codes()
                 except (KeyboardInterrupt, PeerError):

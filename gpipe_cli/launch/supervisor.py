@@ -36,15 +36,19 @@ class Supervisor:
         process_ids: Mapping[int, int],
         step_timeout: float | None,
         stop_signal: Callable[[], int | None],
+        all_ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """process_ids: by rank; nobody may have reaped them yet. stop_signal: the signal the launcher got."""
+        """process_ids: by rank; nobody may have reaped them yet. stop_signal: the signal the launcher got.
+        all_ended: called from time to time once no rank is left, until this supervisor ends.
+        """
         self.deaths: dict[int, float] = {}
         """The time of each rank's death, by the monotonic clock."""
         self.killed: set[int] = set()
         """The ranks that this supervisor killed."""
         self.stall: Stall | None = None
         """Why the supervisor killed all ranks, if it did."""
-        self._files, self._process_ids, self._stop_signal = files, process_ids, stop_signal
+        self._files, self._process_ids = files, process_ids
+        self._stop_signal, self._all_ended = stop_signal, all_ended
         self._stalls = None if step_timeout is None else StallDetector(step_timeout)
         self._heartbeats = Heartbeats(files.heartbeats, len(process_ids))
         self._pidfds: dict[int, int] = {}
@@ -90,6 +94,7 @@ class Supervisor:
     def _record_deaths(self) -> None:
         alive = {pidfd: rank for rank, pidfd in self._pidfds.items() if rank not in self.deaths}
         if not alive:
+            self._all_ended()
             self._finished.wait(POLL_SECONDS)
             return
         for pidfd in select.select(list(alive), [], [], POLL_SECONDS)[0]:

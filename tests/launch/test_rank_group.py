@@ -132,6 +132,22 @@ def test_a_killed_server_ends_all_ranks_and_is_named() -> None:
     assert failed.value.is_transient
 
 
+def test_a_stopped_server_does_not_keep_the_launcher_waiting() -> None:
+    """The launcher learns exit codes from the server, and waited for ever for one that only SIGSTOP held."""
+    stopped: list[int] = []
+
+    def stop_server(files: RankFiles) -> int | None:
+        ready = [files.folder / f"ready-{rank}" for rank in (0, 1)]
+        if not stopped and all(path.exists() and path.read_text() for path in ready):
+            (server,) = set(processes_of(files)) - {int(path.read_text()) for path in ready}
+            os.kill(server, signal.SIGSTOP)
+            stopped.append(server)
+        return signal.SIGUSR1 if stopped else None
+
+    assert run_ranks("obeys a signal", stop_signal=stop_server).message == "stopped"
+    assert stopped
+
+
 def test_a_server_that_fails_before_it_forks_is_named() -> None:
     with pytest.raises(RanksFailed, match=r"^the process that starts the ranks ended with exit code 3"):
         RankGroup(DESCRIPTIONS).run(lambda _: ["-c", "raise SystemExit(3)"])
