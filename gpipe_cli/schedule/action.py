@@ -43,7 +43,7 @@ class ScheduleTraits:
 
     name: str
     splits_backward: bool = False
-    """Whether the order has INPUT_GRAD and WEIGHT_GRAD actions instead of BACKWARD."""
+    """Whether the order has INPUT_GRAD and WEIGHT_GRAD actions instead of some or all BACKWARD ones."""
     several_per_device: bool = False
     """Whether a device may run more than one partition; otherwise each device runs exactly one."""
     torch_schedule: str | None = None
@@ -61,6 +61,10 @@ class ScheduleTraits:
     live_micro_batches: Callable[[int, int, int, int], int] | None = None
     """The micro-batches a partition keeps alive, from (partition, partitions, chunks, devices), without listing the
     order. None if there is no closed form."""
+
+    def placement(self, partitions: int, devices: int) -> tuple[int, ...]:
+        """The worker of each partition."""
+        return self.workers or tuple(partition % devices for partition in range(partitions))
 
 
 def partitions_of(worker: int, partitions: int, devices: int) -> range:

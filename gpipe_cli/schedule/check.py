@@ -1,17 +1,21 @@
 """Proves an order legal: `gpipe_cli.schedule.order` checks every order that it makes.
 
-In a legal order each partition belongs to one worker; each partition runs the forward and the backward (in one piece or
-in two) of every micro-batch once, in ascending order, so that queues between partitions are first in, first out and
-gradients are always summed in the same order; and workers that wait for their inputs never wait in a circle.
+In a legal order each partition belongs to one worker; each partition runs the forward and the backward of every
+micro-batch once, in ascending order, so that queues between partitions are first in, first out and gradients are always
+summed in the same order; and workers that wait for their inputs never wait in a circle. Each backward may be in one
+piece or in two.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import final
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.schedule.action import Action, Kind, Order
+
+HALVES = (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
 
 
 @final
@@ -29,9 +33,14 @@ def check(order: Order, partitions: int, chunks: int, name: str = "") -> None:
         raise IllegalOrder(f"schedule={name}: {fault}" if name else fault)
 
 
+_PARTS = ((Kind.FORWARD,), (Kind.BACKWARD, Kind.INPUT_GRAD), (Kind.BACKWARD, Kind.WEIGHT_GRAD))
+"""What every partition does with every micro-batch, and the kinds of actions that do it."""
+_PARTS_OF = {kind: [part for part, kinds in enumerate(_PARTS) if kind in kinds] for kind in Kind}
+
+
 def _incomplete(order: Order, partitions: int, chunks: int) -> str:
     """What is wrong with the actions of a worker, or with their number; empty if nothing is."""
-    counts = {kind: [0] * partitions for kind in Kind}
+    done = [[0] * len(_PARTS) for _ in range(partitions)]
     worker_of: dict[int, int] = {}
     for worker, actions in enumerate(order):
         for action in actions:
@@ -40,26 +49,35 @@ def _incomplete(order: Order, partitions: int, chunks: int) -> str:
                 return f"{action} is beyond {partitions} partitions and {chunks} chunks"
             if (owner := worker_of.setdefault(partition, worker)) != worker:
                 return f"{action} is on worker {worker}, its partition is on worker {owner}"
-            due = counts[action.kind]
-            if micro_batch < due[partition]:
-                return f"{action} stands in the order {actions.count(action)} times"
-            if micro_batch > due[partition]:
-                skipped = Action(action.kind, partition, due[partition])
-                return (
-                    f"{skipped} comes after {action}, micro-batches must ascend"
-                    if skipped in actions
-                    else f"{skipped} is missing"
-                )
-            due[partition] += 1
-    for partition in range(partitions):
-        split = counts[Kind.INPUT_GRAD][partition] or counts[Kind.WEIGHT_GRAD][partition]
-        backward = (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD) if split else (Kind.BACKWARD,)
-        for kind in (Kind.FORWARD, *backward):
-            if counts[kind][partition] < chunks:
-                return f"{Action(kind, partition, counts[kind][partition])} is missing"
-        if split and counts[Kind.BACKWARD][partition]:
-            return f"partition {partition} has whole backwards and split ones"
+            for part in _PARTS_OF[action.kind]:
+                if micro_batch != done[partition][part]:
+                    return _out_of_turn(action, part, done[partition][part], actions)
+                done[partition][part] += 1
+    for partition, counts in enumerate(done):
+        for part, count in enumerate(counts):
+            if count < chunks:
+                actions = order[worker_of[partition]] if partition in worker_of else ()
+                return f"{_missing(partition, part, count, actions)} is missing"
     return ""
+
+
+def _out_of_turn(action: Action, part: int, due: int, actions: Sequence[Action]) -> str:
+    """Why the action may not come when this part of the micro-batch `due` is next."""
+    if action.micro_batch < due:
+        times = actions.count(action)
+        return f"{action} stands in the order {times} times" if times > 1 else f"{action} is done already"
+    skipped = [Action(kind, action.partition, due) for kind in _PARTS[part]]
+    for later in skipped:
+        if later in actions:
+            return f"{later} comes after {action}, micro-batches must ascend"
+    return f"{_missing(action.partition, part, due, actions)} is missing"
+
+
+def _missing(partition: int, part: int, micro_batch: int, actions: Sequence[Action]) -> Action:
+    """The action that is not there: half a backward, if the other half or another split one is there."""
+    whole, half = _PARTS[part][0], _PARTS[part][-1]
+    splits = any(each.partition == partition and each.kind in HALVES for each in actions)
+    return Action(half if splits else whole, partition, micro_batch)
 
 
 def _circular(order: Order, partitions: int) -> str:
@@ -78,10 +96,15 @@ def _circular(order: Order, partitions: int) -> str:
             return "" if gradients[partition] > micro_batch else f"I{partition}.{micro_batch}"
         if forwards[partition] <= micro_batch:
             return f"F{partition}.{micro_batch}"
-        following = "I" if partition + 1 in split else "B"
+        following = "I" if (partition + 1, micro_batch) in split else "B"
         return "" if gradients[partition + 1] > micro_batch else f"{following}{partition + 1}.{micro_batch}"
 
-    split = {action.partition for actions in order for action in actions if action.kind is Kind.INPUT_GRAD}
+    split = {
+        (action.partition, action.micro_batch)
+        for actions in order
+        for action in actions
+        if action.kind is Kind.INPUT_GRAD
+    }
     # Runs the order without times. What an action waits for never becomes undone, so it does not matter which worker
     # is tried first; when none can advance, those that are left wait in a circle.
     position, advanced = [0] * len(order), True

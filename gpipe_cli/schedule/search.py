@@ -12,14 +12,16 @@ from itertools import product
 from typing import final
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.schedule import names, order, traits, zero_bubble_v
+from gpipe_cli.schedule import names, order, traits, zero_bubble, zero_bubble_v
 from gpipe_cli.schedule.action import Order
 from gpipe_cli.schedule.list_schedule import Policy, Scheduled, list_schedule
 from gpipe_cli.schedule.search_problem import SearchProblem
 from gpipe_cli.schedule.step_bound import step_bound
+from gpipe_cli.schedule.whole_backwards import with_whole_backwards
 
 EFFORT = 300_000
 """Actions scheduled in one search: some seconds. The search ends earlier if it reaches the lower bound."""
+SEARCHED = "searched"
 _TIED = 1e-9
 _STARTS = ((0.5, 1.0, 1.0, False), (2.0, 1.0, 0.25, True), (0.0, 1.0, 1.0, False), (1.0, 0.5, 0.5, False))
 """Window, patience, patience at the end and protection of the last gradient: what was best for published costs."""
@@ -45,27 +47,39 @@ class SearchResult:
         return self.step / self.bound - 1
 
 
-def search(problem: SearchProblem, effort: int = EFFORT) -> SearchResult:
-    """The best order found, which is at least as good as every schedule that fits the same placement and memory."""
+def search(problem: SearchProblem, effort: int = EFFORT, least_gain: float = 0.0) -> SearchResult:
+    """The best order found, which is at least as good as every schedule that fits the same placement and memory.
+
+    least_gain: the share by which an order must be shorter than a simpler one to be preferred to it.
+    """
     bound = step_bound(problem)
     best: tuple[float, Order, str] | None = None
-    for name, existing in _existing(problem):
-        if problem.fits(existing):
-            step = problem.step_of(existing)
-            best = (step, existing, name) if best is None or step < best[0] - _TIED else best
-    searched = _Search(problem, effort, bound).best()
-    if searched is not None:
+    for name, candidate in _candidates(problem, effort, bound):
         # Simulated: without the pauses that a policy made, an order may take less time than when it was found.
-        step = problem.step_of(searched.order)
-        if best is None or step < best[0] - _TIED:
-            best = step, searched.order, "searched"
+        step = problem.step_of(candidate)
+        if best is None or step < best[0] * (1 - least_gain) - _TIED:
+            best = step, candidate, name
     if best is None:
         raise ConfigError(
             "no order fits the memory of the devices; give device_memory more, or recompute with "
             "checkpoint=always"
         )
     step, found, origin = best
-    return SearchResult(found, step, bound, 1 - max(problem.work) / step, origin)
+    return SearchResult(found, step, bound, 1 - problem.busiest(found) / step, origin)
+
+
+def _candidates(problem: SearchProblem, effort: int, bound: float) -> Iterator[tuple[str, Order]]:
+    """Orders that fit the memory, by name, simple ones first."""
+    existing = [(name, made) for name, made in _existing(problem) if problem.fits(made)]
+    yield from existing
+    searched = _Search(problem, effort, bound).best()
+    split = [made for name, made in existing if name in (zero_bubble.TRAITS.name, zero_bubble_v.NAME)]
+    for made in [*split, *([] if searched is None else [searched.order])]:
+        partly_whole = with_whole_backwards(problem, made)
+        if problem.fits(partly_whole):
+            yield SEARCHED, partly_whole
+        if partly_whole != made:
+            yield SEARCHED, made
 
 
 def memory_curve(
@@ -92,11 +106,11 @@ def v_shaped(devices: int) -> tuple[int, ...]:
 
 
 def _existing(problem: SearchProblem) -> Iterator[tuple[str, Order]]:
-    """The schedules that place partitions as the problem does."""
+    """The schedules that place partitions as the problem does, those with whole backwards first."""
     partitions, devices = problem.partitions, problem.devices
     if problem.workers == v_shaped(devices) and devices > 1:
         yield zero_bubble_v.NAME, zero_bubble_v.order(partitions, problem.chunks, devices)
-    for name in names():
+    for name in sorted(names(), key=lambda name: (traits(name).splits_backward, name)):
         several = traits(name).several_per_device
         dealt = tuple(partition % devices for partition in range(partitions))
         if problem.workers == dealt and several == (partitions > devices):

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import final
 
 from gpipe_cli.schedule.action import Action, Kind, Order
-from gpipe_cli.schedule.simulate import PartitionCost, simulate
+from gpipe_cli.schedule.simulate import PartitionCost, Simulation, simulate
 
 
 @final
@@ -30,6 +30,8 @@ class SearchProblem:
     synchronized: bool = True
     """Whether all workers end a step together, as gpipe's do. If not, a worker begins its next step when its own part
     has ended, and the step takes as long as the longest part: the bubble of the Zero Bubble paper."""
+    cores: int | None = None
+    """How many workers can run at once; None: all of them."""
 
     @property
     def partitions(self) -> int:
@@ -62,7 +64,7 @@ class SearchProblem:
 
     @cached_property
     def work(self) -> list[float]:
-        """The time each worker is busy."""
+        """The time each worker is busy if every backward is split."""
         return [
             sum(
                 self.chunks * (self.costs[partition].forward + sum(self.costs[partition].split))
@@ -72,9 +74,19 @@ class SearchProblem:
             for own in self.own
         ]
 
+    def simulate(self, order: Order) -> Simulation:
+        return simulate(order, self.costs, checkpoint_stops=self.stops, cores=self.cores)
+
     def step_of(self, order: Order) -> float:
-        simulation = simulate(order, self.costs, checkpoint_stops=self.stops)
+        simulation = self.simulate(order)
         return simulation.step if self.synchronized else simulation.longest_part
+
+    def busiest(self, order: Order) -> float:
+        """How long the worker with the most to do is busy."""
+        busy = [0.0] * self.devices
+        for span in self.simulate(order).spans:
+            busy[span.worker] += span.end - span.begin
+        return max(busy)
 
     def fits(self, order: Order) -> bool:
         """Whether what the workers keep for backward fits their memory at every moment of the order."""

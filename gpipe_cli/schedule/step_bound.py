@@ -6,12 +6,16 @@ from itertools import accumulate
 from math import floor
 
 from gpipe_cli.schedule.search_problem import SearchProblem
+from gpipe_cli.schedule.simulate import PartitionCost
 
 
 def step_bound(problem: SearchProblem) -> float:
     """No order that fits the memory takes less, whatever it does; in the unit of the costs."""
     heads, tails = _heads(problem), _tails(problem)
+    all_work = sum(_least_work(problem, own) for own in problem.own)
     bounds = []
+    if problem.synchronized:
+        bounds.append(all_work / min(problem.cores or problem.devices, problem.devices))
     for worker, own in enumerate(problem.own):
         head, work = heads[own[0]], _least_work(problem, own)
         # Nothing runs before its first input arrives. Unsynchronized, that time belongs to the previous step.
@@ -19,12 +23,22 @@ def step_bound(problem: SearchProblem) -> float:
         # After its forwards and input gradients, which need not wait for weight gradients, the last gradient still
         # passes all earlier partitions.
         critical = problem.chunks * sum(
-            problem.costs[one].forward + problem.costs[one].split[0] for one in own
+            problem.costs[one].forward + _gradient(problem.costs[one]) for one in own
         )
         bounds.append(head + critical + tails[own[0]])
         if problem.memory:
             bounds += _memory_bounds(problem, worker, heads)
     return max(bounds)
+
+
+def _gradient(cost: PartitionCost) -> float:
+    """The least time from an output's gradient to that of the input: half a backward, or a whole one."""
+    return min(cost.split[0], cost.backward)
+
+
+def _least_kept(problem: SearchProblem, cost: PartitionCost) -> float:
+    """How long the backward of a split micro-batch keeps it, as if all of it were kept."""
+    return cost.split[0] + problem.kept_share * cost.split[1]
 
 
 def _least_work(problem: SearchProblem, own: list[int]) -> float:
@@ -49,9 +63,10 @@ def _heads(problem: SearchProblem) -> list[float]:
 def _tails(problem: SearchProblem) -> list[float]:
     """What follows the last input gradient of each partition: those of the earlier ones, and a weight gradient."""
     steps = [
-        cost.split[0] + transfer for cost, transfer in zip(problem.costs, problem.transfers, strict=False)
+        _gradient(cost) + transfer for cost, transfer in zip(problem.costs, problem.transfers, strict=False)
     ]
-    weights = problem.costs[0].split[1]
+    first = problem.costs[0]
+    weights = min(first.split[1], first.backward - _gradient(first))
     return [weights + passed for passed in [0.0, *accumulate(steps)][: problem.partitions]]
 
 
@@ -63,13 +78,13 @@ def _memory_bounds(problem: SearchProblem, worker: int, heads: list[float]) -> l
     end = heads[-1] + costs[-1].forward
     back = [0.0] * problem.partitions
     for partition in reversed(range(problem.partitions - 1)):
-        back[partition] = back[partition + 1] + costs[partition + 1].split[0] + problem.transfers[partition]
+        back[partition] = back[partition + 1] + _gradient(costs[partition + 1]) + problem.transfers[partition]
     # A micro-batch is kept from its forward until its input gradient, and partly until its weight gradient: the most
     # that fit at once, over the whole step.
     area = sum(
         problem.chunks
         * costs[one].saved_bytes
-        * (end - heads[one] + back[one] + costs[one].split[0] + problem.kept_share * costs[one].split[1])
+        * (end - heads[one] + back[one] + min(costs[one].backward, _least_kept(problem, costs[one])))
         for one in own
     )
     bounds = [area / limit]

@@ -106,3 +106,28 @@ def test_an_action_beyond_the_partitions_or_chunks_is_refused() -> None:
     for partitions, chunks in ((1, 2), (2, 1)):
         with pytest.raises(IllegalOrder, match=f"is beyond {partitions} partitions and {chunks} chunks"):
             check(order("gpipe", 2, 2, 2), partitions, chunks)
+
+
+def actions_of(text: str) -> tuple[Action, ...]:
+    """Of a partition 0: `F0 I0 W0`."""
+    return tuple(Action(Kind(word[0]), 0, int(word[1:])) for word in text.split())
+
+
+def test_a_partition_may_split_some_of_its_backwards() -> None:
+    check((actions_of("F0 B0 F1 I1 F2 W1 B2 F3 I3 W3"),), 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ("F0 F1 I0 B1 W0", "W0.0 comes after B0.1, micro-batches must ascend"),
+        ("F0 B0 I0 W0", "I0.0 is done already"),
+        ("F0 B0 F1 I1", "W0.1 is missing"),
+        ("F0 B0 F1 W1", "I0.1 is missing"),
+        ("F0 B0 F1", "B0.1 is missing"),
+        ("F0 F1 B1", "B0.0 is missing"),
+    ],
+)
+def test_mixed_backwards_are_summed_in_order_and_complete(order: str, message: str) -> None:
+    with pytest.raises(IllegalOrder, match=f"^{re.escape(message)}"):
+        check((actions_of(order),), 1, 2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.zero_bubble import ROWS, ZB_2P, ZB_2P_THROUGHPUTS, Row
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.schedule import order
+from gpipe_cli.schedule import Kind, order
 from gpipe_cli.schedule.check import check
 from gpipe_cli.schedule.search import memory_curve, search, v_shaped
 from gpipe_cli.schedule.search_problem import SearchProblem
@@ -38,10 +38,13 @@ def problems(draw: st.DrawFn) -> SearchProblem:
         )
         for _ in workers
     )
-    costs = tuple(replace(cost, backward=sum(cost.split)) for cost in costs)
+    costs = tuple(
+        replace(cost, backward=sum(cost.split) * draw(st.sampled_from((0.6, 0.9, 1.0)))) for cost in costs
+    )
     stops = tuple(draw(st.sampled_from([0, chunks])) for _ in workers)
     memory = tuple(float(draw(st.integers(14, 60))) for _ in range(devices))
-    return SearchProblem(costs, workers, chunks, memory, stops, synchronized=draw(st.booleans()))
+    cores = draw(st.sampled_from((None, 1, 2)))
+    return SearchProblem(costs, workers, chunks, memory, stops, synchronized=draw(st.booleans()), cores=cores)
 
 
 @settings(max_examples=25, deadline=None)
@@ -103,3 +106,21 @@ def test_without_room_for_one_micro_batch_the_search_says_so() -> None:
     problem = FIRST_ROWS[0].problem(memory=0.01)
     with pytest.raises(ConfigError, match=r"no order fits the memory .* device_memory more"):
         search(problem, effort=1_000)
+
+
+def test_only_the_last_backwards_are_split_if_halves_cost_more_than_the_whole() -> None:
+    cost = PartitionCost(2.0, 3.0, input_grad=2.0, weight_grad=2.0)
+    problem = SearchProblem((replace(cost, input_grad=0.0, weight_grad=3.0), cost), (0, 1), chunks=8)
+    result = search(problem, effort=5_000)
+    split = [each.micro_batch for actions in result.order for each in actions if each.kind is Kind.INPUT_GRAD]
+    assert 0 < len(split) < 8
+    assert min(split) > 3
+    fixed = {name: problem.step_of(order(name, 2, 8, 2)) for name in ("1f1b", "zero_bubble")}
+    assert result.step < min(fixed.values())
+
+
+def test_a_simpler_order_is_kept_if_a_searched_one_gains_too_little() -> None:
+    cost = PartitionCost(2.0, 3.0, input_grad=2.0, weight_grad=2.0)
+    problem = SearchProblem((cost, cost), (0, 1), chunks=8)
+    assert search(problem, effort=5_000).origin == "searched"
+    assert search(problem, effort=5_000, least_gain=0.2).origin == "1f1b"
