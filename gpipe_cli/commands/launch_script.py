@@ -24,7 +24,7 @@ from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.launch.launch_script import SlurmScript, TorchrunScript, TrainingCommand
 from gpipe_cli.report.output import print_status
-from gpipe_cli.schedule import traits
+from gpipe_cli.schedule.own_orders import may_share_devices
 from gpipe_cli.values import parse_duration
 
 NAME = "launch-script"
@@ -153,7 +153,7 @@ def _check(settings: TrainConfig, machines: Machines) -> None:
     if devices != "auto" and count != ranks:
         raise ConfigError(f"devices={devices}: {machines.given} make {ranks} ranks; give a device for each")
     fitting = replace(settings, devices=ranks)
-    if settings.partitions is None and not traits(settings.schedule.name).several_per_device:
+    if settings.partitions is None and not may_share_devices(settings.schedule.name):
         fitting = replace(fitting, partitions=max(1, ranks // settings.data_parallel))
     try:
         check(fitting)

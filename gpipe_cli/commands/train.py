@@ -31,6 +31,7 @@ from gpipe_cli.report.progress import on_terminal
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.run.auto_plan import with_best_plan
 from gpipe_cli.run.build import RunParts, make_engine, train_steps
+from gpipe_cli.run.chosen_order import write_order
 from gpipe_cli.run.components import starts_ranks, traits_of_engine
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.inference_spec import write_spec
@@ -79,8 +80,8 @@ def run(settings: TrainConfig, job: Job) -> Summary:
         settings = settings_for_rank(settings, job)
         world = cleanup.enter_context(connect(settings, job))
         resumed = verified_in_ranks(resumed, world)
-        record = None if resumed is None else resumed.record
-        parts = build_parts_in_ranks(settings, job, world, initial_weights=record is None)
+        record, order = (None, None) if resumed is None else (resumed.record, resumed.order)
+        parts = build_parts_in_ranks(settings, job, world, initial_weights=record is None, order=order)
         spec = _train_spec(settings, parts.loader)
         check_resumable(spec, record)
         if job.dry_run:
@@ -111,6 +112,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             setup = set_up_run(settings, job, resumed, cleanup, world, spec, launch)
             if world.is_rank_zero:
                 write_launch(setup.directory, {**launch, "steps": spec.steps})
+                write_order(setup.directory, parts.partitioning.spec)
                 write_spec(setup.directory, settings, parts.loader)
                 cleanup.callback(write_report, setup.directory)  # however the run ends
                 cleanup.enter_context(recorded_outcome(setup.directory))
@@ -121,7 +123,9 @@ def run(settings: TrainConfig, job: Job) -> Summary:
                 last, stopped = _train(settings, parts, spec, engine, setup, job.began, recorder, world, page)
             summary = summarize(last, parts.loader, setup.directory, job, stopped)
             summary |= parts.made.notes
-            summary["partitions"] = measured_memory_rows(launch["partitions"], engine.peak_bytes())
+            summary["partitions"] = measured_memory_rows(
+                launch["partitions"], parts.partitioning.workers, engine.peak_bytes()
+            )
             if world.is_rank_zero:
                 write_summary(setup.directory, summary)
     if job.shows_result and is_main_process():

@@ -31,6 +31,7 @@ from gpipe_cli.errors import ConfigError, RunError, or_list
 from gpipe_cli.plan.devices import DEVICES, PRECISIONS, is_elsewhere
 from gpipe_cli.schedule import names, traits
 from gpipe_cli.schedule.checkpoint import MODES
+from gpipe_cli.schedule.own_orders import FILE, OWN_ORDERS, may_share_devices
 from gpipe_cli.values import flatten, parse_bytes, parse_duration
 
 CHOICES = {
@@ -191,8 +192,12 @@ def _choices(flat: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _schedule(settings: ModelConfig) -> str | None:
-    """The problem with the schedule's name, if any. Imports your own module only if the command line allows it."""
-    name = settings.schedule.name
+    """The problem with the schedule, if any. Imports your own module only if the command line allows it."""
+    name, path = settings.schedule.name, settings.schedule.path
+    if name == FILE and path is None:
+        return "schedule.path: give the file with the order, such as schedule=file schedule.path=order.csv"
+    if name != FILE and path is not None:
+        return f"schedule.path={path}: has no effect with schedule={name}; add schedule=file, or leave it out"
     shipped = [option.name for option in list_options("schedule")]
     if name in shipped:
         return None
@@ -232,7 +237,7 @@ def _is_planned(settings: ModelConfig, device: object) -> bool:
 
 
 def _partitions_per_device(settings: ModelConfig, devices: int) -> Iterator[str]:
-    partitions, several = settings.partitions, traits(settings.schedule.name).several_per_device
+    partitions, several = settings.partitions, may_share_devices(settings.schedule.name)
     replicas = settings.data_parallel if isinstance(settings, RunConfig | PlanConfig) else 1
     if replicas > 1 and devices % replicas:
         yield (
@@ -251,7 +256,7 @@ def _partitions_per_device(settings: ModelConfig, devices: int) -> Iterator[str]
         return
     yield (
         f"partitions={partitions}: each partition needs its own device, but devices={settings.devices} gives {devices} "
-        f"(only schedule={'|'.join(names(several_per_device=True))} puts several partitions on one)"
+        f"(only schedule={'|'.join((*names(several_per_device=True), *OWN_ORDERS))} puts several partitions on one)"
     )
 
 

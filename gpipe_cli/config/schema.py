@@ -18,6 +18,8 @@ from typing import Any
 class ScheduleConfig:
     name: str = "gpipe"
     """Order of forward and backward actions: see `gpipe ls schedules`."""
+    path: str | None = None
+    """With schedule=file: a file with the order, in torch's form if it ends in .csv, else as gpipe prints actions."""
 
 
 @dataclass

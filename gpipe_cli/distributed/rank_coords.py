@@ -1,7 +1,7 @@
 """Where a rank stands in the mesh of processes: its replica, its position in the pipe, and its partitions.
 
 Partitions are dealt to the ranks of a pipe round robin, as `schedule.action` deals them to workers and torch's
-schedules deal stages to ranks.
+schedules deal stages to ranks, unless an order of your own places them otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch.distributed import ProcessGroup
 
 from gpipe_cli.distributed.groups import get_group
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.schedule.action import partitions_of
 
 
 @final
@@ -27,8 +26,8 @@ class RankCoords:
     data: ProcessGroup
     """The group of the ranks with the same partitions of the other replicas."""
     device: torch.device
-    partitions: int
-    """Of the whole model."""
+    workers: tuple[int, ...]
+    """The rank, in the pipe, of each partition of the whole model."""
     rank: int
     """In the pipe."""
     ranks: int
@@ -36,7 +35,7 @@ class RankCoords:
     replicas: int
 
     @classmethod
-    def of_groups(cls, partitions: int, devices: Sequence[torch.device]) -> RankCoords:
+    def of_groups(cls, workers: tuple[int, ...], devices: Sequence[torch.device]) -> RankCoords:
         """From the groups that `setup_process_groups` created; `devices`: one per rank of a pipe."""
         pipe, data = get_group("pipe"), get_group("data")
         rank, ranks = distributed.get_rank(pipe), distributed.get_world_size(pipe)
@@ -48,7 +47,7 @@ class RankCoords:
             pipe,
             data,
             devices[rank],
-            partitions,
+            workers,
             rank=rank,
             ranks=ranks,
             replica=distributed.get_rank(data),
@@ -56,11 +55,16 @@ class RankCoords:
         )
 
     @property
-    def own_partitions(self) -> range:
-        return partitions_of(self.rank, self.partitions, self.ranks)
+    def partitions(self) -> int:
+        """Of the whole model."""
+        return len(self.workers)
+
+    @property
+    def own_partitions(self) -> list[int]:
+        return [partition for partition, rank in enumerate(self.workers) if rank == self.rank]
 
     def rank_of(self, partition: int) -> int:
-        return partition % self.ranks
+        return self.workers[partition]
 
     @property
     def last_rank(self) -> int:

@@ -40,7 +40,7 @@ from gpipe_cli.pipeline.microbatch import MiniBatch, Value
 from gpipe_cli.pipeline.module_state import Buffer, all_buffers, save_buffers, tensors_in
 from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
 from gpipe_cli.pipeline.tied import TiedParameters, Untied
-from gpipe_cli.schedule import traits
+from gpipe_cli.schedule import ScheduleModule
 from gpipe_cli.schedule.checkpoint import Checkpoint
 from gpipe_cli.sequential.unloaded import load_parameters
 from gpipe_cli.sequential.without_storage import meta_like
@@ -59,13 +59,13 @@ class RankPipe(PipeBase):
         *,
         chunks: int,
         checkpoint: Checkpoint,
-        schedule: str,
+        schedule: str | ScheduleModule,
         deferred_batch_norm: bool,
     ) -> None:
         super().__init__(module, chunks, deferred_batch_norm)
         self.coords = coords
         self._checkpoint = checkpoint
-        self._traits, self._torch_schedule = traits(schedule), torch_schedule_class(schedule)
+        self._schedule, self._torch_schedule = schedule, torch_schedule_class(schedule)
         self._shape_inference = ShapeInference(self.module, balance, coords.device)
         # Not registered children: the layers already are children of `module`, under their own names.
         self.__dict__["partitions"] = partition_modules(self.module, self._layers, balance)
@@ -99,8 +99,9 @@ class RankPipe(PipeBase):
         batch = self._of_replica(self._mini_batch(input))
         if not batch.rows:
             return ()
-        # Without backward any schedule does what ScheduleGPipe does, unless a process has several partitions.
-        schedule = self._torch_schedule if self._traits.several_per_device else ScheduleGPipe
+        # Without backward any schedule does what ScheduleGPipe does, unless partitions are placed in another way.
+        placed = self.coords.workers != tuple(range(self.coords.ranks))
+        schedule = self._torch_schedule if placed else ScheduleGPipe
         with commit_or_discard(self._own_batch_norms):
             state = self._run(batch, schedule, None)
         if not self.coords.has_output:
@@ -197,7 +198,7 @@ class RankPipe(PipeBase):
                 boundaries,
                 self.coords,
                 training=training,
-                splits_backward=self._traits.splits_backward,
+                our_schedule=self._schedule,
                 gradient_buckets=self._gradient_buckets if training else None,
             )
         # Reinserted at the end: the first key of the dict is the least recently used schedule.

@@ -12,7 +12,7 @@ wrong one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
@@ -42,9 +42,12 @@ class Stage(nn.Module):
         leaving: BoundarySpec | None,
         gradient_buckets: GradientBuckets | None,
         *,
-        split: bool,
+        split: Collection[int],
     ) -> None:
-        """gradient_buckets: None if there are no other replicas to sum gradients with."""
+        """gradient_buckets: None if there are no other replicas to sum gradients with.
+
+        split: the micro-batches of a flush whose backward is split.
+        """
         super().__init__()
         self._partition = partition
         self._entering = entering
@@ -62,7 +65,8 @@ class Stage(nn.Module):
 
     def begin(self, state: BatchState, first: int) -> None:
         """The next flush runs this mini-batch from micro-batch `first` on."""
-        self._progress.state, self._progress.micro_batch = state, first
+        progress = self._progress
+        progress.state, progress.first, progress.micro_batch = state, first, first
 
     def end(self) -> None:
         self._progress.state = self._progress.half_done = None
@@ -98,7 +102,7 @@ class Stage(nn.Module):
                 partition.recompute(saved)
         leaving, passing = self._gradients_of_output(gradients)
         with self._noting(Kind.BACKWARD, "backward", micro_batch), self._completing(micro_batch):
-            if self.split:
+            if micro_batch - self._progress.first in self.split:
                 entering = partition.backward_input(saved, leaving, keep_graph=False)
                 # torch asks for the second half right after the first, so one slot is enough.
                 self._progress.half_done = saved
@@ -237,6 +241,8 @@ class _Progress:
     """Where a stage is in its flush. Not attributes of the stage: a module looks at each value it is assigned."""
 
     state: BatchState | None = None
+    first: int = 0
+    """The micro-batch that the flush began with."""
     micro_batch: int = 0
     half_done: SavedForBackward | None = None
 

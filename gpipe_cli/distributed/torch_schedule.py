@@ -6,6 +6,7 @@ not, so no schedule names it. A torch schedule takes micro-batches of one size o
 - those of one stage per process alternate forward and backward only with at least as many micro-batches as processes;
   with fewer, ScheduleGPipe does the same.
 - those of several stages run m micro-batches in max(1, m // ranks) rounds of one size.
+- an order of your own runs in torch's runtime, which takes any number of them, and any placement of the stages.
 
 So a mini-batch becomes flushes: runs of equal sizes, and the rest of a run that does not divide evenly. Each flush
 drains the pipeline, but gradients still add up in the order of the micro-batches.
@@ -33,7 +34,9 @@ from gpipe_cli.distributed.stage import Stage
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.partition import Partition
-from gpipe_cli.schedule import names, traits
+from gpipe_cli.schedule import Kind, Order, ScheduleModule, names, traits
+from gpipe_cli.schedule.files import FixedOrder, torch_action
+from gpipe_cli.torch_internals.order_runtime import OrderRuntime
 
 TorchScheduleClass: TypeAlias = type[PipelineScheduleSingle] | type[PipelineScheduleMulti]
 
@@ -49,8 +52,10 @@ class Flush:
     count: int
 
 
-def torch_schedule_class(schedule: str) -> TorchScheduleClass:
+def torch_schedule_class(schedule: str | ScheduleModule) -> TorchScheduleClass:
     """The class that runs our schedule across processes, as the schedule's traits name it."""
+    if isinstance(schedule, FixedOrder):
+        return OrderRuntime
     name = traits(schedule).torch_schedule
     if name is None:
         raise ConfigError(
@@ -72,7 +77,10 @@ def flushes(sizes: Sequence[int], schedule: TorchScheduleClass, ranks: int) -> I
     for _, run in groupby(sizes):
         remaining = len(list(run))
         while remaining:
-            if issubclass(schedule, PipelineScheduleMulti):
+            if issubclass(schedule, OrderRuntime):
+                count = remaining
+                yield Flush(schedule, first, count)
+            elif issubclass(schedule, PipelineScheduleMulti):
                 # The most that divides into rounds of one size; what is left becomes a flush of its own.
                 count = remaining - remaining % max(1, remaining // ranks)
                 yield Flush(schedule, first, count)
@@ -82,8 +90,10 @@ def flushes(sizes: Sequence[int], schedule: TorchScheduleClass, ranks: int) -> I
             first, remaining = first + count, remaining - count
 
 
-def check_placement(schedule: str, partitions: int, ranks: int) -> None:
+def check_placement(schedule: str | ScheduleModule, partitions: int, ranks: int) -> None:
     """Raise ConfigError if torch cannot run the schedule with this many partitions in this many processes."""
+    if isinstance(schedule, FixedOrder):
+        return  # torch's runtime takes every placement
     given = f"schedule={schedule}: {partitions} partitions for {ranks} processes"
     torch_schedule_class(schedule)
     if not traits(schedule).several_per_device and partitions != ranks:
@@ -116,23 +126,25 @@ class TorchSchedule:
         coords: RankCoords,
         *,
         training: bool,
-        splits_backward: bool,
+        our_schedule: str | ScheduleModule,
         gradient_buckets: GradientBuckets | None,
     ) -> None:
+        """our_schedule: the one that the class of the flush runs."""
         self._count = flush.count
         self._training = training
         self._has_output = coords.has_output
         following = [*boundaries[1:], None]
         # Only torch's schedules of several stages ask a stage for the second half of its backward.
         several_stages = issubclass(flush.schedule, PipelineScheduleMulti)
-        split = splits_backward and several_stages
+        order = _order(our_schedule, flush, coords) if flush.schedule is OrderRuntime else None
+        every = range(flush.count if several_stages and traits(our_schedule).splits_backward else 0)
         self._stages = [
             Stage(
                 partition,
                 boundaries[partition.index],
                 following[partition.index],
                 gradient_buckets,
-                split=split,
+                split=every if order is None else _split(order, partition.index),
             )
             for partition in partitions
         ]
@@ -144,9 +156,10 @@ class TorchSchedule:
         ]
         stages: Any = torch_stages if several_stages else torch_stages[0]
         # scale_grads=False: each loss is weighted by its rows already; torch would divide by the count on top of that.
-        self._schedule: Any = flush.schedule(
-            stages, flush.count, loss_fn=_identity_loss if training else None, scale_grads=False
-        )
+        options: dict[str, Any] = {"loss_fn": _identity_loss if training else None, "scale_grads": False}
+        if order is not None:
+            options["order"] = [[torch_action(action) for action in own] for own in order]
+        self._schedule: Any = flush.schedule(stages, flush.count, **options)
 
     def run(self, state: BatchState, first: int) -> None:
         """Run the flush that begins with micro-batch `first`."""
@@ -168,6 +181,21 @@ class TorchSchedule:
         finally:
             for stage in self._stages:
                 stage.end()
+
+
+def _order(schedule: str | ScheduleModule, flush: Flush, coords: RankCoords) -> Order:
+    assert isinstance(schedule, FixedOrder), "torch has its own classes for the others"
+    return schedule.order(coords.partitions, flush.count, coords.ranks)
+
+
+def _split(order: Order, partition: int) -> frozenset[int]:
+    """The micro-batches of a flush whose backward is split."""
+    return frozenset(
+        action.micro_batch
+        for own in order
+        for action in own
+        if action.partition == partition and action.kind is Kind.INPUT_GRAD
+    )
 
 
 def _torch_stage(

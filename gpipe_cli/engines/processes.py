@@ -15,6 +15,7 @@ from gpipe_cli.engines.collectives import RankCollectives
 from gpipe_cli.engines.pipe_engine import PipeEngine
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.schedule import traits
 
 TRAITS = EngineTraits(needs_processes=True)
 
@@ -22,7 +23,8 @@ TRAITS = EngineTraits(needs_processes=True)
 def build(spec: EngineSpec, max_restarts: int = 0) -> Engine:
     """Call it in every process with the same spec; `max_restarts` and `spec.step_timeout` are for the launcher."""
     check_placement(spec.schedule, len(spec.balance), len(spec.devices))
-    coords = RankCoords.of_groups(len(spec.balance), spec.devices)
+    workers = traits(spec.schedule).placement(len(spec.balance), len(spec.devices))
+    coords = RankCoords.of_groups(workers, spec.devices)
     if coords.replicas != spec.data_parallel:
         raise ConfigError(
             f"data_parallel={spec.data_parallel}: the processes form {coords.replicas} replicas"

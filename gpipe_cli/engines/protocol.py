@@ -22,6 +22,7 @@ from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.pytree import ModelInput
+from gpipe_cli.schedule import ScheduleModule
 from gpipe_cli.schedule.checkpoint import Checkpoint
 
 Batch = tuple[ModelInput, Tensor]
@@ -94,7 +95,7 @@ class EngineSpec:
     eval_chunks: int
     least_rows: int = 1
     """Rows of the smallest micro-batch that all layers accept in training."""
-    schedule: str = "gpipe"
+    schedule: str | ScheduleModule = "gpipe"
     checkpoint: Checkpoint = "except_last"
     deferred_batch_norm: bool = False
     step_timeout: float | None = None

@@ -16,7 +16,7 @@ from gpipe_cli.offload.sizing import boundary_bytes
 from gpipe_cli.offload.slices import SlicedParameters, put_parameters_on
 from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.gpipe import GPipe, ThreadedPipe
-from gpipe_cli.schedule.action import partitions_of
+from gpipe_cli.schedule import traits
 from gpipe_cli.schedule.checkpoint import checkpoint_stops
 from gpipe_cli.torch_internals.tensor_memory import exchanges_memory
 
@@ -72,10 +72,11 @@ def offload_partitions(spec: EngineSpec, tier_name: str) -> OffloadedParameters:
     tier = make_tier(tier_name, spec, reserve)
     value_of = put_parameters_on(devices[0], spec.module, None)
     parameters = SlicedParameters.of(spec.module, balance)
-    parameters.place_shared(devices, value_of)
+    workers = traits(spec.schedule).placement(len(balance), len(devices))
+    parameters.place_shared([devices[worker] for worker in workers], value_of)
     slices = parameters.store(tier, value_of)
     prefetchers = []
     for worker, device in enumerate(devices):
-        own = partitions_of(worker, len(balance), len(devices))
-        prefetchers.append(SlicePrefetcher({partition: slices[partition] for partition in own}, tier, device))
+        own = {partition: slices[partition] for partition, owner in enumerate(workers) if owner == worker}
+        prefetchers.append(SlicePrefetcher(own, tier, device))
     return OffloadedParameters(tier, prefetchers, list(parameters.shared))

@@ -53,6 +53,8 @@ class RankTask:
     """When the command began, by the monotonic clock; its time limit counts from there."""
     json: bool = False
     """Whether the result is printed as JSON."""
+    order: str = ""
+    """The order of schedule=auto or schedule=file, as a CSV file has it; empty with another schedule."""
     run_directory: str | None = None
     """The directory to resume in, after a failed attempt."""
 

@@ -35,7 +35,6 @@ from gpipe_cli.launch.rank_monitor import (
 from gpipe_cli.launch.rank_states import STARTING_SECONDS
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
-from gpipe_cli.schedule.action import partitions_of
 
 LOST_PEER_MESSAGES = ("gloo", "Connection closed by peer", "Connection reset by peer", "Socket Timeout")
 """Parts of torch's messages about a peer that died; torch raises a plain RuntimeError for most of them."""
@@ -187,13 +186,13 @@ def _root_cause(lost: PeerError) -> GpipeError:
     return monitor.verdict() or lost
 
 
-def describe_ranks(partitions: int, devices: Sequence[torch.device], replicas: int) -> list[str]:
-    """The part of the model that each rank holds, for messages."""
+def describe_ranks(workers: Sequence[int], replicas: int) -> list[str]:
+    """The part of the model that each rank holds, for messages; workers: that of each partition."""
     descriptions = []
     for replica in range(replicas):
         of_replica = f" of replica {replica}" if replicas > 1 else ""
-        for worker in range(len(devices)):
-            own = list(partitions_of(worker, partitions, len(devices)))
+        for worker in range(max(workers) + 1):
+            own = [partition for partition, owner in enumerate(workers) if owner == worker]
             noun = "partition" if len(own) == 1 else "partitions"
             descriptions.append(f"{noun} {', '.join(map(str, own))}{of_replica}")
     return descriptions

@@ -36,6 +36,7 @@ from gpipe_cli.pipeline.partitioning import (
     place_buffers,
 )
 from gpipe_cli.pipeline.pipe_module import Output
+from gpipe_cli.schedule import ScheduleModule, traits
 from gpipe_cli.schedule import order as schedule_order
 from gpipe_cli.schedule.by_slice import order as slice_order
 from gpipe_cli.schedule.checkpoint import Checkpoint
@@ -49,14 +50,21 @@ class OffloadedPipeBase(ThreadedPipe):
         devices: Sequence[torch.device],
         stores: Sequence[PartitionStore],
         make_order: MakeOrder = slice_order,
+        placement: Sequence[int] = (),
     ) -> None:
-        """stores: one per device."""
+        """stores: one per device; placement: the device of each partition by its index, none: in turn."""
         self.devices = list(devices)
+        workers = len(devices)
+        if placement:
+            devices, stores = (
+                [devices[index] for index in placement],
+                [stores[index] for index in placement],
+            )
         modules = partition_modules(self.module, self._layers, balance)
         self._set_partitions(modules)
-        move_to_devices(modules, self.devices, place_buffers)
-        partitions = make_partitions(modules, self._layers, balance, self.devices)
-        self._executor = Executor(partitions, make_order, len(devices), self._batch_norms, stores=stores)
+        move_to_devices(modules, devices, place_buffers)
+        partitions = make_partitions(modules, self._layers, balance, devices)
+        self._executor = Executor(partitions, make_order, workers, self._batch_norms, stores=stores)
 
 
 @final
@@ -68,7 +76,7 @@ class OffloadedPipe(OffloadedPipeBase):
         *,
         devices: Sequence[torch.device],
         stores: Sequence[PartitionStore],
-        schedule: str | None = None,
+        schedule: str | ScheduleModule | None = None,
         chunks: int = 1,
         checkpoint: Checkpoint = "always",
         deferred_batch_norm: bool = False,
@@ -77,7 +85,8 @@ class OffloadedPipe(OffloadedPipeBase):
         super().__init__(module, chunks, deferred_batch_norm)
         self.checkpoint = checkpoint
         make_order = slice_order if schedule is None else partial(schedule_order, schedule)
-        self._set_up(balance, devices, stores, make_order)
+        placement = () if schedule is None else traits(schedule).placement(len(balance), len(devices))
+        self._set_up(balance, devices, stores, make_order, placement)
 
 
 @final

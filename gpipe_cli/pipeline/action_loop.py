@@ -102,7 +102,7 @@ class ActionLoop:
         stores: Sequence[PartitionStore] = (),
         modes: CallerModes | None = None,
     ) -> None:
-        """stores: one per worker; none where partitions stay on their devices."""
+        """stores: those of the partitions, which take them in turn; none where partitions stay on their devices."""
         self._state = state
         self._partitions = partitions
         self._order = order

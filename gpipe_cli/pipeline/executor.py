@@ -73,7 +73,7 @@ class Executor:
         whole_graph: bool = False,
     ) -> None:
         """workers: 0 lets the calling thread run the actions.
-        stores: one per worker; empty if the partitions never leave their devices.
+        stores: those of the partitions, which take them in turn; empty if partitions never leave their devices.
         whole_graph: leave the backward of a forward to autograd, which then allows a second derivative.
         """
         self.partitions = partitions

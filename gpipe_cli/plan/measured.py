@@ -143,17 +143,28 @@ class CostMeasurer:
                     self._measured[chunks, workers] = self._measure_workers(chunks, sample, workers)
 
     def _measure_workers(self, chunks: int, sample: Sample, workers: int) -> MeasuredCosts:
-        layers = self._profiles.times(self._module, sample, seconds=0.0)
-        # An even balance keeps all workers busy, so that they disturb each other as they will in training.
-        balance = solve([layer.forward_ms + layer.backward_ms for layer in layers], workers).balance
         devices = self._devices[:workers]
-        cores = self._cores if devices[0].type == "cpu" else None
-        phases = self._profiles.phases(
-            self._module, sample, balance, devices, chunks, SECONDS_OF_PHASES, cores=cores
-        )
-        frozen = frozen_layers(self._module, sample)
-        begins = (begin for begin, end in pairwise([0, *accumulate(balance)]) if end > frozen)
-        return MeasuredCosts(layers, phases, frozen, next(begins, 0))
+        return measure_costs(self._module, sample, devices, self._profiles, chunks=chunks, cores=self._cores)
+
+
+def measure_costs(
+    module: nn.Sequential,
+    sample: Sample,
+    devices: Sequence[torch.device],
+    profiles: ProfileCache,
+    *,
+    chunks: int,
+    cores: int,
+) -> MeasuredCosts:
+    """Measure the layers one by one, and a short pipeline of them on all devices; `sample` is a micro-batch."""
+    layers = profiles.times(module, sample, seconds=0.0)
+    # An even balance keeps all workers busy, so that they disturb each other as they will in training.
+    balance = solve([layer.forward_ms + layer.backward_ms for layer in layers], len(devices)).balance
+    limit = cores if devices[0].type == "cpu" else None
+    phases = profiles.phases(module, sample, balance, devices, chunks, SECONDS_OF_PHASES, cores=limit)
+    frozen = frozen_layers(module, sample)
+    begins = (begin for begin, end in pairwise([0, *accumulate(balance)]) if end > frozen)
+    return MeasuredCosts(layers, phases, frozen, next(begins, 0))
 
 
 @contextmanager

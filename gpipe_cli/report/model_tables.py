@@ -172,10 +172,12 @@ def print_partition_memory(rows: Sequence[Mapping[str, int]]) -> None:
     )
 
 
-def measured_memory_rows(partitions: Sequence[Row], peaks: Sequence[int | None]) -> list[dict[str, Any]]:
+def measured_memory_rows(
+    partitions: Sequence[Row], workers: Sequence[int], peaks: Sequence[int | None]
+) -> list[dict[str, Any]]:
     """A row per partition: what stays allocated between steps by estimate, and the measured peak of its device.
 
-    peaks: one per device, on which partitions take turns; None where the device does not report it.
+    workers: that of each partition; peaks: one per worker, None where its device does not report it.
     """
     rows = []
     for index, partition in enumerate(partitions):
@@ -186,7 +188,7 @@ def measured_memory_rows(partitions: Sequence[Row], peaks: Sequence[int | None])
                 "partition": index,
                 "device": partition["device"],
                 "estimated_bytes": sum(known) if known else None,
-                "device_peak_bytes": peaks[index % len(peaks)],
+                "device_peak_bytes": peaks[workers[index]],
             }
         )
     return rows

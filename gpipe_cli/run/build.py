@@ -29,6 +29,7 @@ from gpipe_cli.report.model_tables import partition_rows
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.base_weights import BaseWeights
 from gpipe_cli.run.batch_rows import with_least_rows
+from gpipe_cli.run.chosen_order import choose_order, has_own_order, known_schedule, read_given_file
 from gpipe_cli.run.components import (
     check_components,
     engine_name,
@@ -51,7 +52,9 @@ from gpipe_cli.run.training_step import (
     make_sample,
     sample_must_fit,
 )
-from gpipe_cli.schedule import names, one_f_one_b, traits
+from gpipe_cli.schedule import names, one_f_one_b
+from gpipe_cli.schedule.files import FixedOrder
+from gpipe_cli.schedule.own_orders import FILE, OWN_ORDERS, may_share_devices
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.torch_internals.deferred_values import DeferredValues
 
@@ -73,6 +76,16 @@ class Partitioning:
     @property
     def balance(self) -> list[int]:
         return self.balanced.layers
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The worker of each partition: an index into `devices`."""
+        return self.spec.traits.placement(len(self.balance), len(self.devices))
+
+    @property
+    def placed_devices(self) -> list[torch.device]:
+        """The device of each partition."""
+        return [self.devices[worker] for worker in self.workers]
 
 
 @dataclass(frozen=True)
@@ -99,7 +112,7 @@ class RunParts:
     @property
     def partitions(self) -> list[dict[str, Any]]:
         """A row per partition, for tables and JSON."""
-        return partition_rows(self.model, self.partitioning.balance, self.partitioning.devices)
+        return partition_rows(self.model, self.partitioning.balance, self.partitioning.placed_devices)
 
 
 def build_parts(
@@ -111,6 +124,7 @@ def build_parts(
     deferred: bool = False,
     print_notes: bool = True,
     data: Data | None = None,
+    order: FixedOrder | None = None,
 ) -> RunParts:
     """Check every component, then build data, model and partitions; without `storage` the model has no values.
 
@@ -118,12 +132,16 @@ def build_parts(
     deferred: the large tensors of the model get memory and values later.
     print_notes: print what the user should know about the data.
     data: used instead of the configured one.
+    order: that of schedule=auto or schedule=file, if it is known already.
     """
     add_current_folder(settings.allow)
     check_components(settings, overrides)
+    if order is None and has_own_order(settings) and settings.schedule.name == FILE:
+        read_given_file(settings)  # refuses a wrong one before anything is built
     loader = make_loader(settings, data)
     # An engine reads the parameters of its own layers; a balance method or a profile that runs the model needs all.
-    load = storage and (needs_values(settings) or not isinstance(settings, RunConfig))
+    runs_model = needs_values(settings) or (order is None and has_own_order(settings))
+    load = storage and (runs_model or not isinstance(settings, RunConfig))
 
     made: list[ConfiguredModel] = []
 
@@ -146,12 +164,15 @@ def build_parts(
     loader = with_least_rows(settings, loader, model)
     for note in loader.notes if print_notes else ():
         print_status(note)
-    return RunParts(loader, model, partition_model(settings, model, loader), made[-1], stored, values)
+    partitioning = partition_model(settings, model, loader, order)
+    return RunParts(loader, model, partitioning, made[-1], stored, values)
 
 
 @report_out_of_memory("balancing the model", MEASURE_CURE)
-def partition_model(settings: ModelConfig, model: nn.Sequential, loader: BatchLoader) -> Partitioning:
-    """Choose the devices of the partitions, and balance the layers between them."""
+def partition_model(
+    settings: ModelConfig, model: nn.Sequential, loader: BatchLoader, order: FixedOrder | None = None
+) -> Partitioning:
+    """Choose the devices of the partitions, balance the layers between them, and find the order if there is none."""
     if isinstance(settings, EngineConfig) and not traits_of_engine(settings).has_partitions:
         devices = worker_devices(settings)
         if len(devices) > 1:
@@ -169,16 +190,22 @@ def partition_model(settings: ModelConfig, model: nn.Sequential, loader: BatchLo
     width = len(all_devices) // replicas
     replica = World.current().rank // max(1, width)
     devices = all_devices[replica * width : (replica + 1) * width]
-    too_few = len(devices) < partitions and not traits(settings.schedule.name).several_per_device
+    too_few = len(devices) < partitions and not may_share_devices(settings.schedule.name)
     if too_few or len(devices) > partitions:
         raise ConfigError(
             f"devices={settings.devices}: {len(devices)} devices for {partitions} partitions; each partition needs "
-            f"its own (only schedule={'|'.join(names(several_per_device=True))} puts several partitions on one)"
+            f"its own (only schedule={'|'.join((*names(several_per_device=True), *OWN_ORDERS))} puts several on one)"
         )
     # A balance method measures with as many threads as the training will use.
     set_threads(settings.threads, all_devices)
-    spec = make_pipeline_spec(settings, loader, partitions, devices)
-    return _balance(settings, model, loader, devices, spec)
+    known = known_schedule(settings, order, partitions, len(devices), loader.micro_batches(settings.chunks))
+    spec = make_pipeline_spec(settings, loader, partitions, devices, known)
+    partitioning = _balance(settings, model, loader, devices, spec)
+    if not has_own_order(settings) or (order is not None and isinstance(known, FixedOrder)):
+        return partitioning
+    assert isinstance(settings, CostConfig), "it has an order of its own"
+    chosen = choose_order(settings, model, loader, partitioning.balance, devices, spec)
+    return replace(partitioning, spec=replace(spec, schedule=chosen))
 
 
 def worker_devices(settings: ModelConfig) -> list[torch.device]:
@@ -269,7 +296,7 @@ def make_engine(
         chunks=settings.chunks,
         eval_chunks=settings.eval_chunks or settings.chunks,
         least_rows=parts.loader.least_rows,
-        schedule=settings.schedule.name,
+        schedule=partitioning.spec.schedule,
         checkpoint=checkpoint_mode(settings, len(partitioning.balance)),
         deferred_batch_norm=isinstance(settings, TrainConfig) and settings.deferred_batch_norm,
         step_timeout=settings.step_timeout,

@@ -26,6 +26,8 @@ class Rank:
     files: RankFiles
     balance: list[int]
     """Layers per partition, chosen once by the launcher."""
+    order: str = ""
+    """The order of schedule=auto or schedule=file, chosen by the launcher too; empty with another schedule."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Job:
             json=task.json,
             dry_run=False,
             began=task.began,
-            rank=Rank(files, task.balance),
+            rank=Rank(files, task.balance, task.order),
         )
 
     @property

@@ -31,6 +31,7 @@ from gpipe_cli.launch.rank_files import RankTask
 from gpipe_cli.launch.rank_setup import connect_ranks, connected_files, describe_ranks, is_rank
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.build import Partitioning, RunParts, build_parts
+from gpipe_cli.run.chosen_order import has_own_order, order_from_text, order_text
 from gpipe_cli.run.components import (
     engine_name,
     manual_balance,
@@ -42,7 +43,8 @@ from gpipe_cli.run.components import (
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.model import FEWER_PARAMETERS
 from gpipe_cli.run.resume import resume_command
-from gpipe_cli.schedule import traits
+from gpipe_cli.schedule.files import FixedOrder
+from gpipe_cli.schedule.own_orders import may_share_devices
 from gpipe_cli.torch_internals.deferred_values import DeferredValues, tensors_in_attributes
 
 Settings = TypeVar("Settings", bound=RunConfig)
@@ -61,12 +63,13 @@ def run_in_ranks(settings: RunConfig, job: Job, parts: RunParts) -> Summary:
         model=job.model,
         number=job.number,
         balance=partitioning.balance,
+        order=order_text(partitioning.spec),
         began=job.began,
         json=job.json,
     )
     return launch_ranks(
         task,
-        describe_ranks(len(partitioning.balance), partitioning.devices, settings.data_parallel),
+        describe_ranks(partitioning.workers, settings.data_parallel),
         step_timeout=settings.step_timeout,
         max_restarts=int(settings.engine.get("max_restarts", 0)),
         resume_command=partial(resume_command, settings=settings)
@@ -87,7 +90,7 @@ def settings_for_rank(settings: Settings, job: Job) -> Settings:
     if job.rank is not None:
         return _with_balance(settings, job.rank.balance)
     if settings.devices == "auto":
-        if settings.partitions is not None and not traits(settings.schedule.name).several_per_device:
+        if settings.partitions is not None and not may_share_devices(settings.schedule.name):
             _check_size(settings, settings.partitions, settings.partitions, int(os.environ["WORLD_SIZE"]))
         return replace(settings, devices=[str(_device_of_local_rank())] * int(os.environ["WORLD_SIZE"]))
     first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
@@ -149,33 +152,48 @@ def connect(settings: RunConfig, job: Job) -> AbstractContextManager[World]:
 
 
 def build_parts_in_ranks(
-    settings: RunConfig, job: Job, world: World, *, initial_weights: bool, data: Data | None = None
+    settings: RunConfig,
+    job: Job,
+    world: World,
+    *,
+    initial_weights: bool,
+    data: Data | None = None,
+    order: FixedOrder | None = None,
 ) -> RunParts:
-    """Build data, model and partitions in every rank; only rank 0 measures a balance, and shares it.
+    """Build data, model and partitions in every rank; only rank 0 measures a balance or an order, and shares it.
 
     initial_weights: as for `make_model`.
     data: used instead of the configured one.
+    order: that of the run to resume.
     """
-    if not world.is_rank_zero and measures_layers(settings):
-        settings = _with_balance(settings, json.loads(world.from_rank_zero("")))
+    if job.rank is not None and job.rank.order:
+        order = order_from_text(job.rank.order)
+    shares = measures_layers(settings) or (order is None and has_own_order(settings))
+    if not world.is_rank_zero and shares:
+        shared = json.loads(world.from_rank_zero(""))
+        settings = _with_balance(settings, shared["balance"])
+        order = order_from_text(shared["order"]) if shared["order"] else None
     without_running = job.dry_run or starts_ranks(settings)
     # A launcher only compares names and shapes with those of the trained weights.
     loads_weights = isinstance(settings, TrainedConfig) and not starts_ranks(settings)
-    needs_storage = loads_weights or needs_values(settings)
+    runs_model = needs_values(settings) or (order is None and has_own_order(settings))
+    needs_storage = loads_weights or (runs_model and not job.dry_run) or needs_values(settings)
     parts = build_parts(
         settings,
         job.overrides,
         storage=needs_storage or not without_running,
         initial_weights=initial_weights,
-        deferred=is_rank() and not needs_values(settings),
+        deferred=is_rank() and not runs_model,
         print_notes=world.is_rank_zero and job.rank is None,  # a launcher has printed them for its ranks
         data=data,
+        order=order,
     )
-    if world.is_rank_zero and measures_layers(settings):
-        world.from_rank_zero(json.dumps(parts.partitioning.balance))
     partitioning = parts.partitioning
+    if world.is_rank_zero and shares:
+        shared = {"balance": partitioning.balance, "order": order_text(partitioning.spec)}
+        world.from_rank_zero(json.dumps(shared))
     if traits_of_engine(settings).needs_processes:
-        check_placement(settings.schedule.name, len(partitioning.balance), len(partitioning.devices))
+        check_placement(partitioning.spec.schedule, len(partitioning.balance), len(partitioning.devices))
     if starts_ranks(settings):
         ranks = len(partitioning.devices) * settings.data_parallel
         _check_devices(settings, resolve_devices(settings.devices, ranks))
@@ -189,7 +207,7 @@ def build_parts_in_ranks(
 @report_out_of_memory("building the layers of this rank", FEWER_PARAMETERS)
 def _fill_own_layers(model: nn.Sequential, partitioning: Partitioning, values: DeferredValues) -> None:
     """Give the layers of this rank their values; those of other ranks never get memory."""
-    own = RankCoords.of_groups(len(partitioning.balance), partitioning.devices).own_partitions
+    own = RankCoords.of_groups(partitioning.workers, partitioning.devices).own_partitions
     layers, ends = list(model), list(accumulate(partitioning.balance))
     kept = [
         layer for index in own for layer in layers[ends[index] - partitioning.balance[index] : ends[index]]
@@ -203,9 +221,7 @@ def with_heartbeat(engine: Engine, settings: RunConfig, parts: RunParts, world: 
     if files is None:
         return engine
     partitioning = parts.partitioning
-    files.write_descriptions(
-        describe_ranks(len(partitioning.balance), partitioning.devices, settings.data_parallel)
-    )
+    files.write_descriptions(describe_ranks(partitioning.workers, settings.data_parallel))
     return HeartbeatEngine(engine, Heartbeats(files.heartbeats, world.size), world.rank)
 
 

@@ -30,9 +30,11 @@ from gpipe_cli.engines.state import EngineState, with_trained
 from gpipe_cli.errors import ConfigError, DataError, PeerError, RunError
 from gpipe_cli.launch.rank_setup import is_main_process, is_rank
 from gpipe_cli.run.base_weights import check_base
+from gpipe_cli.run.chosen_order import saved_order
 from gpipe_cli.run.components import reads_on_demand, starts_ranks
 from gpipe_cli.run.job import Job
 from gpipe_cli.run.saved_run import saved_config, select_snapshot, warn_of_damaged, with_overrides
+from gpipe_cli.schedule.files import FixedOrder
 from gpipe_cli.training.loop import TrainSpec
 from gpipe_cli.training.run_directory import explicit_run_directory, lock_run_directory
 from gpipe_cli.training.snapshot.contents import Snapshot, open_large_snapshot, open_snapshot
@@ -70,6 +72,8 @@ class ResumedRun:
     """Settings that differ from the saved ones, as `key: before -> now`."""
     saved: DictConfig
     """The configuration of the run before this launch."""
+    order: FixedOrder | None = None
+    """That of schedule=auto or schedule=file."""
 
     @property
     def record(self) -> TrainingRecord | None:
@@ -109,7 +113,8 @@ def load_resumed_run(
     changes = _changes(saved, tree, LOADING_KEYS if base is None else (*LOADING_KEYS, BASE_KEY))
     if snapshot is not None:
         check_base(base, new_settings.model, snapshot.path, contents=is_main_process())
-    return ResumedRun(directory, snapshot, new_settings, tree, changes, saved)
+    order = saved_order(directory, new_settings, job.overrides)
+    return ResumedRun(directory, snapshot, new_settings, tree, changes, saved, order)
 
 
 def _check_restarts(settings: TrainConfig, job: Job) -> None:

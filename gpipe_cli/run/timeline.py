@@ -166,7 +166,7 @@ def _engine_spec(settings: ProfileConfig, parts: RunParts, sample: Sample) -> En
         settings.chunks,
         eval_chunks=settings.chunks,
         least_rows=parts.loader.least_rows,
-        schedule=settings.schedule.name,
+        schedule=parts.partitioning.spec.schedule,
         checkpoint=parts.partitioning.spec.checkpoint,
         scratch=Path(settings.run_dir or "runs"),
         make_sample=lambda: sample,
@@ -210,7 +210,7 @@ def _summary(
                 "waiting_ms": 1000 * partition.waiting,
                 "peak_saved_bytes": None if activations is None else activations[index],
                 "estimated_bytes": None if estimates is None else estimates[index],
-                "device_peak_bytes": peaks[index % len(peaks)],
+                "device_peak_bytes": peaks[parts.partitioning.workers[index]],
             }
             for index, partition in enumerate(times)
         ],

@@ -25,16 +25,21 @@ from gpipe_cli.profiling.optimizer_state import state_bytes
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.optimizer import optimizer_factory
+from gpipe_cli.schedule import ScheduleModule
 from gpipe_cli.schedule.checkpoint import Checkpoint, checked_checkpoint
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.values import parse_bytes
 
 
 def make_pipeline_spec(
-    settings: ModelConfig, loader: BatchLoader, partitions: int, devices: Sequence[torch.device]
+    settings: ModelConfig,
+    loader: BatchLoader,
+    partitions: int,
+    devices: Sequence[torch.device],
+    schedule: str | ScheduleModule,
 ) -> PipelineSpec:
     return PipelineSpec(
-        schedule=settings.schedule.name,
+        schedule=schedule,
         partitions=partitions,
         micro_batches=loader.micro_batches(settings.chunks),
         checkpoint=checkpoint_mode(settings, partitions),

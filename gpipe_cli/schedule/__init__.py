@@ -26,6 +26,8 @@ class ScheduleModule(Protocol):
 
     def order(self, partitions: int, chunks: int, devices: int) -> Order: ...
 
+    def __hash__(self) -> int: ...
+
 
 def order(name: str | ScheduleModule, partitions: int, chunks: int, devices: int) -> Order:
     """The actions of each of `devices` workers that take `chunks` micro-batches through the partitions, checked."""

@@ -82,9 +82,15 @@ def read_schedule(path: Path | str) -> FixedOrder:
     path = Path(path)
     try:
         text = read_regular(path, MOST_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file") from error
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name, or bytes that are not UTF-8
         raise ConfigError(f"{path}: cannot be read as a schedule: {error}") from error
-    is_csv = path.suffix == ".csv"
+    return parse_schedule(text, str(path), is_csv=path.suffix == ".csv")
+
+
+def parse_schedule(text: str, path: str, *, is_csv: bool) -> FixedOrder:
+    """The checked schedule of the content of a file; `path` names it in messages."""
     lines = [line if is_csv else line.partition("#")[0] for line in text.splitlines()]
     order = tuple(
         tuple(_actions(path, number, line, is_csv=is_csv))
@@ -95,10 +101,10 @@ def read_schedule(path: Path | str) -> FixedOrder:
         raise ConfigError(f"{path}: has no actions")
     if len(order) > MOST_WORKERS or sum(map(len, order)) > MOST_ACTIONS:
         raise ConfigError(f"{path}: has more than {MOST_WORKERS:,} workers or {MOST_ACTIONS:,} actions")
-    return FixedOrder(str(path), order)
+    return FixedOrder(path, order)
 
 
-def _actions(path: Path, number: int, line: str, *, is_csv: bool) -> Iterator[Action]:
+def _actions(path: str, number: int, line: str, *, is_csv: bool) -> Iterator[Action]:
     pattern, example = (_TORCH, "0F1") if is_csv else (_READABLE, "F0.1")
     for word in line.split(",") if is_csv else line.split():
         # torch leaves a cell empty where a rank waits.
@@ -110,13 +116,15 @@ def _actions(path: Path, number: int, line: str, *, is_csv: bool) -> Iterator[Ac
         yield Action(Kind(match["kind"]), int(match["partition"]), int(match["micro_batch"]))
 
 
+def torch_action(action: Action) -> str:
+    """As torch writes it: partition, kind, micro-batch."""
+    return f"{action.partition}{action.kind.value}{action.micro_batch}"
+
+
 def schedule_text(order: Order, *, is_csv: bool) -> str:
     """The content of a file for the order: in torch's form, or readable."""
     if is_csv:
-        rows = (
-            ",".join(f"{action.partition}{action.kind.value}{action.micro_batch}" for action in actions)
-            for actions in order
-        )
+        rows = (",".join(map(torch_action, actions)) for actions in order)
     else:
         rows = (" ".join(map(str, actions)) for actions in order)
     return "".join(f"{row}\n" for row in rows)

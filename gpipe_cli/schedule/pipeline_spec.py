@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import final
 
-from gpipe_cli.schedule import order, traits
+from gpipe_cli.schedule import ScheduleModule, order, traits
 from gpipe_cli.schedule.action import Order, ScheduleTraits
 from gpipe_cli.schedule.checkpoint import Checkpoint, checkpoint_stops
 from gpipe_cli.schedule.memory import PartitionPeaks, partition_peaks, peaks_of_live
@@ -23,7 +23,7 @@ _order = lru_cache(maxsize=2)(order)
 @final
 @dataclass(frozen=True)
 class PipelineSpec:
-    schedule: str
+    schedule: str | ScheduleModule
     partitions: int
     micro_batches: int
     checkpoint: Checkpoint = "never"

@@ -18,6 +18,7 @@ from gpipe_cli.pytree import map_tensors
 from gpipe_cli.run.optimizer import optimizer_factory
 from gpipe_cli.schedule.checkpoint import Checkpoint
 from gpipe_cli.sequential import partition_uniform
+from tests.distributed.own_order import THERE_AND_BACK, schedule_called
 from tests.distributed.tasks import make
 
 CPU = torch.device("cpu")
@@ -89,7 +90,7 @@ class Case:
 
     def on_ranks(self, ranks: int, devices: list[torch.device] | None = None) -> Engine:
         task = make(self.task, 1)
-        partitions = ranks * 2 if self.schedule == "interleaved" else ranks
+        partitions = ranks * 2 if self.schedule in ("interleaved", THERE_AND_BACK) else ranks
         spec = EngineSpec(
             task.model,
             self.objective(task.loss, task.model),
@@ -99,7 +100,7 @@ class Case:
             eval_chunks=3,
             least_rows=self.least_rows,
             checkpoint=self.checkpoint,
-            schedule=self.schedule,
+            schedule=schedule_called(self.schedule, ranks, self.chunks),
             deferred_batch_norm=self.deferred,
             data_parallel=self.replicas,
             shards_optimizer=self.sharded,

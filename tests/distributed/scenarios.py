@@ -38,6 +38,7 @@ from gpipe_cli.training.loop import Position
 from gpipe_cli.training.snapshot.record import TrainingRecord
 from gpipe_cli.training.snapshot.writing import write_snapshot
 from tests.distributed.forked_ranks import run_ranks
+from tests.distributed.own_order import THERE_AND_BACK, schedule_called
 from tests.distributed.posted_operations import recording
 from tests.distributed.rendezvous import Operation, Program
 
@@ -64,7 +65,8 @@ class Scenario:
 
     @property
     def partitions(self) -> int:
-        per_rank = self.several if traits(self.schedule).several_per_device else 1
+        several = self.schedule == THERE_AND_BACK or traits(self.schedule).several_per_device
+        per_rank = self.several if several else 1
         return self.ranks // self.replicas * per_rank
 
 
@@ -185,7 +187,7 @@ def _engine(scenario: Scenario, folder: Path) -> None:
         [torch.device("cpu")] * (scenario.ranks // scenario.replicas),
         chunks=scenario.chunks,
         eval_chunks=scenario.chunks,
-        schedule=scenario.schedule,
+        schedule=schedule_called(scenario.schedule, scenario.ranks // scenario.replicas, scenario.chunks),
         checkpoint="never",
         data_parallel=scenario.replicas,
         shards_optimizer=scenario.sharded,

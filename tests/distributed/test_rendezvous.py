@@ -12,10 +12,11 @@ import pytest
 
 from gpipe_cli.distributed.peer import Message, Peer
 from gpipe_cli.schedule import names, traits
+from tests.distributed.own_order import THERE_AND_BACK
 from tests.distributed.rendezvous import RECEIVE, SEND, WAIT, Batch, Deadlock, Mismatch, Operation, run
 from tests.distributed.scenarios import MODELS, OWN_LOOP, Scenario, record
 
-SCHEDULES = [name for name in names() if traits(name).torch_schedule]
+SCHEDULES = [*(name for name in names() if traits(name).torch_schedule), THERE_AND_BACK]
 
 
 def send(peer: int, content: str = "x") -> Operation:

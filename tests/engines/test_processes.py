@@ -23,6 +23,7 @@ from gpipe_cli.engines.weight_average import exchange_weights
 from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.pipeline.layer import replica_key
 from tests.distributed.cases import AVERAGED, MOMENTUM, Case, CaseResult, run
+from tests.distributed.own_order import THERE_AND_BACK
 from tests.distributed.rank_pool import load_notes, load_result, load_whole, run_cases
 from tests.distributed.tasks import make
 
@@ -35,6 +36,7 @@ SPLIT_AND_RECOMPUTED = Case("odd_borders", "zero_bubble", "always")
 FAILING = Case("failing")
 HALVES = Case("perceptron", "1f1b", replicas=2, rows=(8, 8), chunks=2, optimizer=f"AdamW{AVERAGED}")
 MESHES = [
+    Case("odd_borders", THERE_AND_BACK, replicas=2, rows=(8, 3, 1), chunks=2, optimizer="SGD"),
     Case("odd_borders", "zero_bubble", replicas=2, rows=(8, 3, 1), chunks=2, optimizer="SGD"),
     Case("tied_without_dropout", "gpipe", replicas=2, rows=(8, 3), chunks=2, optimizer="SGD"),
     Case("normed", "1f1b", replicas=2, rows=(8, 3, 1), chunks=2, optimizer="SGD", deferred=True),
@@ -74,6 +76,10 @@ EQUAL = {
         Case("perceptron", "1f1b", precision="fp16"),
         Case("normed_rows", "1f1b", "except_last", rows=(10, 6, 5, 2), least_rows=2),
         RESUMED,
+        Case("perceptron", THERE_AND_BACK, "except_last"),
+        Case("long_skips", THERE_AND_BACK, "always", rows=(4,)),
+        Case("tied", THERE_AND_BACK, rows=(10, 3)),
+        Case("frozen_start", THERE_AND_BACK),
     ],
     3: [
         Case("long_skips", "zero_bubble", rows=(4,)),

@@ -134,9 +134,10 @@ def test_interleaved_partitions_may_outnumber_the_processes(torchrun: None) -> N
 
 
 def test_ranks_are_described_by_their_partitions_and_replicas() -> None:
-    assert describe_ranks(2, [CPU, CPU], 1) == ["partition 0", "partition 1"]
-    assert describe_ranks(4, [CPU, CPU], 1) == ["partitions 0, 2", "partitions 1, 3"]
-    assert describe_ranks(1, [CPU], 2) == ["partition 0 of replica 0", "partition 0 of replica 1"]
+    assert describe_ranks((0, 1), 1) == ["partition 0", "partition 1"]
+    assert describe_ranks((0, 1, 0, 1), 1) == ["partitions 0, 2", "partitions 1, 3"]
+    assert describe_ranks((0, 1, 1, 0), 1) == ["partitions 0, 3", "partitions 1, 2"]
+    assert describe_ranks((0,), 2) == ["partition 0 of replica 0", "partition 0 of replica 1"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""The search for an order of a pipeline whose balance is known: every placement of its partitions, and the best order.
+
+Partitions are dealt to the devices in turn or, where each device has two, also there and back: the first device then
+has the first and the last partition. Pure Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.schedule.files import FixedOrder
+from gpipe_cli.schedule.own_orders import AUTO
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.search import SearchResult, search, v_shaped
+from gpipe_cli.schedule.search_problem import SearchProblem
+from gpipe_cli.schedule.simulate import PartitionCost
+
+EFFORT = 100_000
+"""Actions scheduled for one placement: about a second."""
+LEAST_GAIN = 0.01
+"""A split backward or another placement must shorten the step by this share to be preferred to a simpler order:
+costs are not known more precisely."""
+
+
+@final
+@dataclass(frozen=True)
+class SearchedOrder:
+    schedule: FixedOrder
+    result: SearchResult
+    problem: SearchProblem
+    """With the placement that was best."""
+
+
+def order_problems(
+    spec: PipelineSpec,
+    costs: Sequence[PartitionCost],
+    limit: int | None,
+    *,
+    equal_devices: bool = True,
+) -> list[SearchProblem]:
+    """One for each placement. `costs` are those of the partitions; `limit` is the memory of a device, if there is one.
+
+    equal_devices: whether the costs hold on every device, so that partitions may be placed in another way.
+    """
+    devices = spec.devices or spec.partitions
+    placements = [tuple(partition % devices for partition in range(spec.partitions))]
+    if equal_devices and devices > 1 and spec.partitions == 2 * devices:
+        placements.append(v_shaped(devices))
+    return [
+        SearchProblem(
+            tuple(costs),
+            workers,
+            spec.micro_batches,
+            _memory(costs, workers, devices, limit),
+            spec.checkpoint_stops,
+            cores=spec.cores,
+        )
+        for workers in placements
+    ]
+
+
+def search_order(problems: Sequence[SearchProblem], effort: int = EFFORT) -> SearchedOrder:
+    """The best order of all placements; ConfigError if none fits the memory."""
+    best: SearchedOrder | None = None
+    refused: ConfigError | None = None
+    for problem in problems:
+        try:
+            result = search(problem, effort, LEAST_GAIN)
+        except ConfigError as error:
+            refused = error
+            continue
+        if best is None or result.step < best.result.step * (1 - LEAST_GAIN):
+            best = SearchedOrder(FixedOrder(AUTO, result.order), result, problem)
+    if best is None:
+        assert refused is not None, "there is a placement"
+        raise refused
+    return best
+
+
+def _memory(
+    costs: Sequence[PartitionCost], workers: Sequence[int], devices: int, limit: int | None
+) -> tuple[float, ...]:
+    """What each device has left for activations, besides parameters, gradients and the optimizer's state."""
+    if limit is None:
+        return ()
+    left = [float(limit)] * devices
+    for cost, worker in zip(costs, workers, strict=True):
+        left[worker] -= cost.resident_bytes
+    return tuple(max(1.0, bytes) for bytes in left)

@@ -1,0 +1,284 @@
+"""The order of schedule=auto and schedule=file: searched for or read, checked, timed, and saved with the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import nn
+
+from gpipe_cli.accelerator.devices import available_cores, is_accelerator
+from gpipe_cli.accelerator.memory import is_out_of_memory
+from gpipe_cli.config.overrides import override_group
+from gpipe_cli.config.schema import CostConfig, EngineConfig, ModelConfig, TrainConfig
+from gpipe_cli.errors import ConfigError, RunError
+from gpipe_cli.plan.costs import LayerCosts
+from gpipe_cli.plan.measured import measure_costs
+from gpipe_cli.plan.order_search import order_problems, search_order
+from gpipe_cli.profiling.cache import ProfileCache, default_folder
+from gpipe_cli.profiling.facts import ModelFacts, model_facts
+from gpipe_cli.profiling.layers import Sample, frozen_layers, has_values
+from gpipe_cli.profiling.partition_memory import resident_memory
+from gpipe_cli.report.output import print_status
+from gpipe_cli.run.data import BatchLoader
+from gpipe_cli.run.optimizer import kept_state, optimizer_factory
+from gpipe_cli.run.training_step import autocast_of, make_sample, memory_limit, sample_must_fit
+from gpipe_cli.schedule.files import FixedOrder, parse_schedule, read_schedule, schedule_text
+from gpipe_cli.schedule.own_orders import AUTO, OWN_ORDERS, similar_schedule
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.simulate import PartitionCost
+from gpipe_cli.training.run_directory import write_text
+from gpipe_cli.values import format_bytes
+
+ORDER_FILE = "schedule.csv"
+"""In the run directory; other runs and torch's pipelining can use it too."""
+LINK_BYTES_PER_SECOND = 12e9
+"""Between accelerators: PCIe 3.0 x16."""
+
+
+def has_own_order(settings: ModelConfig) -> bool:
+    """Whether the run needs an order that no module makes. Without backward, any schedule does the same."""
+    trains = isinstance(settings, CostConfig) and isinstance(settings, EngineConfig)
+    return trains and settings.schedule.name in OWN_ORDERS
+
+
+def saved_order(run: Path, settings: ModelConfig, overrides: Sequence[str]) -> FixedOrder | None:
+    """The order that a run was started with; None if it has none, or if the command line gives a schedule."""
+    path = run / ORDER_FILE
+    changed = any(override_group(word) == "schedule" for word in overrides)
+    if changed or settings.schedule.name not in OWN_ORDERS or not path.exists():
+        return None
+    try:
+        return read_schedule(path)
+    except ConfigError as error:
+        raise RunError(
+            f"{error}; repair it, or add schedule={settings.schedule.name} to find an order again"
+        ) from error
+
+
+def write_order(run: Path, spec: PipelineSpec) -> None:
+    """Save the order with the run, so that a resumed run repeats it, also after steps with an engine without one."""
+    if text := order_text(spec):
+        write_text(run / ORDER_FILE, text)
+
+
+def order_text(spec: PipelineSpec) -> str:
+    """The order as a CSV file has it; empty if a module makes it."""
+    return schedule_text(spec.schedule.given, is_csv=True) if isinstance(spec.schedule, FixedOrder) else ""
+
+
+def order_from_text(text: str) -> FixedOrder:
+    """The order that `order_text` wrote."""
+    return parse_schedule(text, AUTO, is_csv=True)
+
+
+def known_schedule(
+    settings: ModelConfig, given: FixedOrder | None, partitions: int, devices: int, micro_batches: int
+) -> str | FixedOrder:
+    """The schedule as far as it is known before the model is divided.
+
+    given: the order of a launcher or of a resumed run. Until an order is searched for, a similar schedule stands for
+    it.
+    """
+    name, path = settings.schedule.name, settings.schedule.path
+    if name not in OWN_ORDERS:
+        return name
+    if not has_own_order(settings):
+        return similar_schedule(partitions, devices)
+    fits = given is not None and _numbers(given) == (partitions, devices, micro_batches)
+    if name == AUTO:
+        if given is not None and not fits:
+            print_status(
+                f"schedule=auto: the order of the run is for {_described(given)}, now there are "
+                f"{partitions} partitions on {devices} devices and {micro_batches} chunks; searching again"
+            )
+        return given if given is not None and fits else similar_schedule(partitions, devices)
+    order = given or read_given_file(settings)
+    if _numbers(order) != (partitions, devices, micro_batches):
+        raise ConfigError(
+            f"schedule.path={path}: the order is for {_described(order)}, and there are {partitions} partitions on "
+            f"{devices} devices and {micro_batches} chunks; give partitions={order.partitions} "
+            f"devices={len(order.given)} chunks={order.chunks}"
+        )
+    return order
+
+
+def read_given_file(settings: ModelConfig) -> FixedOrder:
+    """The order in the file of schedule=file."""
+    assert settings.schedule.path is not None, "the configuration was checked"
+    try:
+        return read_schedule(settings.schedule.path)
+    except ConfigError as error:
+        raise ConfigError(f"schedule.path={error}") from error
+
+
+def _numbers(order: FixedOrder) -> tuple[int, int, int]:
+    return order.partitions, len(order.given), order.chunks
+
+
+def _described(order: FixedOrder) -> str:
+    return f"{order.partitions} partitions on {len(order.given)} devices and {order.chunks} chunks"
+
+
+def choose_order(
+    settings: CostConfig,
+    model: nn.Sequential,
+    loader: BatchLoader,
+    balance: Sequence[int],
+    devices: Sequence[torch.device],
+    spec: PipelineSpec,
+) -> FixedOrder:
+    """Search for the order of schedule=auto, or check that of schedule=file; print what it will take."""
+    began = time.monotonic()
+    measured = _Costs.of(settings, model, loader, devices, spec)
+    costs = measured.partitions(settings, model, balance, spec)
+    limit = memory_limit(settings)
+    if isinstance(spec.schedule, FixedOrder):
+        order, bound = spec.schedule, None
+        _check_memory(order, spec, costs, limit)
+        name = f"schedule.path={settings.schedule.path}"
+    else:
+        searched = search_order(order_problems(spec, costs, limit))
+        order, bound = searched.schedule, searched.result.bound
+        name = "schedule=auto"
+    simulated = replace(spec, schedule=order).simulate(costs)
+    usual = replace(spec, schedule=similar_schedule(spec.partitions, len(devices)))
+    expected = usual.simulate(costs)
+    unit = measured.format
+    print_status(
+        f"{name} ({measured.origin}, {time.monotonic() - began:.1f} s): {unit(simulated.step)} per step predicted, "
+        f"bubble {100 * simulated.bubble:.1f} %; {usual.schedule}: {unit(expected.step)}, "
+        f"bubble {100 * expected.bubble:.1f} %"
+        + (
+            ""
+            if bound is None
+            else f"; lower bound {unit(bound)}, gap {100 * (simulated.step / bound - 1):.1f} %"
+        )
+    )
+    return order
+
+
+def _check_memory(
+    order: FixedOrder, spec: PipelineSpec, costs: Sequence[PartitionCost], limit: int | None
+) -> None:
+    if limit is None:
+        return
+    peaks = replace(spec, schedule=order).simulate(costs).peak_bytes
+    workers = order.TRAITS.placement(order.partitions, len(order.given))
+    for device in range(len(order.given)):
+        needed = sum(peak for peak, worker in zip(peaks, workers, strict=True) if worker == device)
+        if needed > limit:
+            raise ConfigError(
+                f"schedule.path={order.name}: device {device} would need {format_bytes(needed)}, and "
+                f"device_memory={format_bytes(limit)}; give an order that keeps fewer micro-batches, or schedule=auto"
+            )
+
+
+@final
+@dataclass(frozen=True)
+class _Costs:
+    """What the layers cost, and where that is known from."""
+
+    layers: LayerCosts
+    facts: ModelFacts | None
+    """None if sizes depend on values, and the model has none."""
+    frozen: int
+    origin: str
+    in_milliseconds: bool
+
+    @staticmethod
+    def of(
+        settings: CostConfig,
+        model: nn.Sequential,
+        loader: BatchLoader,
+        devices: Sequence[torch.device],
+        spec: PipelineSpec,
+    ) -> _Costs:
+        sample = make_sample(settings, loader)
+        with sample_must_fit(sample), autocast_of(settings):
+            facts = _facts(model, sample)
+            frozen = frozen_layers(model, sample)
+        reason = "the model is not run here"
+        if has_values(model):
+            try:
+                return _measured(settings, model, sample, devices, spec, facts, frozen)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = "the whole model does not fit on one device"
+        if facts is None:
+            flops = [(1.0, 1.0)] * len(model)
+        else:
+            flops = [(float(layer.forward), float(layer.backward)) for layer in facts.flops]
+        forward, backward = (list(column) for column in zip(*flops, strict=True))
+        layers = LayerCosts(forward, backward, frozen_layers=frozen)
+        return _Costs(layers, facts, frozen, f"estimated from FLOPs, since {reason}", False)
+
+    def format(self, duration: float) -> str:
+        return f"{duration:.1f} ms" if self.in_milliseconds else f"{duration:.4g} FLOPs"
+
+    def partitions(
+        self, settings: CostConfig, model: nn.Sequential, balance: Sequence[int], spec: PipelineSpec
+    ) -> list[PartitionCost]:
+        """Durations and bytes of each partition."""
+        times = self.layers.partitions(balance, spec)
+        if self.facts is None:
+            return times
+        kept = kept_state(settings) if isinstance(settings, TrainConfig) else None
+        optimizer = optimizer_factory(settings, model)
+        resident = (
+            resident_memory(model, balance, optimizer, kept)
+            if kept
+            else resident_memory(model, balance, optimizer)
+        )
+        ranges = pairwise([0, *accumulate(balance)])
+        return [
+            replace(
+                cost,
+                resident_bytes=memory.total_bytes,
+                saved_bytes=self.facts.saved_bytes(begin, end) if end > self.frozen else 0,
+                input_bytes=self.facts.recompute_bytes(begin, end) if end > self.frozen else 0,
+            )
+            for cost, memory, (begin, end) in zip(times, resident, ranges, strict=True)
+        ]
+
+
+def _facts(model: nn.Sequential, sample: Sample) -> ModelFacts | None:
+    try:
+        return model_facts(model, sample, count_flops=not has_values(model))
+    except ConfigError:
+        return None
+
+
+def _measured(
+    settings: CostConfig,
+    model: nn.Sequential,
+    sample: Sample,
+    devices: Sequence[torch.device],
+    spec: PipelineSpec,
+    facts: ModelFacts | None,
+    frozen: int,
+) -> _Costs:
+    reuse = settings.plan.cache if isinstance(settings, TrainConfig) else True
+    profiles = ProfileCache(default_folder(), reuse=reuse, say=print_status)
+    print_status(f"schedule={settings.schedule.name}: measuring the layers and a short pipeline of them")
+    transfer = None
+    if facts is not None and is_accelerator(devices[0]):
+        sizes = (facts.boundary(end).bytes for end in range(1, len(model) + 1))
+        transfer = [1000 * size / LINK_BYTES_PER_SECOND for size in sizes]
+    with autocast_of(settings, devices[0].type), sample_must_fit(sample):
+        measured = measure_costs(
+            model,
+            sample.to(devices[0]),
+            devices,
+            profiles,
+            chunks=spec.micro_batches,
+            cores=available_cores(),
+        )
+    origin = "costs measured" if profiles.oldest is None else f"costs of {profiles.oldest}, confirmed now"
+    return _Costs(measured.costs(transfer), facts, frozen, origin, True)
