@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
@@ -111,9 +112,7 @@ def run(settings: TrainConfig, job: Job) -> Summary:
             cleanup.enter_context(defer_signals())
             setup = set_up_run(settings, job, resumed, cleanup, world, spec, launch)
             if world.is_rank_zero:
-                write_launch(setup.directory, {**launch, "steps": spec.steps})
-                write_order(setup.directory, parts.partitioning.spec)
-                write_spec(setup.directory, settings, parts.loader)
+                _write_facts(setup.directory, settings, parts, {**launch, "steps": spec.steps})
                 cleanup.callback(write_report, setup.directory)  # however the run ends
                 cleanup.enter_context(recorded_outcome(setup.directory))
                 cleanup.enter_context(logger.opened(setup.directory, setup.position, job))
@@ -123,14 +122,19 @@ def run(settings: TrainConfig, job: Job) -> Summary:
                 last, stopped = _train(settings, parts, spec, engine, setup, job.began, recorder, world, page)
             summary = summarize(last, parts.loader, setup.directory, job, stopped)
             summary |= parts.made.notes
-            summary["partitions"] = measured_memory_rows(
-                launch["partitions"], parts.partitioning.workers, engine.peak_bytes()
-            )
+            workers = parts.partitioning.workers
+            summary["partitions"] = measured_memory_rows(launch["partitions"], workers, engine.peak_bytes())
             if world.is_rank_zero:
                 write_summary(setup.directory, summary)
     if job.shows_result and is_main_process():
         print_summary(summary, settings)
     return summary
+
+
+def _write_facts(run: Path, settings: TrainConfig, parts: RunParts, launch: Mapping[str, Any]) -> None:
+    write_launch(run, launch)
+    write_order(run, parts.partitioning.spec)
+    write_spec(run, settings, parts.loader)
 
 
 def _disk_check(

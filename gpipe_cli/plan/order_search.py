@@ -20,6 +20,8 @@ from gpipe_cli.schedule.simulate import PartitionCost
 
 EFFORT = 100_000
 """Actions scheduled for one placement: about a second."""
+POLICIES = 500
+"""At most so many orders are built for one placement; a short pipeline gains nothing from more."""
 LEAST_GAIN = 0.01
 """A split backward or another placement must shorten the step by this share to be preferred to a simpler order:
 costs are not known more precisely."""
@@ -62,12 +64,13 @@ def order_problems(
     ]
 
 
-def search_order(problems: Sequence[SearchProblem], effort: int = EFFORT) -> SearchedOrder:
+def search_order(problems: Sequence[SearchProblem]) -> SearchedOrder:
     """The best order of all placements; ConfigError if none fits the memory."""
     best: SearchedOrder | None = None
     refused: ConfigError | None = None
     for problem in problems:
         try:
+            effort = min(EFFORT, POLICIES * 3 * problem.partitions * problem.chunks)
             result = search(problem, effort, LEAST_GAIN)
         except ConfigError as error:
             refused = error

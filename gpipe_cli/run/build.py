@@ -54,7 +54,7 @@ from gpipe_cli.run.training_step import (
 )
 from gpipe_cli.schedule import names, one_f_one_b
 from gpipe_cli.schedule.files import FixedOrder
-from gpipe_cli.schedule.own_orders import FILE, OWN_ORDERS, may_share_devices
+from gpipe_cli.schedule.own_orders import AUTO, FILE, OWN_ORDERS, may_share_devices, one_by_one
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.torch_internals.deferred_values import DeferredValues
 
@@ -200,7 +200,15 @@ def partition_model(
     set_threads(settings.threads, all_devices)
     known = known_schedule(settings, order, partitions, len(devices), loader.micro_batches(settings.chunks))
     spec = make_pipeline_spec(settings, loader, partitions, devices, known)
-    partitioning = _balance(settings, model, loader, devices, spec)
+    try:
+        partitioning = _balance(settings, model, loader, devices, spec)
+    except ConfigError:
+        if settings.schedule.name != AUTO or isinstance(known, FixedOrder):
+            raise
+        # The schedule that stands for the order may keep more than the order has to.
+        least = FixedOrder(AUTO, one_by_one(partitions, spec.micro_batches, len(devices)))
+        spec = replace(spec, schedule=least)
+        partitioning = _balance(settings, model, loader, devices, spec)
     if not has_own_order(settings) or (order is not None and isinstance(known, FixedOrder)):
         return partitioning
     assert isinstance(settings, CostConfig), "it has an order of its own"

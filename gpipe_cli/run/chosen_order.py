@@ -14,7 +14,7 @@ from torch import nn
 
 from gpipe_cli.accelerator.devices import available_cores, is_accelerator
 from gpipe_cli.accelerator.memory import is_out_of_memory
-from gpipe_cli.config.overrides import override_group
+from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import CostConfig, EngineConfig, ModelConfig, TrainConfig
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.plan.costs import LayerCosts
@@ -33,7 +33,6 @@ from gpipe_cli.schedule.own_orders import AUTO, OWN_ORDERS, similar_schedule
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 from gpipe_cli.training.run_directory import write_text
-from gpipe_cli.values import format_bytes
 
 ORDER_FILE = "schedule.csv"
 """In the run directory; other runs and torch's pipelining can use it too."""
@@ -50,8 +49,7 @@ def has_own_order(settings: ModelConfig) -> bool:
 def saved_order(run: Path, settings: ModelConfig, overrides: Sequence[str]) -> FixedOrder | None:
     """The order that a run was started with; None if it has none, or if the command line gives a schedule."""
     path = run / ORDER_FILE
-    changed = any(override_group(word) == "schedule" for word in overrides)
-    if changed or settings.schedule.name not in OWN_ORDERS or not path.exists():
+    if sets_key(overrides, "schedule") or settings.schedule.name not in OWN_ORDERS or not path.exists():
         return None
     try:
         return read_schedule(path)
@@ -137,15 +135,14 @@ def choose_order(
     began = time.monotonic()
     measured = _Costs.of(settings, model, loader, devices, spec)
     costs = measured.partitions(settings, model, balance, spec)
-    limit = memory_limit(settings)
-    if isinstance(spec.schedule, FixedOrder):
-        order, bound = spec.schedule, None
-        _check_memory(order, spec, costs, limit)
-        name = f"schedule.path={settings.schedule.path}"
-    else:
-        searched = search_order(order_problems(spec, costs, limit))
+    if settings.schedule.name == AUTO:
+        searched = search_order(order_problems(spec, costs, memory_limit(settings)))
         order, bound = searched.schedule, searched.result.bound
         name = "schedule=auto"
+    else:
+        assert isinstance(spec.schedule, FixedOrder), "read from the file"
+        order, bound = spec.schedule, None
+        name = f"schedule.path={settings.schedule.path}"
     simulated = replace(spec, schedule=order).simulate(costs)
     usual = replace(spec, schedule=similar_schedule(spec.partitions, len(devices)))
     expected = usual.simulate(costs)
@@ -161,22 +158,6 @@ def choose_order(
         )
     )
     return order
-
-
-def _check_memory(
-    order: FixedOrder, spec: PipelineSpec, costs: Sequence[PartitionCost], limit: int | None
-) -> None:
-    if limit is None:
-        return
-    peaks = replace(spec, schedule=order).simulate(costs).peak_bytes
-    workers = order.TRAITS.placement(order.partitions, len(order.given))
-    for device in range(len(order.given)):
-        needed = sum(peak for peak, worker in zip(peaks, workers, strict=True) if worker == device)
-        if needed > limit:
-            raise ConfigError(
-                f"schedule.path={order.name}: device {device} would need {format_bytes(needed)}, and "
-                f"device_memory={format_bytes(limit)}; give an order that keeps fewer micro-batches, or schedule=auto"
-            )
 
 
 @final

@@ -15,6 +15,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.schedule import names, order, traits, zero_bubble, zero_bubble_v
 from gpipe_cli.schedule.action import Order
 from gpipe_cli.schedule.list_schedule import Policy, Scheduled, list_schedule
+from gpipe_cli.schedule.own_orders import one_by_one
 from gpipe_cli.schedule.search_problem import SearchProblem
 from gpipe_cli.schedule.step_bound import step_bound
 from gpipe_cli.schedule.whole_backwards import with_whole_backwards
@@ -110,9 +111,11 @@ def _existing(problem: SearchProblem) -> Iterator[tuple[str, Order]]:
     partitions, devices = problem.partitions, problem.devices
     if problem.workers == v_shaped(devices) and devices > 1:
         yield zero_bubble_v.NAME, zero_bubble_v.order(partitions, problem.chunks, devices)
+    dealt = tuple(partition % devices for partition in range(partitions))
+    if problem.workers == dealt:
+        yield "one by one", one_by_one(partitions, problem.chunks, devices)
     for name in sorted(names(), key=lambda name: (traits(name).splits_backward, name)):
         several = traits(name).several_per_device
-        dealt = tuple(partition % devices for partition in range(partitions))
         if problem.workers == dealt and several == (partitions > devices):
             yield name, order(name, partitions, problem.chunks, devices)
 

@@ -12,7 +12,7 @@ PARTITIONS = [
 
 
 def test_partitions_that_share_a_device_share_its_peak() -> None:
-    rows = measured_memory_rows(PARTITIONS, [7 * 2**20, None])
+    rows = measured_memory_rows(PARTITIONS, (0, 1), [7 * 2**20, None])
     assert [row["device_peak_bytes"] for row in rows] == [7 * 2**20, None, 7 * 2**20]
     assert [row["estimated_bytes"] for row in rows] == [2**22, None, 2**20]
 
