@@ -6,6 +6,7 @@ It measures the model here, or estimates for devices that are elsewhere. It writ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from gpipe_cli.run.planning import Planned, Planner
 from gpipe_cli.run.timeline import as_step
 from gpipe_cli.run.training_step import make_loss
 from gpipe_cli.training.run_directory import write_text
+from gpipe_cli.values import format_bytes
 
 # Keys that the printed train command does not repeat: they belong to gpipe plan, or the plan sets them.
 OWN_KEYS = ("plan", "device", "devices", "verify", "top", "device_memory", "tensor_cores", "page")
@@ -122,13 +124,16 @@ def _train_command(settings: PlanConfig, best: Prediction, job: Job) -> str:
 
 def _summary(settings: PlanConfig, plans: Sequence[Prediction], planned: Planned, job: Job) -> dict[str, Any]:
     searched = planned.searched
+    # An order that was searched for may be shorter than all schedules allow; its own bound holds for its balance.
+    bound = min(searched.lower_bound_ms, plans[0].lower_bound_ms)
     errors = [abs(plan.error) for plan in plans if plan.error is not None]
     return {
         "best": plans[0].facts(),
         "candidates": [plan.facts() for plan in plans],
         "profile": planned.origin,
-        "lower_bound": searched.lower_bound_ms,
-        "gap": searched.gap,
+        "lower_bound": bound,
+        "gap": plans[0].step_ms / bound - 1,
+        "memory_curve": [asdict(point) for point in planned.memory_curve],
         "advice": advice(plans),
         "too_large": searched.too_large,
         "left_out": searched.left_out,
@@ -137,6 +142,16 @@ def _summary(settings: PlanConfig, plans: Sequence[Prediction], planned: Planned
         "paste": _train_command(settings, plans[0], job),
         "command": job.line,
     }
+
+
+def _curve_text(curve: Sequence[dict[str, float]]) -> str:
+    """The bubble of searched orders that may keep some share of what the usual schedule keeps."""
+    points = (f"{point['share']:.2g} x {100 * point['bubble']:.1f} %" for point in curve)
+    return f"{', '.join(points)} (1 x is {format_bytes(_usual_bytes(curve))} of activations, as 1f1b keeps)"
+
+
+def _usual_bytes(curve: Sequence[dict[str, float]]) -> float:
+    return curve[-1]["bytes"] / curve[-1]["share"]
 
 
 def _print(best: Prediction, planned: Planned, summary: dict[str, Any], step: StepTimeline | None) -> None:
@@ -151,6 +166,7 @@ def _print(best: Prediction, planned: Planned, summary: dict[str, Any], step: St
         )
     facts = {
         "lower bound": f"{summary['lower_bound']:.4g} ms, {100 * summary['gap']:.2f} % below the best plan",
+        **({"bubble by memory": _curve_text(summary["memory_curve"])} if summary["memory_curve"] else {}),
         "advice": summary["advice"],
         "paste": summary["paste"],
     }

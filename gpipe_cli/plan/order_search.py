@@ -7,19 +7,22 @@ has the first and the last partition. Pure Python.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.schedule.files import FixedOrder
-from gpipe_cli.schedule.own_orders import AUTO
+from gpipe_cli.schedule.own_orders import AUTO, similar_schedule
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
-from gpipe_cli.schedule.search import SearchResult, search, v_shaped
+from gpipe_cli.schedule.search import SearchResult, memory_curve, search, v_shaped
 from gpipe_cli.schedule.search_problem import SearchProblem
 from gpipe_cli.schedule.simulate import PartitionCost
 
 EFFORT = 100_000
 """Actions scheduled for one placement: about a second."""
+CURVE_EFFORT = 20_000
+SHARES = (1 / 3, 0.5, 0.75, 1.0, 1.5, 2.0)
+"""The memory of the curve, as multiples of what the usual schedule keeps."""
 POLICIES = 500
 """At most so many orders are built for one placement; a short pipeline gains nothing from more."""
 LEAST_GAIN = 0.01
@@ -81,6 +84,34 @@ def search_order(problems: Sequence[SearchProblem]) -> SearchedOrder:
         assert refused is not None, "there is a placement"
         raise refused
     return best
+
+
+@final
+@dataclass(frozen=True)
+class MemoryPoint:
+    """The bubble of the best order that keeps within some memory."""
+
+    share: float
+    """Of what the usual schedule keeps on the device that keeps most."""
+    bytes: float
+    """For activations, on each device."""
+    bubble: float
+    """The idle share of the busiest device."""
+
+
+def bubble_by_memory(problems: Sequence[SearchProblem], spec: PipelineSpec) -> list[MemoryPoint]:
+    """The curve of bubble against memory over all placements; empty if nothing is known about memory."""
+    usual = replace(spec, schedule=similar_schedule(spec.partitions, problems[0].devices))
+    most = max(problems[0].peaks(usual.order))
+    if not most:
+        return []
+    bubbles: dict[float, float] = {}
+    for problem in problems:
+        limited = replace(problem, memory=(most,) * problem.devices)
+        effort = min(CURVE_EFFORT, POLICIES * 3 * problem.partitions * problem.chunks)
+        for share, bubble in memory_curve(limited, SHARES, effort):
+            bubbles[share] = min(bubble, bubbles.get(share, 1.0))
+    return [MemoryPoint(share, share * most, bubbles[share]) for share in sorted(bubbles)]
 
 
 def _memory(

@@ -15,6 +15,7 @@ from gpipe_cli.plan.search import RankedPlan
 from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.plan.step_time import simulated_step
 from gpipe_cli.profiling.partition_memory import PartitionMemory
+from gpipe_cli.schedule.files import FixedOrder
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 
@@ -102,7 +103,7 @@ class Prediction:
         checkpoint = self.checkpoint if isinstance(self.checkpoint, str) else f"[{','.join(self.checkpoint)}]"
         return (
             f"balance=manual balance.layers=[{layers}] chunks={self.shape.chunks} "
-            f"schedule={self.shape.schedule} checkpoint={checkpoint}"
+            f"schedule={self.shape.schedule_name} checkpoint={checkpoint}"
         )
 
     def facts(self) -> dict[str, Any]:
@@ -110,7 +111,7 @@ class Prediction:
         return {
             "balance": list(self.balance),
             "chunks": self.shape.chunks,
-            "schedule": self.shape.schedule,
+            "schedule": self.shape.schedule_name,
             "checkpoint": self.checkpoint,
             "devices": self.shape.devices,
             "engine": "single" if self.is_plain else "threads",
@@ -153,7 +154,7 @@ def predict(
         best.lower_bound_ms,
         bubble=max(0.0, 1 - busy),
         samples_per_second=1000 * rows / best.step_ms if best.step_ms else 0.0,
-        memory=_by_device(memory, shape.devices),
+        memory=_by_device(memory, spec.traits.placement(shape.partitions, shape.devices)),
         limit=limit_of(
             spec,
             parts,
@@ -201,6 +202,9 @@ def limit_of(
 
 def _work(spec: PipelineSpec, parts: Sequence[PartitionCost]) -> float:
     """The work of all devices together."""
+    if isinstance(spec.schedule, FixedOrder):  # some of its backwards may be split, and some whole
+        simulation = spec.simulate(parts)
+        return (1 - simulation.bubble) * len(spec.order) * simulation.step
     splits = spec.traits.splits_backward
     return sum(
         spec.micro_batches * (part.forward + (sum(part.split) if splits else part.backward))
@@ -222,16 +226,20 @@ def _mean(parts: Sequence[PartitionCost], spec: PipelineSpec) -> PartitionCost:
     )
 
 
-def _by_device(memory: Sequence[PartitionMemory], devices: int) -> tuple[PartitionMemory, ...]:
-    """Devices take partitions round robin."""
+def _by_device(memory: Sequence[PartitionMemory], workers: Sequence[int]) -> tuple[PartitionMemory, ...]:
+    """workers: the device of each partition by its index."""
     return tuple(
         PartitionMemory(
             *(
-                sum(getattr(partition, name) for partition in memory[device::devices])
+                sum(
+                    getattr(partition, name)
+                    for partition, worker in zip(memory, workers, strict=True)
+                    if worker == device
+                )
                 for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
             )
         )
-        for device in range(devices)
+        for device in range(max(workers) + 1)
     )
 
 

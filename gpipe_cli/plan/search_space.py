@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
-from gpipe_cli.schedule import names, traits
+from gpipe_cli.schedule import ScheduleModule, names, traits
 from gpipe_cli.schedule.checkpoint import Checkpoint
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
@@ -23,12 +23,17 @@ class PlanShape:
     partitions: int
     devices: int
     chunks: int
-    schedule: str
+    schedule: str | ScheduleModule
+    """By its name, or an order that was searched for."""
     checkpoint: Checkpoint
     """FITTED: depends on the balance."""
 
     def spec(self, cores: int | None = None) -> PipelineSpec:
         return PipelineSpec(self.schedule, self.partitions, self.chunks, self.checkpoint, self.devices, cores)
+
+    @property
+    def schedule_name(self) -> str:
+        return traits(self.schedule).name
 
     @property
     def is_plain(self) -> bool:

@@ -16,6 +16,7 @@ from torch import nn
 from gpipe_cli.profiling.facts import ModelFacts
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.simulate import PartitionCost
 
 KeptState = Callable[[Sequence[int], Sequence[int]], int]
 """How many bytes of an optimizer's state a process keeps, from those of each parameter and of its state."""
@@ -61,6 +62,28 @@ def partition_memory(
     return [
         replace(partition, activation_bytes=bytes)
         for partition, bytes in zip(resident, activations, strict=True)
+    ]
+
+
+def with_bytes(
+    costs: Sequence[PartitionCost],
+    module: nn.Sequential,
+    facts: ModelFacts,
+    balance: Sequence[int],
+    optimizer: MakeOptimizer,
+    kept: KeptState = whole_state,
+    frozen_layers: int = 0,
+) -> list[PartitionCost]:
+    """The costs of the partitions with what they keep; a partition of frozen layers at the start saves nothing."""
+    resident = resident_memory(module, balance, optimizer, kept)
+    return [
+        replace(
+            cost,
+            resident_bytes=memory.total_bytes,
+            saved_bytes=facts.saved_bytes(begin, end) if end > frozen_layers else 0,
+            input_bytes=facts.recompute_bytes(begin, end) if end > frozen_layers else 0,
+        )
+        for cost, memory, (begin, end) in zip(costs, resident, _layer_ranges(balance), strict=True)
     ]
 
 

@@ -65,9 +65,9 @@ def with_best_plan(settings: TrainConfig, job: Job) -> tuple[TrainConfig, Job]:
     }
     tree = copy.deepcopy(job.tree)
     OmegaConf.set_struct(tree, False)
-    for key, value in {**keys, "schedule.name": shape.schedule, "plan.auto": False}.items():
+    for key, value in {**keys, "schedule.name": shape.schedule_name, "plan.auto": False}.items():
         OmegaConf.update(tree, key, value, merge=False)
     settings = replace(
-        settings, **keys, schedule=ScheduleConfig(shape.schedule), plan=PlanSearchConfig(auto=False)
+        settings, **keys, schedule=ScheduleConfig(shape.schedule_name), plan=PlanSearchConfig(auto=False)
     )
     return settings, replace(job, tree=tree)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import final
 
@@ -23,7 +22,7 @@ from gpipe_cli.plan.order_search import order_problems, search_order
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample, frozen_layers, has_values
-from gpipe_cli.profiling.partition_memory import resident_memory
+from gpipe_cli.profiling.partition_memory import whole_state, with_bytes
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.optimizer import kept_state, optimizer_factory
@@ -168,7 +167,6 @@ class _Costs:
     layers: LayerCosts
     facts: ModelFacts | None
     """None if sizes depend on values, and the model has none."""
-    frozen: int
     origin: str
     in_milliseconds: bool
 
@@ -187,7 +185,7 @@ class _Costs:
         reason = "the model is not run here"
         if has_values(model):
             try:
-                return _measured(settings, model, sample, devices, spec, facts, frozen)
+                return _measured(settings, model, sample, devices, spec, facts)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -198,7 +196,7 @@ class _Costs:
             flops = [(float(layer.forward), float(layer.backward)) for layer in facts.flops]
         forward, backward = (list(column) for column in zip(*flops, strict=True))
         layers = LayerCosts(forward, backward, frozen_layers=frozen)
-        return _Costs(layers, facts, frozen, f"estimated from FLOPs, since {reason}", False)
+        return _Costs(layers, facts, f"estimated from FLOPs, since {reason}", False)
 
     def format(self, duration: float) -> str:
         return f"{duration:.1f} ms" if self.in_milliseconds else f"{duration:.4g} FLOPs"
@@ -210,23 +208,9 @@ class _Costs:
         times = self.layers.partitions(balance, spec)
         if self.facts is None:
             return times
-        kept = kept_state(settings) if isinstance(settings, TrainConfig) else None
+        kept = kept_state(settings) if isinstance(settings, TrainConfig) else whole_state
         optimizer = optimizer_factory(settings, model)
-        resident = (
-            resident_memory(model, balance, optimizer, kept)
-            if kept
-            else resident_memory(model, balance, optimizer)
-        )
-        ranges = pairwise([0, *accumulate(balance)])
-        return [
-            replace(
-                cost,
-                resident_bytes=memory.total_bytes,
-                saved_bytes=self.facts.saved_bytes(begin, end) if end > self.frozen else 0,
-                input_bytes=self.facts.recompute_bytes(begin, end) if end > self.frozen else 0,
-            )
-            for cost, memory, (begin, end) in zip(times, resident, ranges, strict=True)
-        ]
+        return with_bytes(times, model, self.facts, balance, optimizer, kept, self.layers.frozen_layers)
 
 
 def _facts(model: nn.Sequential, sample: Sample) -> ModelFacts | None:
@@ -243,7 +227,6 @@ def _measured(
     devices: Sequence[torch.device],
     spec: PipelineSpec,
     facts: ModelFacts | None,
-    frozen: int,
 ) -> _Costs:
     reuse = settings.plan.cache if isinstance(settings, TrainConfig) else True
     profiles = ProfileCache(default_folder(), reuse=reuse, say=print_status)
@@ -262,4 +245,4 @@ def _measured(
             cores=available_cores(),
         )
     origin = "costs measured" if profiles.oldest is None else f"costs of {profiles.oldest}, confirmed now"
-    return _Costs(measured.costs(transfer), facts, frozen, origin, True)
+    return _Costs(measured.costs(transfer), facts, origin, True)

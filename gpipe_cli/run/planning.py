@@ -30,6 +30,8 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.bound import MemoryFit
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.measured import CostMeasurer, intra_op_threads
+from gpipe_cli.plan.order_plans import OrderPlanner
+from gpipe_cli.plan.order_search import MemoryPoint, order_problems
 from gpipe_cli.plan.prediction import Prediction, predict
 from gpipe_cli.plan.search import RankedPlan, SearchResult, search
 from gpipe_cli.plan.search_space import (
@@ -43,7 +45,7 @@ from gpipe_cli.plan.search_space import (
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.partition_memory import partition_memory
+from gpipe_cli.profiling.partition_memory import partition_memory, with_bytes
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.estimated_devices import EstimatedDevices, estimated_devices, layer_updates
@@ -56,7 +58,9 @@ from gpipe_cli.run.training_step import (
     trained_bytes,
 )
 from gpipe_cli.schedule import traits
+from gpipe_cli.schedule.own_orders import AUTO, FILE
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.search_problem import SearchProblem
 
 MAX_CHUNKS_PER_DEVICE = 8
 """Above this the bubble is only a few per cent, and small micro-batches are slow."""
@@ -80,6 +84,8 @@ class Planned:
     """Values of `chunks` that the search skipped, because the time ran out or the model rejects them."""
     origin: str
     """How the costs were obtained."""
+    memory_curve: list[MemoryPoint]
+    """The bubble of the best pipeline's searched orders against memory."""
 
 
 @final
@@ -135,7 +141,11 @@ class Planner:
         plans = [self._predicted(best, costs(best.shape), self._without_limit(shapes, costs, deadline))]
         others += self._plain_if_missing(shapes, costs, searched)
         plans += [self._predicted(answer, costs(answer.shape), None) for answer in others]
-        return Planned(plans, searched, costs, self._cores, skipped, origin)
+        orders = OrderPlanner(self._order_problems, self._predicted, self._cores)
+        if not self._given("schedule") or self._settings.schedule.name == AUTO:
+            plans = orders.added_to(plans, costs, keep, only=self._given("schedule"))
+        curve = orders.memory_curve(plans, costs)
+        return Planned(plans, searched, costs, self._cores, skipped, origin, curve)
 
     def _plain_if_missing(
         self, shapes: Sequence[PlanShape], costs: Callable[[PlanShape], LayerCosts], searched: SearchResult
@@ -169,14 +179,22 @@ class Planner:
             len(self._model),
             sorted(number for number in numbers if number <= len(self._model)),
             [min(settings.chunks, self._batch_size)] if self._given("chunks") else chunks,
-            [settings.schedule.name] if self._given("schedule") else self._schedules(),
+            self._schedules(),
             [self._checkpoint] if self._given("checkpoint") else CHECKPOINTS,
             settings.partitions,
             fitted=self._limit() is not None,
         )
 
     def _schedules(self) -> list[str]:
-        """Replicas are processes, which torch's own schedules drive."""
+        """Replicas are processes, which torch's schedules drive. Orders are searched for the best of their plans."""
+        name = self._settings.schedule.name
+        if self._given("schedule") and name == FILE:
+            raise ConfigError(
+                f"schedule={name}: gpipe plan compares schedules; leave it out, and use gpipe train schedule={name} to "
+                "see what its order will take"
+            )
+        if self._given("schedule") and name != AUTO:
+            return [name]
         searched = searched_schedules()
         return [name for name in searched if self._replicas == 1 or traits(name).torch_schedule is not None]
 
@@ -331,6 +349,22 @@ class Planner:
             deadline=deadline,
         )
         return searched.plans[0].best.step_ms
+
+    def _order_problems(self, plan: Prediction, costs: LayerCosts) -> list[SearchProblem]:
+        """The search for an order of a plan's balance."""
+        shape = plan.shape
+        spec = shape.spec(self._cores)
+        parts = with_bytes(
+            costs.partitions(plan.balance, spec),
+            self._model,
+            self._facts(shape.chunks),
+            plan.balance,
+            optimizer_factory(self._settings, self._model),
+            kept_state(self._settings),
+            costs.frozen_layers,
+        )
+        limit = min(self._limits(), default=self._limit())
+        return order_problems(spec, parts, limit, equal_devices=costs.equal_devices)
 
     def _predicted(self, answer: RankedPlan, costs: LayerCosts, without_limit_ms: float | None) -> Prediction:
         shape = answer.shape

@@ -165,6 +165,9 @@ class _Search:
                 (total / 2, total / 2)
                 for total in (1.005 * alive, 1.02 * alive, alive, 0.95 * alive, 1.0, 0.8)
             ]
+        elif self._problem.partitions > 2 * workers:
+            passes = -(-self._problem.partitions // workers)
+            shapes = [(alive * hop,) * (2 * passes) for hop in (0.5, 0.7, 1.0)]
         else:
             pairs = ((4, 2, 4, 2), (2, 4, 2, 4), (3, 3, 3, 3), (4, 2, 4, 1))
             shapes = [tuple(alive * hop / 6 for hop in hops) for hops in pairs]

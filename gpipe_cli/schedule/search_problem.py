@@ -88,11 +88,14 @@ class SearchProblem:
             busy[span.worker] += span.end - span.begin
         return max(busy)
 
+    def peaks(self, order: Order) -> list[float]:
+        """The most bytes that each worker keeps for backward at once."""
+        return [_peak(actions, self.costs, self.stops, self.kept_share) for actions in order]
+
     def fits(self, order: Order) -> bool:
         """Whether what the workers keep for backward fits their memory at every moment of the order."""
         return not self.memory or all(
-            _peak(actions, self.costs, self.stops, self.kept_share) <= limit * (1 + 1e-9)
-            for actions, limit in zip(order, self.memory, strict=True)
+            peak <= limit * (1 + 1e-9) for peak, limit in zip(self.peaks(order), self.memory, strict=True)
         )
 
 

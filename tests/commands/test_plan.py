@@ -165,6 +165,21 @@ def test_the_run_without_a_pipeline_is_always_among_the_plans(gpipe: Gpipe) -> N
     assert [each["engine"] for each in candidates] == ["threads", "threads", "single"]
 
 
+def test_searched_orders_are_candidates_and_can_be_asked_for(gpipe: Gpipe) -> None:
+    words = ("model=mlp", "model.width=8192", "batch_size=4096", "device=a100", "devices=4", "chunks=8")
+    given = ("partitions=4", "checkpoint=never")
+    answer = gpipe("plan", *words, *given, "schedule=auto", "--json").json
+    pipelines = [each for each in answer["candidates"] if each["engine"] == "threads"]
+    assert pipelines and all(each["schedule"] == "auto" for each in pipelines)
+    assert "schedule=auto" in answer["paste"] and answer["gap"] >= 0
+    assert [point["share"] for point in answer["memory_curve"]][-1] == 2.0
+    fixed = gpipe("plan", *words, *given, "schedule=1f1b", "--json").json
+    assert answer["best"]["predicted_ms"] <= fixed["best"]["predicted_ms"]
+    assert "bubble by memory" in gpipe("plan", *words, *given).out
+    refused = gpipe("plan", *words, "schedule=file", "schedule.path=order.csv")
+    assert refused.code == 2 and "schedule=file: gpipe plan compares schedules; leave it out" in refused.err
+
+
 def test_a_page_shows_candidates_timeline_and_limits(gpipe: Gpipe, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     words = ("plan", "model=mlp", "model.width=8192", "batch_size=4096", "device=a100", "devices=4", "top=2")
@@ -175,6 +190,7 @@ def test_a_page_shows_candidates_timeline_and_limits(gpipe: Gpipe, tmp_path: Pat
         "Candidates by time and memory",
         "A step of the best plan",
         "What limits it",
+        "Bubble against memory",
         "Train with it",
     ):
         assert f"<h2>{heading}</h2>" in text

@@ -23,7 +23,10 @@ FIRST_ROWS = [row for row in ROWS if row.chunks == 3 * row.devices]
 @st.composite
 def problems(draw: st.DrawFn) -> SearchProblem:
     devices, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    workers = v_shaped(devices) if draw(st.booleans()) and devices > 1 else tuple(range(devices))
+    turns = draw(st.integers(1, 3))
+    workers = tuple(range(devices)) * turns
+    if turns == 2 and devices > 1 and draw(st.booleans()):
+        workers = v_shaped(devices)
     times = st.integers(1, 20).map(float)
     costs = tuple(
         PartitionCost(
@@ -42,7 +45,7 @@ def problems(draw: st.DrawFn) -> SearchProblem:
         replace(cost, backward=sum(cost.split) * draw(st.sampled_from((0.6, 0.9, 1.0)))) for cost in costs
     )
     stops = tuple(draw(st.sampled_from([0, chunks])) for _ in workers)
-    memory = tuple(float(draw(st.integers(14, 60))) for _ in range(devices))
+    memory = tuple(float(draw(st.integers(21, 60))) for _ in range(devices))
     cores = draw(st.sampled_from((None, 1, 2)))
     return SearchProblem(costs, workers, chunks, memory, stops, synchronized=draw(st.booleans()), cores=cores)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.colors import curve_class
 from gpipe_cli.report.formatting import format_value
-from gpipe_cli.report.page.charts import Scale
+from gpipe_cli.report.page.charts import ChartLine, Scale, draw_chart
+from gpipe_cli.report.page.curves import CurvePoint
 from gpipe_cli.report.page.document import whole_page
 from gpipe_cli.report.page.html import Child, Html, join, table, tag
 from gpipe_cli.report.page.run_facts import TimelineBar, TimelineFacts
@@ -38,6 +40,9 @@ def plan_page(summary: Facts, step: StepTimeline | None) -> str:
             _section("Candidates by time and memory", _chart(candidates)),
             _section("A step of the best plan", timeline) if timeline is not None else None,
             _section("What limits it", _limits(best)),
+            _section("Bubble against memory", _memory_curve(summary["memory_curve"]))
+            if summary["memory_curve"]
+            else None,
             _section("All candidates", _table(candidates)),
             _section("Train with it", tag("pre", None, summary["paste"])),
         ],
@@ -110,6 +115,32 @@ def _chart(candidates: Sequence[Facts]) -> Html:
             tag("svg", {"class": "across"}, *steps),
         ),
     )
+
+
+def _memory_curve(curve: Sequence[Facts]) -> Html:
+    """The bubble of the best searched order within each memory, as a line."""
+    shares, bubbles = [100 * point["share"] for point in curve], [point["bubble"] for point in curve]
+    line = ChartLine(
+        "bubble", 0, 0, [CurvePoint(x, x, y, y, y) for x, y in zip(shares, bubbles, strict=True)]
+    )
+    across = Scale.over(shares)
+    caption = join(
+        [
+            tag("strong", None, "bubble of the best order"),
+            " by the memory for activations per device, in percent of what 1f1b keeps (interleaved, where devices have "
+            "several partitions)",
+        ]
+    )
+    hover = [
+        (
+            round(across.share(x), 4),
+            f"{x:.0f} %: {format_value('peak_bytes', point['bytes'])}\n"
+            f"bubble {format_value('bubble', point['bubble'])}",
+        )
+        for x, point in zip(shares, curve, strict=True)
+    ]
+    vertical = Scale.over([0.0, *bubbles], margin=0.06)
+    return draw_chart("bubble", "bubble against memory", [line], across, vertical, caption, json.dumps(hover))
 
 
 def _dot(number: int, candidate: Facts, x: float, y: float) -> Html:

@@ -1,0 +1,81 @@
+"""Orders that are searched for, as plans: the best pipelines again, each with the best order of its balance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.plan.costs import LayerCosts
+from gpipe_cli.plan.order_search import LEAST_GAIN, MemoryPoint, bubble_by_memory, search_order
+from gpipe_cli.plan.prediction import Prediction
+from gpipe_cli.plan.search import BestBalance, RankedPlan
+from gpipe_cli.plan.search_space import PlanShape
+from gpipe_cli.plan.step_time import step_ms
+from gpipe_cli.schedule.search_problem import SearchProblem
+
+SEARCHED_PLANS = 3
+"""How many of the best pipelines get an order of their own; each takes about a second."""
+MOST_ACTIONS = 20_000
+"""Of a pipeline that gets one."""
+
+
+@final
+@dataclass(frozen=True)
+class OrderPlanner:
+    problems_of: Callable[[Prediction, LayerCosts], list[SearchProblem]]
+    """The search for an order of a plan's balance."""
+    predict: Callable[[RankedPlan, LayerCosts, float | None], Prediction]
+    cores: int | None
+
+    def added_to(
+        self, plans: Sequence[Prediction], costs: Callable[[PlanShape], LayerCosts], keep: int, *, only: bool
+    ) -> list[Prediction]:
+        """The plans, best first, and with them those with a searched order that beat the same balance's best schedule.
+
+        only: leave out every other pipeline.
+        """
+        searched = [
+            self._searched(plan, costs(plan.shape), least_gain=0.0 if only else LEAST_GAIN)
+            for plan in _pipelines(plans)
+        ]
+        fixed = [plan for plan in plans if plan.is_plain or not only]
+        ranked = sorted(
+            [*fixed, *(plan for plan in searched if plan is not None)], key=lambda plan: plan.step_ms
+        )
+        return [plan for place, plan in enumerate(ranked) if place < keep or plan.is_plain]
+
+    def memory_curve(
+        self, plans: Sequence[Prediction], costs: Callable[[PlanShape], LayerCosts]
+    ) -> list[MemoryPoint]:
+        """The bubble against memory of the best pipeline; empty if there is none."""
+        for plan in _pipelines(plans)[:1]:
+            return bubble_by_memory(self.problems_of(plan, costs(plan.shape)), plan.shape.spec(self.cores))
+        return []
+
+    def _searched(self, plan: Prediction, costs: LayerCosts, least_gain: float) -> Prediction | None:
+        try:
+            found = search_order(self.problems_of(plan, costs))
+        except (
+            ConfigError
+        ):  # no order fits, not even the plan's own, where devices share their memory otherwise
+            return None
+        shape = replace(plan.shape, schedule=found.schedule)
+        spec = shape.spec(self.cores)
+        step = step_ms(spec, costs, plan.balance)
+        if step > plan.step_ms * (1 - least_gain):
+            return None
+        bound = min(step, found.result.bound + costs.update_ms(plan.balance, spec))
+        best = BestBalance(plan.balance, plan.shape.checkpoint, step, bound)
+        return self.predict(RankedPlan(shape, best), costs, None)
+
+
+def _pipelines(plans: Sequence[Prediction]) -> list[Prediction]:
+    """The best, each balance once; an order does not depend on the schedule it replaces."""
+    chosen: dict[object, Prediction] = {}
+    for plan in plans:
+        shape = plan.shape
+        if shape.devices > 1 and shape.actions <= MOST_ACTIONS:
+            chosen.setdefault((plan.balance, shape.devices, shape.chunks, shape.checkpoint), plan)
+    return list(chosen.values())[:SEARCHED_PLANS]

@@ -1,0 +1,49 @@
+"""Orders for plans and runs: every placement is tried, a simpler order is kept unless another one gains enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.plan.order_search import bubble_by_memory, order_problems, search_order
+from gpipe_cli.schedule.check import check
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.simulate import PartitionCost
+
+COST = PartitionCost(
+    10, 20, input_grad=10, weight_grad=10, saved_bytes=100, input_bytes=10, resident_bytes=1000
+)
+
+
+def test_two_partitions_per_device_are_tried_in_turn_and_there_and_back() -> None:
+    spec = PipelineSpec("interleaved", 4, 4, devices=2)
+    problems = order_problems(spec, [COST] * 4, limit=None)
+    assert [problem.workers for problem in problems] == [(0, 1, 0, 1), (0, 1, 1, 0)]
+    assert len(order_problems(spec, [COST] * 4, limit=None, equal_devices=False)) == 1
+    assert len(order_problems(PipelineSpec("1f1b", 2, 4), [COST] * 2, limit=None)) == 1
+    found = search_order(problems)
+    check(found.schedule.given, 4, 4)
+    assert found.result.step <= min(spec.simulate([COST] * 4).step, 2 * 4 * 40)
+
+
+def test_what_stays_on_a_device_leaves_less_for_activations() -> None:
+    spec = PipelineSpec("1f1b", 2, 4)
+    (problem,) = order_problems(spec, [COST, replace(COST, resident_bytes=1100)], limit=1200)
+    assert problem.memory == (200.0, 100.0)
+    found = search_order([problem])
+    assert found.problem.peaks(found.schedule.given) <= [200.0, 100.0]
+    with pytest.raises(ConfigError, match="no order fits"):
+        search_order(order_problems(spec, [COST] * 2, limit=1050))
+
+
+def test_the_curve_of_bubble_against_memory_falls() -> None:
+    spec = PipelineSpec("1f1b", 4, 8)
+    curve = bubble_by_memory(order_problems(spec, [COST] * 4, limit=None), spec)
+    assert [point.share for point in curve][-3:] == [1.0, 1.5, 2.0]
+    assert curve[-1].bytes == 2 * 400
+    bubbles = [point.bubble for point in curve]
+    assert bubbles == sorted(bubbles, reverse=True) and bubbles[-1] < bubbles[0]
+    without_sizes = [replace(COST, saved_bytes=0)] * 4
+    assert bubble_by_memory(order_problems(spec, without_sizes, limit=None), spec) == []
