@@ -94,6 +94,8 @@ CLAIMS = (
     _time("gpipe", "torch-gpipe", 1.0),
     _time("1f1b", "torch-1f1b", 1.0),
     _time("gpipe-recorded", "gpipe", 1.02),
+    _time("auto", "1f1b", 1.0),
+    _time("auto", "zero_bubble", 1.0),
     _speed_up("gpipe"),
     _speed_up("1f1b"),
     Claim(

@@ -110,7 +110,25 @@ def _gpipe_recorded(case: Case, rendezvous: Rendezvous) -> Step:
     return step
 
 
-def _gpipe_pipe(case: Case, schedule: str, checkpoint: str) -> Any:
+def _gpipe_auto(case: Case, rendezvous: Rendezvous) -> Step:
+    """The order that schedule=auto finds for the case's balance, from costs that are measured here and now."""
+    from gpipe_cli.plan.measured import measure_costs
+    from gpipe_cli.plan.order_search import order_problems, search_order
+    from gpipe_cli.profiling.cache import ProfileCache
+    from gpipe_cli.profiling.layers import Sample
+    from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+
+    devices, cores = [torch.device(device) for device in DEVICES], len(DEVICES)
+    sample = Sample(case.input.chunk(CHUNKS)[0], case.target.chunk(CHUNKS)[0], case.loss)
+    measured = measure_costs(case.model, sample, devices, ProfileCache(None), chunks=CHUNKS, cores=cores)
+    spec = PipelineSpec("1f1b", len(case.balance), CHUNKS, devices=len(devices), cores=cores)
+    costs = measured.costs(None).partitions(case.balance, spec)
+    found = search_order(order_problems(spec, costs, limit=None))
+    pipe = _gpipe_pipe(case, found.schedule, "never")
+    return lambda: pipe.step(case.input, case.target, case.loss)
+
+
+def _gpipe_pipe(case: Case, schedule: Any, checkpoint: str) -> Any:
     from gpipe_cli import GPipe
 
     balance = case.interleaved_balance if schedule == "interleaved" else case.balance
@@ -197,6 +215,7 @@ SYSTEMS: Mapping[str, System] = {
     "1f1b-except_last": System(partial(_gpipe, schedule="1f1b", checkpoint="except_last")),
     "interleaved": System(partial(_gpipe, schedule="interleaved", checkpoint="never")),
     "zero_bubble": System(partial(_gpipe, schedule="zero_bubble", checkpoint="never")),
+    "auto": System(_gpipe_auto),
     "torchgpipe": System(partial(_torchgpipe, checkpoint="never")),
     "torchgpipe-except_last": System(partial(_torchgpipe, checkpoint="except_last")),
     "torch-gpipe": System(partial(_torch_pipelining, schedule="gpipe"), processes=2),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gpipe_cli.schedule import order
-from gpipe_cli.schedule.search import search
+from gpipe_cli.schedule.search import search, v_shaped
 from gpipe_cli.schedule.search_problem import SearchProblem
 from gpipe_cli.schedule.simulate import PartitionCost, simulate
 
@@ -76,6 +76,10 @@ class Row:
             synchronized=False,
         )
 
+    def v_problem(self, micro_batches: int) -> SearchProblem:
+        """Two partitions per device, there and back; each device may keep so many micro-batches."""
+        return v_problem(self.costs(2), self.devices, self.chunks, micro_batches, KEPT_SHARES[self.model])
+
     def bubble(self, schedule: str) -> float:
         return self._simulate(schedule, 0.0)[1]
 
@@ -102,6 +106,24 @@ class Row:
         made = order(schedule, self.devices * turns, self.chunks, self.devices)
         simulation = simulate(made, self.costs(turns, overhead))
         return simulation.step, simulation.bubble
+
+
+def v_problem(
+    costs: Sequence[PartitionCost], devices: int, chunks: int, micro_batches: int, kept_share: float = 1.0
+) -> SearchProblem:
+    kept = tuple(replace(cost, saved_bytes=500) for cost in costs)
+    memory = (micro_batches * 2 * kept[0].saved_bytes,) * devices
+    return SearchProblem(kept, v_shaped(devices), chunks, memory, kept_share=kept_share, synchronized=False)
+
+
+def v_half(devices: int, chunks: int) -> tuple[int, float]:
+    """The micro-batches that V-Half (arXiv 2405.15362) keeps on a device, and its bubble, about, for equal times."""
+    return (devices + 2) // 2, devices / 2 / chunks
+
+
+def v_min(devices: int, chunks: int) -> tuple[int, float]:
+    """The same of V-Min."""
+    return (devices + 4) // 3, 2 * devices / 3 / chunks
 
 
 KEPT_SHARES = {"1.5B": 32 / (34 + 160 / 3), "6.2B": 32 / 74, "14.6B": 32 / 74, "28.3B": 32 / 74}
@@ -209,12 +231,26 @@ def show() -> None:
             f"errors from {100 * min(errors):+.1f} to {100 * max(errors):+.1f} %"
         )
     searched = Table(
-        "model", "p", "m", "ZB-1p bubble", "ZB-2p bubble", "lower bound", "ZB-2p per s", "seconds", box=None
+        "model",
+        "p",
+        "m",
+        "ZB-1p bubble",
+        "ZB-2p bubble",
+        "lower bound",
+        "ZB-2p per s",
+        "V-Half bubble",
+        "V-Min bubble",
+        "seconds",
+        box=None,
     )
     for row in ROWS:
         if row.chunks == 3 * row.devices:
             began = time.perf_counter()
             once, twice = (search(row.problem(memory)) for memory in (1.0, 2.0))
+            less = [
+                (published, search(row.v_problem(kept), 100 * 6 * row.devices * row.chunks))
+                for kept, published in (function(row.devices, row.chunks) for function in (v_half, v_min))
+            ]
             seconds = time.perf_counter() - began
             searched.add_row(
                 row.model,
@@ -224,8 +260,10 @@ def show() -> None:
                 f"{ZB_2P[row.model]:.4f} / {twice.bubble:.4f}",
                 f"{max(0.0, 1 - (1 - twice.bubble) * twice.step / twice.bound):.4f}",
                 f"{ZB_2P_THROUGHPUTS[row.model]:.2f} / {row.searched_throughput(2.0):.2f}",
+                *(f"~{published:.4f} / {found.bubble:.4f}" for published, found in less),
                 f"{seconds:.1f}",
             )
     Console(width=150).print(
-        "Searched orders with once and twice the memory of 1F1B: published / found", searched
+        "Searched orders with once and twice the memory of 1F1B, a half and a third: published / found",
+        searched,
     )

@@ -26,7 +26,13 @@ SEARCHED = "searched"
 _TIED = 1e-9
 _STARTS = ((0.5, 1.0, 1.0, False), (2.0, 1.0, 0.25, True), (0.0, 1.0, 1.0, False), (1.0, 0.5, 0.5, False))
 """Window, patience, patience at the end and protection of the last gradient: what was best for published costs."""
-_V_STARTS = ((1.0, 1.0, 1.0, False), (1.0, 0.5, 0.5, False), (0.25, 1.0, 1.0, False), (2.0, 1.0, 0.25, True))
+_V_STARTS = (
+    (0.5, 0.75, 0.25, True),
+    (1.0, 1.0, 1.0, False),
+    (1.0, 0.5, 0.5, False),
+    (0.25, 1.0, 1.0, False),
+    (2.0, 1.0, 0.25, True),
+)
 
 
 @final
@@ -169,7 +175,7 @@ class _Search:
             passes = -(-self._problem.partitions // workers)
             shapes = [(alive * hop,) * (2 * passes) for hop in (0.5, 0.7, 1.0)]
         else:
-            pairs = ((4, 2, 4, 2), (2, 4, 2, 4), (3, 3, 3, 3), (4, 2, 4, 1))
+            pairs = ((3, 3, 3, 3), (2.7, 2.7, 2.7, 2.7), (4, 2, 4, 2), (2, 4, 2, 4), (4, 2, 4, 1))
             shapes = [tuple(alive * hop / 6 for hop in hops) for hops in pairs]
         for (window, patience, at_end, protects), hops in product(starts, shapes):
             yield Policy(tuple(hops), window, (patience,) * workers, (at_end,) * workers, protects)

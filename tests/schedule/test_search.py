@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.zero_bubble import ROWS, ZB_2P, ZB_2P_THROUGHPUTS, Row
+from benchmarks.zero_bubble import ROWS, ZB_2P, ZB_2P_THROUGHPUTS, Row, v_half, v_min, v_problem
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.schedule import Kind, order
 from gpipe_cli.schedule.check import check
@@ -87,6 +88,18 @@ def test_with_the_memory_of_zb_2p_the_bubble_is_at_most_that_of_zb_2p(row: Row) 
 def test_with_the_memory_of_1f1b_the_bubble_is_at_most_that_of_zb_1p(row: Row) -> None:
     result = search(row.problem(memory=1.0), effort=20_000)
     assert round(result.bubble, 4) <= row.bubbles[2]
+
+
+@pytest.mark.parametrize("devices", [8, 16])
+@pytest.mark.parametrize("published", [v_half, v_min])
+def test_with_half_and_a_third_of_the_memory_the_bubble_is_at_most_that_of_v_half_and_v_min(
+    devices: int, published: Callable[[int, int], tuple[int, float]]
+) -> None:
+    chunks = 3 * devices
+    kept, bubble = published(devices, chunks)
+    costs = [PartitionCost(1, 2, input_grad=1, weight_grad=1)] * (2 * devices)
+    result = search(v_problem(costs, devices, chunks, kept), effort=60_000)
+    assert result.bubble <= bubble
 
 
 def test_workers_that_wait_for_each_other_reach_the_lower_bound_with_twice_the_memory() -> None:
