@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gpipe_cli.schedule import order
-from gpipe_cli.schedule.search import search, v_shaped
+from gpipe_cli.schedule.search import EFFORT, search, v_shaped
 from gpipe_cli.schedule.search_problem import SearchProblem
 from gpipe_cli.schedule.simulate import PartitionCost, simulate
 
@@ -248,7 +248,7 @@ def show() -> None:
             began = time.perf_counter()
             once, twice = (search(row.problem(memory)) for memory in (1.0, 2.0))
             less = [
-                (published, search(row.v_problem(kept), 100 * 6 * row.devices * row.chunks))
+                (published, search(row.v_problem(kept), max(EFFORT, 600 * row.devices * row.chunks)))
                 for kept, published in (function(row.devices, row.chunks) for function in (v_half, v_min))
             ]
             seconds = time.perf_counter() - began
