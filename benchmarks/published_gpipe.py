@@ -133,7 +133,7 @@ class Comparison:
         if abs(self.difference) <= FAR:
             return ""
         if self.line.speed_up > self.line.most:
-            return f"impossible with one batch size for all lines: at most {self.line.most:.1f}"
+            return f"impossible with equal batches: at most {self.line.most:.1f}"
         return "unknown"
 
 

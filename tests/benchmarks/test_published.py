@@ -63,7 +63,7 @@ def test_the_published_speed_ups_of_torchgpipe_and_gpipe_are_predicted(
         )
     assert statistics.median(ours) <= 0.08 and max(ours) <= 0.25 and both <= 0.08
     far = [each.reason for each in others if abs(each.difference) > published_gpipe.FAR]
-    assert len(far) == 2 and all(reason.startswith("impossible with one batch size") for reason in far)
+    assert len(far) == 2 and all(reason.startswith("impossible with equal batches") for reason in far)
 
 
 @pytest.mark.slow
