@@ -32,7 +32,10 @@ def main() -> None:
     options = parser.parse_args()
     console = Console(width=130)
     if options.rows is not None:
-        published_gpt.show(console, options.rows, fits=False)
+        try:
+            published_gpt.show(console, options.rows, fits=False)
+        except (OSError, ValueError) as error:
+            parser.error(f"--rows {options.rows}: {error}")
         return
     published_torchgpipe.show(console)
     published_gpipe.show(console)

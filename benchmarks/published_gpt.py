@@ -91,14 +91,16 @@ def read_rows(path: Path = ROWS) -> list[Row]:
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         if missing := [name for name in names if name not in (reader.fieldnames or ())]:
-            raise ValueError(f"{path}: no column {', '.join(missing)}")
+            raise ValueError(f"no column {', '.join(missing)}")
         rows = [
             Row(**{**{name: int(row[name]) for name in counts}, "iteration_ms": float(row["iteration_ms"])})
             for row in reader
         ]
+    if not rows:
+        raise ValueError("no rows")
     for line, row in enumerate(rows, start=2):
         if (refusal := row.refusal()) is not None:
-            raise ValueError(f"{path}, line {line}: {refusal}")
+            raise ValueError(f"line {line}: {refusal}")
     return rows
 
 

@@ -100,6 +100,7 @@ def test_rows_of_your_own_need_not_divide_evenly(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("gpus,hidden\n1,64\n", "no column global_batch, micro_batch, heads"),
+        (HEADER, "no rows"),
         (f"{HEADER}1,8,1,100,16,2,64,1,1,10\n", "line 2: hidden=100 does not divide among heads=16"),
         (f"{HEADER}4,8,1,64,4,2,64,1,4,10\n", "line 2: pipeline=4 has more partitions than layers=2"),
         (f"{HEADER}4,2,1,64,4,2,64,4,1,10\n", "line 2: global_batch=2 is less than a row for each replica"),
