@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, final
 
 import torch
@@ -29,6 +30,19 @@ MAX_BYTES_IN_MEMORY = 2**28
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _aten = torch.ops.aten
+
+
+_paused: ContextVar[bool] = ContextVar("paused", default=False)
+
+
+@contextmanager
+def without_recording() -> Iterator[None]:
+    """Inside, tensors are what they are, also within `DeferredValues.recording`: for code that makes none to keep."""
+    token = _paused.set(True)
+    try:
+        yield
+    finally:
+        _paused.reset(token)
 
 
 @final
@@ -252,6 +266,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if _paused.get():
+            return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
             return self._values.run(func, args, dict(kwargs or {}))
 
@@ -271,7 +287,7 @@ class _OnCpu(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if (func in _ANSWERS or func in _POINTERS) and self._values.includes(args[0]):
+        if (func in _ANSWERS or func in _POINTERS) and not _paused.get() and self._values.includes(args[0]):
             if func in _POINTERS:
                 raise NotDeferrable(f"{func.__name__} needs the memory of a large tensor")
             return _ANSWERS[func]

@@ -37,6 +37,7 @@ RANKS = 3
 OWN = """
 import torch
 from torch import nn
+from gpipe_cli.sequential import to_sequential
 
 class Net(nn.Module):
     def __init__(self, num_classes):
@@ -55,6 +56,10 @@ class Net(nn.Module):
     def forward(self, input):
         output = self.fc(self.norm(self.stem(input)).relu().flatten(1))
         return self.head(self.again(self.back(output).relu()) @ self.noise)
+
+
+def sequence(num_classes):
+    return to_sequential(Net(num_classes), torch.empty(2, 3, 8, 8, device="meta"))
 
 
 def numpy_net(num_classes):
@@ -110,8 +115,12 @@ def assert_ranks_have_their_part(words: list[str]) -> nn.Sequential:
     return parts.model
 
 
-def test_the_layers_of_each_rank_of_a_traced_model_are_those_of_the_whole_model(own: str) -> None:
-    words = [f"model._target_={own}", "allow=[own_net]", "data=synthetic", "data.shape=[3,8,8]", "seed=5"]
+@pytest.mark.parametrize("target", ["own_net.Net", "own_net.sequence"], ids=["traced", "traces itself"])
+def test_the_layers_of_each_rank_of_a_traced_model_are_those_of_the_whole_model(
+    own: str, target: str
+) -> None:
+    """torchvision's models are traced where they are built; tensors of the trace counted as those of the model."""
+    words = [f"model._target_={target}", "allow=[own_net]", "data=synthetic", "data.shape=[3,8,8]", "seed=5"]
     names = dict(assert_ranks_have_their_part(words).named_parameters(remove_duplicate=False))
     assert names["fc.weight"] is names["again.weight"], "tied parameters stay tied"
 

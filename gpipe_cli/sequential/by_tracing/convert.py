@@ -24,8 +24,10 @@ from gpipe_cli.sequential.by_tracing.sample import Sample
 from gpipe_cli.sequential.by_tracing.trace import Trace
 from gpipe_cli.sequential.by_tracing.verify import check_modes, is_right_at, verify
 from gpipe_cli.sequential.sequence import Sequence
+from gpipe_cli.torch_internals.deferred_values import without_recording
 
 
+@without_recording()
 def to_sequential(model: nn.Module, sample: ModelInput, leaves: Iterable[str] = ()) -> Sequence:
     """Return the model as a sequence of layers that share its modules, parameters and names.
 
