@@ -21,8 +21,10 @@ from gpipe_cli.check.row import Machine, Row, Verdict
 from gpipe_cli.check.small_model import small_batch, small_model
 from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe, ThreadedPipe
 from gpipe_cli.pipeline.partitioning import move_to_devices
-from gpipe_cli.schedule import names, traits
+from gpipe_cli.schedule import ScheduleModule, names, traits, zero_bubble_v
 from gpipe_cli.schedule.checkpoint import MODES
+from gpipe_cli.schedule.files import FixedOrder
+from gpipe_cli.schedule.own_orders import AUTO
 
 CHUNKS, SAMPLES = 4, 16
 KEY = 1
@@ -55,13 +57,14 @@ def check_bits(machine: Machine) -> Iterator[Row]:
     first, blocks = machine.workers[0], 2 * len(machine.workers)
     with deterministic_algorithms(enabled=True):
         alone = run_alone(first, small_model(blocks, dropout=DROPOUT))
-        for schedule in names():
+        schedules: list[str | ScheduleModule] = [*names(), _there_and_back(len(machine.workers))]
+        for schedule in schedules:
             differing = {
                 mode: found
                 for mode in MODES
                 if (found := differences(alone, _run_pipelined(machine.workers, blocks, schedule, mode)))
             }
-            yield judge_schedule(machine, schedule, alone, differing)
+            yield judge_schedule(machine, traits(schedule).name, alone, differing)
         if machine.accelerators:
             here, there = (run_alone(device, small_model(blocks, dropout=0.0)) for device in (first, CPU))
             yield judge_against_cpu(first, differences(there, here))
@@ -73,7 +76,14 @@ def run_alone(device: torch.device, model: nn.Sequential) -> Results:
     return _step(PlainPipe(model, chunks=CHUNKS, device=device))
 
 
-def _run_pipelined(workers: Sequence[torch.device], blocks: int, schedule: str, checkpoint: str) -> Results:
+def _there_and_back(workers: int) -> FixedOrder:
+    """An order as schedule=auto may find it: the first device has the first and the last partition."""
+    return FixedOrder(AUTO, zero_bubble_v.order(2 * workers, CHUNKS, workers))
+
+
+def _run_pipelined(
+    workers: Sequence[torch.device], blocks: int, schedule: str | ScheduleModule, checkpoint: str
+) -> Results:
     partitions = (2 if traits(schedule).several_per_device else 1) * len(workers)
     model = small_model(blocks, dropout=DROPOUT)
     layers, larger = divmod(len(model), partitions)

@@ -153,7 +153,7 @@ def choose_order(
         + (
             ""
             if bound is None
-            else f"; lower bound {unit(bound)}, gap {100 * (simulated.step / bound - 1):.1f} %"
+            else f"; lower bound {unit(bound)}, gap {100 * max(0.0, simulated.step / bound - 1):.1f} %"
         )
     )
     return order

@@ -16,7 +16,7 @@ EXPECTED = {"loss": torch.tensor(2.0), "gradient of 0.weight": torch.tensor([1.0
 
 def test_every_schedule_gives_the_bits_of_one_device_in_every_checkpoint_mode() -> None:
     rows = list(check_bits(MACHINE))
-    assert [row.name for row in rows] == [f"bits of schedule={schedule}" for schedule in names()]
+    assert [row.name for row in rows] == [f"bits of schedule={schedule}" for schedule in (*names(), "auto")]
     assert [row.verdict for row in rows] == [Verdict.OK] * len(rows), rows
     assert all("always, except_last, never" in row.result and row.figures["tensors"] > 20 for row in rows)
     assert not torch.are_deterministic_algorithms_enabled()
