@@ -29,7 +29,13 @@ from gpipe_cli.report.model_tables import partition_rows
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.base_weights import BaseWeights
 from gpipe_cli.run.batch_rows import with_least_rows
-from gpipe_cli.run.chosen_order import choose_order, has_own_order, known_schedule, read_given_file
+from gpipe_cli.run.chosen_order import (
+    choose_order,
+    has_own_order,
+    known_schedule,
+    order_still_fits,
+    read_given_file,
+)
 from gpipe_cli.run.components import (
     check_components,
     engine_name,
@@ -214,6 +220,16 @@ def partition_model(
     assert isinstance(settings, CostConfig), "it has an order of its own"
     chosen = choose_order(settings, model, loader, partitioning.balance, devices, spec)
     return replace(partitioning, spec=replace(spec, schedule=chosen))
+
+
+def repeatable_order(settings: ModelConfig, order: FixedOrder | None) -> FixedOrder | None:
+    """The order of the run to resume, unless schedule=auto has to search for another one."""
+    if order is None or settings.schedule.name != AUTO or not has_own_order(settings):
+        return order
+    partitions, replicas = _partitions_and_replicas(settings)
+    devices = len(worker_devices(settings)) // replicas
+    chunks = min(settings.chunks, settings.batch_size)
+    return order if order_still_fits(order, partitions, devices, chunks) else None
 
 
 def worker_devices(settings: ModelConfig) -> list[torch.device]:

@@ -24,8 +24,10 @@ from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample, frozen_layers, has_values
 from gpipe_cli.profiling.partition_memory import whole_state, with_bytes
 from gpipe_cli.report.output import print_status
+from gpipe_cli.run.components import traits_of_engine
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.optimizer import kept_state, optimizer_factory
+from gpipe_cli.run.planning import LINK_BYTES_PER_SECOND
 from gpipe_cli.run.training_step import autocast_of, make_sample, memory_limit, sample_must_fit
 from gpipe_cli.schedule.files import FixedOrder, parse_schedule, read_schedule, schedule_text
 from gpipe_cli.schedule.own_orders import AUTO, OWN_ORDERS, similar_schedule
@@ -35,14 +37,13 @@ from gpipe_cli.training.run_directory import write_text
 
 ORDER_FILE = "schedule.csv"
 """In the run directory; other runs and torch's pipelining can use it too."""
-LINK_BYTES_PER_SECOND = 12e9
-"""Between accelerators: PCIe 3.0 x16."""
 
 
 def has_own_order(settings: ModelConfig) -> bool:
     """Whether the run needs an order that no module makes. Without backward, any schedule does the same."""
-    trains = isinstance(settings, CostConfig) and isinstance(settings, EngineConfig)
-    return trains and settings.schedule.name in OWN_ORDERS
+    if not (isinstance(settings, CostConfig) and isinstance(settings, EngineConfig)):
+        return False
+    return settings.schedule.name in OWN_ORDERS and traits_of_engine(settings).has_partitions
 
 
 def saved_order(run: Path, settings: ModelConfig, overrides: Sequence[str]) -> FixedOrder | None:
@@ -87,14 +88,8 @@ def known_schedule(
         return name
     if not has_own_order(settings):
         return similar_schedule(partitions, devices)
-    fits = given is not None and _numbers(given) == (partitions, devices, micro_batches)
     if name == AUTO:
-        if given is not None and not fits:
-            print_status(
-                f"schedule=auto: the order of the run is for {_described(given)}, now there are "
-                f"{partitions} partitions on {devices} devices and {micro_batches} chunks; searching again"
-            )
-        return given if given is not None and fits else similar_schedule(partitions, devices)
+        return given or similar_schedule(partitions, devices)
     order = given or read_given_file(settings)
     if _numbers(order) != (partitions, devices, micro_batches):
         raise ConfigError(
@@ -112,6 +107,17 @@ def read_given_file(settings: ModelConfig) -> FixedOrder:
         return read_schedule(settings.schedule.path)
     except ConfigError as error:
         raise ConfigError(f"schedule.path={error}") from error
+
+
+def order_still_fits(order: FixedOrder, partitions: int, devices: int, chunks: int) -> bool:
+    """Whether a run of schedule=auto can repeat its order; print why not."""
+    if _numbers(order) == (partitions, devices, chunks):
+        return True
+    print_status(
+        f"schedule=auto: the order of the run is for {_described(order)}, now there are {partitions} partitions on "
+        f"{devices} devices and {chunks} chunks; searching again"
+    )
+    return False
 
 
 def _numbers(order: FixedOrder) -> tuple[int, int, int]:

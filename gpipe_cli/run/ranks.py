@@ -30,7 +30,7 @@ from gpipe_cli.launch.launcher import launch_ranks
 from gpipe_cli.launch.rank_files import RankTask
 from gpipe_cli.launch.rank_setup import connect_ranks, connected_files, describe_ranks, is_rank
 from gpipe_cli.report.output import print_status
-from gpipe_cli.run.build import Partitioning, RunParts, build_parts
+from gpipe_cli.run.build import Partitioning, RunParts, build_parts, repeatable_order
 from gpipe_cli.run.chosen_order import has_own_order, order_from_text, order_text
 from gpipe_cli.run.components import (
     engine_name,
@@ -168,6 +168,8 @@ def build_parts_in_ranks(
     """
     if job.rank is not None and job.rank.order:
         order = order_from_text(job.rank.order)
+    else:
+        order = repeatable_order(settings, order)
     shares = measures_layers(settings) or (order is None and has_own_order(settings))
     if not world.is_rank_zero and shares:
         shared = json.loads(world.from_rank_zero(""))
