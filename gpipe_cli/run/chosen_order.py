@@ -185,24 +185,14 @@ class _Costs:
         spec: PipelineSpec,
     ) -> _Costs:
         sample = make_sample(settings, loader)
-        with sample_must_fit(sample), autocast_of(settings):
-            facts = _facts(model, sample)
-            frozen = frozen_layers(model, sample)
-        reason = "the model is not run here"
-        if has_values(model):
-            try:
-                return _measured(settings, model, sample, devices, spec, facts)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = "the whole model does not fit on one device"
-        if facts is None:
-            flops = [(1.0, 1.0)] * len(model)
-        else:
-            flops = [(float(layer.forward), float(layer.backward)) for layer in facts.flops]
-        forward, backward = (list(column) for column in zip(*flops, strict=True))
-        layers = LayerCosts(forward, backward, frozen_layers=frozen)
-        return _Costs(layers, facts, f"estimated from FLOPs, since {reason}", False)
+        if not has_values(model):
+            return _estimated(settings, model, sample, "the model is not run here")
+        try:
+            return _measured(settings, model, sample, devices, spec)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return _estimated(settings, model, sample, "the whole model does not fit on one device")
 
     def format(self, duration: float) -> str:
         return f"{duration:.1f} ms" if self.in_milliseconds else f"{duration:.4g} FLOPs"
@@ -219,11 +209,25 @@ class _Costs:
         return with_bytes(times, model, self.facts, balance, optimizer, kept, self.layers.frozen_layers)
 
 
-def _facts(model: nn.Sequential, sample: Sample) -> ModelFacts | None:
-    try:
-        return model_facts(model, sample, count_flops=not has_values(model))
-    except ConfigError:
-        return None
+def _facts(
+    settings: CostConfig, model: nn.Sequential, sample: Sample, *, count_flops: bool
+) -> ModelFacts | None:
+    with sample_must_fit(sample), autocast_of(settings):
+        try:
+            return model_facts(model, sample, count_flops=count_flops)
+        except ConfigError:
+            return None
+
+
+def _estimated(settings: CostConfig, model: nn.Sequential, sample: Sample, reason: str) -> _Costs:
+    facts = _facts(settings, model, sample, count_flops=True)
+    # One more for each layer: those that only move data have none, and still take time.
+    flops = [(1.0, 1.0)] * len(model)
+    if facts is not None:
+        flops = [(1.0 + layer.forward, 1.0 + layer.backward) for layer in facts.flops]
+    forward, backward = (list(column) for column in zip(*flops, strict=True))
+    layers = LayerCosts(forward, backward, frozen_layers=frozen_layers(model, sample))
+    return _Costs(layers, facts, f"estimated from FLOPs, since {reason}", False)
 
 
 def _measured(
@@ -232,11 +236,11 @@ def _measured(
     sample: Sample,
     devices: Sequence[torch.device],
     spec: PipelineSpec,
-    facts: ModelFacts | None,
 ) -> _Costs:
     reuse = settings.plan.cache if isinstance(settings, TrainConfig) else True
     profiles = ProfileCache(default_folder(), reuse=reuse, say=print_status)
     print_status(f"schedule={settings.schedule.name}: measuring the layers and a short pipeline of them")
+    facts = _facts(settings, model, sample, count_flops=False)
     transfer = None
     if facts is not None and is_accelerator(devices[0]):
         sizes = (facts.boundary(end).bytes for end in range(1, len(model) + 1))

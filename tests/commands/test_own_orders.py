@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from gpipe_cli.plan import measured, order_search
+from gpipe_cli.run import chosen_order
 from gpipe_cli.schedule import order, zero_bubble_v
 from gpipe_cli.schedule.files import read_schedule, schedule_text
 
@@ -154,6 +155,18 @@ def test_an_order_keeps_within_device_memory_where_a_schedule_does_not(tiny: Gpi
     refused = tiny("train", *words, small, "schedule=file", path)
     assert refused.code == 2
     assert "balance [5, 3] needs" in refused.err
+
+
+def test_a_model_that_one_device_cannot_hold_is_estimated(
+    tiny: Gpipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(*arguments: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(chosen_order, "measure_costs", measure)
+    answer = tiny("train", "steps=1", "chunks=4", TWO, "schedule=auto")
+    assert answer.code == 0
+    assert "estimated from FLOPs, since the whole model does not fit on one device" in answer.err
 
 
 @pytest.mark.slow
