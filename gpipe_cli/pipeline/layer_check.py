@@ -6,7 +6,7 @@ The layers run once on the meta device. Where a layer needs values, they run for
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from gpipe_cli.pipeline.context import MicroBatch, Running
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.pytree import ModelInput, flatten, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names
+from gpipe_cli.sequential.equal_layers import layer_key
 from gpipe_cli.sequential.without_storage import meta_clone, meta_like
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 
@@ -114,9 +115,20 @@ def _misfit(
 
 
 def output_without_storage(sequence: nn.Sequential, sample: ModelInput) -> Any:
-    """The output of the last layer on the meta device; LayerMisfit if a layer raises."""
+    """The output of the last layer on the meta device; LayerMisfit if a layer raises.
+
+    Of equal layers with equal inputs only the first one runs.
+    """
+    outputs: dict[Hashable, Any] = {}
+
+    def call(layer: nn.Module, value: Any) -> Any:
+        key = layer_key(layer, value)
+        if key not in outputs:
+            outputs[key] = meta_clone(layer).train()(value)
+        return outputs[key]
+
     with torch.device("meta"):
-        return _run(meta_clone(sequence).train(), layer_names(sequence), map_tensors(meta_like, sample))
+        return _run(sequence, layer_names(sequence), map_tensors(meta_like, sample), call)
 
 
 def _run_copy(sequence: nn.Sequential, sample: ModelInput) -> Any:
@@ -124,7 +136,12 @@ def _run_copy(sequence: nn.Sequential, sample: ModelInput) -> Any:
 
 
 @torch.no_grad()
-def _run(layers: nn.Module, names: tuple[str, ...], value: Any) -> Any:
+def _run(
+    layers: nn.Module,
+    names: tuple[str, ...],
+    value: Any,
+    call: Callable[[nn.Module, Any], Any] = lambda layer, value: layer(value),
+) -> Any:
     with (
         Running(MicroBatch(0, len(tensors_of(value)[0]))),
         use_skip_tracker(DictionarySkipTracker()),
@@ -134,7 +151,7 @@ def _run(layers: nn.Module, names: tuple[str, ...], value: Any) -> Any:
             subject = f"layer '{name}' ({layer_class(layer)})"
             given = _described(value)
             try:
-                value = layer(value)
+                value = call(layer, value)
             except (
                 Exception,
                 SystemExit,

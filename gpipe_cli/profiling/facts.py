@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Value, tensors_of
-from gpipe_cli.profiling.equal_layers import signature, structure
 from gpipe_cli.profiling.layers import LayerFacts, Sample, SavedTensors, Shape, frozen_layers
 from gpipe_cli.pytree import flatten, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names, original_output
+from gpipe_cli.sequential.equal_layers import LayerSample, layer_key
 from gpipe_cli.sequential.without_storage import clone_with
 from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.skip.tracker import use_skip_tracker
@@ -78,6 +78,13 @@ class ModelFacts:
     """For each layer what it keeps for backward: bytes by a number that tells storages apart."""
     frozen_layers: int = 0
     """How many layers come before the first trained one: a partition of such layers keeps nothing for backward."""
+    kinds: tuple[int, ...] = ()
+    """For each layer a number, the same for layers that do the same."""
+
+    def layer_sample(self) -> LayerSample:
+        """The layers to measure, a few of each kind."""
+        crossed = {place for skip in self.skips for place in range(skip.begin + 1, skip.end + 1)}
+        return LayerSample.of(self.kinds, crossed)
 
     @cached_property
     def flops(self) -> tuple[LayerFlops, ...]:
@@ -144,6 +151,7 @@ def model_facts(module: nn.Sequential, sample: Sample, *, count_flops: bool = Tr
         skips=tuple(run.skips.popped),
         storages=tuple(saved.storages for saved in run.saved),
         frozen_layers=frozen_layers(module, sample),
+        kinds=tuple(run.kinds),
     )
 
 
@@ -176,6 +184,8 @@ class _FakeRun:
         self._fresh = count(-1, -1)
         self.saved: list[SavedTensors] = []
         self.operations: list[LayerOperations] = []
+        self.kinds: list[int] = []
+        self._kinds: dict[Hashable, int] = {}
         self.skips = _RecordedSkips()
 
     def run(self, sample: Sample) -> None:
@@ -183,7 +193,8 @@ class _FakeRun:
         with self._recorder or nullcontext():
             for index, layer in enumerate(self._module):
                 is_last = index == len(self._module) - 1
-                key = (structure(layer), *map(signature, tensors_of(value)), is_last)
+                key = (layer_key(layer, value), is_last)
+                self.kinds.append(self._kinds.setdefault(key, index))
                 seen = self._seen.get(key)
                 # A skip on its way may be in the memory of a tensor that a repeated layer would return again.
                 if seen is not None and not self.skips.pending:

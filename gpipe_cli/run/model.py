@@ -33,7 +33,7 @@ from gpipe_cli.run.initial_weights import FILE, WEIGHTS_KEYS, check_weights_keys
 from gpipe_cli.sequential import Sequence, flatten_model, to_sequential
 from gpipe_cli.sequential.freezing import FrozenParameters, freeze, tracks_statistics
 from gpipe_cli.sequential.unloaded import load_parameters
-from gpipe_cli.sequential.without_storage import meta_clone, without_storage
+from gpipe_cli.sequential.without_storage import drop_storage, without_storage
 from gpipe_cli.torch_internals.deferred_values import DeferredValues, NotDeferrable, tensors_in_attributes
 
 FEWER_PARAMETERS = "choose a smaller model, or keep it on disk with engine=offload engine.to=disk"
@@ -163,9 +163,8 @@ def build_without_storage(make: Callable[[], nn.Sequential]) -> nn.Sequential:
     except RuntimeError as error:  # includes its child NotImplementedError
         print_status(f"building the model with storage, because its constructor needs values: {error}")
         model = make()
-    clone = meta_clone(model)
-    assert isinstance(clone, nn.Sequential), "meta_clone keeps the class"
-    return clone
+    drop_storage(model)
+    return model
 
 
 def model_arguments(settings: ModelConfig) -> dict[str, Any]:

@@ -46,7 +46,14 @@ def load_parameters(
     A parameter that is loaded already stays where it is.
     """
     modules = list(modules)
-    needed = {parameter for user in (modules if users is None else users) for parameter in user.parameters()}
+    needed = {
+        parameter
+        for user in (modules if users is None else users)
+        for parameter in user.parameters()
+        if isinstance(parameter, UnloadedParameter)
+    }
+    if not needed:
+        return
     loaded: dict[UnloadedParameter, nn.Parameter] = {}
     for part in (part for module in modules for part in module.modules()):
         for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):

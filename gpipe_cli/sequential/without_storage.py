@@ -57,6 +57,19 @@ def meta_clone(model: nn.Module) -> nn.Module:
     return clone_with(model, meta_like)
 
 
+def drop_storage(model: nn.Module) -> None:
+    """Put the parameters and buffers of a model on the meta device; tensors that are shared stay shared."""
+    outlines: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is not None:
+                    if tensor not in outlines:
+                        outlines[tensor] = meta_like(tensor)
+                    table[name] = outlines[tensor]
+
+
 def clone_with(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Module:
     """Copy a model with `replace(tensor)` for each parameter and buffer; tensors that are shared stay shared.
 
