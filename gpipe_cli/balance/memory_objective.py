@@ -10,6 +10,7 @@ import copy
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import final
 
 from gpipe_cli.balance.solver import Objective, minimize, sums
@@ -43,20 +44,31 @@ class SkipBytes:
 
 @final
 class _SharedSums:
-    """Sums over consecutive layers in which shared bytes count once, computed on demand."""
+    """Sums over consecutive layers in which shared bytes count once."""
 
     def __init__(self, layers: Sequence[Mapping[int, int]]) -> None:
-        self._layers = layers
-        self._by_begin: dict[int, tuple[list[int], set[int]]] = {}
+        self._sums = [0, *accumulate(sum(layer.values()) for layer in layers)]
+        # What a layer shares with the one before it: most of what is shared is an output that the next layer saves too.
+        with_previous = [0] * len(layers)
+        self._others: list[tuple[int, int, int]] = []
+        """What is shared across other layers: the two of them, and the bytes."""
+        last: dict[int, int] = {}
+        for place, layer in enumerate(layers):
+            for key, size in layer.items():
+                before = last.get(key)
+                if before == place - 1:
+                    with_previous[place] += size
+                elif before is not None:
+                    self._others.append((before, place, size))
+                last[key] = place
+        self._with_previous = [0, *accumulate(with_previous)]
 
     def sum(self, begin: int, end: int) -> int:
-        sums, counted = self._by_begin.setdefault(begin, ([0], set()))
-        for layer in self._layers[begin + len(sums) - 1 : end]:
-            # Each call continues where the last one for this begin stopped, so all ends together take one pass.
-            new = layer.keys() - counted
-            counted |= new
-            sums.append(sums[-1] + sum(layer[key] for key in new))
-        return sums[end - begin]
+        if end <= begin:
+            return 0
+        twice = self._with_previous[end] - self._with_previous[begin + 1]
+        twice += sum(size for before, place, size in self._others if begin <= before and place < end)
+        return self._sums[end] - self._sums[begin] - twice
 
 
 @final
