@@ -29,9 +29,9 @@ from gpipe_cli.balance.solver import (
 )
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
-from gpipe_cli.profiling.cache import LayerTimes, ProfileCache
+from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.facts import model_facts
-from gpipe_cli.profiling.layers import MOST_REPEATS, Sample, frozen_layers, has_values
+from gpipe_cli.profiling.layers import MOST_REPEATS, LayerTimes, Sample, frozen_layers, has_values
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 

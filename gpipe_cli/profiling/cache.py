@@ -22,7 +22,16 @@ import torch
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.profiling.layers import MOST_REPEATS, Sample, forward_times, has_values, profile_layers
+from gpipe_cli.profiling.layers import (
+    MOST_REPEATS,
+    IsLate,
+    LayerTimes,
+    Sample,
+    forward_times,
+    has_values,
+    layer_times,
+    never_late,
+)
 from gpipe_cli.profiling.measurement_store import Measurement, MeasurementStore, fingerprint
 from gpipe_cli.profiling.phase_times import PhaseTimes, measure_forward_backward, measure_phase_times
 from gpipe_cli.safe_files import user_cache
@@ -36,13 +45,6 @@ SHARE = 0.5
 because it was disturbed most."""
 
 
-@final
-@dataclass(frozen=True)
-class LayerTimes:
-    forward_ms: float
-    backward_ms: float
-
-
 def default_folder() -> Path:
     return user_cache("profiles")
 
@@ -50,10 +52,18 @@ def default_folder() -> Path:
 @final
 class ProfileCache:
     def __init__(
-        self, folder: Path | None, *, reuse: bool = True, say: Callable[[str], None] = lambda line: None
+        self,
+        folder: Path | None,
+        *,
+        reuse: bool = True,
+        say: Callable[[str], None] = lambda line: None,
+        is_late: IsLate = never_late,
     ) -> None:
-        """folder: None stores nothing. reuse: False measures everything again, and stores it."""
-        self._store, self._reuse = MeasurementStore(folder, say), reuse
+        """folder: None stores nothing. reuse: False measures everything again, and stores it.
+
+        is_late: from when on measurements are as short as they can be, and are not stored.
+        """
+        self._store, self._reuse, self._is_late = MeasurementStore(folder, say), reuse, is_late
         self.origin = ""
         """Where the times returned last come from, in words."""
         self.oldest: str | None = None
@@ -89,16 +99,15 @@ class ProfileCache:
             )
         # The load from before, because measuring raises it.
         load, began = load_per_core(), time.perf_counter()
-        layers = [
-            LayerTimes(profile.forward_ms, profile.backward_ms)
-            for profile in profile_layers(module, sample, seconds=seconds, most_repeats=repeats)
-        ]
+        layers = layer_times(module, sample, seconds=seconds, most_repeats=repeats, is_late=self._is_late)
         took = time.perf_counter() - began
         self.origin = "; ".join([f"layers measured in {took:.1f} s", *self.outdated])
         key = fingerprint(module, sample)
         # A measurement that ended early serves runs that ask for no more.
         ended_early = repeats < MOST_REPEATS and took < seconds
-        self._store.save(key, took if ended_early else seconds, load, [astuple(layer) for layer in layers])
+        if not self._is_late():
+            numbers = [astuple(layer) for layer in layers]
+            self._store.save(key, took if ended_early else seconds, load, numbers)
         return layers
 
     def phases(
@@ -127,8 +136,11 @@ class ProfileCache:
             if self._still_holds(stored, drift):
                 return phases
         load = load_per_core()
-        phases = measure_phase_times(module, sample, balance, devices, chunks, seconds, cores=cores)
-        self._store.save(key, seconds, load, [astuple(phases)])
+        phases = measure_phase_times(
+            module, sample, balance, devices, chunks, seconds, cores=cores, is_late=self._is_late
+        )
+        if not self._is_late():
+            self._store.save(key, seconds, load, [astuple(phases)])
         return phases
 
     def _still_holds(self, stored: Measurement, drift: Drift | None) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -122,6 +122,13 @@ class SavedTensors:
 
 @final
 @dataclass(frozen=True)
+class LayerTimes:
+    forward_ms: float
+    backward_ms: float
+
+
+@final
+@dataclass(frozen=True)
 class LayerProfile:
     facts: LayerFacts
     forward_ms: float
@@ -147,6 +154,14 @@ class Sample:
         return Sample(moved(self.input, device), target, self.loss)
 
 
+IsLate = Callable[[], bool]
+"""Whether the time to measure is up; a measurement then ends with the fewest runs that give a number."""
+
+
+def never_late() -> bool:
+    return False
+
+
 def profile_layers(
     module: nn.Sequential,
     sample: Sample,
@@ -156,22 +171,39 @@ def profile_layers(
     most_repeats: int = MOST_REPEATS,
 ) -> list[LayerProfile]:
     """Medians of at least `repeats` runs, and of up to `most_repeats` while `seconds` last."""
-    if not has_values(module):
-        raise ConfigError("a model without storage cannot be run, so its layers cannot be measured")
     with _layer_by_layer(module, sample) as pipe:
         # In a step of its own: the hooks would add to the times.
         saved = _saved_tensors(pipe, sample)
-        times = _measure(pipe, sample, seconds, repeats, most_repeats)
+    times = layer_times(module, sample, seconds=seconds, repeats=repeats, most_repeats=most_repeats)
+    return [
+        LayerProfile(own_saved.facts(index, name, layer), own.forward_ms, own.backward_ms)
+        for index, (own_saved, own, name, layer) in enumerate(
+            zip(saved, times, layer_names(module), module, strict=True)
+        )
+    ]
+
+
+def layer_times(
+    module: nn.Sequential,
+    sample: Sample,
+    *,
+    seconds: float = 1.0,
+    repeats: int = 5,
+    most_repeats: int = MOST_REPEATS,
+    is_late: IsLate = never_late,
+) -> list[LayerTimes]:
+    """The times alone."""
+    with _layer_by_layer(module, sample) as pipe:
+        times = _measure(pipe, sample, seconds, repeats, most_repeats, is_late)
     frozen = frozen_layers(module, sample)
     # Medians, because a burst of other work on the machine disturbs some runs, not half of them.
     return [
-        LayerProfile(
-            saved[index].facts(index, name, layer),
-            forward_ms=1000 * statistics.median(times[index, "forward"]),
+        LayerTimes(
+            1000 * statistics.median(times[index, "forward"]),
             # A layer without a backward still has the action, which takes a moment to do nothing.
-            backward_ms=0.0 if index < frozen else 1000 * statistics.median(times[index, "backward"]),
+            0.0 if index < frozen else 1000 * statistics.median(times[index, "backward"]),
         )
-        for index, (name, layer) in enumerate(zip(layer_names(module), module, strict=True))
+        for index in range(len(module))
     ]
 
 
@@ -232,6 +264,8 @@ def preserved(module: nn.Module, *, device: bool = False) -> Iterator[None]:
 @contextmanager
 def _layer_by_layer(module: nn.Sequential, sample: Sample) -> Iterator[GPipe]:
     """A pipe in which each layer is a partition, and one worker runs them all."""
+    if not has_values(module):
+        raise ConfigError("a model without storage cannot be run, so its layers cannot be measured")
     device = tensors_of(sample.input)[0].device
     with preserved(module, device=True):
         # The schedule that lets one device run several partitions. Without checkpointing, forward includes building
@@ -258,16 +292,17 @@ def _step(pipe: GPipe, sample: Sample) -> None:
 
 
 def _measure(
-    pipe: GPipe, sample: Sample, seconds: float, repeats: int, most_repeats: int
+    pipe: GPipe, sample: Sample, seconds: float, repeats: int, most_repeats: int, is_late: IsLate
 ) -> dict[tuple[int, str], list[float]]:
     """Seconds of every run, by layer and phase."""
     # The first steps also pay for new threads and their memory.
-    for _ in range(WARM_UP):
-        _step(pipe, sample)
+    for warmed_up in range(WARM_UP):
+        if not (warmed_up and is_late()):
+            _step(pipe, sample)
     with recording(pipe) as record:
         deadline = time.perf_counter() + seconds
         for run in range(max(repeats, most_repeats)):
-            if run >= repeats and time.perf_counter() > deadline:
+            if run and (is_late() or (run >= repeats and time.perf_counter() > deadline)):
                 break
             _step(pipe, sample)
     times: dict[tuple[int, str], list[float]] = defaultdict(list)

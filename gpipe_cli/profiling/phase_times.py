@@ -16,7 +16,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import accumulate
 from typing import final
 
@@ -27,7 +27,7 @@ from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.profiling.action_recorder import recording
-from gpipe_cli.profiling.layers import Sample, frozen_layers, preserved
+from gpipe_cli.profiling.layers import IsLate, LayerTimes, Sample, frozen_layers, never_late, preserved
 from gpipe_cli.pytree import map_tensors
 from gpipe_cli.schedule import one_f_one_b, zero_bubble
 from gpipe_cli.schedule.action import Kind
@@ -57,6 +57,12 @@ class PhaseTimes:
     weight_grad: float
     """The parts of a split backward, as multiples of the whole. The first trained partition's is never split."""
 
+    @staticmethod
+    def of_layers(layers: Sequence[LayerTimes]) -> PhaseTimes:
+        """Without a measurement: the layers take as long together as each of them alone."""
+        forward, backward = (sum(times) for times in zip(*map(astuple, layers), strict=True))
+        return PhaseTimes(forward, backward, forward, forward, backward, 0.5, 0.5)
+
 
 def measure_phase_times(
     module: nn.Sequential,
@@ -68,12 +74,13 @@ def measure_phase_times(
     *,
     cores: int | None = None,
     split: bool = True,
+    is_late: IsLate = never_late,
 ) -> PhaseTimes:
     """Medians of at least three steps of each kind, and of more until `seconds` have passed; `sample` is a micro-batch.
 
     `cores` is how many workers can run at once. Without `split` a split backward is assumed to be two halves.
     """
-    steps = _Steps(module, sample, balance, devices, chunks, seconds / 3, cores)
+    steps = _Steps(module, sample, balance, devices, chunks, seconds / 3, cores, is_late)
     with preserved(module, device=True):
         plain = steps.run(one_f_one_b.TRAITS.name, "never")
         checkpointed = steps.run(one_f_one_b.TRAITS.name, "always")
@@ -103,10 +110,11 @@ def measure_forward_backward(
     chunks: int,
     *,
     cores: int | None = None,
+    is_late: IsLate = never_late,
 ) -> tuple[float, float]:
     """Only the forward and backward of `measure_phase_times`, from the fewest steps."""
     with preserved(module, device=True):
-        steps = _Steps(module, sample, balance, devices, chunks, 0.0, cores)
+        steps = _Steps(module, sample, balance, devices, chunks, 0.0, cores, is_late)
         plain = steps.run(one_f_one_b.TRAITS.name, "never")
     excess = plain.excess()
     return plain.sum("forward") * excess, plain.sum("backward") * excess
@@ -160,6 +168,7 @@ class _Steps:
     seconds: float
     """For the steps of one schedule."""
     cores: int | None
+    is_late: IsLate
 
     def run(self, schedule: str, checkpoint: str) -> StepTimes:
         """Medians, without those of the first steps: new threads have to allocate their memory."""
@@ -178,10 +187,11 @@ class _Steps:
             schedule=schedule,
         ) as pipe:
             target = target.to(pipe.output_device)
-            for _ in range(WARM_UP):
-                pipe.step(input, target, loss, key=0)
+            for warmed_up in range(WARM_UP):
+                if not (warmed_up and self.is_late()):
+                    pipe.step(input, target, loss, key=0)
             with recording(pipe) as record:
-                while len(steps) < LEAST_STEPS or (sum(steps) < self.seconds and len(steps) < MOST_STEPS):
+                while self._continues(steps):
                     # A training step begins without gradients; adding to old ones would cost another pass over all
                     # parameters.
                     pipe.zero_grad(set_to_none=True)
@@ -195,6 +205,11 @@ class _Steps:
         medians = {place: 1000 * statistics.median(durations) for place, durations in pieces.items()}
         spec = PipelineSpec(schedule, len(self.balance), count, checkpoint, cores=self.cores)
         return StepTimes(spec, 1000 * statistics.median(steps), medians)
+
+    def _continues(self, steps: Sequence[float]) -> bool:
+        if steps and self.is_late():
+            return False
+        return len(steps) < LEAST_STEPS or (sum(steps) < self.seconds and len(steps) < MOST_STEPS)
 
 
 def _repeated(value: Value, times: int) -> Value:

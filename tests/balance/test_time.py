@@ -139,7 +139,7 @@ def test_a_model_too_large_to_measure_on_one_device_is_balanced_by_flops(
     def fails(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(cache, "profile_layers", fails)
+    monkeypatch.setattr(cache, "layer_times", fails)
     profiles, sample = ProfileCache(None), Sample(torch.ones(2, 8))
     result = by_time(widths(8, 8, 8, 8, 32, 32), sample, 2, profiles=profiles, measure="auto")
     assert result.layers == [4, 1] and "does not fit on one device" in profiles.origin

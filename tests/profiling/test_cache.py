@@ -16,8 +16,8 @@ from torch import nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.profiling import cache, measurement_store
-from gpipe_cli.profiling.cache import Drift, LayerTimes, ProfileCache, default_folder
-from gpipe_cli.profiling.layers import Sample, profile_layers
+from gpipe_cli.profiling.cache import Drift, ProfileCache, default_folder
+from gpipe_cli.profiling.layers import LayerTimes, Sample, layer_times
 from gpipe_cli.profiling.measurement_store import fingerprint
 from gpipe_cli.profiling.phase_times import PhaseTimes
 
@@ -33,11 +33,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """For how many seconds layers were measured, each time they were."""
     calls: list[float] = []
 
-    def watched(module: nn.Sequential, sample: Sample, *, seconds: float, most_repeats: int) -> Any:
+    def watched(module: nn.Sequential, sample: Sample, *, seconds: float, **_: object) -> Any:
         calls.append(seconds)
-        return profile_layers(module, sample, seconds=0, repeats=1)
+        return layer_times(module, sample, seconds=0, repeats=1)
 
-    monkeypatch.setattr(cache, "profile_layers", watched)
+    monkeypatch.setattr(cache, "layer_times", watched)
     return calls
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from gpipe_cli import GPipe
 from gpipe_cli.check import timing
-from gpipe_cli.plan import measured
+from gpipe_cli.plan import verified
 from gpipe_cli.profiling import action_recorder, phase_times
 from gpipe_cli.profiling.action_recorder import ActionRecorder
 from gpipe_cli.profiling.layers import Sample
@@ -61,10 +61,10 @@ def test_steps_of_a_plan(simulated: Simulator, idle_when_read: Watch) -> None:
     devices, module = simulated.devices[:2], model()
     with GPipe(module, [1, 1], devices=devices, chunks=2) as pipe:
         batch = torch.randn(4, 8).pin_memory(), torch.randn(4, 4)
-        idle = idle_when_read(measured)
+        idle = idle_when_read(verified)
         with torch.Stream(devices[0]):
             torch.ones(8, device=devices[0])
-        measured._step(pipe, module, batch, functional.mse_loss, devices)
+        verified._step(pipe, module, batch, functional.mse_loss, devices)
     assert idle == [True, True]
 
 
