@@ -5,6 +5,7 @@ It measures the model here, or estimates for devices that are elsewhere. It writ
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,9 +17,9 @@ from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import PlanConfig
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.plan.measured import verify_plans
-from gpipe_cli.plan.prediction import Prediction, advice
+from gpipe_cli.plan.prediction import OFFLOAD, Prediction, advice
 from gpipe_cli.plan.step_time import MOST_ACTIONS
+from gpipe_cli.plan.verified import verify_plans
 from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.model_tables import print_device_memory, print_plans
 from gpipe_cli.report.output import print_status
@@ -71,7 +72,9 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
         model = made.sequence
     else:
         model = build_without_storage(lambda: make_model(settings, loader, load=False).sequence)
-    planner = Planner(settings, job.overrides, loader, model)
+    # The jobs of a sweep began together, but each has the whole budget.
+    began = job.began if job.number is None else time.monotonic()
+    planner = Planner(settings, job.overrides, loader, model, began)
     if settings.verify and not planner.can_be_run:
         raise ConfigError(
             f"verify=true: devices={settings.devices} means machines that are not here; give a list"
@@ -82,7 +85,7 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
         plans = verify_plans(
             plans,
             model,
-            planner.batch(),
+            planner.batch,
             make_loss(settings),
             planner.devices,
             cores=available_cores(),
@@ -105,6 +108,8 @@ def _shown(candidates: Sequence[dict[str, Any]], top: int) -> list[dict[str, Any
 
 def _step(best: Prediction, planned: Planned) -> StepTimeline | None:
     """The best plan's, unless a picture of it would be unreadable."""
+    if best.engine == OFFLOAD:
+        return None
     if best.shape.actions > MOST_ACTIONS or best.shape.partitions > LARGEST_PICTURE:
         return None
     spec = best.shape.spec(planned.cores)
@@ -138,6 +143,7 @@ def _summary(settings: PlanConfig, plans: Sequence[Prediction], planned: Planned
         "too_large": searched.too_large,
         "left_out": searched.left_out,
         "chunks_left_out": planned.skipped_chunks,
+        "plain_bytes_too_large": planned.plain_bytes,
         **({"largest_error": max(errors)} if errors else {}),
         "paste": _train_command(settings, plans[0], job),
         "command": job.line,
@@ -163,6 +169,10 @@ def _print(best: Prediction, planned: Planned, summary: dict[str, Any], step: St
         print_status(
             f"not searched: chunks={planned.skipped_chunks}, because the time ran out (increase "
             "plan.budget=<seconds>) or because the model rejects such small micro-batches"
+        )
+    if planned.plain_bytes is not None:
+        print_status(
+            f"without a pipeline, one device would need {format_bytes(planned.plain_bytes)}, which does not fit"
         )
     facts = {
         "lower bound": f"{summary['lower_bound']:.4g} ms, {100 * summary['gap']:.2f} % below the best plan",

@@ -7,7 +7,7 @@ its gradients, and then either the activations that its layers save for backward
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 from typing import final
 
@@ -81,7 +81,6 @@ class DeviceDemand:
         moved = max(slice.frozen for slice in slices) + max(slice.weights for slice in slices)
         moved += max(slice.state for slice in slices)
         moved += gradients if self.stores_gradients else 0
-        always_saved = (self.micro_batches - self.recomputed) * self.facts.saved_bytes(0, len(self.layers))
         # The activations are gone when the update begins.
         working = max(
             max(self._backward(begin, end), slice.update)
@@ -92,9 +91,35 @@ class DeviceDemand:
             + min(self.buffers, len(balance)) * moved
             + gradients
             + working
-            + always_saved
-            + self._boundaries(ranges)
+            + self.activations(balance)
         )
+
+    def activations(self, balance: Sequence[int]) -> int:
+        """What micro-batches keep of slices that are not on the device, and what passes between slices."""
+        ranges = list(pairwise([0, *accumulate(balance)]))
+        always_saved = (self.micro_batches - self.recomputed) * self.facts.saved_bytes(0, len(self.layers))
+        return always_saved + self._boundaries(ranges)
+
+    @property
+    def least(self) -> int:
+        """No balance needs less: one layer on the device, and nothing that passes between slices."""
+        single = [1] * len(self.layers)
+        boundaries = self._boundaries(list(pairwise([0, *accumulate(single)])))
+        return replace(self, buffers=1).of(single) - boundaries
+
+    def copied_bytes(self, balance: Sequence[int]) -> list[int]:
+        """What a step copies to and from the device, one number for each slice on its way forward and back."""
+        slices = [_added(self.layers[begin:end]) for begin, end in pairwise([0, *accumulate(balance)])]
+        forward = [each.frozen + each.weights for each in slices]
+        # The gradients go away and come back, with the weights, if the update waits for all of them.
+        waiting = [
+            2 * each.gradients + each.frozen + each.weights if self.stores_gradients else 0 for each in slices
+        ]
+        backward = [
+            each.frozen + 2 * each.weights + 2 * each.state + more
+            for each, more in zip(slices, waiting, strict=True)
+        ]
+        return forward + backward
 
     def _backward(self, begin: int, end: int) -> int:
         """What forward and backward of one micro-batch need in a slice: activations, and gradients on their way."""
@@ -113,12 +138,14 @@ class DeviceDemand:
 
     def slices(self, costs: Sequence[float], limit: int) -> list[int]:
         """The balance with the fewest slices that stay within the limit."""
-        balances = [solve(costs, count).balance for count in range(1, len(costs) + 1)]
+        needed = []
         # Not a bisection: balances even out costs, not bytes, so more slices do not always need less memory.
-        for balance in balances:
-            if self.of(balance) <= limit:
+        for count in range(1, len(costs) + 1) if self.least <= limit else (len(costs),):
+            balance = solve(costs, count).balance
+            needed.append(self.of(balance))
+            if needed[-1] <= limit:
                 return balance
-        least = min(map(self.of, balances))
+        least = min(needed)
         raise ConfigError(
             f"engine.memory={format_bytes(limit)}: is too little, {format_bytes(least)} are needed with one layer in "
             "each slice; try more chunks, checkpoint=always or more memory"

@@ -8,6 +8,7 @@ for the other partitions that is unknown, so the bound assumes the best. Pure Py
 
 from __future__ import annotations
 
+import copy
 import sys
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ class MemoryFit:
     def __init__(self, memories: Mapping[str, MemoryObjective | None]) -> None:
         """The modes to choose from, least recomputation first, each with its memory; None: everything fits."""
         self._memories = memories
+        self._borders: Sequence[int] | None = None
 
     @property
     def modes(self) -> Sequence[str]:
@@ -47,10 +49,22 @@ class MemoryFit:
 
         Each layer added at the end can only make it more. Recomputing more never makes a step shorter.
         """
+        if self._borders is not None:
+            begin, end = self._borders[begin], self._borders[end]
         for mode, memory in self._memories.items():
             if memory is None or memory.allows(partition, begin, end):
                 return mode
         return None
+
+    def grouped(self, borders: Sequence[int]) -> MemoryFit:
+        """The same of partitions that consist of groups of layers, with these borders."""
+        other = copy.copy(self)
+        other._borders = borders
+        return other
+
+    @property
+    def without_limit(self) -> MemoryFit:
+        return MemoryFit(dict.fromkeys(self._memories))
 
     def checkpoint(self, balance: Sequence[int]) -> Checkpoint | None:
         """The modes of all partitions of a balance; None if it does not fit."""

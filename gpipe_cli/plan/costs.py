@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -123,6 +124,22 @@ class LayerCosts:
         costs._by_device = devices
         costs.equal_devices = all(device._columns == devices[0]._columns for device in devices)
         return costs
+
+    def grouped(self, borders: Sequence[int]) -> LayerCosts:
+        """The costs of groups of layers, which begin and end at these layers; the first frozen layer is a border."""
+        other = copy.copy(self)
+        other.layers = len(borders) - 1
+        other.without_recompute, other.checkpointed, other.least = (
+            PrefixSums(*([column[border] for border in borders] for column in sums))
+            for sums in (self.without_recompute, self.checkpointed, self.least)
+        )
+        other._recompute = [self._recompute[border] for border in borders]
+        other._transfer = [self._transfer[border - 1] for border in borders[1:]]
+        other.frozen_layers = borders.index(self.frozen_layers)
+        # Bounds of the groups need no update and no host, which only lengthen a step.
+        other.update = other._host = None
+        other._by_device = [device.grouped(borders) for device in self._by_device]
+        return other
 
     def on(self, partition: int) -> LayerCosts:
         """The costs on the device of a partition; devices take partitions in turn."""

@@ -19,6 +19,8 @@ from gpipe_cli.schedule.files import FixedOrder
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 
+SINGLE, THREADS, OFFLOAD = "single", "threads", "offload"
+"""The engines that plans are for: without a pipeline, a pipeline, and a model in slices on one device."""
 SMALL = 0.02
 """A share of the step that is not worth mentioning."""
 CURES = {
@@ -62,10 +64,18 @@ class Prediction:
     lower_bound_ms: float
     """Of any balance of this shape."""
     bubble: float
+    batch_size: int
     samples_per_second: float
     memory: tuple[PartitionMemory, ...]
     """Of each device."""
     limit: Limit
+    engine: str
+    engine_memory: int | None = None
+    """The limit of the slices of engine=offload, whose layers `balance` then counts."""
+    devices: tuple[str, ...] = ()
+    """Those that a command to train must name; none if the default is what they are."""
+    chose_batch_size: bool = False
+    """Whether the batch size is part of the plan, rather than given."""
     measured_ms: float | None = None
 
     @property
@@ -75,7 +85,7 @@ class Prediction:
     @property
     def is_plain(self) -> bool:
         """Whether this is training without a pipeline."""
-        return self.shape.is_plain
+        return self.engine == SINGLE
 
     @property
     def error(self) -> float | None:
@@ -91,10 +101,18 @@ class Prediction:
     @property
     def overrides(self) -> str:
         """The arguments for `gpipe train`."""
+        batch_size = f"batch_size={self.batch_size} " if self.chose_batch_size else ""
+        devices = f" devices=[{','.join(self.devices)}]" if self.devices else ""
         if self.is_plain:
-            return f"engine=single chunks={self.shape.chunks}"
-        devices = "" if self.shape.partitions == self.shape.devices else f" devices={self.shape.devices}"
-        return f"{self.pipeline_overrides}{devices}"
+            return f"{batch_size}engine=single chunks={self.shape.chunks}{devices}"
+        if self.engine_memory is not None:
+            return (
+                f"{batch_size}engine=offload engine.memory={self.engine_memory} chunks={self.shape.chunks} "
+                f"checkpoint={self.checkpoint}"
+            )
+        if not devices and self.shape.partitions != self.shape.devices:
+            devices = f" devices={self.shape.devices}"
+        return f"{batch_size}{self.pipeline_overrides}{devices}"
 
     @property
     def pipeline_overrides(self) -> str:
@@ -106,6 +124,10 @@ class Prediction:
             f"schedule={self.shape.schedule_name} checkpoint={checkpoint}"
         )
 
+    def slower_than(self, other: Prediction) -> float:
+        """How many times as long a sample takes."""
+        return self.step_ms / self.batch_size / (other.step_ms / other.batch_size)
+
     def facts(self) -> dict[str, Any]:
         """For JSON."""
         return {
@@ -114,7 +136,8 @@ class Prediction:
             "schedule": self.shape.schedule_name,
             "checkpoint": self.checkpoint,
             "devices": self.shape.devices,
-            "engine": "single" if self.is_plain else "threads",
+            "engine": self.engine,
+            "batch_size": self.batch_size,
             "predicted_ms": self.step_ms,
             "predicted_peak_bytes": self.peak_bytes,
             "samples_per_second": self.samples_per_second,
@@ -135,7 +158,7 @@ def predict(
     memory: Sequence[PartitionMemory],
     *,
     cores: int | None,
-    rows: int,
+    batch_size: int,
     without_limit_ms: float | None = None,
 ) -> Prediction:
     """`memory` is that of each partition; `without_limit_ms` is the best step if memory were unlimited."""
@@ -153,7 +176,8 @@ def predict(
         best.step_ms,
         best.lower_bound_ms,
         bubble=max(0.0, 1 - busy),
-        samples_per_second=1000 * rows / best.step_ms if best.step_ms else 0.0,
+        batch_size=batch_size,
+        samples_per_second=1000 * batch_size / best.step_ms if best.step_ms else 0.0,
         memory=_by_device(memory, spec.traits.placement(shape.partitions, shape.devices)),
         limit=limit_of(
             spec,
@@ -164,6 +188,7 @@ def predict(
             update_ms=update_ms,
             host_ms=costs.host_ms(best.balance, spec),
         ),
+        engine=SINGLE if shape.is_plain else THREADS,
     )
 
 
@@ -246,12 +271,18 @@ def _by_device(memory: Sequence[PartitionMemory], workers: Sequence[int]) -> tup
 def advice(plans: Sequence[Prediction]) -> str:
     """A sentence about the best plan. `plans` has the best first, and the plain run among them if it was judged."""
     best = plans[0]
+    if best.engine == OFFLOAD:
+        return (
+            f"no pipeline fits: engine=offload keeps {len(best.balance)} slices of the model in host memory"
+            + (", and copying them takes longer than computing" if best.limit.name == "transfers" else "")
+        )
     plain = next((plan for plan in plans if plan.is_plain), None)
     if best.is_plain:
         pipelines = [plan for plan in plans if not plan.is_plain and plan.shape.devices > 1]
-        slower = (
-            f", a pipeline takes {pipelines[0].step_ms / best.step_ms:.2f} times as long" if pipelines else ""
-        )
+        slower = f", a pipeline takes {pipelines[0].slower_than(best):.2f} times as long" if pipelines else ""
         return f"train without a pipeline: one device is quickest here{slower}"
-    gain = f"{plain.step_ms / best.step_ms:.2f} times as fast as without a pipeline; " if plain else ""
-    return f"{gain}{CURES[best.limit.name]}"
+    cure = CURES[best.limit.name]
+    if best.chose_batch_size:
+        cure = cure.replace(" or a smaller batch_size", "")
+    gain = f"{plain.slower_than(best):.2f} times as fast as without a pipeline; " if plain else ""
+    return f"{gain}{cure}"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from heapq import heapify, heappop, heappush
+from itertools import accumulate, pairwise
 from math import inf
 from typing import final
 
@@ -21,6 +22,7 @@ from gpipe_cli.plan.bound import MemoryFit, StepBound, least_step
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.plan.step_time import can_simulate, step_ms
+from gpipe_cli.schedule import traits
 from gpipe_cli.schedule.checkpoint import Checkpoint
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
@@ -30,8 +32,10 @@ MOST_ACTIONS_PER_SHAPE = 200_000
 ROUNDING = 1 - 1e-9
 """Bounds and steps add the same numbers in other orders."""
 NEARBY = 24
-MOST_SEGMENTS = 2_000_000
+MOST_SEGMENTS = 300_000
 """Checking so many partitions one by one takes a second."""
+MOST_LAYERS = 256
+"""If memory must hold more, groups of a few layers are divided instead."""
 
 
 @final
@@ -51,6 +55,35 @@ class RankedPlan:
 
     shape: PlanShape
     best: BestBalance
+
+
+def simplest_of_equals(plans: list[RankedPlan], tolerance: float) -> list[RankedPlan]:
+    """The plans with the simplest of those that are equally good, within the tolerance, in front.
+
+    Measured times differ by as much from one run to the next; what is simple does not.
+    """
+    if not plans:
+        return []
+    enough = (1 + tolerance) * plans[0].best.step_ms
+    simplest = min((plan for plan in plans if plan.best.step_ms <= enough), key=_complexity)
+    return [simplest, *(plan for plan in plans if plan is not simplest)]
+
+
+def _complexity(plan: RankedPlan) -> tuple[object, ...]:
+    shape = plan.shape
+    own = traits(shape.schedule)
+    modes = shape.checkpoint if isinstance(shape.checkpoint, str) else "by partition"
+    # Recomputing costs time, so a plan that recomputes and is as good has no simpler reason to be.
+    recomputes = ("never", "except_last", "always", "by partition").index(modes)
+    return (
+        shape.devices,
+        shape.partitions,
+        own.several_per_device,
+        own.splits_backward,
+        recomputes,
+        shape.chunks,
+        shape.schedule_name,
+    )
 
 
 @final
@@ -89,8 +122,12 @@ def search(
     keep: int,
     cores: int | None = None,
     deadline: float = inf,
+    worst_ms: float = inf,
 ) -> SearchResult:
-    """The best `keep` shapes, each with its best balance; `deadline` is a time of `time.monotonic`."""
+    """The best `keep` shapes, each with its best balance; `deadline` is a time of `time.monotonic`.
+
+    Steps longer than `worst_ms` are not worth finding.
+    """
     queue: list[tuple[float, int, _QueuedShape]] = []
     left_out = 0
     for number, shape in enumerate(shapes):
@@ -105,9 +142,11 @@ def search(
     too_large, number = 0, len(queue)
     # Best first: the smallest bound in the queue bounds everything that is left, so the search ends when that cannot
     # beat the last plan to keep.
-    while queue and not (len(plans) >= keep and queue[0][0] >= plans[keep - 1].best.step_ms):
-        # There is always at least one plan, however late.
-        if plans and time.monotonic() > deadline:
+    while queue and queue[0][0] <= worst_ms:
+        if len(plans) >= keep and queue[0][0] >= plans[keep - 1].best.step_ms:
+            break
+        # There is always at least one plan, however late, unless there are others to compare with.
+        if (plans or worst_ms < inf) and time.monotonic() > deadline:
             left_out += len(queue)
             break
         bound, _, queued = heappop(queue)
@@ -122,7 +161,7 @@ def search(
                 # Queued again with its tighter bound: most shapes are pruned by one of the two and never simulated.
                 heappush(queue, (max(bound, start[0]), number, replace(queued, fit=fit, start=start)))
             continue
-        best = best_balance(queued.costs, spec, queued.fit, queued.start, MOST_ACTIONS_PER_SHAPE)
+        best = best_balance(queued.costs, spec, queued.fit, queued.start, MOST_ACTIONS_PER_SHAPE, deadline)
         plan = RankedPlan(replace(queued.shape, checkpoint=best.checkpoint), best)
         # A fitted shape whose partitions all recompute the same is also in the space under that mode.
         if all(plan.shape != other.shape for other in plans):
@@ -133,15 +172,34 @@ def search(
 
 
 def lowest_bound(costs: LayerCosts, spec: PipelineSpec, fit: MemoryFit) -> tuple[float, Balance] | None:
-    """A bound below all balances that fit, and the balance that has it; None if none fits."""
+    """A bound below all balances that fit, and a balance near it; None if none fits."""
+    if fit.only is None and costs.layers > MOST_LAYERS:
+        return _bound_of_groups(costs, spec, fit)
     solution = minimize(StepBound(costs, spec, fit), spec.partitions)
     return None if solution is None else (solution.largest, tuple(solution.balance))
 
 
+def _bound_of_groups(costs: LayerCosts, spec: PipelineSpec, fit: MemoryFit) -> tuple[float, Balance] | None:
+    """The same for very many layers, which memory must hold: the balance divides groups of a few layers."""
+    length = max(1, costs.layers // max(MOST_LAYERS, 4 * spec.partitions))
+    borders = sorted({*range(0, costs.layers, length), costs.frozen_layers, costs.layers})
+    bound = minimize(StepBound(costs, spec, fit.without_limit), spec.partitions)
+    solution = minimize(StepBound(costs.grouped(borders), spec, fit.grouped(borders)), spec.partitions)
+    if solution is None or bound is None:
+        return None
+    ends = [borders[end] for end in accumulate(solution.balance)]
+    return bound.largest, tuple(end - begin for begin, end in pairwise([0, *ends]))
+
+
 def best_balance(
-    costs: LayerCosts, spec: PipelineSpec, fit: MemoryFit, start: tuple[float, Balance], budget: int
+    costs: LayerCosts,
+    spec: PipelineSpec,
+    fit: MemoryFit,
+    start: tuple[float, Balance],
+    budget: int,
+    deadline: float = inf,
 ) -> BestBalance:
-    """The balance with the shortest step, exact as long as the budget lasts.
+    """The balance with the shortest step, exact as long as time and budget last.
 
     `start` is what `lowest_bound` gave; `budget` is how many actions may be simulated.
     """
@@ -170,7 +228,7 @@ def best_balance(
         return result(best, bound)
     candidates = _Candidates(costs, spec, fit, price(best))
     for number, other in enumerate(candidates.balances()):
-        if number * actions > budget:
+        if number * actions > budget or time.monotonic() > deadline:
             return result(best, bound)
         if price(other) < price(best):
             best = other

@@ -6,7 +6,7 @@ then tell how the state grows. Momenta have the parameter's shape, Adafactor's r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, final
@@ -22,6 +22,9 @@ MakeOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]
 
 The constructors of torch.optim are such functions.
 """
+
+StateBytes = Mapping[nn.Parameter, int]
+"""What an optimizer keeps for each parameter."""
 
 _SIDES = (2, 3, 5, 7, 11, 13, 17, 19)
 """The shape of a tiny parameter: different primes, so that each side of a state tensor can be told apart."""
@@ -52,6 +55,12 @@ def state_bytes(make: MakeOptimizer, parameters: NamedParameters) -> list[int]:
         for (_, parameter), state in zip(trained, _states_after_a_step(make, trained), strict=True)
     }
     return [sizes.get(parameter, 0) for _, parameter in named]
+
+
+def state_by_parameter(make: MakeOptimizer, module: nn.Module) -> StateBytes:
+    """The same for each parameter of a module."""
+    named = list(module.named_parameters())
+    return dict(zip((parameter for _, parameter in named), state_bytes(make, named), strict=True))
 
 
 @final

@@ -14,7 +14,7 @@ from typing import final
 from torch import nn
 
 from gpipe_cli.profiling.facts import ModelFacts
-from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes
+from gpipe_cli.profiling.optimizer_state import MakeOptimizer, StateBytes, state_by_parameter
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 
@@ -53,7 +53,7 @@ def partition_memory(
     facts: ModelFacts,
     balance: Sequence[int],
     spec: PipelineSpec,
-    optimizer: MakeOptimizer,
+    optimizer: MakeOptimizer | StateBytes,
     kept: KeptState = whole_state,
 ) -> list[PartitionMemory]:
     """One per partition of the balance."""
@@ -70,7 +70,7 @@ def with_bytes(
     module: nn.Sequential,
     facts: ModelFacts,
     balance: Sequence[int],
-    optimizer: MakeOptimizer,
+    optimizer: MakeOptimizer | StateBytes,
     kept: KeptState = whole_state,
     frozen_layers: int = 0,
 ) -> list[PartitionCost]:
@@ -90,12 +90,15 @@ def with_bytes(
 def resident_memory(
     module: nn.Sequential,
     balance: Sequence[int],
-    optimizer: MakeOptimizer | None,
+    optimizer: MakeOptimizer | StateBytes | None,
     kept: KeptState = whole_state,
 ) -> list[PartitionMemory]:
-    """The same without activations, which needs no facts about the layers; optimizer: None if there is no update."""
+    """The same without activations, which needs no facts about the layers.
+
+    optimizer: makes it, or the bytes of its state; None if there is no update.
+    """
     partitions = []
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    state = state_by_parameter(optimizer, module) if callable(optimizer) else optimizer
     for begin, end in _layer_ranges(balance):
         layers = list(module)[begin:end]
         # A dict counts what layers share once, and keeps the order.
@@ -103,12 +106,11 @@ def resident_memory(
         buffers = dict.fromkeys(buffer for layer in layers for buffer in layer.buffers())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         sizes = [parameter.nbytes for parameter in trained]
-        named = [(names[parameter], parameter) for parameter in trained]
         partitions.append(
             PartitionMemory(
                 parameter_bytes=sum(tensor.nbytes for tensor in (*parameters, *buffers)),
                 gradient_bytes=sum(sizes),
-                optimizer_bytes=0 if optimizer is None else kept(sizes, state_bytes(optimizer, named)),
+                optimizer_bytes=0 if state is None else kept(sizes, [state[each] for each in trained]),
                 activation_bytes=0,
             )
         )

@@ -45,6 +45,7 @@ OPTIONAL_LAYER_COLUMNS = ("type", "bytes", "output", "partition", "parameters", 
 OPTIONAL_PARTITION_COLUMNS = ("device", "input_bytes", "parameters", "layers")
 PLAN_COLUMNS = {
     "balance": "balance",
+    "batch_size": "batch size",
     "chunks": "chunks",
     "schedule": "schedule",
     "checkpoint": "checkpoint",
@@ -56,6 +57,8 @@ PLAN_COLUMNS = {
     "predicted_peak_bytes": "peak memory",
     "limit": "limited by",
 }
+WITHOUT_SCHEDULE = {"single": "none", "offload": "offload"}
+"""What the column of schedules says of engines that have none."""
 OPTIONAL_PLAN_COLUMNS = ("limited by", "samples/s", "bubble")
 MAX_SHOWN = 6
 """Entries of a balance, and devices, that a table shows."""
@@ -214,6 +217,8 @@ def print_measured_memory(rows: Sequence[Row]) -> None:
 def print_plans(title: str, plans: Sequence[Row]) -> None:
     """The plans in the given order, the best one first."""
     columns = [key for key in PLAN_COLUMNS if any(key in plan for plan in plans)]
+    if len({plan.get("batch_size") for plan in plans}) == 1:
+        columns.remove("batch_size")
     print_rows(
         title,
         [PLAN_COLUMNS[key] for key in columns],
@@ -249,6 +254,6 @@ def _plan_cell(key: str, plan: Row) -> str:
         return f"{100 * value:+.1f} %"
     if key.endswith("_ms"):
         return f"{value:.1f}"
-    if key == "schedule" and plan.get("engine") == "single":
-        return "none"
+    if key == "schedule" and plan.get("engine") in WITHOUT_SCHEDULE:
+        return WITHOUT_SCHEDULE[plan["engine"]]
     return format_value(key, value)

@@ -6,6 +6,7 @@ A resumed run therefore continues with the plan that it started with.
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from gpipe_cli.config.schema import PlanSearchConfig, ScheduleConfig, TrainConfi
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.launch.rank_setup import is_rank
-from gpipe_cli.plan.prediction import advice
+from gpipe_cli.plan.prediction import OFFLOAD, advice
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.components import check_components, engine_name, manual_balance, traits_of_engine
 from gpipe_cli.run.data import make_loader
@@ -47,9 +48,12 @@ def with_best_plan(settings: TrainConfig, job: Job) -> tuple[TrainConfig, Job]:
     check_components(settings, job.overrides)
     loader = make_loader(settings)
     model = make_model(settings, loader, initial_weights=settings.resume is None).sequence
-    planner = Planner(settings, job.overrides, loader, model)
+    began = job.began if job.number is None else time.monotonic()
+    planner = Planner(settings, job.overrides, loader, model, began)
     planned = planner.plan(keep=PLANS)
     best = planned.plans[0]
+    if best.engine == OFFLOAD:
+        raise ConfigError(f"plan=auto: {advice(planned.plans)}; train with {best.overrides}")
     print_status(
         f"plan ({planned.origin}): {best.step_ms:.1f} ms per step predicted; {advice(planned.plans)}"
     )

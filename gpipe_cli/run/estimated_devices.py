@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any, final
 
 from torch import nn
@@ -13,7 +14,16 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.device_costs import DeviceRun, LayerUpdate, estimate_costs
 from gpipe_cli.plan.devices import DEVICES, DeviceSpec, is_elsewhere, own_device
-from gpipe_cli.profiling.facts import ModelFacts
+from gpipe_cli.plan.links import Link
+from gpipe_cli.plan.measured import MicroBatchSize
+from gpipe_cli.profiling.facts import ModelFacts, model_facts
+from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.report.output import print_status
+from gpipe_cli.run.plan_memory import PlanMemory
+from gpipe_cli.run.training_step import autocast_of, with_gradient
+
+HOST_LINK = Link(0.01, 12e9)
+"""Between the memory of the host and a device: what PCIe 3.0 x16 reaches."""
 
 
 @final
@@ -28,20 +38,60 @@ class EstimatedDevices:
         """Bytes of each device."""
         return [run.device.memory for run in self.runs]
 
-    def costs(
+
+@final
+class EstimatedCosts:
+    """Of a model on devices that are not here."""
+
+    def __init__(
         self,
-        facts: ModelFacts,
-        scale: float,
-        update: Sequence[LayerUpdate],
-        shared_bytes: int,
-    ) -> LayerCosts:
-        by_run: dict[DeviceRun, LayerCosts] = {}
-        for run in self.runs:
-            if run not in by_run:
-                by_run[run] = estimate_costs(facts, run, scale, update, shared_bytes)
-        if len(by_run) == 1:
-            return by_run[self.runs[0]]
-        return LayerCosts.mixed([by_run[run] for run in self.runs])
+        settings: PlanConfig,
+        model: nn.Sequential,
+        devices: EstimatedDevices,
+        memory: PlanMemory,
+        sample_of: Callable[[int], Sample],
+    ) -> None:
+        self._settings, self._model, self._devices = settings, model, devices
+        self._memory, self._sample_of = memory, sample_of
+        self._counted: tuple[int, ModelFacts] | None = None
+        self._costs_of_run = cache(self._estimate)
+        self.origin = f"an estimate for {devices.name}, not measured"
+
+    def prepare(self, sizes: Sequence[MicroBatchSize], deadline: float) -> list[int]:
+        """Count operations once, for the smallest micro-batch that the model accepts: they grow with its rows."""
+        all_rows = sorted({size.rows for size in sizes})
+        print_status("counting the operations of each distinct layer")
+        with autocast_of(self._settings):
+            self._counted = smallest, facts = self._count(all_rows)
+        self._memory.add_facts(smallest, facts)
+        return [rows for rows in all_rows if rows >= smallest]
+
+    def costs(self, rows: int, devices: int) -> LayerCosts:
+        """On the first devices of the pipeline."""
+        by_device = [self._costs_of_run(rows, run) for run in self._devices.runs[:devices]]
+        return by_device[0] if len(set(map(id, by_device))) == 1 else LayerCosts.mixed(by_device)
+
+    def host_link(self) -> Link:
+        return HOST_LINK
+
+    def _estimate(self, rows: int, run: DeviceRun) -> LayerCosts:
+        assert self._counted is not None, "prepare comes first"
+        counted_rows, facts = self._counted
+        return estimate_costs(facts, run, rows / counted_rows, *self._updates)
+
+    @cached_property
+    def _updates(self) -> tuple[list[LayerUpdate], int]:
+        return layer_updates(self._model, with_gradient(self._memory.state))
+
+    def _count(self, all_rows: Sequence[int]) -> tuple[int, ModelFacts]:
+        """The fewest of these rows that the model accepts, and its operations."""
+        for rows in all_rows[:-1]:
+            try:
+                return rows, model_facts(self._model, self._sample_of(rows))
+            except ValueError:
+                # Batch norm, for example, rejects a micro-batch of a single row.
+                continue
+        return all_rows[-1], model_facts(self._model, self._sample_of(all_rows[-1]))
 
 
 def estimated_devices(settings: PlanConfig) -> EstimatedDevices | None:

@@ -21,7 +21,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.optimizer_state import state_bytes
+from gpipe_cli.profiling.optimizer_state import StateBytes, state_by_parameter
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.optimizer import optimizer_factory
@@ -112,8 +112,11 @@ def memory_limit(settings: ModelConfig) -> int | None:
 
 def trained_bytes(settings: ModelConfig, model: nn.Sequential) -> TrainedBytes:
     """Bytes of a parameter with its gradient and, for a command with an optimizer, its optimizer state."""
-    state = dict[nn.Parameter, int]()
-    if isinstance(settings, CostConfig):
-        sizes = state_bytes(optimizer_factory(settings, model), model.named_parameters())
-        state = dict(zip(model.parameters(), sizes, strict=True))
+    if not isinstance(settings, CostConfig):
+        return with_gradient({})
+    return with_gradient(state_by_parameter(optimizer_factory(settings, model), model))
+
+
+def with_gradient(state: StateBytes) -> TrainedBytes:
+    """Bytes of a parameter with its gradient and its optimizer state."""
     return lambda parameter: 2 * parameter.nbytes + state.get(parameter, 0)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from torch import Tensor, nn
 
 Gpipe = Callable[..., Any]
 TINY = (
@@ -16,6 +18,7 @@ TINY = (
     "data.length=64",
     "batch_size=4",
 )
+SMALL = ("data=synthetic", "data.shape=[3,8,8]", "data.length=64")
 FIELDS = {"balance", "chunks", "schedule", "checkpoint", "predicted_ms", "predicted_peak_bytes"}
 
 
@@ -68,7 +71,7 @@ def test_a_memory_limit_is_respected_or_refused_with_the_smallest_sufficient_one
     assert limited["best"]["predicted_peak_bytes"] <= limit <= free["best"]["predicted_peak_bytes"] + limit
     refused = tiny("plan", *TINY, "devices=2", "device_memory=1KiB")
     assert refused.code == 2 and "the smallest limit that works is" in refused.err
-    assert "engine=offload needs less" in refused.err
+    assert "engine=offload, with one layer on the device at a time, needs" in refused.err
 
 
 def test_only_partitions_that_need_it_recompute_in_the_plan_and_in_training(gpipe: Gpipe) -> None:
@@ -201,3 +204,70 @@ def test_a_page_shows_candidates_timeline_and_limits(gpipe: Gpipe, tmp_path: Pat
     page.write_text("mine", encoding="utf-8")
     refused = gpipe(*words, f"page={page}")
     assert refused.code == 2 and "exists and is not a report" in refused.err
+
+
+def test_with_a_limit_of_memory_the_batch_size_is_part_of_the_plan(gpipe: Gpipe) -> None:
+    words = ("plan", "model=mlp", "device=t4", "devices=2", "--json")
+    answer = gpipe(*words, "device_memory=24MiB").json
+    best = answer["best"]
+    assert (
+        f"batch_size={best['batch_size']} " in answer["paste"] and best["predicted_peak_bytes"] <= 24 * 2**20
+    )
+    others = [each for each in answer["candidates"] if each["batch_size"] != best["batch_size"]]
+    assert others and all(each["samples_per_second"] <= best["samples_per_second"] for each in others)
+    # What is given stays: a smaller batch size is no faster.
+    given = gpipe(*words, "device_memory=24MiB", "batch_size=16", "chunks=4").json
+    assert given["best"]["batch_size"] == 16 and given["best"]["chunks"] == 4
+    assert given["best"]["samples_per_second"] <= best["samples_per_second"]
+    assert given["paste"].count("batch_size=") == 1 and given["paste"].count("chunks=") == 1
+
+
+def test_a_batch_size_that_was_measured_here_fits_too(tiny: Gpipe) -> None:
+    words = [word for word in TINY if not word.startswith("batch_size")]
+    answer = tiny("plan", *words, "devices=[cpu,cpu]", "device_memory=200KiB", "--json").json
+    best = answer["best"]
+    assert best["predicted_peak_bytes"] <= 200 * 2**10 and best["batch_size"] <= 64
+    assert f"batch_size={best['batch_size']} " in answer["paste"]
+
+
+def test_where_no_pipeline_fits_slices_of_the_model_do(gpipe: Gpipe) -> None:
+    words = ("model=mlp", "model.depth=8", *SMALL, "batch_size=16")
+    answer = gpipe("plan", *words, "devices=[cpu]", "device_memory=6MiB", "chunks=2", "--json")
+    best = answer.json["best"]
+    assert best["engine"] == "offload" and best["predicted_ms"] > 0 and len(best["balance"]) > 1
+    assert best["predicted_peak_bytes"] <= 6 * 2**20
+    assert answer.json["advice"].startswith("no pipeline fits: engine=offload keeps ")
+    paste = shlex.split(answer.json["paste"])[2:]
+    assert "engine=offload" in paste and "chunks=2" in paste
+    planned = gpipe("train", *paste, "--dry-run", "--json").json
+    assert [row["layers"] for row in planned["partitions"]] == best["balance"]
+    text = gpipe("plan", *words, "devices=[cpu]", "device_memory=6MiB", "chunks=2")
+    assert text.code == 0 and "offload" in text.out
+    alone = gpipe("train", *words, "plan=auto", "devices=[cpu]", "device_memory=6MiB", "chunks=2")
+    assert alone.code == 2 and "plan=auto: no pipeline fits: engine=offload keeps" in alone.err
+
+
+def test_a_plain_run_that_does_not_fit_is_said_to(gpipe: Gpipe) -> None:
+    answer = gpipe(
+        "plan", "model=mlp", *SMALL, "device=t4", "devices=4", "batch_size=16", "device_memory=2MiB"
+    )
+    assert (
+        answer.code == 0
+        and "without a pipeline, one device would need 3.88MiB, which does not fit" in answer.err
+    )
+
+
+def test_layers_that_are_equal_are_run_once_however_many_there_are(
+    gpipe: Gpipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[nn.Module] = []
+    forward = nn.Linear.forward
+
+    def counted(layer: nn.Linear, input: Tensor) -> Tensor:
+        calls.append(layer)
+        return forward(layer, input)
+
+    monkeypatch.setattr(nn.Linear, "forward", counted)
+    words = ("plan", "model=mlp", "model.depth=600", "model.width=8", "device=t4", "devices=2", "chunks=4")
+    assert gpipe(*words, "--json").json["best"]["chunks"] == 4
+    assert len(calls) < 40

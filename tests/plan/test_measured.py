@@ -8,59 +8,113 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gpipe_cli.plan.measured import CostMeasurer, intra_op_threads
-from gpipe_cli.plan.search_space import PlanShape
+from gpipe_cli import GPipe
+from gpipe_cli.plan.measured import CostMeasurer, MicroBatchSize, intra_op_threads
+from gpipe_cli.profiling import layers, phase_times
 from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.sequential.equal_layers import LayerSample
 
 CPU = torch.device("cpu")
 
 
 def _bench(
-    model: nn.Sequential, devices: int, *, apart: bool = False, say: Callable[[str], None] = print
+    model: nn.Sequential,
+    devices: int,
+    *,
+    apart: bool = False,
+    say: Callable[[str], None] = print,
+    late: bool = False,
+    sample: LayerSample | None = None,
 ) -> CostMeasurer:
     input, target = torch.randn(4, 8), torch.randn(4, 8)
 
-    def sample(chunks: int) -> Sample:
-        return Sample(input[: 4 // chunks], target[: 4 // chunks], functional.mse_loss)
+    def sample_of(rows: int) -> Sample:
+        return Sample(input[:rows], target[:rows], functional.mse_loss)
 
-    return CostMeasurer(model, sample, [CPU] * devices, ProfileCache(None), cores=2, apart=apart, say=say)
+    return CostMeasurer(
+        model,
+        sample_of,
+        [CPU] * devices,
+        ProfileCache(None, is_late=lambda: late),
+        cores=2,
+        apart=apart,
+        layers_of=lambda rows: sample,
+        is_late=lambda: late,
+        say=say,
+    )
+
+
+def _sizes(*chunks: int) -> list[MicroBatchSize]:
+    return [MicroBatchSize(4 // number, number) for number in chunks]
 
 
 def test_every_size_for_which_there_is_time_has_its_costs() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     bench = _bench(model, 2)
-    assert sorted(bench.measure([1, 2, 4], time.monotonic() + 60)) == [1, 2, 4]
-    for checkpoint in ("never", "always"):
-        alone = bench.costs(PlanShape(1, 1, 1, "1f1b", checkpoint)).partition(0, 3)
-        pipe = bench.costs(PlanShape(2, 2, 4, "1f1b", checkpoint)).partition(0, 3)
-        assert min(alone.forward, alone.backward, pipe.forward, pipe.backward, pipe.recompute) > 0
+    assert bench.measure(_sizes(1, 4, 2), time.monotonic() + 60) == [4, 1, 2]
+    alone, pipe = bench.costs(4, 1).partition(0, 3), bench.costs(1, 2).partition(0, 3)
+    assert min(alone.forward, alone.backward, pipe.forward, pipe.backward, pipe.recompute) > 0
 
 
 def test_without_time_the_plain_run_is_measured_alone() -> None:
-    assert _bench(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), 2).measure([1, 2, 4], 0.0) == [1]
+    assert _bench(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), 2).measure(_sizes(1, 4, 2), 0.0) == [4]
 
 
-def test_it_says_what_it_measures_next_and_begins_with_the_plain_run() -> None:
+def test_when_it_is_late_a_mini_batch_runs_twice_and_no_pipeline_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plain run so slow that its eighteen passes took longer than plan.budget was measured to the end."""
+    steps: list[Sample] = []
+    step = layers._step
+
+    def counted(pipe: GPipe, sample: Sample) -> None:
+        steps.append(sample)
+        step(pipe, sample)
+
+    monkeypatch.setattr(layers, "_step", counted)
+    monkeypatch.setattr(phase_times, "_Steps", None)
+    bench = _bench(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), 2, late=True)
+    assert bench.measure(_sizes(1, 4, 2), 0.0) == [4] and len(steps) == 2
+    costs = bench.costs(4, 1).partition(0, 2)
+    assert costs.forward == costs.recompute > 0
+
+
+def test_a_few_equal_layers_are_measured_for_all() -> None:
+    class Counted(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            ran.add(self)
+            return super().forward(input)
+
+    ran: set[nn.Module] = set()
+    model = nn.Sequential(*(Counted(8, 8) for _ in range(100)))
+    bench = _bench(model, 2, sample=LayerSample.of([0] * 99 + [1], (), most=3))
+    bench.measure(_sizes(2), time.monotonic() + 60)
+    assert len(ran) == 5 and model[99] in ran
+    costs = bench.costs(2, 2)
+    assert costs.layers == 100
+    assert costs.partition(0, 50).forward == pytest.approx(costs.partition(49, 99).forward)
+
+
+def test_it_says_what_it_measures_next() -> None:
     lines: list[str] = []
     bench = _bench(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), 2, say=lines.append)
-    assert bench.measure([1, 2, 4], time.monotonic() + 60) == [1, 4, 2]
-    assert lines[0].startswith("measuring one device with the whole mini-batch (1 of 3 sizes, at most ")
-    assert lines[1].startswith("measuring chunks=4 (2 of 3 sizes")
+    bench.measure(_sizes(1, 4), time.monotonic() + 60)
+    assert lines[0].startswith("measuring one device with the whole mini-batch (1 of 2 sizes, at most ")
+    assert lines[1].startswith("measuring micro-batches of 1 (2 of 2 sizes")
 
 
 def test_a_size_that_the_model_does_not_take_is_left_out() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    assert sorted(_bench(model, 2).measure([1, 2, 4], time.monotonic() + 60)) == [1, 2]
+    assert _bench(model, 2).measure(_sizes(1, 4, 2), time.monotonic() + 60) == [4, 2]
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
-        _bench(model, 2).measure([4], time.monotonic() + 60)
+        _bench(model, 2).measure(_sizes(4), time.monotonic() + 60)
 
 
 def test_machines_of_their_own_do_not_disturb_each_other() -> None:
     bench = _bench(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), 2, apart=True)
-    bench.measure([2], time.monotonic() + 60)
-    alone, pipe = (bench.costs(PlanShape(many, many, 2, "1f1b", "never")) for many in (1, 2))
-    assert alone.partition(0, 2) == pipe.partition(0, 2)
+    bench.measure(_sizes(2), time.monotonic() + 60)
+    assert bench.costs(2, 1).partition(0, 2) == bench.costs(2, 2).partition(0, 2)
 
 
 def test_the_number_of_threads_is_put_back() -> None:

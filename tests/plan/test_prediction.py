@@ -17,7 +17,7 @@ MEMORY = [PartitionMemory(1, 2, 3, 4)] * 4
 def _predicted(shape: PlanShape, balance: tuple[int, ...], costs: LayerCosts, **more: float) -> Prediction:
     step = step_ms(shape.spec(), costs, balance)
     answer = RankedPlan(shape, BestBalance(balance, shape.checkpoint, step, step))
-    return predict(answer, costs, MEMORY[: len(balance)], cores=None, rows=32, **more)
+    return predict(answer, costs, MEMORY[: len(balance)], cores=None, batch_size=32, **more)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import pytest
 
 from gpipe_cli.balance.memory_objective import LayerBytes, MemoryObjective
 from gpipe_cli.balance.solver import sums
+from gpipe_cli.plan import search as search_module
 from gpipe_cli.plan.bound import MemoryFit
 from gpipe_cli.plan.costs import BackwardSplit, LayerCosts
-from gpipe_cli.plan.search import SearchResult, search
+from gpipe_cli.plan.search import BestBalance, RankedPlan, SearchResult, search, simplest_of_equals
 from gpipe_cli.plan.search_space import CHECKPOINTS, FITTED, PlanShape, SearchSpace
 from gpipe_cli.plan.step_time import step_ms
 from gpipe_cli.schedule.checkpoint import Checkpoint
@@ -197,3 +198,58 @@ def replace_frozen(costs: LayerCosts) -> LayerCosts:
     """The same layers are frozen on every device, so none are here."""
     costs.frozen_layers = 0
     return costs
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_of_very_many_layers_groups_are_divided_and_the_bound_still_holds(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    draw = random.Random(seed)
+    costs, sizes = _costs(draw, 60), _bytes(draw, 60)
+    memory = MemoryObjective(sizes, PipelineSpec("1f1b", 3, 8), limit=3000)
+    shape = PlanShape(3, 3, 8, "1f1b", "always")
+
+    def result() -> SearchResult:
+        fit = MemoryFit({"always": memory.under(shape.spec())})
+        return search([shape], lambda shape: costs, lambda shape: fit, keep=1)
+
+    exact = result()
+    monkeypatch.setattr(search_module, "MOST_LAYERS", 15)
+    monkeypatch.setattr(search_module, "MOST_SEGMENTS", 0)
+    grouped = result()
+    if exact.plans:
+        assert grouped.lower_bound_ms <= exact.plans[0].best.step_ms
+    if grouped.plans:
+        (plan,) = grouped.plans
+        assert sum(plan.best.balance) == 60
+        assert max(sums(memory.under(shape.spec()), plan.best.balance)) <= 3000
+        assert exact.plans[0].best.step_ms <= plan.best.step_ms <= 1.2 * exact.plans[0].best.step_ms
+
+
+def _plan(ms: float, shape: PlanShape) -> RankedPlan:
+    return RankedPlan(shape, BestBalance((4,), shape.checkpoint, ms, ms))
+
+
+def test_of_plans_that_are_equally_good_the_simplest_is_first_whichever_was_measured_a_little_faster() -> (
+    None
+):
+    plain, simple = PlanShape(1, 1, 1, "1f1b", "never"), PlanShape(2, 2, 4, "1f1b", "never")
+    split, turns = PlanShape(2, 2, 8, "zero_bubble", "never"), PlanShape(4, 2, 8, "interleaved", "never")
+    for first, second in ((100.0, 101.0), (101.0, 100.0)):
+        plans = [_plan(first, split), _plan(second, simple), _plan(99.5, turns), _plan(150.0, plain)]
+        plans.sort(key=lambda plan: plan.best.step_ms)
+        ranked = simplest_of_equals(plans, tolerance=0.03)
+        assert ranked[0].shape == simple and sorted(map(id, ranked)) == sorted(map(id, plans))
+    assert simplest_of_equals(plans, tolerance=0.0) == plans
+    assert simplest_of_equals([_plan(102.0, plain), _plan(105.0, simple)], 0.03)[0].shape == plain
+    assert simplest_of_equals([], 0.03) == []
+
+
+def test_steps_that_are_too_long_to_matter_are_not_looked_for() -> None:
+    costs = LayerCosts([1.0] * 4, [2.0] * 4)
+    shapes = list(SearchSpace(4, [1, 2], [1, 4]).shapes())
+
+    def forbidden(shape: PlanShape) -> MemoryFit:
+        raise AssertionError("it was examined")
+
+    assert search(shapes, lambda shape: costs, forbidden, keep=1, worst_ms=5.0).plans == []

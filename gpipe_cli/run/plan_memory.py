@@ -1,0 +1,133 @@
+"""The memory of plans: what each partition of a plan needs, and which plans fit the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, cached_property
+from typing import final
+
+from torch import nn
+
+from gpipe_cli.balance.memory_objective import MemoryObjective
+from gpipe_cli.balance.size import memory_objective_from_facts
+from gpipe_cli.config.schema import PlanConfig, TrainConfig
+from gpipe_cli.errors import ConfigError
+from gpipe_cli.plan.bound import MemoryFit
+from gpipe_cli.plan.costs import LayerCosts
+from gpipe_cli.plan.order_search import order_problems
+from gpipe_cli.plan.prediction import Prediction
+from gpipe_cli.plan.search_space import CHECKPOINTS, FITTED, TURNS, PlanShape
+from gpipe_cli.profiling.facts import ModelFacts, model_facts
+from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.optimizer_state import StateBytes, state_by_parameter
+from gpipe_cli.profiling.partition_memory import PartitionMemory, partition_memory, with_bytes
+from gpipe_cli.run.optimizer import kept_state, optimizer_factory
+from gpipe_cli.run.training_step import autocast_of, sample_must_fit, with_gradient
+from gpipe_cli.schedule.pipeline_spec import PipelineSpec
+from gpipe_cli.schedule.search_problem import SearchProblem
+
+
+@final
+class PlanMemory:
+    """Of micro-batches of any number of rows."""
+
+    def __init__(
+        self,
+        settings: PlanConfig | TrainConfig,
+        model: nn.Sequential,
+        sample_of: Callable[[int], Sample],
+        limits: Sequence[int],
+    ) -> None:
+        """`limits` has one for each device; empty: memory is unlimited."""
+        self._settings, self._model, self._sample_of = settings, model, sample_of
+        self.limit = max(limits, default=None)
+        """Of the device with the most memory."""
+        self._limits = limits
+        self.facts = cache(self._facts_of)
+        self._objective = cache(self._objective_of)
+        self._known: tuple[int, MemoryObjective] | None = None
+
+    @cached_property
+    def state(self) -> StateBytes:
+        """What the optimizer keeps for each parameter."""
+        return state_by_parameter(optimizer_factory(self._settings, self._model), self._model)
+
+    def add_facts(self, rows: int, facts: ModelFacts) -> None:
+        """Facts that are known already, of a small micro-batch."""
+        self._known = rows, self._objective_from(facts)
+
+    def of(self, shape: PlanShape, balance: Sequence[int], rows: int) -> list[PartitionMemory]:
+        """One for each partition."""
+        return partition_memory(
+            self._model, self.facts(rows), balance, shape.spec(), self.state, kept_state(self._settings)
+        )
+
+    def order_problems(
+        self, plan: Prediction, costs: LayerCosts, rows: int, cores: int | None
+    ) -> list[SearchProblem]:
+        """The search for an order of a plan's balance."""
+        spec = plan.shape.spec(cores)
+        parts = with_bytes(
+            costs.partitions(plan.balance, spec),
+            self._model,
+            self.facts(rows),
+            plan.balance,
+            self.state,
+            kept_state(self._settings),
+            costs.frozen_layers,
+        )
+        least = min(self._limits, default=None)
+        return order_problems(spec, parts, least, equal_devices=costs.equal_devices)
+
+    def fit(self, shape: PlanShape, rows: int) -> MemoryFit:
+        modes = CHECKPOINTS if shape.checkpoint == FITTED else (str(shape.checkpoint),)
+        return MemoryFit({mode: self._needed(replace(shape, checkpoint=mode), rows) for mode in modes})
+
+    def may_fit(self, rows: int, devices: int) -> bool:
+        """False only if no plan with so many rows in a micro-batch fits, engine=offload aside."""
+        if self.limit is None:
+            return True
+        # Two rows, because batch norm rejects a single one; what micro-batches save grows with their rows.
+        memory = self._objective(2)
+        resident, with_graph = memory.most(graphs=0, inputs=0), memory.most(graphs=1, inputs=0)
+        # Some device has its share of the parameters, and some partition its share of a micro-batch's activations.
+        share = resident / devices
+        if share > self.limit:  # whatever the rows, only engine=offload can hold the parameters
+            share = 0.0
+        return share + rows / 2 * (with_graph - resident) / max(TURNS) / devices <= self.limit
+
+    def refusal(self, shape: PlanShape, rows: int) -> ConfigError:
+        """What the shape would need at least."""
+        return self._objective(rows).under(shape.spec()).refusal()
+
+    def _needed(self, shape: PlanShape, rows: int) -> MemoryObjective | None:
+        """The memory of the partitions, or None if the whole model fits, which is quicker to check."""
+        if self.limit is None or self._surely_fits(shape, rows):
+            return None
+        memory = self._objective(rows).under(shape.spec())
+        whole = (memory.allows(partition, 0, len(self._model)) for partition in range(shape.partitions))
+        return None if all(whole) else memory
+
+    def _surely_fits(self, shape: PlanShape, rows: int) -> bool:
+        """Decide from a smaller micro-batch: twice the rows save at most twice as many bytes for backward."""
+        if self._known is None:
+            return False
+        known_rows, memory = self._known
+        times = -(-rows // known_rows)
+        most = memory.most(graphs=times * (shape.chunks + 1), inputs=times * shape.chunks)
+        return most <= min(self._limits) / shape.spec().partitions_per_device
+
+    def _facts_of(self, rows: int) -> ModelFacts:
+        sample = self._sample_of(rows)
+        with autocast_of(self._settings), sample_must_fit(sample):
+            return model_facts(self._model, sample, count_flops=False)
+
+    def _objective_of(self, rows: int) -> MemoryObjective:
+        return self._objective_from(self.facts(rows))
+
+    def _objective_from(self, facts: ModelFacts) -> MemoryObjective:
+        differ = self._limits if len(set(self._limits)) > 1 else ()
+        return memory_objective_from_facts(
+            self._model, facts, PipelineSpec("gpipe", 1, 1), with_gradient(self.state), self.limit, differ
+        )
