@@ -42,6 +42,14 @@ CURES = {
     "memory": "the memory limit holds it up: a larger device_memory or a smaller batch_size makes it quicker",
     "work": "devices are busy almost all the time: only faster devices, or more of them, make it quicker",
 }
+CURES_OF_ANY_BATCH_SIZE = {
+    "bubble": (
+        "workers wait for the first micro-batch to arrive and the last to return: fewer partitions shorten that"
+    ),
+    "memory": "the memory limit holds it up: a larger device_memory makes it quicker",
+    "update": "the sum of gradients over replicas and the optimizer's update hold it up",
+}
+"""Where the batch size is part of the plan, so that no other one is better."""
 
 
 @final
@@ -281,8 +289,7 @@ def advice(plans: Sequence[Prediction]) -> str:
         pipelines = [plan for plan in plans if not plan.is_plain and plan.shape.devices > 1]
         slower = f", a pipeline takes {pipelines[0].slower_than(best):.2f} times as long" if pipelines else ""
         return f"train without a pipeline: one device is quickest here{slower}"
-    cure = CURES[best.limit.name]
-    if best.chose_batch_size:
-        cure = cure.replace(" or a smaller batch_size", "")
+    cures = CURES | CURES_OF_ANY_BATCH_SIZE if best.chose_batch_size else CURES
+    cure = cures[best.limit.name]
     gain = f"{plain.slower_than(best):.2f} times as fast as without a pipeline; " if plain else ""
     return f"{gain}{cure}"

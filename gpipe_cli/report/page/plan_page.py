@@ -25,7 +25,9 @@ CAUSES = {
     "update": "summing gradients over replicas, and the optimizer's update",
     "host": "launching kernels from one process",
 }
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
+NOT_SHOWN = 0.02
+"""A share of the step that a timeline may leave out without a word."""
 
 
 def plan_page(summary: Facts, step: StepTimeline | None) -> str:
@@ -35,28 +37,46 @@ def plan_page(summary: Facts, step: StepTimeline | None) -> str:
     return whole_page(
         "Plan",
         [
-            tag("p", {"class": "state"}, f"{summary['profile']}. {summary['advice']}."),
+            tag("p", {"class": "state"}, _verdict(summary)),
             _cards(best, summary),
             _section("Candidates by time and memory", _chart(candidates)),
-            _section("A step of the best plan", timeline) if timeline is not None else None,
+            _section("A step of the best plan", timeline, _left_out(best, step)) if timeline else None,
             _section("What limits it", _limits(best)),
             _section("Bubble against memory", _memory_curve(summary["memory_curve"]))
             if summary["memory_curve"]
             else None,
             _section("All candidates", _table(candidates)),
-            _section("Train with it", tag("pre", None, summary["paste"])),
+            _section("Train with it", tag("pre", {"class": "written"}, summary["paste"])),
         ],
     )
 
 
-def _section(title: str, content: Html) -> Html:
-    return tag("section", None, tag("h2", None, title), content)
+def _section(title: str, *content: Html | None) -> Html:
+    return tag("section", None, tag("h2", None, title), *content)
+
+
+def _verdict(summary: Facts) -> str:
+    sentences = [summary["profile"], summary["advice"]]
+    if too_large := summary.get("plain_bytes_too_large"):
+        needed = format_value("peak_bytes", too_large)
+        sentences.append(f"without a pipeline, one device would need {needed}, which does not fit")
+    return " ".join(f"{sentence[:1].upper()}{sentence[1:]}." for sentence in sentences)
+
+
+def _left_out(best: Facts, step: StepTimeline | None) -> Html | None:
+    """What of the step is not in its timeline."""
+    more = best["predicted_ms"] - (1000 * step.seconds if step is not None else 0.0)
+    if more < NOT_SHOWN * best["predicted_ms"]:
+        return None
+    reason = "the optimizer's update, or waiting until one process has launched all kernels"
+    return tag("p", {"class": "note"}, f"The timeline leaves out {more:.3g} ms of the step: {reason}.")
 
 
 def _cards(best: Facts, summary: Facts) -> Html:
     figures = {
         "step": f"{best['predicted_ms']:.4g} ms",
-        "samples per second": f"{best['samples_per_second']:.4g}",
+        **({"batch size": str(best["batch_size"])} if _differ(summary["candidates"]) else {}),
+        "samples per second": _rate(best),
         "peak memory per device": format_value("peak_bytes", best["predicted_peak_bytes"]),
         "bubble": format_value("bubble", best["bubble"]),
         "limited by": str(best["limit"]),
@@ -69,11 +89,22 @@ def _cards(best: Facts, summary: Facts) -> Html:
     return tag("dl", {"class": "cards"}, *cards)
 
 
+def _differ(candidates: Sequence[Facts]) -> bool:
+    """Whether the batch size is part of the plans, so that only times of a sample can be compared."""
+    return len({candidate["batch_size"] for candidate in candidates}) > 1
+
+
+def _rate(candidate: Facts) -> str:
+    rate = candidate["samples_per_second"]
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
+
+
 def _chart(candidates: Sequence[Facts]) -> Html:
-    times, memories = (
-        [candidate[key] * factor for candidate in candidates]
-        for key, factor in (("predicted_ms", 1.0), ("predicted_peak_bytes", 1 / GIB))
-    )
+    per_sample = _differ(candidates)
+    largest = max(candidate["predicted_peak_bytes"] for candidate in candidates)
+    unit, size = ("GiB", GIB) if largest >= GIB else ("MiB", MIB)
+    times = [each["predicted_ms"] / (each["batch_size"] if per_sample else 1) for each in candidates]
+    memories = [each["predicted_peak_bytes"] / size for each in candidates]
     across, up = Scale.over(times, margin=0.06), Scale.over(memories, margin=0.1)
     dots = [
         _dot(number, candidate, across.share(ms), up.share(memory))
@@ -93,8 +124,9 @@ def _chart(candidates: Sequence[Facts]) -> Html:
     )
     caption = join(
         [
-            tag("strong", None, "GiB on the fullest device"),
-            " by milliseconds of a step; 1 is the best plan, and hollow is without a pipeline",
+            tag("strong", None, f"{unit} on the fullest device"),
+            f" by milliseconds of a {'sample' if per_sample else 'step'}; 1 is the best plan, and hollow is without a "
+            "pipeline",
         ]
     )
     return tag(
@@ -164,6 +196,7 @@ def _table(candidates: Sequence[Facts]) -> Html:
         "memory",
         "bubble",
         "devices",
+        "batch size",
         "chunks",
         "schedule",
         "checkpoint",
@@ -174,16 +207,17 @@ def _table(candidates: Sequence[Facts]) -> Html:
 
 
 def _cells(number: int, candidate: Facts) -> Sequence[Child]:
-    plain = candidate["engine"] == "single"
+    schedules = {"single": "no pipeline", "offload": "offload"}
     return (
         str(number),
         f"{candidate['predicted_ms']:.4g}",
-        f"{candidate['samples_per_second']:.4g}",
+        _rate(candidate),
         format_value("peak_bytes", candidate["predicted_peak_bytes"]),
         format_value("bubble", candidate["bubble"]),
         str(candidate["devices"]),
+        str(candidate["batch_size"]),
         str(candidate["chunks"]),
-        "no pipeline" if plain else str(candidate["schedule"]),
+        schedules.get(candidate["engine"], str(candidate["schedule"])),
         "by partition" if isinstance(candidate["checkpoint"], list) else str(candidate["checkpoint"]),
         str(candidate["balance"]).replace(" ", ""),
         str(candidate["limit"]),
