@@ -185,9 +185,9 @@ class Planner:
         enough = most / (1 + self._tolerance)
         # Of batch sizes that are equally good the smallest, which also leaves the most memory.
         best = next(each for each in reversed(planned) if each.plans[0].samples_per_second >= enough)
-        best = self._with_orders(best, keep)
         others = [each.plans[0] for each in planned if each is not best]
         others.sort(key=lambda plan: -plan.samples_per_second)
+        best = self._with_orders(best, keep)
         return replace(best, plans=[best.plans[0], *others, *best.plans[1:]])
 
     def _plan_for(self, batch_size: int, known: Sequence[int], keep: int, worst_ms: float) -> Planned | None:
