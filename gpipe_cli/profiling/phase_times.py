@@ -34,8 +34,9 @@ from gpipe_cli.schedule.action import Kind
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 
-PER_PARTITION = 2
-"""Micro-batches of a step for each partition: enough for all workers to be busy most of the time."""
+PER_PARTITION = 4
+"""Micro-batches of a step for each partition: with fewer, what happens once in a step, such as waking up the workers,
+would count as part of every micro-batch."""
 WARM_UP = 2
 LEAST_STEPS = 3
 MOST_STEPS = 50

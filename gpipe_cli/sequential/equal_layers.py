@@ -27,7 +27,7 @@ _NUMBERED = frozenset({"layer_idx"})
 """A layer of Hugging Face's knows its number, which only says where a cache of generated tokens belongs."""
 
 
-MOST_EQUAL = 32
+MOST_EQUAL = 64
 """How many equal layers are measured: together they are larger than a cache, unless their parameters matter little."""
 
 
