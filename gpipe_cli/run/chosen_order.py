@@ -17,6 +17,7 @@ from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import CostConfig, EngineConfig, ModelConfig, TrainConfig
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.plan.costs import LayerCosts
+from gpipe_cli.plan.links import measure_link
 from gpipe_cli.plan.measured import measure_costs
 from gpipe_cli.plan.order_search import order_problems, search_order
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
@@ -27,7 +28,6 @@ from gpipe_cli.report.output import print_status
 from gpipe_cli.run.components import traits_of_engine
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.optimizer import kept_state, optimizer_factory
-from gpipe_cli.run.planning import LINK_BYTES_PER_SECOND
 from gpipe_cli.run.training_step import autocast_of, make_sample, memory_limit, sample_must_fit
 from gpipe_cli.schedule.files import FixedOrder, parse_schedule, read_schedule, schedule_text
 from gpipe_cli.schedule.own_orders import AUTO, OWN_ORDERS, similar_schedule
@@ -243,8 +243,8 @@ def _measured(
     facts = _facts(settings, model, sample, count_flops=False)
     transfer = None
     if facts is not None and is_accelerator(devices[0]):
-        sizes = (facts.boundary(end).bytes for end in range(1, len(model) + 1))
-        transfer = [1000 * size / LINK_BYTES_PER_SECOND for size in sizes]
+        link = measure_link(devices[0], devices[-1])
+        transfer = [link.ms(facts.boundary(end).bytes) for end in range(1, len(model) + 1)]
     with autocast_of(settings, devices[0].type), sample_must_fit(sample):
         measured = measure_costs(
             model,
