@@ -82,6 +82,18 @@ def test_a_plan_for_several_devices_was_refused_because_targets_were_on_the_firs
     assert len(plans) == 3 and all(plan["measured_ms"] > 0 for plan in plans)
 
 
+def test_devices_that_differ_are_measured_each_by_itself_and_named_in_the_command(
+    gpipe: Gpipe, accelerators: list[torch.device]
+) -> None:
+    devices = f"devices=[{accelerators[0]},cpu]"
+    fixed = (devices, "partitions=2", "chunks=2", "schedule=1f1b", "checkpoint=never", "plan.cache=false")
+    answer = gpipe("plan", "model=mlp", "model.width=16", "batch_size=16", *fixed, "verify=true", "--json")
+    assert answer.code == 0, answer.err
+    best = answer.json["best"]
+    assert sum(best["balance"]) == 5 and best["devices"] == 2 and best["measured_ms"] > 0
+    assert answer.json["paste"].endswith(devices)
+
+
 def test_the_environment_names_the_devices(gpipe: Gpipe, accelerators: list[torch.device]) -> None:
     facts = gpipe("env", "--json").json
     assert facts["accelerator"] == accelerators[0].type and len(facts["devices"]) == len(accelerators)
