@@ -69,7 +69,7 @@ def _left_out(best: Facts, step: StepTimeline | None) -> Html | None:
     if more < NOT_SHOWN * best["predicted_ms"]:
         return None
     reason = "the optimizer's update, or waiting until one process has launched all kernels"
-    return tag("p", {"class": "note"}, f"The timeline leaves out {more:.3g} ms of the step: {reason}.")
+    return tag("p", {"class": "hint"}, f"The timeline leaves out {more:.3g} ms of the step: {reason}.")
 
 
 def _cards(best: Facts, summary: Facts) -> Html:
