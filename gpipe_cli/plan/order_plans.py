@@ -37,13 +37,13 @@ class OrderPlanner:
         only: leave out every other pipeline.
         """
         searched = [
-            self._searched(plan, costs(plan.shape), least_gain=0.0 if only else LEAST_GAIN)
+            found
             for plan in _pipelines(plans)
+            if (found := self._searched(plan, costs(plan.shape))) is not None
+            and (only or found.step_ms <= plan.step_ms * (1 - LEAST_GAIN))
         ]
-        fixed = [plan for plan in plans if plan.is_plain or not only]
-        ranked = sorted(
-            [*fixed, *(plan for plan in searched if plan is not None)], key=lambda plan: plan.step_ms
-        )
+        fixed = [plan for plan in plans if plan.is_plain or not (only and searched)]
+        ranked = sorted([*fixed, *searched], key=lambda plan: plan.step_ms)
         return [plan for place, plan in enumerate(ranked) if place < keep or plan.is_plain]
 
     def memory_curve(
@@ -54,7 +54,7 @@ class OrderPlanner:
             return bubble_by_memory(self.problems_of(plan, costs(plan.shape)), plan.shape.spec(self.cores))
         return []
 
-    def _searched(self, plan: Prediction, costs: LayerCosts, least_gain: float) -> Prediction | None:
+    def _searched(self, plan: Prediction, costs: LayerCosts) -> Prediction | None:
         try:
             found = search_order(self.problems_of(plan, costs))
         except (
@@ -64,8 +64,6 @@ class OrderPlanner:
         shape = replace(plan.shape, schedule=found.schedule)
         spec = shape.spec(self.cores)
         step = step_ms(spec, costs, plan.balance)
-        if step > plan.step_ms * (1 - least_gain):
-            return None
         bound = min(step, found.result.bound + costs.update_ms(plan.balance, spec))
         best = BestBalance(plan.balance, plan.shape.checkpoint, step, bound)
         return self.predict(RankedPlan(shape, best), costs, None)

@@ -20,11 +20,12 @@ from gpipe_cli.schedule.simulate import PartitionCost
 
 EFFORT = 100_000
 """Actions scheduled for one placement: about a second."""
-CURVE_EFFORT = 20_000
-SHARES = (1 / 3, 0.5, 0.75, 1.0, 1.5, 2.0)
-"""The memory of the curve, as multiples of what the usual schedule keeps."""
 POLICIES = 500
 """At most so many orders are built for one placement; a short pipeline gains nothing from more."""
+CURVE_EFFORT, CURVE_POLICIES = 20_000, 100
+"""The same for each point of the curve of bubble against memory."""
+SHARES = (1 / 3, 0.5, 0.75, 1.0, 1.5, 2.0)
+"""The memory of the curve, as multiples of what the usual schedule keeps."""
 LEAST_GAIN = 0.01
 """A split backward or another placement must shorten the step by this share to be preferred to a simpler order:
 costs are not known more precisely."""
@@ -108,7 +109,7 @@ def bubble_by_memory(problems: Sequence[SearchProblem], spec: PipelineSpec) -> l
     bubbles: dict[float, float] = {}
     for problem in problems:
         limited = replace(problem, memory=(most,) * problem.devices)
-        effort = min(CURVE_EFFORT, POLICIES * 3 * problem.partitions * problem.chunks)
+        effort = min(CURVE_EFFORT, CURVE_POLICIES * 3 * problem.partitions * problem.chunks)
         for share, bubble in memory_curve(limited, SHARES, effort):
             bubbles[share] = min(bubble, bubbles.get(share, 1.0))
     return [MemoryPoint(share, share * most, bubbles[share]) for share in sorted(bubbles)]
