@@ -59,7 +59,7 @@ class OrderPlanner:
             found = search_order(self.problems_of(plan, costs))
         except (
             ConfigError
-        ):  # no order fits, not even the plan's own, where devices share their memory otherwise
+        ):  # no order fits: the plan divides the memory of a device among its partitions otherwise
             return None
         shape = replace(plan.shape, schedule=found.schedule)
         spec = shape.spec(self.cores)
