@@ -173,6 +173,7 @@ def test_debug_shows_the_traceback_and_nothing_else_does(tmp_path: Path) -> None
     assert debug.stderr.splitlines()[-1] == plain.stderr.strip()
 
 
+@pytest.mark.slow
 def test_own_code_in_the_current_folder_runs_if_it_is_allowed(folder: Path) -> None:
     words = ("train", "model._target_=own.prints", *SMALL, "steps=1")
     done = gpipe(*words, "--json", cwd=folder)
@@ -274,6 +275,7 @@ def test_a_run_whose_terminal_closes_goes_on_without_a_screen(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for children in /proc")
+@pytest.mark.slow
 def test_ctrl_c_ends_a_whole_sweep_and_leaves_no_process(
     folder: Path, started: list[subprocess.Popen[str]]
 ) -> None:

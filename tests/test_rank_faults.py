@@ -70,6 +70,7 @@ TABLE = [
         7,
         ("error: rank 1 (partition 1): ValueError: broken (in partition 1, layer ",),
         ("engine.max_restarts=1",),
+        slow=True,
     ),
     Row(
         "terminated, launcher killed",

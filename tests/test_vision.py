@@ -57,6 +57,7 @@ print(tuple(models.resnet18(weights=None, num_classes=3).eval()(torch.zeros(1, 3
     assert run_python(program) == "(1, 3)\n"
 
 
+@pytest.mark.slow
 def test_nothing_is_declared_where_torchvision_loads_normally(stand_in: Path) -> None:
     add_extension_that_loads(stand_in / "torchvision")
     program = """

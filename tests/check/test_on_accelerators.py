@@ -39,6 +39,7 @@ def test_every_device_is_described_and_counts_its_memory(check: Any, machine: Ma
     assert {row.verdict for row in rows} <= {Verdict.OK, Verdict.NOTE}, rows
 
 
+@pytest.mark.slow
 def test_every_schedule_gives_the_bits_of_one_device(machine: Machine) -> None:
     *schedules, against_cpu = check_bits(Machine.of(machine.devices[:2]))
     assert [row.verdict for row in schedules] == [Verdict.OK] * 5, schedules

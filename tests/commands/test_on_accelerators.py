@@ -20,7 +20,7 @@ def weights(run: str) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_two_devices_give_the_bits_of_one_from_pinned_batches(
     tiny: Gpipe, accelerators: list[torch.device], monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
@@ -71,6 +71,7 @@ def test_a_balance_by_time_is_measured(tiny: Gpipe, accelerators: list[torch.dev
     assert len(answer["balance"]) == 2 and all(cost > 0 for cost in answer["costs"])
 
 
+@pytest.mark.slow
 def test_a_plan_for_several_devices_was_refused_because_targets_were_on_the_first(
     gpipe: Gpipe, accelerators: list[torch.device]
 ) -> None:

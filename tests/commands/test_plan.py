@@ -63,6 +63,7 @@ def test_without_time_the_plan_is_the_plain_run_and_the_rest_is_named(tiny: Gpip
     assert "not searched: chunks=[2, 4" in answer.err
 
 
+@pytest.mark.slow
 def test_a_memory_limit_is_respected_or_refused_with_the_smallest_sufficient_one(tiny: Gpipe) -> None:
     words = (*TINY, "devices=2", "--json")
     free = tiny("plan", *words).json
@@ -74,6 +75,7 @@ def test_a_memory_limit_is_respected_or_refused_with_the_smallest_sufficient_one
     assert "engine=offload, with one layer on the device at a time, needs" in refused.err
 
 
+@pytest.mark.slow
 def test_only_partitions_that_need_it_recompute_in_the_plan_and_in_training(gpipe: Gpipe) -> None:
     words = ("devices=3", "partitions=3", "batch_size=16", "chunks=4", "schedule=1f1b", "device_memory=4MiB")
     answer = gpipe("plan", "model=unet", "device=v100", *words, "--json").json
@@ -222,6 +224,7 @@ def test_with_a_limit_of_memory_the_batch_size_is_part_of_the_plan(gpipe: Gpipe)
     assert given["paste"].count("batch_size=") == 1 and given["paste"].count("chunks=") == 1
 
 
+@pytest.mark.slow
 def test_a_batch_size_that_was_measured_here_fits_too(tiny: Gpipe) -> None:
     words = [word for word in TINY if not word.startswith("batch_size")]
     answer = tiny("plan", *words, "devices=[cpu,cpu]", "device_memory=200KiB", "--json").json

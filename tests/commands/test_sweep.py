@@ -104,6 +104,7 @@ def test_ctrl_c_names_the_same_line_which_resumes_to_the_same_bits(tiny: Gpipe, 
     assert whole.keys() == parts.keys() == {"0", "1"} and whole == parts
 
 
+@pytest.mark.slow
 def test_a_sweep_never_continues_the_jobs_of_another_line(tiny: Gpipe, tmp_path: Path) -> None:
     tiny(*SWEEP, "run_dir=mine")
     refused = tiny("train", "-m", "epochs=1", "seed=1,3", "run_dir=mine")

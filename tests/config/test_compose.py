@@ -46,6 +46,7 @@ def test_every_yaml_composes(choices: list[str]) -> None:
         "data=csv": ["data.path=table.csv", "data.target=price"],
         "data=jsonl": ["data.path=chats.jsonl"],
         "model=hf": ["model.path=llama"],
+        "schedule=file": ["schedule.path=order.csv"],
     }
     needs = [need for choice in choices for need in needed.get(choice, ())]
     assert isinstance(settings(*choices, *needs), TrainConfig)

@@ -14,6 +14,7 @@ from gpipe_cli.errors import ConfigError, DataError
 FAKE = "{_target_:torchvision.datasets.FakeData,size:24,image_size:[3,20,12],num_classes:5}"
 
 
+@pytest.mark.slow
 def test_two_datasets_of_torchvision_train_from_the_command_line(gpipe: Callable[..., Any]) -> None:
     overrides = ["data=pair", f"data.train={FAKE}", f"data.test={FAKE}", "data.classes=5", "data.size=16"]
     answer = gpipe("train", *overrides, "batch_size=12", "chunks=2", "steps=1", "threads=1", "--json")

@@ -214,7 +214,10 @@ def test_twenty_steps_of_a_real_model_are_equal(
     compare_model(name, 20, tmp_path, slices=slices, to=to, checkpoint=checkpoint, optimizer=optimizer)
 
 
-@pytest.mark.parametrize(("name", "to"), [("resnet18", "cpu"), ("gpt", "disk"), ("unet", "disk")])
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [pytest.param("resnet18", "cpu", marks=pytest.mark.slow), ("gpt", "disk"), ("unet", "disk")],
+)
 def test_some_steps_of_a_real_model_are_equal(name: str, to: str, tmp_path: Path) -> None:
     compare_model(name, 2, tmp_path, slices=5, to=to, checkpoint="always", optimizer=ADAMW)
 

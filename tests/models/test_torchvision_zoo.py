@@ -35,11 +35,11 @@ CONF = Path(__file__).resolve().parents[2] / "conf" / "model"
 FILES = [path for path in sorted(CONF.glob("*.yaml")) if "torchvision_zoo" in path.read_text()]
 NAMES = [name for task in TASKS for name in torchvision_zoo.names(task)]
 COMPARED = """
-    resnet18 shufflenet_v2_x0_5 squeezenet1_1 mc3_18
+    resnet18 shufflenet_v2_x0_5 squeezenet1_1
 """.split()  # noqa: SIM905 - a list of words reads better as words
 """Small ones that take images of 64x64, or clips of them; the other families are left to `-m slow`."""
 TRACED = """
-    googlenet swin_t vit_b_32
+    swin_t vit_b_32
 """.split()  # noqa: SIM905
 """Of other kinds; `prove_in_a_pipe` checks names too, so those of COMPARED are not repeated here."""
 

@@ -96,7 +96,17 @@ def runs(task: Callable[[], Task]) -> Any:
             yield (balance, checkpoint), expected, actual
 
 
-@pytest.mark.parametrize("task", [long_skips, standard_unet, untied_gpt, tied_gpt, pairs, perceptron])
+@pytest.mark.parametrize(
+    "task",
+    [
+        long_skips,
+        standard_unet,
+        untied_gpt,
+        tied_gpt,
+        pytest.param(pairs, marks=pytest.mark.slow),
+        perceptron,
+    ],
+)
 def test_two_steps_in_a_pipe_give_the_bits_of_two_steps_alone(task: Callable[[], Task]) -> None:
     for pipe, expected, actual in runs(task):
         assert expected.keys() == actual.keys()

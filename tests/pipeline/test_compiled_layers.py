@@ -89,7 +89,7 @@ def test_inductors_layers_are_what_they_are_without_a_pipe() -> None:
     check("inductor", CASES, tolerance=1e-4)
 
 
-@pytest.mark.parametrize("call", ["forward", "backward"])
+@pytest.mark.parametrize("call", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
 def test_a_compiled_batch_norm_is_evaluated_and_run_backward_by_the_caller(call: str) -> None:
     model = compiled("aot_eager")
     input = torch.randn(4, 1, 4, 4)

@@ -132,6 +132,7 @@ def test_a_pipe_may_be_a_layer_of_another_pipe() -> None:
         torch.testing.assert_close(left, layer.weight.grad)
 
 
+@pytest.mark.slow
 def test_a_process_ends_although_nobody_closed_the_pipe() -> None:
     program = (
         "import torch; from gpipe_cli import GPipe; from torch import nn\n"

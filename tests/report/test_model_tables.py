@@ -23,5 +23,5 @@ def test_measured_memory_is_shown_beside_the_estimate_where_a_device_reports_it(
     print_measured_memory(measured_memory_rows(PARTITIONS, (0, 1, 0), [7 * 2**20, None]))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["0", "cuda:0", "4.00", "MiB", "7.00", "MiB"] in lines and ["1", "cuda:1", "-", "-"] in lines
-    print_measured_memory(measured_memory_rows(PARTITIONS, [None, None]))
+    print_measured_memory(measured_memory_rows(PARTITIONS, (0, 1, 0), [None, None]))
     assert capsys.readouterr().out == ""

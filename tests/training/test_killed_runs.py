@@ -225,7 +225,7 @@ def stopped(directory: Path, case: Case, **when: Any) -> Callable[[], None]:
     return work
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("in_evaluation", [False, True])
 def test_a_request_to_stop_saves_the_step_under_way_and_the_run_goes_on_to_the_bit(
     tmp_path: Path, workers: int, in_evaluation: bool

@@ -36,6 +36,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.slow
 def test_twenty_launches_in_one_second_get_twenty_directories(tmp_path: Path) -> None:
     """All twenty processes believe it is the same second, and are let go at once."""
     root = str(Path(run_directory.__file__).parents[2])
