@@ -72,7 +72,8 @@ def _configured(command: str, invocation: Invocation, number: int | None, began:
     """Compose and check the configuration, then print it, or run it, once or as a sweep."""
     from gpipe_cli.commands.jobs import Jobs
     from gpipe_cli.commands.sweep import Sweep
-    from gpipe_cli.config.compose import compose, compose_tree, config_errors
+    from gpipe_cli.config.compose import compose, compose_tree
+    from gpipe_cli.config.composition_errors import config_errors
     from gpipe_cli.config.config_file import read_request
     from gpipe_cli.config.hydra_loader import open_hydra, print_config, print_info
 

@@ -61,9 +61,10 @@ COMPONENTS = {
 """Areas beside the levels, and what they import; reached from `run` and by `_target_` in a config."""
 
 ONLY_IN = {
-    "hydra": {"config.compose", "config.hydra_loader"},
+    "hydra": {"config.compose", "config.composition_errors", "config.hydra_loader"},
     "omegaconf": {
         "config.compose",
+        "config.composition_errors",
         "config.hydra_loader",
         "config.yaml_files",
         "run",

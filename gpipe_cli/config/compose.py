@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -18,18 +17,17 @@ from typing import Any, final
 from hydra._internal.hydra import Hydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from gpipe_cli.config.checks import check, check_numbers
+from gpipe_cli.config.composition_errors import config_errors
 from gpipe_cli.config.hydra_loader import CUSTOM, HYDRA_NODE, GuardedLoader, check_hydra_choices, open_hydra
-from gpipe_cli.config.options import known_keys, list_options, takes_recipes
+from gpipe_cli.config.options import list_options, takes_recipes
 from gpipe_cli.config.overrides import (
-    SCALE_KEY,
-    SMALL,
     escape_references,
     override_group,
     override_key,
@@ -46,10 +44,8 @@ from gpipe_cli.config.schema import (
 )
 from gpipe_cli.config.targets import check_targets
 from gpipe_cli.config.yaml_files import check_references
-from gpipe_cli.errors import ConfigError, did_you_mean, or_list
+from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.redaction import remember
-
-TYPE_NAMES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "text"}
 
 
 @final
@@ -111,8 +107,9 @@ class Composition:
 
     def compose(self, hydra: Hydra, overrides: tuple[str, ...]) -> None:
         with config_errors(self.request.command):
-            tree, replaced = _compose_tree(hydra, self.request, overrides)
-        choices = {**tree.hydra.runtime.choices, **dict.fromkeys(replaced, CUSTOM)}
+            tree, chosen = _compose_tree(hydra, self.request, overrides)
+        replaced = _loader(hydra).replaced_groups
+        choices = {**chosen, **dict.fromkeys(replaced, CUSTOM)}
         recorded = [
             *(f"{group}={CUSTOM}" for group in replaced),
             *(word for word in overrides if override_key(word) not in replaced),
@@ -120,7 +117,7 @@ class Composition:
         own = OmegaConf.masked_copy(tree, [str(key) for key in tree if key != HYDRA_NODE])
         settings = settings_of(own, self.request.command, self.request.overrides)
         plain: Any = OmegaConf.to_container(own)
-        notes = notes_on_replaced(plain, tree.hydra.runtime.choices, overrides)
+        notes = notes_on_replaced(plain, chosen, overrides)
         self._composed[overrides] = JobConfig(tuple(recorded), own, choices, settings, tuple(notes))
 
     def digest(self, without: Sequence[str]) -> str:
@@ -161,13 +158,15 @@ def compose_tree(request: Request) -> DictConfig:
     """The composed tree with its `hydra` node, for printing; it may be an unfinished configuration."""
     with open_hydra(request.command, request.config_dir) as hydra, config_errors(request.command):
         _parse(hydra, request, multirun=False)
-        return _compose_tree(hydra, request, request.overrides)[0]
+        return _compose_with_hydra(hydra, request, _prepared(hydra, request, request.overrides))
 
 
 def compose_plain(request: Request) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """The composed configuration as plain values, references as text; and the option chosen in each group."""
-    tree = compose_tree(request)
-    return _plain(tree), tree.hydra.runtime.choices
+    with open_hydra(request.command, request.config_dir) as hydra, config_errors(request.command):
+        _parse(hydra, request, multirun=False)
+        tree, choices = _compose_tree(hydra, request, request.overrides)
+    return _plain(tree), choices
 
 
 def _plain(tree: DictConfig) -> dict[str, Any]:
@@ -244,27 +243,48 @@ def _check_allow(settings: ModelConfig, overrides: Sequence[str]) -> None:
             raise ConfigError(f"allow={settings.allow}: {package!r} is not a package name")
 
 
-def _compose_tree(
-    hydra: Hydra, request: Request, overrides: Sequence[str]
-) -> tuple[DictConfig, frozenset[str]]:
-    """The composed tree, and the groups whose option was replaced by another `_target_`."""
+def _loader(hydra: Hydra) -> GuardedLoader:
     loader = hydra.config_loader
     assert isinstance(loader, GuardedLoader)
+    return loader
+
+
+def _prepared(hydra: Hydra, request: Request, overrides: Sequence[str]) -> list[str]:
+    """Tell the loader what it may replace; the overrides as Hydra takes them."""
+    loader = _loader(hydra)
     loader.open_groups = frozenset(COMPONENT_GROUPS if request.continues_run else ())
     loader.given_targets = frozenset(
         override_group(word) for word in overrides if override_key(word).endswith("._target_")
     ).intersection(COMPONENT_GROUPS)
     # A component's own keys need not be listed in its YAML, so there `+key` also sets a key that is listed.
-    words = [
+    return [
         f"++{word.lstrip('+')}" if word[0] == "+" and override_group(word) in COMPONENT_GROUPS else word
         for word in overrides
     ]
+
+
+def _compose_tree(
+    hydra: Hydra, request: Request, overrides: Sequence[str]
+) -> tuple[DictConfig, Mapping[str, Any]]:
+    """The composed tree, and the option chosen in each group."""
+    words = _prepared(hydra, request, overrides)
+    try:
+        tree, choices = _loader(hydra).compose_without_hydra(request.config_name or request.command, words)
+    except (HydraException, OmegaConfBaseException):
+        # A file may have named an option of Hydra's own groups: only with those does Hydra find the actual mistake.
+        tree = _compose_with_hydra(hydra, request, words)
+        return tree, tree.hydra.runtime.choices
+    check_references(_plain(tree))
+    return tree, choices
+
+
+def _compose_with_hydra(hydra: Hydra, request: Request, words: list[str]) -> DictConfig:
     tree = hydra.compose_config(
         config_name=request.config_name or request.command, overrides=words, run_mode=RunMode.RUN
     )
     check_hydra_choices(tree.hydra.runtime.choices)
     check_references(_plain(tree))
-    return tree, loader.replaced_groups
+    return tree
 
 
 def _parse(hydra: Hydra, request: Request, *, multirun: bool) -> list[list[str]]:
@@ -309,84 +329,3 @@ def _sweep_values(override: Override) -> list[str]:
         return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
     assert override.input_line is not None
     return [override.input_line]
-
-
-@contextmanager
-def config_errors(command: str) -> Iterator[None]:
-    """Turn what Hydra and OmegaConf raise about a configuration into a ConfigError of one line."""
-    try:
-        yield
-    except MissingConfigException as error:
-        raise ConfigError(_missing_option(error)) from error
-    except OverrideParseException as error:
-        key, _, value = str(error.override).partition("=")
-        raise ConfigError(
-            f"{error.override}: cannot be read ({_first_line(error)}); if the value is text, put it in quotes that the "
-            f"shell leaves alone: \"{key}='{value}'\""
-        ) from error
-    except (HydraException, OmegaConfBaseException, ValueError, ArithmeticError) as error:
-        raise ConfigError(_describe(error, command)) from error
-    except RecursionError as error:
-        raise ConfigError("configuration: references are nested too deeply, or contain themselves") from error
-
-
-def _missing_option(error: MissingConfigException) -> str:
-    missing = str(error.missing_cfg_file)
-    group, _, option = missing.rpartition("/")
-    available = [name for name in (error.options or []) if name != CUSTOM]
-    if group == f"recipes/{SMALL}":
-        small = or_list(option, [option.name for option in list_options(group)])
-        return f"recipe={option} {SCALE_KEY}={SMALL}: no recipe of that name has that scale, leave it out; {small}"
-    label = "recipe" if group == "recipes" else group
-    wanted = f"{label}={option}: no such option" if group else _no_primary(missing)
-    return f"{wanted}; {or_list(option, available)}" if available else wanted
-
-
-def _no_primary(name: str) -> str:
-    return f"--config-name {name}: no such config; it is looked for in the folder given as --config-dir"
-
-
-def _describe(error: Exception, command: str) -> str:
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    whole = " ".join(str(error).split())
-    key = getattr(cause, "full_key", None) or ""
-    unknown = re.search(r"Key '(.+?)' (?:is )?not in|Could not override '(.+?)'", f"{cause} {whole}")
-    if unknown:
-        key = key or next(name for name in unknown.groups() if name)
-        place = re.match(r"In '(.+?)':", whole)
-        hint = (
-            _other_owners(key)
-            or did_you_mean(key, known_keys(command))
-            or f"see `gpipe {command} --help` for every key"
-        )
-        return f"unknown key '{key}'{f' in {place[1]}.yaml' if place else ''}; {hint}"
-    line = re.search(r"Error merging override (.+)", str(error))
-    return f"{line[1] if line else key or 'configuration'}: {_reason(cause, key)}"
-
-
-def _reason(error: Exception, key: str) -> str:
-    text = _first_line(error)
-    if wrong := re.search(r"could not be converted to (\w+)", text):
-        return f"expected {TYPE_NAMES.get(wrong[1], wrong[1])}"
-    if "is not a valid bool" in text:
-        return f"expected {TYPE_NAMES['Boolean']}"
-    if isinstance(error, MissingMandatoryValue):
-        return "must be given"
-    if "is not Optional" in text:
-        return "must not be null"
-    if "is not a ListConfig" in text or "with ListConfig" in text:
-        return "expected a list in brackets"
-    if "is not a subclass of" in text:
-        return f"holds several keys; set one of them, {key}.<key>=..."
-    return f"{text[0].lower()}{text[1:]}"
-
-
-def _other_owners(key: str) -> str:
-    """Which options of the group have a key that the chosen option does not have."""
-    group, _, name = key.partition(".")
-    owners = [option.name for option in list_options(group) if name in option.keys] if group in GROUPS else []
-    return f"it belongs to {group}={'|'.join(owners)}" if owners else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

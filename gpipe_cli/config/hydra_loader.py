@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.defaults_list import create_defaults_list
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.conf import HydraConf
@@ -108,6 +109,24 @@ class GuardedLoader(ConfigLoaderImpl):
     replaced_groups: frozenset[str] = frozenset()
     """After composition: groups whose option was replaced by another `_target_`."""
     _loaded: Mapping[int, ConfigResult] = {}
+
+    def compose_without_hydra(
+        self, config_name: str, overrides: Sequence[str]
+    ) -> tuple[DictConfig, Mapping[str, Any]]:
+        """The configuration that `load_configuration` composes, and the option chosen in each group.
+
+        Without the node in which Hydra describes itself: it takes a quarter of the time, and no job uses it.
+        """
+        parsed, repo = self._parse_overrides_and_create_caching_repo(config_name, list(overrides))
+        for path in HYDRA_CONFIGS:
+            self._reject_shadowing(path, repo)
+        defaults = create_defaults_list(
+            repo=repo, config_name=config_name, overrides_list=parsed, prepend_hydra=False, skip_missing=False
+        )
+        tree = self._compose_config_from_defaults_list(defaults=defaults.defaults, repo=repo)
+        OmegaConf.set_struct(tree, True)
+        self._apply_overrides_to_config(defaults.config_overrides, tree)
+        return tree, defaults.overrides.known_choices
 
     def _load_single_config(self, default: Any, repo: Any) -> ConfigResult:
         if id(default) in self._loaded:

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra._internal.hydra import Hydra
 from omegaconf import OmegaConf
 
 from gpipe_cli.config.compose import Request, compose, compose_tree
+from gpipe_cli.config.hydra_loader import GuardedLoader
 from gpipe_cli.config.options import list_options
 from gpipe_cli.config.schema import GROUPS, SCHEMAS, TrainConfig
 from gpipe_cli.errors import ConfigError
@@ -165,9 +165,11 @@ def test_each_job_is_composed_once(
 ) -> None:
     """A recipe with its own model used to be composed twice, and the settings of every job were made twice."""
     composed = []
-    original = Hydra.compose_config
+    original = GuardedLoader._compose_config_from_defaults_list
     monkeypatch.setattr(
-        Hydra, "compose_config", lambda *args, **kwargs: composed.append(1) or original(*args, **kwargs)
+        GuardedLoader,
+        "_compose_config_from_defaults_list",
+        lambda *args, **kwargs: composed.append(1) or original(*args, **kwargs),
     )
     composition = compose(Request("train", overrides), multirun=jobs > 1)
     assert len([composition.job(job) for job in composition.jobs]) == len(composed) == jobs
