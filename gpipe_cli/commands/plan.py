@@ -129,8 +129,9 @@ def _train_command(settings: PlanConfig, best: Prediction, job: Job) -> str:
 
 def _summary(settings: PlanConfig, plans: Sequence[Prediction], planned: Planned, job: Job) -> dict[str, Any]:
     searched = planned.searched
-    # An order that was searched for may be shorter than all schedules allow; its own bound holds for its balance.
-    bound = min(searched.lower_bound_ms, plans[0].lower_bound_ms)
+    # An order that was searched for may be shorter than all schedules allow, whether it is recommended or not.
+    alike = [plan.lower_bound_ms for plan in plans if plan.batch_size == plans[0].batch_size]
+    bound = min(searched.lower_bound_ms, *alike)
     errors = [abs(plan.error) for plan in plans if plan.error is not None]
     return {
         "best": plans[0].facts(),
