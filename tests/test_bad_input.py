@@ -388,7 +388,7 @@ SETTINGS: list[tuple[str, str]] = [
     [
         # Composing each takes a fifth of a second; the slow tests have all of them.
         *(
-            pytest.param(*case, id=case[0], marks=[] if number % 3 == 0 else pytest.mark.slow)
+            pytest.param(*case, id=case[0], marks=[] if number % 6 == 0 else pytest.mark.slow)
             for number, case in enumerate(COMMAND_LINES)
         ),
         *(pytest.param(line, 2, message, id=line, marks=pytest.mark.slow) for line, message in SETTINGS),

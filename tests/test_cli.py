@@ -113,6 +113,7 @@ def test_the_exit_code_is_that_of_the_process(words: list[str], code: int, tmp_p
         assert done.stdout == f"gpipe {__version__}\n"
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_early_is_no_error(tmp_path: Path) -> None:
     """`gpipe ls | head -1`: silent, whether we notice while writing or only at the end."""
     for words in (["ls"], ["--help"], ["train", "--cfg", "job"], ["balance", "--by", "params"]):
@@ -225,6 +226,7 @@ def listens(pid: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for handlers in /proc")
+@pytest.mark.slow
 def test_signals_while_it_starts_stop_it_in_good_order(
     tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:

@@ -126,6 +126,7 @@ def completions(line: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_keys_and_options_are_those_of_the_command() -> None:
     assert completions("gpipe train --json model=resnet1") == [
         "model=resnet101",

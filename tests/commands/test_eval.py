@@ -144,6 +144,7 @@ def test_an_unresolvable_reference_in_a_saved_config_is_reported_with_its_key(
     assert (answer.code, answer.err) == (2, "gpipe: error: chunks: interpolation key 'nowhere' not found\n")
 
 
+@pytest.mark.slow
 def test_the_best_snapshot_is_evaluated_unless_another_is_asked_for(tiny: Gpipe, tmp_path: Path) -> None:
     """A run that got worse at its end was evaluated and exported at its end, though it had printed a better epoch."""
     words = ["epochs=4", "snapshot.monitor=loss", "snapshot.keep=9", "optimizer.lr=3", "lr_schedule=constant"]

@@ -83,6 +83,7 @@ def test_ranks_print_the_text_once_and_rank_0_reads_the_prompt(trained: Path, ge
     assert (done.returncode, done.stdout) == (0, generate("prompt=When").out), done.stderr
 
 
+@pytest.mark.slow
 def test_the_seed_changes_the_text_and_a_temperature_of_zero_ignores_it(generate: Gpipe) -> None:
     def text(*words: str) -> str:
         return str(generate("prompt=When", *words, "--json").json["text"])

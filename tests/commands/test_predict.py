@@ -172,6 +172,7 @@ def test_bad_input_is_answered_in_one_line(predict: Gpipe, words: list[str], cod
     assert len(answer.err.splitlines()) <= 2 and answer.out == ""
 
 
+@pytest.mark.slow
 def test_a_segmentation_writes_masks_of_the_size_of_the_images(gpipe: Gpipe, tmp_path: Path) -> None:
     words = (
         "model=unet",

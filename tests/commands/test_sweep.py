@@ -68,6 +68,7 @@ def test_a_failure_in_a_sweep_is_reported_with_its_type_and_place(tiny: Gpipe) -
     assert "Traceback" in debugged.err
 
 
+@pytest.mark.slow
 def test_the_same_line_skips_jobs_that_have_finished_and_runs_the_others(tiny: Gpipe, tmp_path: Path) -> None:
     first = tiny(*SWEEP)
     sweep = only_sweep(tmp_path)

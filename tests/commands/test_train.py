@@ -103,6 +103,7 @@ def test_results_do_not_depend_on_engine_partitions_schedule_or_checkpointing(ti
         assert all(torch.equal(actual[name], expected[name]) for name in expected), words
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tiny: Gpipe) -> None:
     first, again, other = (
         weights(tiny("train", f"seed={seed}", "--json").json["run_dir"])["0.weight"] for seed in (1, 1, 2)
@@ -236,6 +237,7 @@ def test_a_dry_run_shows_the_partitions_and_writes_nothing(tiny: Gpipe, tmp_path
     assert "memory, estimated" in out and "7x4x6x6" in out and "steps  8" in out
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_optimizer_schedule_and_checkpointing(tiny: Gpipe) -> None:
     def memory(*words: str) -> dict[str, int]:
         row: dict[str, int] = tiny("train", "--dry-run", *words, "--json").json["partitions"][0]

@@ -39,7 +39,15 @@ def combinations() -> list[list[str]]:
 
 
 # tests/test_recipes.py composes every recipe.
-@pytest.mark.parametrize("choices", combinations(), ids=" ".join)
+@pytest.mark.parametrize(
+    "choices",
+    [
+        # Composing each takes a fifth of a second; the slow tests have all models.
+        pytest.param(choices, marks=pytest.mark.slow) if len(choices) == 1 and number % 3 else choices
+        for number, choices in enumerate(combinations())
+    ],
+    ids=lambda choices: " ".join(choices),
+)
 def test_every_yaml_composes(choices: list[str]) -> None:
     needed = {
         "data=pair": ["data.train={}", "data.test={}", "data.classes=2"],

@@ -86,6 +86,7 @@ def test_unknown_names_and_numbers_are_refused() -> None:
         build(num_classes=0)
 
 
+@pytest.mark.slow
 def test_building_one_does_not_import_torchvision_or_the_compiler() -> None:
     program = (
         "import sys; from gpipe_cli.models.resnet import build; build('resnet18');"

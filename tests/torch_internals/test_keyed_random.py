@@ -305,6 +305,7 @@ def test_a_draw_inside_torchs_own_checkpoint_is_refused_since_it_could_not_be_re
         checkpoint(torch.sin, input, use_reentrant=False)
 
 
+@pytest.mark.slow
 def test_a_step_does_not_import_the_compiler() -> None:
     """torch hides a dispatch mode from its compiler by importing it: two seconds at everybody's first step."""
     script = (

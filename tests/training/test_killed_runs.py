@@ -55,15 +55,15 @@ def reference(case: Case, folder: Path) -> dict[str, Any]:
     ("case", "facts"),
     [
         (Case(), 4),  # in the middle of an epoch
-        (Case(), 5),
+        pytest.param(Case(), 5, marks=pytest.mark.slow),
         (Case(every=2), 3),  # the last step of an epoch is done, its evaluation is not
         (Case(every=2), 4),  # both are
-        (Case(every=2, workers=2), 7),
+        pytest.param(Case(every=2, workers=2), 7, marks=pytest.mark.slow),
         (HALF, 7),
         (replace(HALF, in_place=True, every=2), 7),
         (SCALED, 7),
-        (Case(optimizer="nadam", clip=1.0), 8),
-        (Case(balance=(2, 6)), 8),
+        pytest.param(Case(optimizer="nadam", clip=1.0), 8, marks=pytest.mark.slow),
+        pytest.param(Case(balance=(2, 6)), 8, marks=pytest.mark.slow),
         (Case(slices=3), 8),
         (Case(slices=5, optimizer="decaying", clip=1.0), 5),
     ],
