@@ -160,7 +160,15 @@ TABLE = [
         after=no_run_was_written,
         needs_hydra=True,
     ),
-    Row("4", "the disk fails under the logs, for good", 0, "Input/output", fail_log_writes, after=whole_rows),
+    Row(
+        "4",
+        "the disk fails under the logs, for good",
+        0,
+        "Input/output",
+        fail_log_writes,
+        after=whole_rows,
+        slow=True,
+    ),
     Row(
         "5",
         "fsync fails in a snapshot",
@@ -189,9 +197,18 @@ TABLE = [
         arguments=(f"model.width={WIDE_MODEL}",),
         before=with_disk_of(SNAPSHOT_BYTES // 2),
         after=no_run_was_written,
+        slow=True,
     ),
     Row("7", "the run directory is read-only", 6, "is not writable", before=remount_read_only),
-    Row("8", "the newest snapshot is cut", 0, "has ", before=with_damaged_snapshot(truncate), command=RESUME),
+    Row(
+        "8",
+        "the newest snapshot is cut",
+        0,
+        "has ",
+        before=with_damaged_snapshot(truncate),
+        command=RESUME,
+        slow=True,
+    ),
     Row(
         "9",
         "a bit of it has flipped",
@@ -278,6 +295,7 @@ TABLE = [
         "no mini-batch for data.timeout=1 seconds",
         in_sample(threading.Event().wait),
         ("data.workers=1", "data.timeout=1"),
+        slow=True,
     ),
     Row("18", "a broken sample", 3, "sample 13: ValueError: torn", in_sample(raises(ValueError("torn")))),
     Row(
@@ -347,6 +365,7 @@ TABLE = [
         "stopped by Ctrl-C at once",
         interrupt_twice,
         resumes=True,
+        slow=True,
     ),
     Row(
         "26",
@@ -418,6 +437,7 @@ TABLE = [
         "stopped by SIGHUP; saved in run/snapshots/step-00000003",
         after_rows(3, send_signals(signal.SIGHUP, signal.SIGHUP)),
         resumes=True,
+        slow=True,
     ),
     Row(
         "30",
@@ -473,9 +493,16 @@ TABLE = [
         before=copy_stopped_run,
         command=(*RESUME, "optimizer=sgd"),
         needs_hydra=True,
+        slow=True,
     ),
     Row(
-        "37", "a torn line in metrics.jsonl", 0, "", before=with_damaged_snapshot(tear_a_line), command=RESUME
+        "37",
+        "a torn line in metrics.jsonl",
+        0,
+        "",
+        before=with_damaged_snapshot(tear_a_line),
+        command=RESUME,
+        slow=True,
     ),
     Row(
         "38",

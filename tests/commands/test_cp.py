@@ -46,6 +46,7 @@ def test_a_file_cannot_be_put_below_a_file(gpipe: Gpipe) -> None:
     assert gpipe("cp", "model/mlp", "file/mine.yaml").code in (2, 6)
 
 
+@pytest.mark.slow
 def test_the_settings_of_a_run_become_a_file_that_repeats_it(tiny: Gpipe, gpipe: Gpipe) -> None:
     assert tiny("train", "steps=1", "run_dir=first", "optimizer.lr=0.5").code == 0
     answer = tiny("cp", "run/first", "my.yaml", "--json")

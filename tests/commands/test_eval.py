@@ -81,6 +81,7 @@ def test_a_saved_config_cannot_allow_its_own_packages(tiny: Gpipe, trained: dict
     assert "allow=[tiny_for_tests]: may only be given on the command line" in answer.err
 
 
+@pytest.mark.slow
 def test_a_hostile_run_directory_executes_nothing(
     tiny: Gpipe, trained: dict[str, Any], tmp_path: Path
 ) -> None:

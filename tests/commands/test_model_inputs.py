@@ -79,6 +79,7 @@ def test_processes_give_the_same_bits(sentences: Callable[..., Any], gpipe: Call
         assert gpipe("eval", *words).json["loss"] == expected["loss"], engine
 
 
+@pytest.mark.slow
 def test_layers_are_balanced_profiled_and_planned(sentences: Callable[..., Any]) -> None:
     for method in ("size", "time"):
         assert sum(sentences("balance", f"balance={method}", "partitions=3")["balance"]) == 6

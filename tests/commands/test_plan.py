@@ -144,6 +144,7 @@ def test_different_devices_get_layers_that_suit_their_speed_and_memory(gpipe: Gp
     assert own["balance"] == mixed["balance"]
 
 
+@pytest.mark.slow
 def test_precision_and_replicas_are_part_of_an_estimate(gpipe: Gpipe) -> None:
     words = ("plan", "model=mlp", "model.width=8192", "batch_size=4096", "device=a100", "devices=4", "--json")
     slow, fast = (gpipe(*words, f"precision={each}").json for each in ("fp32", "fp16"))

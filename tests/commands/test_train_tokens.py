@@ -52,6 +52,7 @@ def rows(run: str) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_resumed_in_the_middle_of_an_epoch_continues_to_the_bit(
     gpipe: Run, chats: tuple[str, ...]
 ) -> None:

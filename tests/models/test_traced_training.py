@@ -50,7 +50,7 @@ def two_steps(model: nn.Module, input: Tensor) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["mvit", pytest.param("densenet", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
 def test_two_steps_in_a_pipe_give_the_bits_of_two_steps_alone(name: str) -> None:
     torch.manual_seed(0)
     make, shape = MODELS[name]

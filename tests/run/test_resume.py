@@ -137,6 +137,7 @@ def test_a_time_limit_stops_after_a_snapshot(tiny: Gpipe) -> None:
     assert "stopped by time_limit=0.001s; saved in run/snapshots/step-00000001; resume with: " in answer.err
 
 
+@pytest.mark.slow
 def test_a_finished_run_does_not_change_unless_it_is_to_train_longer(
     tiny: Gpipe, gpipe: Gpipe, tmp_path: Path
 ) -> None:

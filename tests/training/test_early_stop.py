@@ -57,6 +57,7 @@ def eval_rows(run: Path) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_early_is_finished_and_a_resumed_one_continues_the_count(
     tiny: Gpipe, gpipe: Gpipe, tmp_path: Path
 ) -> None:
