@@ -1,8 +1,9 @@
-"""A partition as torch's pipelining sees it: a module with one autograd node.
+"""A partition as a stage of torch's pipelining.
 
-torch runs the backward of the node and passes the gradient on. Inside the node, the partition does what it does under
-every engine: boundaries, keys, recompute, aliases, and its own split of the backward. torch's split would run a
-checkpointed forward three times and needs a graph of its own kind; a `dw_builder` replaces it by ours.
+torch's stage moves tensors between ranks and says when which micro-batch runs forward and backward; the partition does
+both as it does under every engine: boundaries, keys, recompute, aliases, and its own split of the backward. torch's
+split would run a checkpointed forward three times and needs a graph of its own kind; a `dw_builder` replaces it by
+ours.
 
 torch counts micro-batches from 0 in each flush and runs them in ascending order, so the stage counts along. The first
 stage takes its input from the batch state and the last one stores its output there, because torch would split both,
@@ -12,34 +13,37 @@ wrong one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
+from torch.distributed.pipelining import PipelineStage
 
 from gpipe_cli.distributed.boundary_shapes import BoundarySpec, TensorSpec
 from gpipe_cli.distributed.gradient_buckets import GradientBuckets
+from gpipe_cli.distributed.rank_coords import RankCoords
 from gpipe_cli.pipeline.batch_state import BatchState
-from gpipe_cli.pipeline.boundary import ANCHOR, Gradients, PartitionInput
+from gpipe_cli.pipeline.boundary import Gradients, PartitionInput
 from gpipe_cli.pipeline.failures import add_note, failure_note
 from gpipe_cli.pipeline.forward_task import SavedForBackward
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.schedule.action import Action, Kind
 from gpipe_cli.skip.namespace import SkipName
-from gpipe_cli.torch_internals.autograd_engine import apply
+
+_LOSS = torch.empty((), device="meta", requires_grad=True)
+"""The loss, which the last stage returns to torch; torch sends it nowhere, so its shape does not matter in eval."""
 
 
 @final
-class Stage(nn.Module):
+class Stage(PipelineStage):
     def __init__(
         self,
         partition: Partition,
         entering: BoundarySpec,
         leaving: BoundarySpec | None,
+        coords: RankCoords,
         gradient_buckets: GradientBuckets | None,
         *,
         split: Collection[int],
@@ -48,86 +52,111 @@ class Stage(nn.Module):
 
         split: the micro-batches of a flush whose backward is split.
         """
-        super().__init__()
+        super().__init__(
+            nn.Module(),  # torch never calls it: both methods that would are replaced below
+            partition.index,
+            coords.partitions,
+            coords.device,
+            input_args=tuple(kind.example() for kind in entering.kinds) if partition.index else (),
+            output_args=_LOSS if leaving is None else tuple(kind.example() for kind in leaving.kinds),
+            group=coords.pipe,
+            dw_builder=self._weight_half if split else None,
+        )
         self._partition = partition
         self._entering = entering
         self._leaving = leaving
         self._gradient_buckets = gradient_buckets
-        self.split = split
-        self._progress = _Progress()
+        self._split = split
+        self._flush: BatchState | None = None
+        self._first = self._next_forward = self._next_backward = 0
+        """Micro-batches: the first of the flush, and those whose forward and backward come next."""
+        self._half_done: SavedForBackward | None = None
         # Worked out once: for small layers, every line that runs per micro-batch counts.
         self._carries_skips = bool(
             entering.skips or partition.receives or partition.sends or (leaving is not None and leaving.skips)
         )
         self._entering_needs = tuple(kind.needs_grad for kind in entering.value)
         self._leaving_kinds = () if leaving is None else leaving.kinds
-        self._leaving_needs = tuple(kind.needs_grad for kind in self._leaving_kinds)
 
     def begin(self, state: BatchState, first: int) -> None:
         """The next flush runs this mini-batch from micro-batch `first` on."""
-        progress = self._progress
-        progress.state, progress.first, progress.micro_batch = state, first, first
+        self._flush = state
+        self._first = self._next_forward = self._next_backward = first
 
     def end(self) -> None:
-        self._progress.state = self._progress.half_done = None
+        self._flush = self._half_done = None
 
-    def forward(self, *received: Tensor) -> Tensor | tuple[Tensor, ...]:
-        micro_batch = self._progress.micro_batch
-        self._progress.micro_batch += 1
-        if torch.is_grad_enabled():
-            # ANCHOR requires a gradient: the first stage receives no tensors, and would have no autograd node without
-            # it.
-            sent: tuple[Tensor, ...] = apply(_StageFunction, self, micro_batch, ANCHOR, *received)
-        else:
-            sent = self.run(micro_batch, received).present
-        # torch treats the output of the last stage as the loss, which is one tensor.
-        return sent if self._leaving is not None else sent[0]
-
-    def run(self, micro_batch: int, received: tuple[Tensor, ...]) -> PartitionInput:
-        """Run the forward of one micro-batch; return what is sent on, and which tensors need a gradient."""
+    def forward_maybe_with_nosync(self, *received: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+        """The forward of the next micro-batch, for torch: what is sent on, or the loss."""
+        micro_batch = self._next_forward
+        self._next_forward += 1
         state, index = self._state, self._partition.index
-        with self._noting(Kind.FORWARD, "forward", micro_batch), state.batch.state.restored():
-            given, passing = self._unpack(micro_batch, received)
-            output, saved = self._partition.forward((given,), state.forward_task(index, micro_batch))
-            if saved is not None and state.batch.state.grad:
-                state.saved[index, micro_batch] = saved
-            return self._pack(micro_batch, output, passing)
+        try:
+            with state.batch.state.restored():
+                given, passing = self._unpack(micro_batch, received)
+                output, saved = self._partition.forward((given,), state.forward_task(index, micro_batch))
+                if saved is not None and state.batch.state.grad:
+                    state.saved[index, micro_batch] = saved
+                return self._pack(micro_batch, output, passing)
+        except BaseException as error:
+            self._note(error, Kind.FORWARD, "forward", micro_batch)
+            raise
 
-    def run_backward(self, micro_batch: int, gradients: Gradients) -> Gradients:
-        """Run the backward: from the gradients of the sent tensors to those of the received ones."""
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[Gradients, None]:
+        """The backward of the next micro-batch, for torch: the gradients of what was received."""
+        micro_batch = self._next_backward
+        self._next_backward += 1
         state, partition = self._state, self._partition
         saved = state.saved[partition.index, micro_batch]
-        if saved.inputs is not None:
-            with self._noting(Kind.BACKWARD, "recompute", micro_batch), state.batch.state.entered():
-                partition.recompute(saved)
-        leaving, passing = self._gradients_of_output(gradients)
-        with self._noting(Kind.BACKWARD, "backward", micro_batch), self._completing(micro_batch):
-            if micro_batch - self._progress.first in self.split:
-                entering = partition.backward_input(saved, leaving, keep_graph=False)
-                # torch asks for the second half right after the first, so one slot is enough.
-                self._progress.half_done = saved
-            else:
-                entering = partition.backward(saved, leaving, keep_graph=False)
+        phase = "recompute"
+        try:
+            if saved.inputs is not None:
+                with state.batch.state.entered():
+                    partition.recompute(saved)
+            phase = "backward"
+            gradients = (
+                state.gradients_of_output(micro_batch)
+                if self._leaving is None
+                else bwd_kwargs["output_grads"]
+            )
+            leaving, passing = self._gradients_of_output(gradients)
+            with self._completing(micro_batch):
+                if micro_batch - self._first in self._split:
+                    entering = partition.backward_input(saved, leaving, keep_graph=False)
+                    # torch asks for the second half right after the first, so one slot is enough.
+                    self._half_done = saved
+                else:
+                    entering = partition.backward(saved, leaving, keep_graph=False)
+        except BaseException as error:
+            self._note(error, Kind.BACKWARD, phase, micro_batch)
+            raise
         # The graph is freed here, unless the weight half of a split backward still needs it.
         del state.saved[partition.index, micro_batch]
-        return self._gradients_of_input(entering, passing)
+        return self._gradients_of_input(entering, passing), None
 
-    def weights_half(self) -> Callable[[], None]:
+    def _weight_half(self) -> Callable[[], None]:
         """The weight half of the backward that has just run, for later: torch's `dw_builder`."""
-        saved, self._progress.half_done = self._progress.half_done, None
+        saved, self._half_done = self._half_done, None
 
         def run() -> None:
-            if saved is not None:
-                micro_batch = saved.task.micro_batch.index
-                with self._noting(Kind.WEIGHT_GRAD, "backward", micro_batch), self._completing(micro_batch):
+            if saved is None:
+                return
+            micro_batch = saved.task.micro_batch.index
+            try:
+                with self._completing(micro_batch):
                     self._partition.backward_weights(saved, keep_graph=False)
+            except BaseException as error:
+                self._note(error, Kind.WEIGHT_GRAD, "backward", micro_batch)
+                raise
 
         return run
 
     @property
     def _state(self) -> BatchState:
-        assert self._progress.state is not None, "a flush has begun"
-        return self._progress.state
+        assert self._flush is not None, "a flush has begun"
+        return self._flush
 
     def _unpack(
         self, micro_batch: int, received: tuple[Tensor, ...]
@@ -160,11 +189,11 @@ class Stage(nn.Module):
 
     def _pack(
         self, micro_batch: int, outputs: tuple[PartitionInput, ...], passing: dict[SkipName, Tensor]
-    ) -> PartitionInput:
-        boundary = self._leaving
-        if boundary is None:
+    ) -> Tensor | tuple[Tensor, ...]:
+        """What is sent on. torch treats the output of the last stage as the loss, which is one tensor."""
+        if self._leaving is None:
             (self._state.outputs[micro_batch],) = outputs
-            return outputs[0]
+            return outputs[0].present[0]
         tensors: Iterable[Tensor | None] = outputs[0].tensors
         if self._carries_skips:
             count = outputs[0].value_count
@@ -175,8 +204,7 @@ class Stage(nn.Module):
             tensors = (*sent[:count], *(skips[name] for name in sorted(skips)))
         present = tuple([tensor.contiguous() for tensor in tensors if tensor is not None])
         self._check(present)
-        grad = self._state.batch.state.grad
-        return PartitionInput(present, self._leaving_needs if grad else (False,) * len(present))
+        return present
 
     def _check(self, tensors: tuple[Tensor, ...]) -> None:
         kinds = self._leaving_kinds
@@ -200,13 +228,13 @@ class Stage(nn.Module):
     def _gradients_of_input(self, gradients: Gradients, passing: dict[SkipName, Tensor | None]) -> Gradients:
         if self._partition.index == 0:
             return ()
-        if not self._carries_skips:
-            return gradients
-        boundary = self._entering
-        count = len(boundary.value)
-        names = (route.name for route in self._partition.receives)
-        skips = {**passing, **dict(zip(names, gradients[count:], strict=True))}
-        return (*gradients[:count], *(skips[name] for name in boundary.skip_names))
+        if self._carries_skips:
+            boundary = self._entering
+            count = len(boundary.value)
+            names = (route.name for route in self._partition.receives)
+            skips = {**passing, **dict(zip(names, gradients[count:], strict=True))}
+            gradients = (*gradients[:count], *(skips[name] for name in boundary.skip_names))
+        return tuple([None if gradient is None else gradient.contiguous() for gradient in gradients])
 
     def _completing(self, micro_batch: int) -> AbstractContextManager[None]:
         """Backward runs in ascending order of micro-batches, so that of the last one completes the gradients."""
@@ -214,58 +242,16 @@ class Stage(nn.Module):
             return nullcontext()
         return self._gradient_buckets.last_backward()
 
-    @contextmanager
-    def _noting(self, kind: Kind, phase: str, micro_batch: int) -> Iterator[None]:
-        """Keep the first error: torch wraps whatever a stage raises in an error of its own."""
-        try:
-            yield
-        except BaseException as error:
-            state, partition = self._state, self._partition
-            # The first failure wins: later ones follow from it.
-            state.failure = state.failure or error
-            saved = state.saved.get((partition.index, micro_batch))
-            action = Action(kind, partition.index, micro_batch)
-            raised = error
-            add_note(
-                raised,
-                lambda: failure_note(
-                    action, phase, partition.locate(phase, saved, raised), partition.device, raised
-                ),
-            )
-            raise
-
-
-@final
-@dataclass(slots=True)
-class _Progress:
-    """Where a stage is in its flush. Not attributes of the stage: a module looks at each value it is assigned."""
-
-    state: BatchState | None = None
-    first: int = 0
-    """The micro-batch that the flush began with."""
-    micro_batch: int = 0
-    half_done: SavedForBackward | None = None
-
-
-@final
-class _StageFunction(Function):
-    """One micro-batch at one stage."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, stage: Stage, micro_batch: int, anchor: Tensor, *received: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.stage, ctx.micro_batch = stage, micro_batch
-        # None has to stay None: with zeros, layers that no loss depends on would get gradients of zero instead of
-        # none.
-        ctx.set_materialize_grads(False)
-        sent = stage.run(micro_batch, received)
-        tensors = sent.present
-        ctx.mark_non_differentiable(
-            *(tensor for tensor, needed in zip(tensors, sent.needs_grad, strict=True) if not needed)
+    def _note(self, error: BaseException, kind: Kind, phase: str, micro_batch: int) -> None:
+        """Keep the first error, and say where it came from: torch wraps whatever a stage raises in one of its own."""
+        state, partition = self._state, self._partition
+        # The first failure wins: later ones follow from it.
+        state.failure = state.failure or error
+        saved = state.saved.get((partition.index, micro_batch))
+        action = Action(kind, partition.index, micro_batch)
+        add_note(
+            error,
+            lambda: failure_note(
+                action, phase, partition.locate(phase, saved, error), partition.device, error
+            ),
         )
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        return (None, None, None, *ctx.stage.run_backward(ctx.micro_batch, gradients))

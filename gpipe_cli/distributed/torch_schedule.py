@@ -24,7 +24,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 from torch.distributed import pipelining
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from gpipe_cli.distributed.boundary_shapes import BoundarySpec
@@ -105,8 +105,6 @@ def check_placement(schedule: str | ScheduleModule, partitions: int, ranks: int)
         raise ConfigError(f"{given}; torch needs at least two processes for several partitions")
 
 
-_LOSS = torch.empty((), device="meta", requires_grad=True)
-"""The loss, which the last stage returns to torch; torch sends it nowhere, so its shape does not matter in eval."""
 _torch_log = logging.getLogger("torch.distributed.pipelining.schedules")
 
 
@@ -143,18 +141,13 @@ class TorchSchedule:
                 partition,
                 boundaries[partition.index],
                 following[partition.index],
+                coords,
                 gradient_buckets,
                 split=every if order is None else _split(order, partition.index),
             )
             for partition in partitions
         ]
-        torch_stages = [
-            _torch_stage(
-                stage, partition.index, boundaries[partition.index], following[partition.index], coords
-            )
-            for stage, partition in zip(self._stages, partitions, strict=True)
-        ]
-        stages: Any = torch_stages if several_stages else torch_stages[0]
+        stages: Any = self._stages if several_stages else self._stages[0]
         # scale_grads=False: each loss is weighted by its rows already; torch would divide by the count on top of that.
         options: dict[str, Any] = {"loss_fn": _identity_loss if training else None, "scale_grads": False}
         if order is not None:
@@ -195,21 +188,6 @@ def _split(order: Order, partition: int) -> frozenset[int]:
         for own in order
         for action in own
         if action.partition == partition and action.kind is Kind.INPUT_GRAD
-    )
-
-
-def _torch_stage(
-    stage: Stage, index: int, entering: BoundarySpec, leaving: BoundarySpec | None, coords: RankCoords
-) -> PipelineStage:
-    return PipelineStage(
-        stage,
-        index,
-        coords.partitions,
-        coords.device,
-        input_args=tuple(kind.example() for kind in entering.kinds) if index else (),
-        output_args=_LOSS if leaving is None else tuple(kind.example() for kind in leaving.kinds),
-        group=coords.pipe,
-        dw_builder=stage.weights_half if stage.split else None,
     )
 
 

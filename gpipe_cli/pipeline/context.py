@@ -114,7 +114,7 @@ class Running:
         ) from error
 
 
-_NO_AUTOCAST = contextlib.nullcontext()
+_NOTHING = contextlib.nullcontext()
 
 
 @final
@@ -163,16 +163,13 @@ class CallerState:
             yield
 
     def restored(self) -> contextlib.AbstractContextManager[object]:
-        """The same in the thread of the caller, where an autograd function changed the grad mode and nothing else."""
-        # Autocast is entered all the same, for its cache.
-        if self.inference or self.autocast:
-            return self.entered()
-        return torch.set_grad_enabled(self.grad)
+        """The same in the thread of the caller, which is in that state but for the cache of autocast."""
+        return self.entered() if self.autocast else _NOTHING
 
     def without_autocast(self) -> contextlib.AbstractContextManager[object]:
         """Context manager for backward: its ops must run in the dtypes of the forward."""
         if not self.autocast:
-            return _NO_AUTOCAST
+            return _NOTHING
         stack = contextlib.ExitStack()
         for kind, _ in self.autocast:
             stack.enter_context(torch.autocast(kind, enabled=False))
