@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, NoReturn, Self, final, overload
@@ -237,7 +237,7 @@ class GPipe(ThreadedPipe):
 
 @final
 class PlainPipe(ThreadedPipe):
-    """The whole sequence as one partition, run by the calling thread, one micro-batch at a time.
+    """The whole sequence on one device, run by the calling thread, one micro-batch at a time.
 
     Every other engine is compared with it, to the bit: it uses the same micro-batches and keys, and runs backward in
     ascending order.
@@ -246,19 +246,28 @@ class PlainPipe(ThreadedPipe):
     def __init__(
         self,
         module: nn.Sequential,
+        balance: Sequence[int] | None = None,
         *,
         chunks: int = 1,
+        checkpoint: str = "never",
         deferred_batch_norm: bool = False,
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
     ) -> None:
-        """device: where the module is; the current device while its layers run."""
+        """balance: None makes one partition of all layers.
+        device: where the module is; the current device while its layers run.
+        """
         super().__init__(module, chunks, deferred_batch_norm)
-        self.checkpoint = "never"
+        balance = [len(self)] if balance is None else balance
+        self.checkpoint = checked_checkpoint(checkpoint, len(balance))
         self.devices = [device]
-        self._set_partitions(partition_modules(self.module, self._layers, [len(self)]))
-        partition = Partition(index=0, layers=self._layers, device=device)
+        modules = partition_modules(self.module, self._layers, balance)
+        self._set_partitions(modules)
         self._executor = Executor(
-            [partition], _one_by_one, workers=0, batch_norms=self._batch_norms, whole_graph=True
+            make_partitions(modules, self._layers, balance, self.devices),
+            _one_by_one,
+            workers=0,
+            batch_norms=self._batch_norms,
+            whole_graph=len(balance) == 1 and checkpoint == "never",
         )
 
 
@@ -279,8 +288,9 @@ def placed_devices(
 
 def _one_by_one(partitions: int, chunks: int, workers: int) -> Order:
     """Forward and backward of each micro-batch before the next one."""
-    kinds = (Kind.FORWARD, Kind.BACKWARD)
-    return (tuple(Action(kind, 0, micro_batch) for micro_batch in range(chunks) for kind in kinds),)
+    passes = [(Kind.FORWARD, each) for each in range(partitions)]
+    passes += [(Kind.BACKWARD, each) for each in reversed(range(partitions))]
+    return (tuple(Action(kind, each, micro_batch) for micro_batch in range(chunks) for kind, each in passes),)
 
 
 def _deny_moving() -> NoReturn:

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.pipeline.gpipe import GPipe
+from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
 from gpipe_cli.pipeline.module_state import all_buffers, restore_buffers, save_buffers
+from gpipe_cli.pipeline.partitioning import move_to_devices
 from gpipe_cli.profiling.action_recorder import recording
-from gpipe_cli.schedule import interleaved
 from gpipe_cli.sequential import layer_class, layer_names
 from gpipe_cli.torch_internals.tensor_memory import storage_of
 
@@ -262,27 +262,24 @@ def preserved(module: nn.Module, *, device: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def _layer_by_layer(module: nn.Sequential, sample: Sample) -> Iterator[GPipe]:
-    """A pipe in which each layer is a partition, and one worker runs them all."""
+def _layer_by_layer(module: nn.Sequential, sample: Sample) -> Iterator[PlainPipe]:
+    """A pipe in which each layer is a partition."""
     if not has_values(module):
         raise ConfigError("a model without storage cannot be run, so its layers cannot be measured")
     device = tensors_of(sample.input)[0].device
     with preserved(module, device=True):
-        # The schedule that lets one device run several partitions. Without checkpointing, forward includes building
-        # the graph.
-        schedule = interleaved.TRAITS.name
-        pipe = GPipe(module, [1] * len(module), devices=[device], checkpoint="never", schedule=schedule)
-        with pipe:
+        move_to_devices([module], [device])
+        with PlainPipe(module, [1] * len(module), device=device) as pipe:
             yield pipe
 
 
-def _forward(pipe: GPipe, sample: Sample) -> Any:
+def _forward(pipe: PlainPipe, sample: Sample) -> Any:
     # The pipe draws its key from torch's default generator, which must be left where it was.
     with torch.random.fork_rng(devices=[]):
         return pipe(sample.input)
 
 
-def _step(pipe: GPipe, sample: Sample) -> None:
+def _step(pipe: PlainPipe, sample: Sample) -> None:
     if sample.loss is not None and sample.target is not None:
         pipe.step(sample.input, sample.target, sample.loss, key=0)
         return
@@ -292,7 +289,7 @@ def _step(pipe: GPipe, sample: Sample) -> None:
 
 
 def _measure(
-    pipe: GPipe, sample: Sample, seconds: float, repeats: int, most_repeats: int, is_late: IsLate
+    pipe: PlainPipe, sample: Sample, seconds: float, repeats: int, most_repeats: int, is_late: IsLate
 ) -> dict[tuple[int, str], list[float]]:
     """Seconds of every run, by layer and phase."""
     # The first steps also pay for new threads and their memory.
@@ -311,7 +308,7 @@ def _measure(
     return times
 
 
-def _saved_tensors(pipe: GPipe, sample: Sample) -> list[SavedTensors]:
+def _saved_tensors(pipe: PlainPipe, sample: Sample) -> list[SavedTensors]:
     """Run one step with hooks on every layer."""
 
     def before(saved: SavedTensors, layer: nn.Module, inputs: Any) -> None:

@@ -24,8 +24,9 @@ import torch
 from torch import nn
 
 from gpipe_cli.accelerator.streams import synchronize
-from gpipe_cli.pipeline.gpipe import GPipe
+from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe, ThreadedPipe
 from gpipe_cli.pipeline.microbatch import Value
+from gpipe_cli.pipeline.partitioning import move_to_devices
 from gpipe_cli.profiling.action_recorder import recording
 from gpipe_cli.profiling.layers import IsLate, LayerTimes, Sample, frozen_layers, never_late, preserved
 from gpipe_cli.pytree import map_tensors
@@ -179,14 +180,7 @@ class _Steps:
         input, target = _repeated(self.sample.input, count), torch.cat([target] * count)
         pieces: dict[tuple[int, str, Kind], list[float]] = defaultdict(list)
         steps: list[float] = []
-        with GPipe(
-            self.module,
-            self.balance,
-            devices=self.devices,
-            chunks=count,
-            checkpoint=checkpoint,
-            schedule=schedule,
-        ) as pipe:
+        with self._pipe(count, schedule, checkpoint) as pipe:
             target = target.to(pipe.output_device)
             for warmed_up in range(WARM_UP):
                 if not (warmed_up and self.is_late()):
@@ -206,6 +200,21 @@ class _Steps:
         medians = {place: 1000 * statistics.median(durations) for place, durations in pieces.items()}
         spec = PipelineSpec(schedule, len(self.balance), count, checkpoint, cores=self.cores)
         return StepTimes(spec, 1000 * statistics.median(steps), medians)
+
+    def _pipe(self, chunks: int, schedule: str, checkpoint: str) -> ThreadedPipe:
+        if len(self.balance) > 1:
+            return GPipe(
+                self.module,
+                self.balance,
+                devices=self.devices,
+                chunks=chunks,
+                checkpoint=checkpoint,
+                schedule=schedule,
+            )
+        # In the calling thread, as engine=single runs: OpenMP gives every thread its own team, and as soon as there are
+        # more teams than cores for them, all of them sleep between two operators instead of spinning.
+        move_to_devices([self.module], self.devices)
+        return PlainPipe(self.module, chunks=chunks, checkpoint=checkpoint, device=self.devices[0])
 
     def _continues(self, steps: Sequence[float]) -> bool:
         if steps and self.is_late():
