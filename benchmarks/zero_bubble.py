@@ -17,7 +17,7 @@ from typing import final
 from rich.console import Console
 from rich.table import Table
 
-from gpipe_cli.schedule import order
+from gpipe_cli.schedule import order, v_blocks
 from gpipe_cli.schedule.search import EFFORT, search, v_shaped
 from gpipe_cli.schedule.search_problem import SearchProblem
 from gpipe_cli.schedule.simulate import PartitionCost, simulate
@@ -80,6 +80,12 @@ class Row:
         """Two partitions per device, there and back; each device may keep so many micro-batches."""
         return v_problem(self.costs(2), self.devices, self.chunks, micro_batches, KEPT_SHARES[self.model])
 
+    def v_block_bubble(self, name: str) -> float:
+        """That of V-Half or V-Min themselves: of their orders, the best that fits their memory."""
+        problem = self.v_problem(v_published(self.devices, self.chunks)[name][0])
+        made = [made for its, made in v_blocks.orders(self.chunks, self.devices) if its == name]
+        return min(1 - problem.busiest(each) / problem.step_of(each) for each in made if problem.fits(each))
+
     def bubble(self, schedule: str) -> float:
         return self._simulate(schedule, 0.0)[1]
 
@@ -116,14 +122,12 @@ def v_problem(
     return SearchProblem(kept, v_shaped(devices), chunks, memory, kept_share=kept_share, synchronized=False)
 
 
-def v_half(devices: int, chunks: int) -> tuple[int, float]:
-    """The micro-batches that V-Half (arXiv 2405.15362) keeps on a device, and its bubble, about, for equal times."""
-    return (devices + 2) // 2, devices / 2 / chunks
-
-
-def v_min(devices: int, chunks: int) -> tuple[int, float]:
-    """The same of V-Min."""
-    return (devices + 4) // 3, 2 * devices / 3 / chunks
+def v_published(devices: int, chunks: int) -> dict[str, tuple[int, float]]:
+    """Of V-Half and V-Min (arXiv 2405.15362): the micro-batches on a device, and the bubble for equal times."""
+    return {
+        "v_half": ((devices + 2) // 2, devices / 2 / chunks),
+        "v_min": ((devices + 4) // 3, 2 * devices / 3 / chunks),
+    }
 
 
 KEPT_SHARES = {"1.5B": 32 / (34 + 160 / 3), "6.2B": 32 / 74, "14.6B": 32 / 74, "28.3B": 32 / 74}
@@ -248,8 +252,12 @@ def show() -> None:
             began = time.perf_counter()
             once, twice = (search(row.problem(memory)) for memory in (1.0, 2.0))
             less = [
-                (published, search(row.v_problem(kept), max(EFFORT, 600 * row.devices * row.chunks)))
-                for kept, published in (function(row.devices, row.chunks) for function in (v_half, v_min))
+                (
+                    published,
+                    row.v_block_bubble(name),
+                    search(row.v_problem(kept), max(EFFORT, 600 * row.devices * row.chunks)),
+                )
+                for name, (kept, published) in v_published(row.devices, row.chunks).items()
             ]
             seconds = time.perf_counter() - began
             searched.add_row(
@@ -260,10 +268,11 @@ def show() -> None:
                 f"{ZB_2P[row.model]:.4f} / {twice.bubble:.4f}",
                 f"{max(0.0, 1 - (1 - twice.bubble) * twice.step / twice.bound):.4f}",
                 f"{ZB_2P_THROUGHPUTS[row.model]:.2f} / {row.searched_throughput(2.0):.2f}",
-                *(f"~{published:.4f} / {found.bubble:.4f}" for published, found in less),
+                *(f"{published:.4f} / {block:.4f} / {found.bubble:.4f}" for published, block, found in less),
                 f"{seconds:.1f}",
             )
     Console(width=150).print(
-        "Searched orders with once and twice the memory of 1F1B, a half and a third: published / found",
+        "Searched orders with once and twice the memory of 1F1B: published / found; with that of V-Half and V-Min: "
+        "published for equal times / their own orders with these times / found",
         searched,
     )

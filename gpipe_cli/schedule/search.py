@@ -12,7 +12,7 @@ from itertools import product
 from typing import final
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.schedule import names, order, traits, zero_bubble, zero_bubble_v
+from gpipe_cli.schedule import names, order, traits, v_blocks, zero_bubble, zero_bubble_v
 from gpipe_cli.schedule.action import Order
 from gpipe_cli.schedule.list_schedule import Policy, Scheduled, list_schedule
 from gpipe_cli.schedule.own_orders import one_by_one
@@ -117,6 +117,7 @@ def _existing(problem: SearchProblem) -> Iterator[tuple[str, Order]]:
     partitions, devices = problem.partitions, problem.devices
     if problem.workers == v_shaped(devices) and devices > 1:
         yield zero_bubble_v.NAME, zero_bubble_v.order(partitions, problem.chunks, devices)
+        yield from v_blocks.orders(problem.chunks, devices)
     dealt = tuple(partition % devices for partition in range(partitions))
     if problem.workers == dealt:
         yield "one by one", one_by_one(partitions, problem.chunks, devices)

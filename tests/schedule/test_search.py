@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.zero_bubble import ROWS, ZB_2P, ZB_2P_THROUGHPUTS, Row, v_half, v_min, v_problem
+from benchmarks.zero_bubble import ROWS, ZB_2P, ZB_2P_THROUGHPUTS, Row, v_problem, v_published
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.schedule import Kind, order
 from gpipe_cli.schedule.check import check
@@ -91,15 +90,29 @@ def test_with_the_memory_of_1f1b_the_bubble_is_at_most_that_of_zb_1p(row: Row) -
 
 
 @pytest.mark.parametrize("devices", [8, 16])
-@pytest.mark.parametrize("published", [v_half, v_min])
+@pytest.mark.parametrize("name", ["v_half", "v_min"])
 def test_with_half_and_a_third_of_the_memory_the_bubble_is_at_most_that_of_v_half_and_v_min(
-    devices: int, published: Callable[[int, int], tuple[int, float]]
+    devices: int, name: str
 ) -> None:
     chunks = 3 * devices
-    kept, bubble = published(devices, chunks)
+    kept, bubble = v_published(devices, chunks)[name]
     costs = [PartitionCost(1, 2, input_grad=1, weight_grad=1)] * (2 * devices)
     result = search(v_problem(costs, devices, chunks, kept), effort=60_000)
     assert result.bubble <= bubble
+
+
+@pytest.mark.parametrize("name", ["v_half", "v_min"])
+@pytest.mark.parametrize(
+    "row",
+    [row if row.devices == 8 else cast(Row, pytest.param(row, marks=pytest.mark.slow)) for row in FIRST_ROWS],
+    ids=lambda row: row.model,
+)
+def test_with_measured_times_the_bubble_is_at_most_that_of_the_orders_of_v_half_and_v_min(
+    row: Row, name: str
+) -> None:
+    kept, _ = v_published(row.devices, row.chunks)[name]
+    result = search(row.v_problem(kept), effort=60_000)
+    assert result.bubble <= row.v_block_bubble(name)
 
 
 def test_workers_that_wait_for_each_other_reach_the_lower_bound_with_twice_the_memory() -> None:
