@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -135,12 +135,16 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def set_threads(threads: Any, devices: list[torch.device]) -> int:
-    """Set the intra-op threads of the process; several workers on one CPU get one each."""
-    sharing = sum(device.type == "cpu" for device in devices) > 1
-    count = (1 if sharing else available_cores()) if threads == "auto" else int(threads)
+def set_threads(threads: Any, devices: Sequence[torch.device]) -> int:
+    """Set the intra-op threads of the process."""
+    count = intra_op_threads(devices, available_cores()) if threads == "auto" else int(threads)
     torch.set_num_threads(count)
     return count
+
+
+def intra_op_threads(devices: Sequence[torch.device], cores: int) -> int:
+    """Several workers on one CPU get one each."""
+    return 1 if sum(device.type == "cpu" for device in devices) > 1 else cores
 
 
 def _configured_device(device: Any, devices: list[Any]) -> torch.device:

@@ -17,7 +17,7 @@ from typing import final
 import torch
 from torch import nn
 
-from gpipe_cli.accelerator.devices import device_name, is_accelerator
+from gpipe_cli.accelerator.devices import device_name, intra_op_threads, is_accelerator
 from gpipe_cli.balance.result import TimedLayer
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.plan.costs import BackwardSplit, LayerCosts
@@ -178,8 +178,7 @@ class CostMeasurer:
         sample, layers = self._sample_of(size.rows), self._layers_of(size.rows)
         for kind, workers in self._needed(size):
             equal = [device for device, its in zip(self._devices, self._kinds, strict=True) if its == kind]
-            # One device has all cores to itself; workers have one each.
-            with intra_op_threads(self._cores if workers == 1 else 1):
+            with use_threads(intra_op_threads(equal[:workers], self._cores)):
                 self._measured[size.rows, kind, workers] = measure_costs(
                     self._module,
                     sample.to(equal[0]),
@@ -230,7 +229,7 @@ def device_kind(device: torch.device) -> str:
 
 
 @contextmanager
-def intra_op_threads(count: int) -> Iterator[None]:
+def use_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -11,12 +11,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.accelerator.devices import intra_op_threads
 from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value, moved
 from gpipe_cli.pipeline.partitioning import move_to_devices
-from gpipe_cli.plan.measured import intra_op_threads
+from gpipe_cli.plan.measured import use_threads
 from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.profiling.layers import preserved
 
@@ -50,7 +51,7 @@ def verify_plans(
             for plan, pipe, taken in zip(plans, pipes, times, strict=True):
                 if time.monotonic() > deadline:
                     break
-                with intra_op_threads(cores if plan.shape.devices == 1 else 1):
+                with use_threads(intra_op_threads(devices[: plan.shape.devices], cores)):
                     seconds_taken = _step(pipe, module, batches[plan.batch_size], loss, devices)
                 if number > 0:  # the first one warms up
                     taken.append(1000 * seconds_taken)

@@ -16,7 +16,7 @@ from gpipe_cli.accelerator.devices import available_cores, is_accelerator
 from gpipe_cli.config.schema import PlanConfig, TrainConfig
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.links import Link, measure_link
-from gpipe_cli.plan.measured import CostMeasurer, MicroBatchSize, intra_op_threads
+from gpipe_cli.plan.measured import CostMeasurer, MicroBatchSize, use_threads
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.facts import ModelFacts
 from gpipe_cli.profiling.layers import Sample
@@ -69,7 +69,7 @@ class MeasuredDevices:
         self._late_from = begin + MEASURING_SHARE * (deadline - begin)
         precision = autocast_of(self._settings, self._devices[0].type)
         smallest = min(size.rows for size in sizes)
-        with precision, sample_must_fit(self._sample_of(smallest)), intra_op_threads(1):
+        with precision, sample_must_fit(self._sample_of(smallest)), use_threads(1):
             measured = self._measurer.measure(sizes, self._late_from)
         outdated = self._profiles.outdated
         if outdated:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe
-from gpipe_cli.plan.measured import CostMeasurer, MicroBatchSize, intra_op_threads
+from gpipe_cli.plan.measured import CostMeasurer, MicroBatchSize, use_threads
 from gpipe_cli.profiling import layers, phase_times
 from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import Sample
@@ -119,6 +119,6 @@ def test_machines_of_their_own_do_not_disturb_each_other() -> None:
 
 def test_the_number_of_threads_is_put_back() -> None:
     before = torch.get_num_threads()
-    with intra_op_threads(before + 1):
+    with use_threads(before + 1):
         assert torch.get_num_threads() == before + 1
     assert torch.get_num_threads() == before
