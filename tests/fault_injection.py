@@ -346,6 +346,11 @@ def stop_the_clock() -> None:
     run_directory.time = StoppedClock  # type: ignore[assignment]
 
 
+def on_one_core(sandbox: Sandbox) -> None:
+    """A measurement with several cores would wait for OpenMP threads that the fork of this process does not have."""
+    os.sched_setaffinity(0, list(os.sched_getaffinity(0))[:1])
+
+
 def start_two_more(sandbox: Sandbox) -> None:
     for _ in range(2):
         sandbox.start(*TRAIN, inject=stop_the_clock)

@@ -55,6 +55,7 @@ from tests.fault_injection import (
     leave_a_lock_file,
     leave_a_partial_snapshot,
     let_an_hour_pass,
+    on_one_core,
     other_run_finishes,
     overflow_gradients,
     raises,
@@ -384,6 +385,7 @@ TABLE = [
             "gpipe: stopped by SIGTERM\n",
             in_layer(send_signals(*[signal.SIGTERM] * 6)),
             arguments,
+            before=on_one_core,
             after=no_run_was_written,
             needs_hydra=True,
         )

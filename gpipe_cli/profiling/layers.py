@@ -77,6 +77,11 @@ class SavedTensors:
     ) -> None:
         self._hooks.pop().__exit__(kind, error, trace)
 
+    def leave_failed_layer(self) -> None:
+        """Leave what a layer that raised has not left: autograd would call the hooks in this thread for ever."""
+        while self._hooks:
+            self.__exit__(None, None, None)
+
     def note_output(self, output: Any) -> None:
         # What runs the layer refuses a value of any other kind, with a better message than one from here.
         tensors = [tensor for tensor in tensors_of(output) if isinstance(tensor, Tensor)]
@@ -329,4 +334,6 @@ def _saved_tensors(pipe: PlainPipe, sample: Sample) -> list[SavedTensors]:
     finally:
         for handle in handles:
             handle.remove()
+        for saved in by_layer:
+            saved.leave_failed_layer()
     return by_layer

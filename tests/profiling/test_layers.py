@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.profiling.layers import Sample, profile_layers
 from gpipe_cli.skip import pop, skippable, stash
+from gpipe_cli.torch_internals.thread_modes import current_saved_tensors_hooks
 
 
 def test_every_layer_is_measured_and_counted() -> None:
@@ -98,3 +99,14 @@ def test_on_an_accelerator_layers_are_timed_by_events_and_come_home(accelerators
     layers = profile_layers(module, Sample(torch.randn(128, 64)).to(accelerators[0]), seconds=0)
     assert layers[0].forward_ms > 0 and layers[2].backward_ms > 0
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())
+
+
+class _Fails(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:
+        raise RuntimeError("this layer fails")
+
+
+def test_a_layer_that_fails_leaves_no_hooks_on_saved_tensors() -> None:
+    with pytest.raises(RuntimeError, match="this layer fails"):
+        profile_layers(nn.Sequential(nn.Linear(4, 4), _Fails()), Sample(torch.randn(2, 4)), seconds=0)
+    assert current_saved_tensors_hooks() is None
