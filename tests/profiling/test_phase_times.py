@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.profiling.layers import Sample, layer_times
 from gpipe_cli.profiling.phase_times import StepTimes, measure_phase_times
 from gpipe_cli.schedule.action import Kind
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
@@ -70,3 +71,23 @@ def test_the_time_of_a_step_is_taken_when_its_devices_are_done(simulated: Any) -
     waits = [sync for sync in simulated.host_syncs() if "phase_times.py" in sync]
     # Two schedules of three steps, each with two devices.
     assert len(waits) >= 2 * 3 * 2
+
+
+class _NotesThread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: set[int] = set()
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.threads.add(threading.get_ident())
+        return input
+
+
+def test_one_partition_runs_in_the_calling_thread_as_engine_single_does() -> None:
+    """A second thread has a second team of OpenMP threads, beside which small operators take several times as long."""
+    layer = _NotesThread()
+    model = nn.Sequential(nn.Linear(8, 8), layer)
+    sample = Sample(torch.randn(4, 8), torch.randn(4, 8), functional.mse_loss)
+    measure_phase_times(model, sample, [2], [CPU], chunks=2)
+    layer_times(model, sample, seconds=0.0)
+    assert layer.threads == {threading.get_ident()}
