@@ -110,6 +110,8 @@ class Planner:
         estimated = estimated_devices(settings) if isinstance(settings, PlanConfig) else None
         # A run of several replicas is planned by its engine's keys; only an estimate has a pipeline of each.
         self._replicas = settings.data_parallel if isinstance(settings, PlanConfig) else 1
+        # Before anything is measured, because they may be refused.
+        self._schedules, self._checkpoints = self._possible_schedules(), self._possible_checkpoints()
         self._loss = make_loss(settings)
         self._is_estimated = estimated is not None
         if estimated is not None:
@@ -308,7 +310,7 @@ class Planner:
             self.sample,
             lambda rows: self._source.costs(rows, 1),
         )
-        best = planner.best(divisions, [self._checkpoint] if self._given("checkpoint") else CHECKPOINTS)
+        best = planner.best(divisions, self._checkpoints)
         if best is None:
             raise ConfigError(
                 f"{self._refusal(known)}; engine=offload, with one layer on the device at a time, needs "
@@ -353,13 +355,13 @@ class Planner:
             len(self._model),
             sorted(number for number in numbers if number <= len(self._model)),
             self._sizes.chunks(batch_size),
-            self._schedules(),
-            [self._checkpoint] if self._given("checkpoint") else CHECKPOINTS,
+            self._schedules,
+            self._checkpoints,
             settings.partitions,
             fitted=self._memory.limit is not None,
         )
 
-    def _schedules(self) -> list[str]:
+    def _possible_schedules(self) -> list[str]:
         """Replicas are processes, which torch's schedules drive. Orders are searched for the best of their plans."""
         name = self._settings.schedule.name
         if self._given("schedule") and name == FILE:
@@ -372,12 +374,13 @@ class Planner:
         searched = searched_schedules()
         return [name for name in searched if self._replicas == 1 or traits(name).torch_schedule is not None]
 
-    @property
-    def _checkpoint(self) -> str:
+    def _possible_checkpoints(self) -> Sequence[str]:
+        if not self._given("checkpoint"):
+            return CHECKPOINTS
         mode = self._settings.checkpoint
         if not isinstance(mode, str):
             raise ConfigError(f"checkpoint={mode}: gpipe plan finds a mode for each partition; leave it out")
-        return mode
+        return [mode]
 
     def _given(self, key: str) -> bool:
         return sets_key(self._overrides, key)
