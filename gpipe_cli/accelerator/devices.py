@@ -143,7 +143,7 @@ def set_threads(threads: Any, devices: Sequence[torch.device]) -> int:
 
 
 def intra_op_threads(devices: Sequence[torch.device], cores: int) -> int:
-    """Several workers on one CPU get one each."""
+    """How many each worker gets: all cores, or one if several workers share the CPU."""
     return 1 if sum(device.type == "cpu" for device in devices) > 1 else cores
 
 

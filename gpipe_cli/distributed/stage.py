@@ -67,7 +67,7 @@ class Stage(PipelineStage):
         self._leaving = leaving
         self._gradient_buckets = gradient_buckets
         self._split = split
-        self._flush: BatchState | None = None
+        self._running: BatchState | None = None
         self._first = self._next_forward = self._next_backward = 0
         """Micro-batches: the first of the flush, and those whose forward and backward come next."""
         self._half_done: SavedForBackward | None = None
@@ -80,11 +80,11 @@ class Stage(PipelineStage):
 
     def begin(self, state: BatchState, first: int) -> None:
         """The next flush runs this mini-batch from micro-batch `first` on."""
-        self._flush = state
+        self._running = state
         self._first = self._next_forward = self._next_backward = first
 
     def end(self) -> None:
-        self._flush = self._half_done = None
+        self._running = self._half_done = None
 
     def forward_maybe_with_nosync(self, *received: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
         """The forward of the next micro-batch, for torch: what is sent on, or the loss."""
@@ -92,7 +92,7 @@ class Stage(PipelineStage):
         self._next_forward += 1
         state, index = self._state, self._partition.index
         try:
-            with state.batch.state.restored():
+            with state.batch.state.without_autocast_cache():
                 given, passing = self._unpack(micro_batch, received)
                 output, saved = self._partition.forward((given,), state.forward_task(index, micro_batch))
                 if saved is not None and state.batch.state.grad:
@@ -155,8 +155,8 @@ class Stage(PipelineStage):
 
     @property
     def _state(self) -> BatchState:
-        assert self._flush is not None, "a flush has begun"
-        return self._flush
+        assert self._running is not None, "a flush has begun"
+        return self._running
 
     def _unpack(
         self, micro_batch: int, received: tuple[Tensor, ...]

@@ -162,8 +162,8 @@ class CallerState:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks))
             yield
 
-    def restored(self) -> contextlib.AbstractContextManager[object]:
-        """The same in the thread of the caller, which is in that state but for the cache of autocast."""
+    def without_autocast_cache(self) -> contextlib.AbstractContextManager[object]:
+        """Context manager for the thread of the caller, which is in this state already, but may cache cast weights."""
         return self.entered() if self.autocast else _NOTHING
 
     def without_autocast(self) -> contextlib.AbstractContextManager[object]:
