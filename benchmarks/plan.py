@@ -2,9 +2,9 @@
 
     python -m benchmarks.plan --case resnet50
 
-Every round measures the costs and then runs every configuration, so that a machine whose speed varies is compared with
-itself; the figure is the median over all rounds of predicted divided by measured time. Turns in which other processes
-used the machine are repeated. Everything runs with one intra-op thread.
+Every round runs every configuration, right after the costs of its size of micro-batch are measured, so that a machine
+whose speed varies is compared with itself; the figure is the median over all rounds of predicted divided by measured
+time. Turns in which other processes used the machine are repeated. Everything runs with one intra-op thread.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from typing import final
 
@@ -27,7 +29,6 @@ from benchmarks.cases import Case, build
 from benchmarks.turns import PipeConfig, milliseconds, prepare, undisturbed
 from gpipe_cli.accelerator.devices import available_cores
 from gpipe_cli.balance.solver import solve
-from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.measured import SECONDS_OF_PHASES, MeasuredCosts
 from gpipe_cli.plan.search_space import PlanShape
 from gpipe_cli.plan.step_time import step_ms
@@ -82,43 +83,43 @@ class Bench:
         self.case = case
         self._layers = {shape.chunks: self._profile(shape.chunks) for shape in SHAPES}
         self._kinds = model_facts(self._clean(), self._sample(1), count_flops=False).layer_sample()
-        self.rounds: list[Mapping[tuple[int, int], PhaseTimes]] = []
+        self._size: tuple[int, int] | None = None
+        """The chunks and workers that were measured last."""
+        self._rounds: dict[PipeConfig, list[PhaseTimes]] = defaultdict(list)
 
     def balance(self, shape: PlanShape) -> tuple[int, ...]:
         return tuple(solve([layer.ms for layer in self._layers[shape.chunks]], shape.partitions).balance)
 
-    def measure(self) -> None:
-        """Measure the costs for another round."""
-        phase_times: dict[tuple[int, int], PhaseTimes] = {}
-        for chunks, workers in sorted({(shape.chunks, shape.partitions) for shape in SHAPES}):
-            balance = solve([layer.ms for layer in self._layers[chunks]], workers).balance
+    def measure(self, config: PipeConfig) -> None:
+        """Measure the costs from which another round of this configuration is predicted.
 
-            def turn(chunks: int = chunks, workers: int = workers, balance: Sequence[int] = balance) -> float:
-                devices = [torch.device("cpu")] * workers
-                phase_times[chunks, workers] = measure_phase_times(
-                    self._clean(),
-                    self._sample(chunks),
-                    balance,
-                    devices,
-                    chunks,
-                    SECONDS_OF_PHASES,
-                    cores=available_cores(),
-                    split=False,
-                )
-                return 0.0
+        Configurations that need the same costs follow each other, and share them.
+        """
+        size = config.chunks, len(config.balance)
+        if size != self._size:
+            self._size, self._last = size, undisturbed(partial(self._phase_times, config))
+        self._rounds[config].append(self._last)
 
-            undisturbed(turn)
-        self.rounds.append(phase_times)
-
-    def predicted(self, shape: PlanShape, balance: Sequence[int]) -> list[float]:
+    def predicted(self, config: PipeConfig, shape: PlanShape) -> list[float]:
         """The predicted step time in milliseconds for each round."""
         spec = shape.spec(available_cores())
-        return [step_ms(spec, self._costs(shape, phases), balance) for phases in self.rounds]
-
-    def _costs(self, shape: PlanShape, phases: Mapping[tuple[int, int], PhaseTimes]) -> LayerCosts:
-        taken = phases[shape.chunks, shape.partitions]
         # As in gpipe plan: equal layers cost the same.
-        return MeasuredCosts(self._layers[shape.chunks], taken, sample=self._kinds).costs(None)
+        costs = partial(MeasuredCosts, self._layers[shape.chunks], sample=self._kinds)
+        return [
+            step_ms(spec, costs(phases=phases).costs(None), config.balance) for phases in self._rounds[config]
+        ]
+
+    def _phase_times(self, config: PipeConfig) -> PhaseTimes:
+        return measure_phase_times(
+            self._clean(),
+            self._sample(config.chunks),
+            config.balance,
+            [torch.device("cpu")] * len(config.balance),
+            config.chunks,
+            SECONDS_OF_PHASES,
+            cores=available_cores(),
+            split=False,
+        )
 
     def _profile(self, chunks: int) -> list[LayerProfile]:
         return profile_layers(self._clean(), self._sample(chunks), seconds=0.0, repeats=3)
@@ -151,9 +152,9 @@ def _rows(name: str, rounds: int) -> list[Row]:
         PipeConfig(bench.balance(shape), shape.chunks, shape.schedule, shape.checkpoint): shape
         for shape in SHAPES
     }
-    times = milliseconds(bench.case, list(configs), rounds, before_each=bench.measure)
+    times = milliseconds(bench.case, list(configs), rounds, before_turn=bench.measure)
     return [
-        Row(name, config, bench.predicted(shape, config.balance), list(times[config]))
+        Row(name, config, bench.predicted(config, shape), list(times[config]))
         for config, shape in configs.items()
     ]
 

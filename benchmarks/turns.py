@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from rich.console import Console
@@ -28,6 +28,8 @@ TRIES = 4
 TURN = 400.0
 """Minimum milliseconds per turn."""
 STATISTICS = Path("/proc/stat")
+
+Result = TypeVar("Result")
 
 
 @final
@@ -45,18 +47,21 @@ class PipeConfig:
 
 
 def milliseconds(
-    case: Case, configs: Sequence[PipeConfig], rounds: int, before_each: Callable[[], None] = lambda: None
+    case: Case,
+    configs: Sequence[PipeConfig],
+    rounds: int,
+    before_turn: Callable[[PipeConfig], None] = lambda config: None,
 ) -> Mapping[PipeConfig, list[float]]:
     """Milliseconds of a step of each configuration in each round.
 
-    Two warm-up rounds come first; `before_each` is called before every measured round."""
+    Two warm-up rounds come first; `before_turn` is called before every measured turn."""
     times: dict[PipeConfig, list[float]] = {config: [] for config in configs}
     with ExitStack() as stack:
         pipes = {config: stack.enter_context(_pipe(case, config)) for config in configs}
         for number in range(-2, rounds):
-            if number >= 0:
-                before_each()
             for config, pipe in pipes.items():
+                if number >= 0:
+                    before_turn(config)
                 taken = undisturbed(partial(_turn, pipe, case))
                 if number >= 0:
                     times[config].append(taken)
@@ -65,23 +70,29 @@ def milliseconds(
     return times
 
 
-def undisturbed(turn: Callable[[], float]) -> float:
-    """Run a turn and return its milliseconds; repeat it, up to `TRIES` times, if others used the machine."""
+def undisturbed(turn: Callable[[], Result]) -> Result:
+    """Run a turn and return its result; repeat it, up to `TRIES` times, if others used the machine."""
     for _ in range(TRIES):
         others, begin = _others(), time.perf_counter()
-        milliseconds = turn()
+        result = turn()
         if _others() - others < OTHERS_AT_MOST * (time.perf_counter() - begin):
             break
-    return milliseconds
+    return result
 
 
 def _others() -> float:
-    """CPU seconds that all other processes used; 0 where the system does not report them."""
+    """CPU seconds that all other processes and virtual machines used; 0 where the system does not report them."""
     if not STATISTICS.exists():
         return 0.0
-    user, nice, system, _, _, interrupts, more = map(int, STATISTICS.read_text().split()[1:8])
+    user, nice, system, _idle, _waiting, interrupts, softirqs, stolen = map(
+        int, STATISTICS.read_text().split()[1:9]
+    )
     own = os.times()
-    return (user + nice + system + interrupts + more) / os.sysconf("SC_CLK_TCK") - own.user - own.system
+    return (
+        (user + nice + system + interrupts + softirqs + stolen) / os.sysconf("SC_CLK_TCK")
+        - own.user
+        - own.system
+    )
 
 
 def prepare(console: Console) -> None:
