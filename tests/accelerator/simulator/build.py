@@ -49,9 +49,13 @@ def compiled(build: Build) -> ModuleType:
         # The first process compiles; the others wait and find the library complete.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
+            # As one file: compiling torch's headers takes most of the time of each.
+            every_source = directory / "simulator.cpp"
+            lines = [f'#include "{path}"\n' for path in sorted(SOURCES.glob("*.cpp"))]
+            every_source.write_text("".join(lines), encoding="utf-8")
             cpp_extension.load(
                 name,
-                [str(path) for path in sorted(SOURCES.glob("*.cpp"))],
+                [str(every_source)],
                 extra_cflags=[*FLAGS, *(["-DSIM_CUDA"] if build == "cuda" else [])],
                 build_directory=str(directory),
                 is_python_module=False,

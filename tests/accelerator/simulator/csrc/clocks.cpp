@@ -10,7 +10,7 @@ namespace sim {
 namespace {
 
 std::mutex mutex;
-std::array<Clock, kStreams> streams;
+std::array<Clock, kStreams> stream_clocks;
 // One clock for all threads: threads order each other's work by means that are invisible here.
 Clock host;
 std::vector<std::string> found_races;
@@ -44,7 +44,7 @@ void report(const std::string& kind, const Access& earlier, const std::string& n
 void report_unordered(
     const std::string& kind, const std::vector<Access>& earlier, Bytes bytes, const std::string& now, int stream) {
   for (const auto& access : earlier) {
-    if (access.bytes.overlap(bytes) && !before(access, streams[stream])) {
+    if (access.bytes.overlap(bytes) && !before(access, stream_clocks[stream])) {
       report(kind, access, now, stream);
     }
   }
@@ -63,8 +63,8 @@ Kernel::Kernel(int stream, std::string name) : stream_(stream), where_(std::move
   where_ += python_stack();
   std::lock_guard lock(mutex);
   // The host launches this kernel after everything it has waited for.
-  streams[stream].join(host);
-  number_ = ++streams[stream].kernels[stream];
+  stream_clocks[stream].join(host);
+  number_ = ++stream_clocks[stream].kernels[stream];
 }
 
 void Kernel::read(History& history, Bytes bytes) const {
@@ -88,13 +88,13 @@ namespace clocks {
 
 Clock of_stream(int stream) {
   std::lock_guard lock(mutex);
-  streams[stream].join(host);
-  return streams[stream];
+  stream_clocks[stream].join(host);
+  return stream_clocks[stream];
 }
 
 void wait(int stream, const Clock& clock) {
   std::lock_guard lock(mutex);
-  streams[stream].join(clock);
+  stream_clocks[stream].join(clock);
 }
 
 void host_waits(const Clock& clock) {
@@ -104,10 +104,10 @@ void host_waits(const Clock& clock) {
 
 void check_free(const History& history, int owner, const std::vector<int>& recorded) {
   std::lock_guard lock(mutex);
-  auto reuse = streams[owner];
+  auto reuse = stream_clocks[owner];
   reuse.join(host);
   for (int stream : recorded) {
-    reuse.join(streams[stream]);
+    reuse.join(stream_clocks[stream]);
   }
   for (const auto* accesses : {&history.writes, &history.reads}) {
     for (const auto& access : *accesses) {
@@ -121,7 +121,7 @@ void check_free(const History& history, int owner, const std::vector<int>& recor
 bool host_knows_all() {
   std::lock_guard lock(mutex);
   for (int stream = 0; stream < kStreams; ++stream) {
-    if (streams[stream].kernels[stream] > host.kernels[stream]) {
+    if (stream_clocks[stream].kernels[stream] > host.kernels[stream]) {
       return false;
     }
   }
