@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from typing import NoReturn
 
 from gpipe_cli.report.output import secure_streams
+from gpipe_cli.torch_internals import torchrun
 from gpipe_cli.training.signals import ignore_signals, install_handlers
 
 
@@ -24,6 +26,11 @@ def script(
     code = main(argv, number=number, began=began)
     sys.stdout.flush()
     ignore_signals()
+    if torchrun.is_rank():
+        # Threads of torch.distributed still run. One that asks for the interpreter's lock while the interpreter ends
+        # aborts the process, and torchrun would count a run that has finished as failed.
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

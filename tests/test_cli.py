@@ -151,6 +151,21 @@ def test_of_the_ranks_of_torchrun_only_the_first_speaks(tmp_path: Path) -> None:
     assert (shown.returncode, shown.stdout) == (0, "")
 
 
+def test_a_rank_of_torchrun_ends_without_the_end_of_the_interpreter() -> None:
+    """There, a thread of torch.distributed aborted about one in ten ranks of a busy machine after a finished run."""
+    code = (
+        "import atexit, os\n"
+        "from gpipe_cli.__main__ import script\n"
+        "atexit.register(lambda: os.abort())\n"
+        "script(['--version'])\n"
+    )
+    rank = environment() | {"TORCHELASTIC_RUN_ID": "x", "RANK": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=rank
+    )
+    assert (ended.returncode, ended.stderr) == (0, "") and ended.stdout.startswith("gpipe ")
+
+
 @pytest.mark.slow
 def test_a_command_runs_with_the_collector_at_work() -> None:
     code = (
