@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ from typing import Any
 
 import pytest
 
+# Where this is set, every process that a test starts compiles all modules of gpipe that it imports: half a second each.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.dont_write_bytecode = False
 # OpenMP reads this when torch loads it. Its threads spin while they wait, and where other tests keep all cores busy
 # they take the core from the very threads they wait for: a test then takes ten times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
