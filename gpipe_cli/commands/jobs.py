@@ -51,15 +51,18 @@ class Jobs:
             print_status("importing torch and building the model")
         # Commands import torch. Composing, printing and rejecting a configuration must not wait for that.
         with report_out_of_memory():
-            command = importlib.import_module(f"gpipe_cli.commands.{self.command}")
-        if not gc.isenabled():  # __main__ disabled it for the imports
-            # Imported modules live until the end, so exclude them from every later collection.
-            gc.freeze()
-            gc.enable()
-        with stop_immediately(), report_out_of_memory():
-            for note in config.notes:
-                print_status(note)
-            summary: Summary = command.run(config.settings, self._job(config, number))
+            from gpipe_cli.torch_internals.deferred_compiler import deferred_compiler
+        with deferred_compiler():
+            with report_out_of_memory():
+                command = importlib.import_module(f"gpipe_cli.commands.{self.command}")
+            if not gc.isenabled():  # __main__ disabled it for the imports
+                # Imported modules live until the end, so exclude them from every later collection.
+                gc.freeze()
+                gc.enable()
+            with stop_immediately(), report_out_of_memory():
+                for note in config.notes:
+                    print_status(note)
+                summary: Summary = command.run(config.settings, self._job(config, number))
         return summary
 
     def words(self, overrides: tuple[str, ...]) -> list[str]:

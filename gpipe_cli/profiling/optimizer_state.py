@@ -14,8 +14,6 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.torch_internals.without_compiler import without_compiler
-
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]
 """Makes an optimizer of parameters with their names in the model; the names decide the parameter groups.
@@ -107,20 +105,19 @@ def _states_after_a_step(
         nn.Parameter(torch.ones(_SIDES[: parameter.dim()], dtype=parameter.dtype))
         for _, parameter in parameters
     ]
-    with without_compiler():
-        optimizer = make([(name, stand_in) for (name, _), stand_in in zip(parameters, tiny, strict=True)])
-        groups = {
-            parameter: index
-            for index, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-        }
-        kinds = [(groups[stand_in], stand_in.dim(), stand_in.dtype) for stand_in in tiny]
-        # Those of one group with as many dimensions and the same dtype have the same state, so one of each kind is
-        # updated. Optimizers create their state in the first update, and only for parameters with a gradient.
-        updated = dict(zip(reversed(kinds), reversed(tiny), strict=True))
-        for stand_in in updated.values():
-            stand_in.grad = torch.ones_like(stand_in)
-        optimizer.step()
+    optimizer = make([(name, stand_in) for (name, _), stand_in in zip(parameters, tiny, strict=True)])
+    groups = {
+        parameter: index
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    kinds = [(groups[stand_in], stand_in.dim(), stand_in.dtype) for stand_in in tiny]
+    # Those of one group with as many dimensions and the same dtype have the same state, so one of each kind is
+    # updated. Optimizers create their state in the first update, and only for parameters with a gradient.
+    updated = dict(zip(reversed(kinds), reversed(tiny), strict=True))
+    for stand_in in updated.values():
+        stand_in.grad = torch.ones_like(stand_in)
+    optimizer.step()
     return [dict(optimizer.state[updated[kind]]) for kind in kinds]
 
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer
 from gpipe_cli.torch_internals.live_bytes import LiveBytes
-from gpipe_cli.torch_internals.without_compiler import without_compiler
 
 _SIDE = 64
 """Of the parameter to try: large enough that the scalars of an optimizer do not matter."""
@@ -36,11 +35,10 @@ def update_bytes(make: MakeOptimizer, parameters: Iterable[nn.Parameter], device
 def _update_factor(make: MakeOptimizer, dtype: torch.dtype, device: torch.device) -> float:
     parameter = nn.Parameter(torch.ones(_SIDE, _SIDE, dtype=dtype, device=device))
     parameter.grad = torch.ones_like(parameter)
-    with without_compiler():
-        optimizer = make([("", parameter)])
-        peaks: list[int] = []
-        for _ in range(2):
-            with LiveBytes() as live:
-                optimizer.step()
-            peaks.append(live.peak)
+    optimizer = make([("", parameter)])
+    peaks: list[int] = []
+    for _ in range(2):
+        with LiveBytes() as live:
+            optimizer.step()
+        peaks.append(live.peak)
     return max(peaks) / int(parameter.nbytes)

@@ -21,7 +21,6 @@ from gpipe_cli.config.schema import RunConfig, TrainConfig, TrainedConfig
 from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.backends import backends_for
 from gpipe_cli.distributed.rank_coords import RankCoords
-from gpipe_cli.distributed.torch_schedule import check_placement
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError
@@ -195,6 +194,9 @@ def build_parts_in_ranks(
         shared = {"balance": partitioning.balance, "order": order_text(partitioning.spec)}
         world.from_rank_zero(json.dumps(shared))
     if traits_of_engine(settings).needs_processes:
+        # Late: torch.distributed.pipelining loads torch's compiler, which takes a while.
+        from gpipe_cli.distributed.torch_schedule import check_placement
+
         check_placement(partitioning.spec.schedule, len(partitioning.balance), len(partitioning.devices))
     if starts_ranks(settings):
         ranks = len(partitioning.devices) * settings.data_parallel

@@ -6,8 +6,7 @@ attention saves for backward depends on that. torch keeps them private.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
-from typing import final
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -18,34 +17,16 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from gpipe_cli.torch_internals.without_compiler import without_compiler
-
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """Raised by an operation that needs values, or has no implementation without them."""
 
 
-def fake_tensors() -> AbstractContextManager[None]:
+def fake_tensors() -> AbstractContextManager[object]:
     """Inside, every operation of this thread gives a fake tensor; real ones may be among its inputs.
 
-    It may be entered again, for tensors made the time before.
+    It may be entered again, for tensors made the time before: torch does not let tensors of two modes meet.
     """
-    return _FakeTensors()
-
-
-@final
-class _FakeTensors(AbstractContextManager[None]):
-    def __init__(self) -> None:
-        # One mode for all uses: torch does not let tensors of two modes meet.
-        with without_compiler():
-            self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._entered = ExitStack()
-
-    def __enter__(self) -> None:
-        self._entered.enter_context(without_compiler())
-        self._entered.enter_context(self._mode)
-
-    def __exit__(self, *_: object) -> None:
-        self._entered.close()
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_twin(tensor: Tensor, device: torch.device | str = "cpu") -> Tensor:
