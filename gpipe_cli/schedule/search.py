@@ -85,7 +85,7 @@ def _candidates(problem: SearchProblem, effort: int, bound: float) -> Iterator[t
         partly_whole = with_whole_backwards(problem, made)
         if problem.fits(partly_whole):
             yield SEARCHED, partly_whole
-        if partly_whole != made:
+        if partly_whole != made and problem.fits(made):
             yield SEARCHED, made
 
 
