@@ -81,12 +81,12 @@ def read_schedule(path: Path | str) -> FixedOrder:
     """The checked schedule of a file; ConfigError names the file, the line and what is wrong."""
     path = Path(path)
     try:
-        text = read_regular(path, MOST_BYTES).decode()
+        text = read_regular(path, MOST_BYTES).decode("utf-8-sig")
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file") from error
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name, or bytes that are not UTF-8
         raise ConfigError(f"{path}: cannot be read as a schedule: {error}") from error
-    return parse_schedule(text, str(path), is_csv=path.suffix == ".csv")
+    return parse_schedule(text, str(path), is_csv=path.suffix.lower() == ".csv")
 
 
 def parse_schedule(text: str, path: str, *, is_csv: bool) -> FixedOrder:
