@@ -112,7 +112,8 @@ def own_device(figures: Mapping[str, Any], key: str = "device") -> DeviceSpec:
         if name not in figures:
             raise ConfigError(f"{key}: a device of your own needs {name}")
     given = {name: _figure(key, name, value) for name, value in figures.items()}
-    return DeviceSpec(**{"tensor": given["flops"], "tf32": given["flops"], **given})
+    half = given.get("half") or given["flops"]
+    return DeviceSpec(**{"tensor": half, "tf32": given["flops"], **given})
 
 
 def _figure(key: str, name: str, value: Any) -> Any:
