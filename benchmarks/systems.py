@@ -123,7 +123,7 @@ def _gpipe_auto(case: Case, rendezvous: Rendezvous) -> Step:
     measured = measure_costs(case.model, sample, devices, ProfileCache(None), chunks=CHUNKS, cores=cores)
     spec = PipelineSpec("1f1b", len(case.balance), CHUNKS, devices=len(devices), cores=cores)
     costs = measured.costs(None).partitions(case.balance, spec)
-    found = search_order(order_problems(spec, costs, limit=None))
+    found = search_order(order_problems(spec, costs))
     pipe = _gpipe_pipe(case, found.schedule, "never")
     return lambda: pipe.step(case.input, case.target, case.loss)
 

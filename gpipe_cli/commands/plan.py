@@ -27,6 +27,7 @@ from gpipe_cli.report.page.document import check_replaceable
 from gpipe_cli.report.page.plan_page import plan_page
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.timeline import print_step_timeline
+from gpipe_cli.run.batch_rows import with_least_rows
 from gpipe_cli.run.components import check_components
 from gpipe_cli.run.data import make_loader
 from gpipe_cli.run.estimated_devices import estimated_devices
@@ -72,6 +73,9 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
         model = made.sequence
     else:
         model = build_without_storage(lambda: make_model(settings, loader, load=False).sequence)
+    loader = with_least_rows(settings, loader, model)
+    for note in loader.notes:
+        print_status(note)
     # The jobs of a sweep began together, but each has the whole budget.
     began = job.began if job.number is None else time.monotonic()
     planner = Planner(settings, job.overrides, loader, model, began)
@@ -81,7 +85,9 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
         )
     planned = planner.plan(keep=settings.top if settings.page is None else max(settings.top, ON_PAGE))
     plans = planned.plans
-    if settings.verify:
+    if settings.verify and plans[0].engine == OFFLOAD:
+        print_status("verify=true: gpipe plan runs pipelines only, so engine=offload is not verified")
+    elif settings.verify:
         plans = verify_plans(
             plans,
             model,
@@ -122,9 +128,8 @@ def _train_command(settings: PlanConfig, best: Prediction, job: Job) -> str:
     command = job.train_command(without=(*own, *PLANNED_KEYS))
     if settings.data_parallel == 1:
         return f"{command} {best.overrides}"
-    replicas = f"engine=processes devices={best.shape.devices * settings.data_parallel}"
-    plan = f"chunks={best.shape.chunks} partitions=1" if best.is_plain else best.pipeline_overrides
-    return f"{command} {plan} {replicas}"
+    devices = best.shape.devices * settings.data_parallel
+    return f"{command} {best.replica_overrides} engine=processes devices={devices}"
 
 
 def _summary(settings: PlanConfig, plans: Sequence[Prediction], planned: Planned, job: Job) -> dict[str, Any]:
@@ -138,7 +143,7 @@ def _summary(settings: PlanConfig, plans: Sequence[Prediction], planned: Planned
         "candidates": [plan.facts() for plan in plans],
         "profile": planned.origin,
         "lower_bound": bound,
-        "gap": plans[0].step_ms / bound - 1,
+        "gap": 1 - bound / plans[0].step_ms,
         "memory_curve": [asdict(point) for point in planned.memory_curve],
         "advice": advice(plans),
         "too_large": searched.too_large,
@@ -154,7 +159,8 @@ def _summary(settings: PlanConfig, plans: Sequence[Prediction], planned: Planned
 def _curve_text(curve: Sequence[dict[str, float]]) -> str:
     """The bubble of searched orders that may keep some share of what the usual schedule keeps."""
     points = (f"{point['share']:.2g} x {100 * point['bubble']:.1f} %" for point in curve)
-    return f"{', '.join(points)} (1 x is {format_bytes(_usual_bytes(curve))} of activations, as 1f1b keeps)"
+    usual = format_bytes(_usual_bytes(curve))
+    return f"{', '.join(points)} (1 x is {usual} of activations, as 1f1b or interleaved keeps)"
 
 
 def _usual_bytes(curve: Sequence[dict[str, float]]) -> float:
@@ -169,7 +175,8 @@ def _print(best: Prediction, planned: Planned, summary: dict[str, Any], step: St
     if planned.skipped_chunks:
         print_status(
             f"not searched: chunks={planned.skipped_chunks}, because the time ran out (increase "
-            "plan.budget=<seconds>) or because the model rejects such small micro-batches"
+            "plan.budget=<seconds>) or because such micro-batches are too small for the model or too large for "
+            "the devices"
         )
     if planned.plain_bytes is not None:
         print_status(

@@ -43,11 +43,11 @@ class SearchedOrder:
 def order_problems(
     spec: PipelineSpec,
     costs: Sequence[PartitionCost],
-    limit: int | None,
+    limits: Sequence[int] = (),
     *,
     equal_devices: bool = True,
 ) -> list[SearchProblem]:
-    """One for each placement. `costs` are those of the partitions; `limit` is the memory of a device, if there is one.
+    """One for each placement. `costs` are those of the partitions, `limits` the memory of each device; none: no limit.
 
     equal_devices: whether the costs hold on every device, so that partitions may be placed in another way.
     """
@@ -60,7 +60,7 @@ def order_problems(
             tuple(costs),
             workers,
             spec.micro_batches,
-            _memory(costs, workers, devices, limit),
+            _memory(costs, workers, limits[:devices]),
             spec.checkpoint_stops,
             cores=spec.cores,
         )
@@ -116,12 +116,12 @@ def bubble_by_memory(problems: Sequence[SearchProblem], spec: PipelineSpec) -> l
 
 
 def _memory(
-    costs: Sequence[PartitionCost], workers: Sequence[int], devices: int, limit: int | None
+    costs: Sequence[PartitionCost], workers: Sequence[int], limits: Sequence[int]
 ) -> tuple[float, ...]:
     """What each device has left for activations, besides parameters, gradients and the optimizer's state."""
-    if limit is None:
+    if not limits:
         return ()
-    left = [float(limit)] * devices
+    left = list(map(float, limits))
     for cost, worker in zip(costs, workers, strict=True):
         left[worker] -= cost.resident_bytes
     return tuple(max(1.0, bytes) for bytes in left)

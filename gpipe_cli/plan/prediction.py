@@ -82,6 +82,8 @@ class Prediction:
     """The limit of the slices of engine=offload, whose layers `balance` then counts."""
     devices: tuple[str, ...] = ()
     """Those that a command to train must name; none if the default is what they are."""
+    device_memory: int | None = None
+    """The limit of memory of its devices, if there is one."""
     chose_batch_size: bool = False
     """Whether the batch size is part of the plan, rather than given."""
     measured_ms: float | None = None
@@ -109,7 +111,7 @@ class Prediction:
     @property
     def overrides(self) -> str:
         """The arguments for `gpipe train`."""
-        batch_size = f"batch_size={self.batch_size} " if self.chose_batch_size else ""
+        batch_size = self._batch_size_override
         devices = f" devices=[{','.join(self.devices)}]" if self.devices else ""
         if self.is_plain:
             return f"{batch_size}engine=single chunks={self.shape.chunks}{devices}"
@@ -120,16 +122,27 @@ class Prediction:
             )
         if not devices and self.shape.partitions != self.shape.devices:
             devices = f" devices={self.shape.devices}"
-        return f"{batch_size}{self.pipeline_overrides}{devices}"
+        return f"{batch_size}{self._pipeline_overrides}{devices}"
 
     @property
-    def pipeline_overrides(self) -> str:
-        """The same without the devices."""
+    def replica_overrides(self) -> str:
+        """The same for one of several replicas, without the devices."""
+        return f"{self._batch_size_override}{self._pipeline_overrides}"
+
+    @property
+    def _batch_size_override(self) -> str:
+        return f"batch_size={self.batch_size} " if self.chose_batch_size else ""
+
+    @property
+    def _pipeline_overrides(self) -> str:
         layers = ",".join(map(str, self.balance))
         checkpoint = self.checkpoint if isinstance(self.checkpoint, str) else f"[{','.join(self.checkpoint)}]"
+        # Training searches for the order again, and must keep to the same limit.
+        is_searched = isinstance(self.shape.schedule, FixedOrder) and self.device_memory is not None
+        memory = f" device_memory={self.device_memory}" if is_searched else ""
         return (
             f"balance=manual balance.layers=[{layers}] chunks={self.shape.chunks} "
-            f"schedule={self.shape.schedule_name} checkpoint={checkpoint}"
+            f"schedule={self.shape.schedule_name} checkpoint={checkpoint}{memory}"
         )
 
     def slower_than(self, other: Prediction) -> float:

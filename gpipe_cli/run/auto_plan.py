@@ -19,11 +19,13 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.launch.rank_setup import is_rank
 from gpipe_cli.plan.prediction import OFFLOAD, advice
 from gpipe_cli.report.output import print_status
+from gpipe_cli.run.batch_rows import with_least_rows
 from gpipe_cli.run.components import check_components, engine_name, manual_balance, traits_of_engine
 from gpipe_cli.run.data import make_loader
 from gpipe_cli.run.job import Job
 from gpipe_cli.run.model import make_model
 from gpipe_cli.run.planning import Planner
+from gpipe_cli.schedule.own_orders import AUTO
 
 PLANS = 5
 """How many plans to keep: the advice compares the best one with the run on a single device, if that is among them."""
@@ -48,6 +50,7 @@ def with_best_plan(settings: TrainConfig, job: Job) -> tuple[TrainConfig, Job]:
     check_components(settings, job.overrides)
     loader = make_loader(settings)
     model = make_model(settings, loader, initial_weights=settings.resume is None).sequence
+    loader = with_least_rows(settings, loader, model)
     began = job.began if job.number is None else time.monotonic()
     planner = Planner(settings, job.overrides, loader, model, began)
     planned = planner.plan(keep=PLANS)
@@ -67,6 +70,9 @@ def with_best_plan(settings: TrainConfig, job: Job) -> tuple[TrainConfig, Job]:
         "partitions": shape.partitions,
         "devices": devices,
     }
+    if shape.schedule_name == AUTO and best.device_memory is not None:
+        # The run searches for the order again, and must keep to the same limit.
+        keys["device_memory"] = best.device_memory
     tree = copy.deepcopy(job.tree)
     OmegaConf.set_struct(tree, False)
     for key, value in {**keys, "schedule.name": shape.schedule_name, "plan.auto": False}.items():

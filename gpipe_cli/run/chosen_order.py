@@ -141,7 +141,8 @@ def choose_order(
     measured = _Costs.of(settings, model, loader, devices, spec)
     costs = measured.partitions(settings, model, balance, spec)
     if settings.schedule.name == AUTO:
-        searched = search_order(order_problems(spec, costs, memory_limit(settings)))
+        limit = memory_limit(settings)
+        searched = search_order(order_problems(spec, costs, [] if limit is None else [limit] * len(devices)))
         order, bound = searched.schedule, searched.result.bound
         name = "schedule=auto"
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, final
 
 from gpipe_cli.accelerator.devices import available_devices, reads_pinned_memory
@@ -91,11 +90,16 @@ class BatchLoader:
 
     def micro_batch(self, chunks: int) -> Batch:
         """A micro-batch to measure with: it has as many rows as the largest one of a mini-batch, and is as long."""
-        rows = max(self.least_rows, -(-self.batch_size // (chunks * self.replicas)))
-        rows = min(len(self.data.train), rows)
+        batch_size = min(self.batch_size, len(self.data.train))
+        return self.measured_batch(max(self.least_rows, -(-batch_size // (chunks * self.replicas))))
+
+    def measured_batch(self, rows: int) -> Batch:
+        """The longest training sample and then the first ones; they repeat if there are too few."""
         longest = self.data.longest
-        others = (index for index in range(rows) if index != longest)
-        return self._checked(self._fetch([longest, *islice(others, rows - 1)]))
+        places = (row % len(self.data.train) for row in range(rows))
+        return self._checked(
+            self._fetch([place - 1 + (place > longest) if place else longest for place in places])
+        )
 
     def traced_batch(self) -> ModelInput:
         """The input of a mini-batch to trace a model with: the longest training sample and the first.

@@ -108,6 +108,10 @@ def estimated_devices(settings: PlanConfig) -> EstimatedDevices | None:
             )
     # The devices of one replica follow each other, and fill a machine before the next.
     pipeline = specs[: len(specs) // replicas]
+    if specs != pipeline * replicas:
+        raise ConfigError(
+            f"devices: data_parallel={replicas} replicas, which follow each other in the list, need equal devices"
+        )
     spans_machines = len(specs) > pipeline[0].per_machine
     # Replicas, and pipelines over several machines, have a process for each device.
     any_leaves = len(pipeline) > pipeline[0].per_machine

@@ -43,7 +43,7 @@ class PlanMemory:
         self._settings, self._model, self._sample_of = settings, model, sample_of
         self.limit = max(limits, default=None)
         """Of the device with the most memory."""
-        self._limits = limits
+        self.limits = limits
         self.facts = cache(self._facts_of)
         self._objective = cache(self._objective_of)
         self._known: tuple[int, MemoryObjective] | None = None
@@ -77,8 +77,7 @@ class PlanMemory:
             kept_state(self._settings),
             costs.frozen_layers,
         )
-        least = min(self._limits, default=None)
-        return order_problems(spec, parts, least, equal_devices=costs.equal_devices)
+        return order_problems(spec, parts, self.limits, equal_devices=costs.equal_devices)
 
     def fit(self, shape: PlanShape, rows: int) -> MemoryFit:
         modes = CHECKPOINTS if shape.checkpoint == FITTED else (str(shape.checkpoint),)
@@ -116,7 +115,7 @@ class PlanMemory:
         known_rows, memory = self._known
         times = -(-rows // known_rows)
         most = memory.most(graphs=times * (shape.chunks + 1), inputs=times * shape.chunks)
-        return most <= min(self._limits) / shape.spec().partitions_per_device
+        return most <= min(self.limits) / shape.spec().partitions_per_device
 
     def _facts_of(self, rows: int) -> ModelFacts:
         sample = self._sample_of(rows)
@@ -127,7 +126,7 @@ class PlanMemory:
         return self._objective_from(self.facts(rows))
 
     def _objective_from(self, facts: ModelFacts) -> MemoryObjective:
-        differ = self._limits if len(set(self._limits)) > 1 else ()
+        differ = self.limits if len(set(self.limits)) > 1 else ()
         return memory_objective_from_facts(
             self._model, facts, PipelineSpec("gpipe", 1, 1), with_gradient(self.state), self.limit, differ
         )

@@ -42,17 +42,17 @@ class PlanSizes:
     def batch_sizes(self) -> list[int]:
         """Smallest first."""
         if not self.chooses_batch_size:
-            return [self.settings.batch_size]
+            return [self._batch_size]
         most = min(len(self.loader.data.train), self._most_rows * self._most_chunks * self.replicas)
         return [size for size in powers_of_two(most) if size >= self.replicas]
 
     def chunks(self, batch_size: int) -> list[int]:
-        rows = max(1, batch_size // self.replicas)
+        most = max(1, batch_size // (self.replicas * self.loader.least_rows))
         if self._gives_chunks:
-            return [min(self.settings.chunks, rows)]
+            return [min(self.settings.chunks, most)]
         if self.estimated and not self.chooses_batch_size:
-            return powers_of_two(rows)
-        return [chunks for chunks in powers_of_two(rows) if chunks <= self._most_chunks]
+            return powers_of_two(most)
+        return [chunks for chunks in powers_of_two(most) if chunks <= self._most_chunks]
 
     def rows(self, batch_size: int, chunks: int) -> int:
         """Of the largest micro-batch."""
@@ -67,9 +67,15 @@ class PlanSizes:
                 rows = self.rows(batch_size, chunks)
                 if not self.chooses_batch_size or rows <= self._most_rows:
                     chunks_by_rows[rows] = max(chunks, chunks_by_rows.get(rows, 0))
-        whole = self.rows(self.settings.batch_size, 1)
+        whole = self.rows(self._batch_size, 1)
         in_order = sorted(chunks_by_rows, key=lambda rows: (rows != whole, rows))
         return [MicroBatchSize(rows, chunks_by_rows[rows]) for rows in in_order]
+
+    @property
+    def _batch_size(self) -> int:
+        """The one that was given, but here training cannot have more samples than there are."""
+        given = self.settings.batch_size
+        return given if self.estimated else min(given, len(self.loader.data.train))
 
     @cached_property
     def _most_rows(self) -> int:

@@ -7,7 +7,7 @@ choose them. With a limit of memory, `gpipe plan` also varies the batch size.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import inf
@@ -164,9 +164,11 @@ class Planner:
 
     def sample(self, rows: int) -> Sample:
         """A micro-batch."""
-        return Sample(*replace(self._loader, batch_size=rows).micro_batch(1), self._loss)
+        return Sample(*self._loader.measured_batch(rows), self._loss)
 
     def plan(self, keep: int) -> Planned:
+        if not any(map(self._shapes, self._sizes.batch_sizes)):
+            raise ConfigError(f"no plan is possible with {self._fixed_keys()}; leave some of these keys out")
         known = self._source.prepare(self._sizes.to_measure(), self._deadline)
         planned: list[Planned] = []
         # Large ones first: mostly they are better, and rule out most plans of the smaller ones at once.
@@ -177,9 +179,23 @@ class Planner:
             worst_ms = MUCH_SLOWER * 1000 * batch_size / best if best else inf
             if (plan := self._plan_for(batch_size, known, keep, worst_ms)) is not None:
                 planned.append(plan)
-        if not planned:
-            return self._offloaded(known)
-        return self._best(planned, keep)
+        if planned:
+            return self._best(planned, keep)
+        if not any(self._shapes(batch_size, known) for batch_size in self._sizes.batch_sizes):
+            raise ConfigError(
+                f"plan.budget={self._settings.plan.budget}: too short to measure what {self._fixed_keys()} needs"
+            )
+        if self._replicas > 1:  # engine=offload has none
+            raise self._refusal(known)
+        return self._offloaded(known)
+
+    def _shapes(self, batch_size: int, known: Collection[int] | None = None) -> list[PlanShape]:
+        """What a plan may be; `known`: the rows of the micro-batches whose costs are known, by default all."""
+        return [
+            shape
+            for shape in self._space(batch_size).shapes()
+            if known is None or self._sizes.rows(batch_size, shape.chunks) in known
+        ]
 
     def _best(self, planned: Sequence[Planned], keep: int) -> Planned:
         """That of the batch size with the most samples per second, with the best plans of the others."""
@@ -194,10 +210,9 @@ class Planner:
 
     def _plan_for(self, batch_size: int, known: Sequence[int], keep: int, worst_ms: float) -> Planned | None:
         """The best plans with this batch size; None if none fits."""
-        space = self._space(batch_size)
         rows_of = partial(self._sizes.rows, batch_size)
-        skipped = [chunks for chunks in space.chunks if rows_of(chunks) not in known]
-        shapes = [shape for shape in space.shapes() if rows_of(shape.chunks) in known]
+        skipped = [chunks for chunks in self._sizes.chunks(batch_size) if rows_of(chunks) not in known]
+        shapes = self._shapes(batch_size, known)
         if not shapes:
             return None
         print_status(
@@ -283,6 +298,7 @@ class Planner:
             prediction,
             chose_batch_size=self._sizes.chooses_batch_size,
             devices=self._names[: plan.shape.devices],
+            device_memory=min(self._memory.limits[: plan.shape.devices], default=None),
         )
 
     def _bytes_of(self, plain: PlanShape, batch_size: int) -> int:
@@ -297,15 +313,13 @@ class Planner:
             for chunks in self._sizes.chunks(batch_size)
             if (rows := self._sizes.rows(batch_size, chunks)) in known
         ]
-        if not divisions:
-            raise ConfigError(f"no plan is possible with {self._fixed_keys()}; leave some of these keys out")
-        assert self._memory.limit is not None, "only a limit forbids plans"
+        assert self._memory.limits, "only a limit forbids plans"
         planner = OffloadPlanner(
             self._settings,
             self._model,
             self.devices[0],
             self._memory,
-            self._memory.limit,
+            self._memory.limits[0],
             self._source.host_link(),
             self.sample,
             lambda rows: self._source.costs(rows, 1),
@@ -318,23 +332,13 @@ class Planner:
             )
         best = replace(best, chose_batch_size=self._sizes.chooses_batch_size)
         result = SearchResult([], best.step_ms, too_large=len(divisions), left_out=0)
-        return Planned(
-            [best],
-            result,
-            lambda shape: planner.costs_of(best.batch_size),
-            self._cores,
-            [],
-            self._source.origin,
-        )
+        costs = planner.costs_of(self._sizes.rows(best.batch_size, best.shape.chunks))
+        return Planned([best], result, lambda shape: costs, self._cores, [], self._source.origin)
 
     def _refusal(self, known: Sequence[int]) -> ConfigError:
         """What the least demanding pipeline would need."""
         batch_size = self._sizes.batch_sizes[-1]
-        shapes = [
-            shape
-            for shape in self._space(batch_size).shapes()
-            if self._sizes.rows(batch_size, shape.chunks) in known
-        ]
+        shapes = self._shapes(batch_size, known)
         modest = [shape for shape in shapes if shape.checkpoint == "always"] or shapes
         return self._memory.refusal(modest[-1], self._sizes.rows(batch_size, modest[-1].chunks))
 
@@ -345,8 +349,10 @@ class Planner:
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
-        """The devices that a command to train must name, if they differ."""
-        return tuple(map(str, self.devices)) if len({device.type for device in self.devices}) > 1 else ()
+        """The devices that a command to train must name: it would choose others."""
+        if self._is_estimated or self.devices == resolve_devices("auto", len(self.devices)):
+            return ()
+        return tuple(map(str, self.devices))
 
     def _space(self, batch_size: int) -> SearchSpace:
         settings, most = self._settings, len(self.devices)

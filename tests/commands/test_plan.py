@@ -125,6 +125,15 @@ def test_training_uses_and_saves_the_best_plan(tiny: Gpipe) -> None:
         (["--dry-run"], "leave it out"),
         (["plan.budget=0"], "plan.budget=0.0: must be positive"),
         (["partitions=9", "devices=[cpu,cpu]"], "each partition needs its own device"),
+        (["devices=[cpu,cpu]", "partitions=2", "chunks=1"], "no plan is possible with devices=[cpu,cpu]"),
+        (
+            ["device=a100", "devices=2", "schedule=zero_bubble", "chunks=1"],
+            "no plan is possible with devices=2",
+        ),
+        (
+            ["devices=[a100,a100,t4,t4]", "data_parallel=2"],
+            "data_parallel=2 replicas, which follow each other",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(tiny: Gpipe, words: list[str], message: str) -> None:
@@ -177,7 +186,9 @@ def test_searched_orders_are_candidates_and_can_be_asked_for(gpipe: Gpipe) -> No
     answer = gpipe("plan", *words, *given, "schedule=auto", "--json").json
     pipelines = [each for each in answer["candidates"] if each["engine"] == "threads"]
     assert pipelines and all(each["schedule"] == "auto" for each in pipelines)
-    assert "schedule=auto" in answer["paste"] and answer["gap"] >= 0
+    # Training searches again, within the memory that the plan has.
+    assert "schedule=auto" in answer["paste"] and f"device_memory={80 * 2**30}" in answer["paste"]
+    assert 0 <= answer["gap"] < 1
     assert [point["share"] for point in answer["memory_curve"]][-1] == 2.0
     fixed = gpipe("plan", *words, *given, "schedule=1f1b", "--json").json
     assert answer["best"]["predicted_ms"] <= fixed["best"]["predicted_ms"]
@@ -223,6 +234,10 @@ def test_with_a_limit_of_memory_the_batch_size_is_part_of_the_plan(gpipe: Gpipe)
     assert given["best"]["batch_size"] == 16 and given["best"]["chunks"] == 4
     assert given["best"]["samples_per_second"] <= best["samples_per_second"]
     assert given["paste"].count("batch_size=") == 1 and given["paste"].count("chunks=") == 1
+    # Two replicas without a pipeline recompute nothing, as planned.
+    replicas = gpipe(*words, "device_memory=24MiB", "data_parallel=2").json
+    assert f"batch_size={replicas['best']['batch_size']} balance=manual" in replicas["paste"]
+    assert "checkpoint=never engine=processes devices=2" in replicas["paste"]
 
 
 @pytest.mark.slow
@@ -244,10 +259,29 @@ def test_where_no_pipeline_fits_slices_of_the_model_do(gpipe: Gpipe) -> None:
     paste = shlex.split(answer.json["paste"])[2:]
     assert "engine=offload" in paste and "chunks=2" in paste
     assert gpipe("train", *paste, "--dry-run").code == 0
-    text = gpipe("plan", *words, "devices=[cpu]", "device_memory=6MiB", "chunks=2")
-    assert text.code == 0 and "offload" in text.out
+    text = gpipe("plan", *words, "devices=[cpu]", "device_memory=6MiB", "chunks=2", "verify=true")
+    assert text.code == 0 and "offload" in text.out and "engine=offload is not verified" in text.err
     alone = gpipe("train", *words, "plan=auto", "devices=[cpu]", "device_memory=6MiB", "chunks=2")
     assert alone.code == 2 and "plan=auto: no pipeline fits: engine=offload keeps" in alone.err
+
+
+def test_a_batch_norm_gets_two_samples_as_in_training(gpipe: Gpipe, tmp_path: Path) -> None:
+    """A micro-batch of one sample ended the command with an error of torch."""
+    layers = "nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.Linear(8, num_classes)"
+    (tmp_path / "normed_for_tests.py").write_text(
+        f"from torch import nn\n\n\ndef build(num_classes):\n    return nn.Sequential({layers})\n"
+    )
+    model = ("model._target_=normed_for_tests.build", "allow=[normed_for_tests]", *SMALL)
+    answer = gpipe("plan", *model, "batch_size=8", "chunks=8", "devices=[cpu,cpu]", "--json")
+    assert answer.json["best"]["chunks"] == 4
+    assert "so a mini-batch of 8 becomes 4 micro-batches, not 8" in answer.err
+
+
+def test_a_mini_batch_has_no_more_samples_than_there_are(tiny: Gpipe) -> None:
+    """The plain run was measured with 64 samples, and compared as if it had 4096."""
+    words = [word for word in TINY if not word.startswith("batch_size")]
+    answer = tiny("plan", *words, "batch_size=4096", "chunks=2", "devices=[cpu,cpu]", "--json").json
+    assert {each["batch_size"] for each in answer["candidates"]} == {64}
 
 
 def test_a_plain_run_that_does_not_fit_is_said_to(gpipe: Gpipe) -> None:

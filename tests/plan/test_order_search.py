@@ -19,10 +19,10 @@ COST = PartitionCost(
 
 def test_two_partitions_per_device_are_tried_in_turn_and_there_and_back() -> None:
     spec = PipelineSpec("interleaved", 4, 4, devices=2)
-    problems = order_problems(spec, [COST] * 4, limit=None)
+    problems = order_problems(spec, [COST] * 4)
     assert [problem.workers for problem in problems] == [(0, 1, 0, 1), (0, 1, 1, 0)]
-    assert len(order_problems(spec, [COST] * 4, limit=None, equal_devices=False)) == 1
-    assert len(order_problems(PipelineSpec("1f1b", 2, 4), [COST] * 2, limit=None)) == 1
+    assert len(order_problems(spec, [COST] * 4, equal_devices=False)) == 1
+    assert len(order_problems(PipelineSpec("1f1b", 2, 4), [COST] * 2)) == 1
     found = search_order(problems)
     check(found.schedule.given, 4, 4)
     assert found.result.step <= min(spec.simulate([COST] * 4).step, 2 * 4 * 40)
@@ -30,20 +30,20 @@ def test_two_partitions_per_device_are_tried_in_turn_and_there_and_back() -> Non
 
 def test_what_stays_on_a_device_leaves_less_for_activations() -> None:
     spec = PipelineSpec("1f1b", 2, 4)
-    (problem,) = order_problems(spec, [COST, replace(COST, resident_bytes=1100)], limit=1200)
+    (problem,) = order_problems(spec, [COST, replace(COST, resident_bytes=1100)], limits=[1200] * 2)
     assert problem.memory == (200.0, 100.0)
     found = search_order([problem])
     assert found.problem.peaks(found.schedule.given) <= [200.0, 100.0]
     with pytest.raises(ConfigError, match="no order fits"):
-        search_order(order_problems(spec, [COST] * 2, limit=1050))
+        search_order(order_problems(spec, [COST] * 2, limits=[1050] * 2))
 
 
 def test_the_curve_of_bubble_against_memory_falls() -> None:
     spec = PipelineSpec("1f1b", 4, 8)
-    curve = bubble_by_memory(order_problems(spec, [COST] * 4, limit=None), spec)
+    curve = bubble_by_memory(order_problems(spec, [COST] * 4), spec)
     assert [point.share for point in curve][-3:] == [1.0, 1.5, 2.0]
     assert curve[-1].bytes == 2 * 400
     bubbles = [point.bubble for point in curve]
     assert bubbles == sorted(bubbles, reverse=True) and bubbles[-1] < bubbles[0]
     without_sizes = [replace(COST, saved_bytes=0)] * 4
-    assert bubble_by_memory(order_problems(spec, without_sizes, limit=None), spec) == []
+    assert bubble_by_memory(order_problems(spec, without_sizes), spec) == []

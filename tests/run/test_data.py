@@ -43,6 +43,8 @@ def test_what_is_measured_has_the_rows_of_the_largest_micro_batch() -> None:
     assert loader(4, 5).micro_batch(1)[1].tolist() == [4, 0, 1, 2, 3]
     assert len(loader(0, 5, replicas=2).micro_batch(2)[1]) == 2
     assert len(loader(0, 100).micro_batch(1)[1]) == 5, "not more than there are samples"
+    assert len(loader(0, 100).micro_batch(2)[1]) == 3, "of a mini-batch that has all samples"
+    assert loader(2).measured_batch(7)[1].tolist() == [2, 0, 1, 3, 4, 2, 0], "for a plan they repeat"
 
 
 def test_a_model_is_traced_with_two_rows_of_the_kind_that_the_data_has() -> None:
