@@ -19,8 +19,8 @@ from rich.table import Table
 from benchmarks.cases import CASES
 from benchmarks.claims import ACTIONS
 from benchmarks.harness import Candidate, Ratio, SystemResult, measure
-from benchmarks.report import environment
-from benchmarks.run import QUIET, STANDARD_CASES
+from benchmarks.other_load import warn_if_busy
+from benchmarks.run import STANDARD_CASES
 from benchmarks.systems import SYSTEMS
 
 HERE = Path(__file__).resolve().parent.parent
@@ -33,8 +33,7 @@ PLAIN, EMPTY = "plain", "empty"
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     console, status = Console(), Console(stderr=True)
-    if (load := environment()["load"][0]) > QUIET:
-        status.print(f"The machine is busy (load {load:.1f}): do not quote these figures.")
+    warn_if_busy(status)
     comparison = _Comparison(f"{HERE} over {options.checkout}: time of a step, {options.rounds} rounds")
     for case in options.case or STANDARD_CASES:
         with status.status(case) as line:

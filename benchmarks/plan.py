@@ -141,8 +141,11 @@ def main() -> int:
     options = parser.parse_args()
     console = Console()
     prepare(console)
-    rows = [row for name in options.case or CASES for row in _rows(name, options.rounds)]
-    _show(console, rows)
+    rows: list[Row] = []
+    for name in options.case or CASES:
+        of_case = _rows(name, options.rounds)
+        _show(console, of_case)
+        rows += of_case
     return _judge(console, rows)
 
 

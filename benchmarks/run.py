@@ -13,11 +13,10 @@ from rich.console import Console
 from benchmarks.cases import CASES
 from benchmarks.claims import judge
 from benchmarks.harness import Candidate, measure
+from benchmarks.other_load import warn_if_busy
 from benchmarks.report import as_json, environment, show
 from benchmarks.systems import SYSTEMS
 
-QUIET = 0.5
-"""The load over the minute before the start above which something else must be running."""
 STANDARD_CASES = ("mlp", "transformer", "resnet50", "empty")
 WITHOUT_PARAMETERS = {"empty"}
 """torch.distributed.pipelining is left out there: it is measured on models, not on messages."""
@@ -28,8 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rounds = options.rounds or (3 if options.quick else 11)
     console, status = Console(), Console(stderr=True)
     surroundings = environment()
-    if (load := surroundings["load"][0]) > QUIET:
-        status.print(f"The machine is busy (load {load:.1f}): do not quote these figures.")
+    warn_if_busy(status)
     documents = [
         _run(case, options.system, rounds, console, status) for case in options.case or STANDARD_CASES
     ]

@@ -5,21 +5,19 @@ This compares gpipe with itself; `harness` compares systems, each in processes o
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TypeVar, final
 
 import torch
 from rich.console import Console
 
 from benchmarks.cases import Case
-from benchmarks.run import QUIET
+from benchmarks.other_load import seconds_of_others, warn_if_busy
 from gpipe_cli import GPipe
 
 OTHERS_AT_MOST = 0.06
@@ -27,7 +25,6 @@ OTHERS_AT_MOST = 0.06
 TRIES = 4
 TURN = 400.0
 """Minimum milliseconds per turn."""
-STATISTICS = Path("/proc/stat")
 
 Result = TypeVar("Result")
 
@@ -73,33 +70,17 @@ def milliseconds(
 def undisturbed(turn: Callable[[], Result]) -> Result:
     """Run a turn and return its result; repeat it, up to `TRIES` times, if others used the machine."""
     for _ in range(TRIES):
-        others, begin = _others(), time.perf_counter()
+        others, begin = seconds_of_others(), time.perf_counter()
         result = turn()
-        if _others() - others < OTHERS_AT_MOST * (time.perf_counter() - begin):
+        if seconds_of_others() - others < OTHERS_AT_MOST * (time.perf_counter() - begin):
             break
     return result
-
-
-def _others() -> float:
-    """CPU seconds that all other processes and virtual machines used; 0 where the system does not report them."""
-    if not STATISTICS.exists():
-        return 0.0
-    user, nice, system, _idle, _waiting, interrupts, softirqs, stolen = map(
-        int, STATISTICS.read_text().split()[1:9]
-    )
-    own = os.times()
-    return (
-        (user + nice + system + interrupts + softirqs + stolen) / os.sysconf("SC_CLK_TCK")
-        - own.user
-        - own.system
-    )
 
 
 def prepare(console: Console) -> None:
     """Use one intra-op thread, and warn if the machine is busy."""
     torch.set_num_threads(1)
-    if (load := os.getloadavg()[0]) > QUIET:
-        console.print(f"The machine is busy (load {load:.1f}): do not quote these figures.")
+    warn_if_busy(console)
 
 
 def _turn(pipe: GPipe, case: Case) -> float:
