@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import gpipe_cli
-
-PACKAGE = Path(gpipe_cli.__file__).parent
-SOURCES = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
-TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
+from tests.package_source import sources, trees
 
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
 UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen"}
@@ -94,7 +90,7 @@ def problems_by_file(check: Check, *outside: str) -> dict[str, list[str]]:
     """The problems of every file of the package that has any, except those of the files and folders `outside`."""
     return {
         name: problems_of_file
-        for name, tree in TREES.items()
+        for name, tree in trees().items()
         if not {name, Path(name).parts[0]} & {*outside} and (problems_of_file := problems(tree, check))
     }
 
@@ -119,15 +115,15 @@ def test_only_the_accelerator_folder_knows_types_of_accelerators() -> None:
 
 
 def test_every_file_has_a_docstring() -> None:
-    assert [name for name, tree in TREES.items() if not ast.get_docstring(tree)] == []
+    assert [name for name, tree in trees().items() if not ast.get_docstring(tree)] == []
 
 
 def test_every_file_name_says_what_is_inside() -> None:
-    assert [name for name in SOURCES if Path(name).stem in VAGUE_NAMES] == []
+    assert [name for name in sources() if Path(name).stem in VAGUE_NAMES] == []
 
 
 def test_no_file_has_more_than_400_lines() -> None:
-    lines = {name: len(source.splitlines()) for name, source in SOURCES.items()}
+    lines = {name: len(source.splitlines()) for name, source in sources().items()}
     assert {name: count for name, count in lines.items() if count > MAX_FILE_LINES} == {}
 
 

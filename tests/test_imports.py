@@ -9,13 +9,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-import gpipe_cli
-
-PACKAGE = Path(gpipe_cli.__file__).parent
+from tests.package_source import trees
 
 LEVELS = """
     __main__
@@ -103,9 +102,11 @@ class Import:
 
 def modules() -> dict[str, ast.Module]:
     """Every module of the package by its name within it, except the package's own __init__."""
-    paths = {path: path.relative_to(PACKAGE).with_suffix("").parts for path in sorted(PACKAGE.rglob("*.py"))}
-    names = {path: ".".join(parts).removesuffix(".__init__") for path, parts in paths.items()}
-    return {name: ast.parse(path.read_text()) for path, name in names.items() if name != "__init__"}
+    dotted = {
+        ".".join(Path(name).with_suffix("").parts).removesuffix(".__init__"): tree
+        for name, tree in trees().items()
+    }
+    return {name: tree for name, tree in dotted.items() if name != "__init__"}
 
 
 def imports(importer: str, tree: ast.Module) -> Iterator[Import]:
@@ -144,16 +145,17 @@ def is_allowed(importer: str, imported: str) -> bool:
     return LEVEL_OF[source] < LEVEL_OF[target]
 
 
-MODULES = modules()
-IMPORTS = [each for name, tree in MODULES.items() for each in imports(name, tree)]
+@cache
+def all_imports() -> list[Import]:
+    return [each for name, tree in modules().items() for each in imports(name, tree)]
 
 
 def test_every_module_has_a_place_in_the_table() -> None:
-    assert {area_of(name) for name in MODULES} <= LEVEL_OF.keys() | COMPONENTS.keys()
+    assert {area_of(name) for name in modules()} <= LEVEL_OF.keys() | COMPONENTS.keys()
 
 
 def imports_of(package: str) -> list[Import]:
-    return [each for each in IMPORTS if each.imported.split(".")[0] == package]
+    return [each for each in all_imports() if each.imported.split(".")[0] == package]
 
 
 def test_no_import_goes_up_or_sideways() -> None:
