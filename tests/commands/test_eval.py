@@ -15,9 +15,17 @@ Gpipe = Callable[..., Any]
 ALLOW = "allow=[tiny_for_tests]"
 
 
+TRAINED: list[tuple[dict[str, Any], Path]] = []
+
+
 @pytest.fixture
-def trained(tiny: Gpipe) -> dict[str, Any]:
-    summary: dict[str, Any] = tiny("train", "threads=1", "--json").json
+def trained(tiny: Gpipe, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The summary of a run, which is trained once and copied to the folder of each test."""
+    if not TRAINED:
+        summary = tiny("train", "threads=1", "--json").json
+        TRAINED.append((summary, shutil.copytree("runs", tmp_path_factory.mktemp("trained") / "runs")))
+    summary, runs = TRAINED[0]
+    shutil.copytree(runs, tmp_path / "runs", dirs_exist_ok=True)
     return summary
 
 

@@ -34,7 +34,9 @@ from tests.distributed.seed_examples import (
 RankResults = list[dict[str, Tensor]]
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3], ids=["2 ranks", "3 ranks"]
+)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RankResults:
     """What each process of a pipe found; one launch for all cases."""
     folder, size = tmp_path_factory.mktemp("ranks"), request.param

@@ -56,9 +56,9 @@ SUBMODULE = """
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param(DEFERRED + ENDED + COMPILED, id="torch.compile afterwards"),
+        pytest.param(DEFERRED + ENDED + COMPILED, id="torch.compile afterwards", marks=pytest.mark.slow),
         pytest.param(DEFERRED + COMPILED.replace("\n", "\n    "), id="torch.compile inside"),
-        pytest.param(DEFERRED + SUBMODULE + COMPILED, id="a submodule inside"),
+        pytest.param(DEFERRED + SUBMODULE + COMPILED, id="a submodule inside", marks=pytest.mark.slow),
     ],
 )
 def test_the_compiler_is_loaded_when_it_is_used_and_works(program: str) -> None:
