@@ -26,7 +26,6 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import torch
 from hypothesis import settings
 
-from gpipe_cli.accelerator.devices import available_cores
 from gpipe_cli.cli import main
 from tests.accelerator import simulator
 
@@ -43,12 +42,6 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # at the first backward, so the devices must exist before it.
 if build := os.environ.get("GPIPE_TESTS_SIMULATE"):
     simulator.load(build)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """For `-n auto`: one more than cores, because some tests wait for processes, timeouts and disks."""
-    return available_cores() + 1
 
 
 def pytest_collection_finish() -> None:
