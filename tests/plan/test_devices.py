@@ -39,6 +39,7 @@ def test_a_device_of_your_own_has_one_figure_for_every_precision() -> None:
     for precision, half in (("fp32", False), ("tf32", False), ("bf16", True), ("fp16", True)):
         assert device.matrix_flops(precision, half=half, tensor_cores=True)[0] == 50e12
     assert own_device({**FIGURES, "tensor": 400e12}).tensor == 400e12
+    assert own_device({**FIGURES, "half": 90e12}).tensor == 90e12
     without = own_device({**FIGURES, "tensor": None, "half": 1e12})
     assert without.matrix_flops("fp16", half=True, tensor_cores=True) == (1e12, False)
 

@@ -68,6 +68,12 @@ def test_a_file_that_is_no_schedule_is_refused_with_its_place(
         read_schedule(tmp_path / name)
 
 
+def test_a_spreadsheet_may_have_written_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "ORDER.CSV"
+    path.write_text("0F0,0B0\r\n", encoding="utf-8-sig", newline="")
+    assert read_schedule(path).given == order("1f1b", 1, 1, 1)
+
+
 def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.csv")
     with pytest.raises(ConfigError, match=r"pipe\.csv: cannot be read as a schedule: .*named pipe"):
