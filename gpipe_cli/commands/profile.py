@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
+from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.balance.time import balance_times, partition_costs
 from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.errors import ConfigError
@@ -33,6 +34,7 @@ from gpipe_cli.training.run_directory import check_run_dir, make_run_directory, 
 
 COSTS = ("forward_ms", "backward_ms", "forward_flops", "backward_flops")
 SIZES = ("saved_bytes", "parameters", "parameter_bytes")
+CURE = "try more chunks, or measure=false, which counts operations and bytes instead"
 TABLES = ("layers", "timeline")
 """Parts of the summary that are printed as tables."""
 
@@ -57,7 +59,8 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
     summary: dict[str, Any] = {"layers": [], "micro_batch": Batch(sample.input, "input").rows}
     timeline = None
     if settings.measure:
-        layers = profile_layers(parts.model, sample, seconds=settings.seconds)
+        with report_out_of_memory("measuring the layers on one device", CURE):
+            layers = profile_layers(parts.model, sample, seconds=settings.seconds)
         times = [{"forward_ms": layer.forward_ms, "backward_ms": layer.backward_ms} for layer in layers]
         rows = layer_rows([layer.facts for layer in layers], times, balance)
         ideal = spec.simulate(partition_costs(layers, balance, frozen_layers(parts.model, sample)))

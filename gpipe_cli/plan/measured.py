@@ -7,6 +7,7 @@ micro-batch, the layers are measured for their shares, and a short pipeline of t
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,6 +132,8 @@ class CostMeasurer:
             except (ValueError, RuntimeError) as error:
                 # Batch norm, for example, refuses a micro-batch of a single row; larger ones may work.
                 refused = error
+                # The frames of its traceback hold the tensors of the step, and with them the memory of the device.
+                traceback.clear_frames(error.__traceback__)
                 continue
             # The next size is less efficient or more, but not by much.
             seconds_per_row = (time.monotonic() - begin) / self._rows_to_run(size)

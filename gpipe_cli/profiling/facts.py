@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
+from math import inf
 from typing import Any, final
 
 import torch
@@ -29,7 +30,7 @@ from gpipe_cli.pipeline.microbatch import Value, tensors_of
 from gpipe_cli.profiling.layers import LayerFacts, Sample, SavedTensors, Shape, frozen_layers
 from gpipe_cli.pytree import flatten, map_tensors
 from gpipe_cli.sequential import layer_class, layer_names, original_output
-from gpipe_cli.sequential.equal_layers import LayerSample, layer_key
+from gpipe_cli.sequential.equal_layers import MOST_EQUAL, LayerSample, layer_key
 from gpipe_cli.sequential.without_storage import clone_with
 from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.skip.tracker import use_skip_tracker
@@ -81,10 +82,25 @@ class ModelFacts:
     kinds: tuple[int, ...] = ()
     """For each layer a number, the same for layers that do the same."""
 
-    def layer_sample(self) -> LayerSample:
-        """The layers to measure, a few of each kind."""
+    def layer_sample(self, room: float = inf) -> LayerSample:
+        """The layers to measure: a few of each kind, fewer if a step of them takes more than `room` bytes."""
         crossed = {place for skip in self.skips for place in range(skip.begin + 1, skip.end + 1)}
-        return LayerSample.of(self.kinds, crossed)
+        most = MOST_EQUAL
+        sample = LayerSample.of(self.kinds, crossed, most)
+        while most > 1 and self._step_bytes(sample.places) > room:
+            most //= 2
+            sample = LayerSample.of(self.kinds, crossed, most)
+        return sample
+
+    def _step_bytes(self, places: Sequence[int]) -> int:
+        """What these layers need for one micro-batch: parameters, gradients, and what they save for backward."""
+        return 2 * sum(self.layers[place].parameter_bytes for place in places) + self._saved_bytes(places)
+
+    def _saved_bytes(self, places: Sequence[int]) -> int:
+        together: dict[int, int] = {}
+        for place in places:
+            together.update(self.storages[place])
+        return sum(together.values())
 
     @cached_property
     def flops(self) -> tuple[LayerFlops, ...]:
@@ -96,10 +112,7 @@ class ModelFacts:
 
     def saved_bytes(self, begin: int, end: int) -> int:
         """Saved by layers `begin` to `end` (exclusive) for one micro-batch; shared storages count once."""
-        together: dict[int, int] = {}
-        for storages in self.storages[begin:end]:
-            together.update(storages)
-        return sum(together.values())
+        return self._saved_bytes(range(begin, end))
 
     def recompute_bytes(self, begin: int, end: int) -> int:
         """What a partition keeps of one micro-batch to recompute it: its input, unless it has no backward."""

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
+from math import inf
 from typing import final
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from gpipe_cli.accelerator.device_facts import free_and_total_bytes
 from gpipe_cli.accelerator.devices import available_cores, is_accelerator
+from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.schema import PlanConfig, TrainConfig
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.links import Link, measure_link
@@ -27,6 +29,9 @@ BETWEEN_MACHINES = Link(0.0, 12e9)
 """Not measured: the bandwidth of PCIe 3.0 x16, or of a network of 100 Gbit/s."""
 MEASURING_SHARE = 0.8
 """Of the budget; the search has the rest."""
+MEASURING_ROOM = 0.8
+"""The share of an accelerator's free memory for the layers that are measured; kernels need the rest while they run."""
+CURE = "try a smaller batch_size, or estimate the costs: gpipe plan device=<name>"
 
 
 @final
@@ -56,7 +61,7 @@ class MeasuredDevices:
             self._profiles,
             cores=available_cores(),
             apart=apart,
-            layers_of=lambda rows: facts_of(rows).layer_sample(),
+            layers_of=lambda rows: facts_of(rows).layer_sample(room_to_measure(devices)),
             transfer_of=self._transfers,
             is_late=self._is_late,
             say=print_status,
@@ -69,7 +74,12 @@ class MeasuredDevices:
         self._late_from = begin + MEASURING_SHARE * (deadline - begin)
         precision = autocast_of(self._settings, self._devices[0].type)
         smallest = min(size.rows for size in sizes)
-        with precision, sample_must_fit(self._sample_of(smallest)), use_threads(1):
+        with (
+            precision,
+            sample_must_fit(self._sample_of(smallest)),
+            use_threads(1),
+            report_out_of_memory("measuring the layers on one device", CURE),
+        ):
             measured = self._measurer.measure(sizes, self._late_from)
         outdated = self._profiles.outdated
         if outdated:
@@ -113,6 +123,17 @@ class MeasuredDevices:
             return None
         facts = self._facts_of(rows)
         return [link.ms(facts.boundary(end).bytes) for end in range(1, len(self._model) + 1)]
+
+
+def room_to_measure(devices: Sequence[torch.device]) -> float:
+    """How many bytes the layers may take that are measured on any one of the devices."""
+    room = inf
+    for device in filter(is_accelerator, devices):
+        if (facts := free_and_total_bytes(device)) is not None:
+            # torch keeps memory that this process no longer uses, and uses it first.
+            kept = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+            room = min(room, MEASURING_ROOM * (facts[0] + kept))
+    return room
 
 
 def _bytes_of(device: torch.device, devices: Sequence[torch.device]) -> int | None:

@@ -144,3 +144,25 @@ def test_a_model_that_does_not_fit_ends_the_command_with_exit_code_6(
         answer = gpipe(*f"train model=mlp model.width=512 data=synthetic steps=1 {words}".split())
     assert answer.code == 6 and "out of memory while building engine and optimizer" in answer.err
     assert re.search(says, answer.err), answer.err
+
+
+LARGE = "model=mlp model.width=256 model.depth=40 data=synthetic batch_size=8"
+"""10 MiB of equal layers and 3 MiB before them. Training with momentum takes three times as much, measuring twice."""
+
+
+def test_a_model_larger_than_any_device_is_planned(
+    simulated: Simulator, held: int, gpipe: Callable[..., Answer]
+) -> None:
+    with simulated.memory_limit(held + 24 * 2**20):
+        answer = gpipe("plan", *LARGE.split(), "devices=2", "optimizer=sgd", "chunks=2", "--json")
+    assert answer.code == 0, answer.err
+    assert {plan["devices"] for plan in answer.json["candidates"]} == {2}, "one device has too little memory"
+
+
+def test_what_cannot_be_measured_on_one_device_can_be_counted(
+    simulated: Simulator, held: int, gpipe: Callable[..., Answer]
+) -> None:
+    with simulated.memory_limit(held + 11 * 2**20):
+        answer = gpipe("profile", *LARGE.split(), "devices=2")
+        assert answer.code == 6 and "try more chunks, or measure=false, which counts" in answer.err
+        assert gpipe("profile", *LARGE.split(), "devices=2", "measure=false").code == 0

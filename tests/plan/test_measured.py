@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -109,6 +110,23 @@ def test_a_size_that_the_model_does_not_take_is_left_out() -> None:
     assert _bench(model, 2).measure(_sizes(1, 4, 2), time.monotonic() + 60) == [4, 2]
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         _bench(model, 2).measure(_sizes(4), time.monotonic() + 60)
+
+
+def test_a_size_that_fails_keeps_no_tensors() -> None:
+    """The traceback of its error kept those of the step that failed, so later sizes ran out of memory too."""
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    class Large(nn.Module):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            output = input * 2
+            if len(input) > 2:
+                kept.append(weakref.ref(output))
+                raise torch.OutOfMemoryError("out of memory")
+            assert kept and not any(reference() is not None for reference in kept)
+            return output
+
+    model = nn.Sequential(nn.Linear(8, 8), Large())
+    assert _bench(model, 2).measure(_sizes(1, 2), time.monotonic() + 60) == [2]
 
 
 def test_machines_of_their_own_do_not_disturb_each_other() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -274,6 +276,19 @@ def test_equal_layers_are_looked_at_once_and_say_the_same() -> None:
     assert [repeated.saved_bytes(*each) for each in ranges] == [
         looked_at.saved_bytes(*each) for each in ranges
     ]
+
+
+def test_fewer_equal_layers_are_measured_where_memory_is_short() -> None:
+    module = nn.Sequential(nn.Linear(4, 8), *(nn.Linear(8, 8) for _ in range(98)), nn.Linear(8, 4))
+    facts = model_facts(module, Sample(torch.randn(2, 4)))
+
+    def layers(room: float) -> int:
+        return len(facts.layer_sample(room).places)
+
+    each = 2 * (8 * 8 + 8) * 4 + 2 * 8 * 4  # parameters, gradients, and the input of the micro-batch
+    assert layers(inf) == 67 and layers(67 * each) == 67
+    assert layers(40 * each) == 35 and layers(10 * each) == 7
+    assert layers(0) == 4, "one of each kind, and the last before the output"
 
 
 def test_layers_that_look_the_same_but_differ_in_a_number_are_told_apart() -> None:
