@@ -44,7 +44,7 @@ def order(name: str | ScheduleModule, partitions: int, chunks: int, devices: int
     if partitions < devices:
         raise ValueError(f"schedule {name!r} needs a partition for each device, {given}")
     made = schedule.order(partitions, chunks, devices)
-    check(made, partitions, chunks, name)
+    check(made, partitions, chunks, f"schedule={name}")
     return made
 
 

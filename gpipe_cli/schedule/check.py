@@ -9,6 +9,7 @@ piece or in two.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Sequence
 from typing import final
 
@@ -16,6 +17,8 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.schedule.action import Action, Kind, Order
 
 HALVES = (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+MOST_NAMED = 4
+"""Of the workers that wait for each other; a file may have thousands."""
 
 
 @final
@@ -26,11 +29,12 @@ class IllegalOrder(ConfigError, ValueError):
 def check(order: Order, partitions: int, chunks: int, name: str = "") -> None:
     """Raise `IllegalOrder` unless the order runs `chunks` micro-batches through `partitions` partitions.
 
-    Takes about as long as making the order: an executor needs thousands of actions, a planner up to a million.
+    name: of the schedule or its file, for the message. The time is proportional to the number of actions: an executor
+    needs thousands of them, a planner up to a million.
     """
     fault = _incomplete(order, partitions, chunks) or _circular(order, partitions)
     if fault:
-        raise IllegalOrder(f"schedule={name}: {fault}" if name else fault)
+        raise IllegalOrder(f"{name}: {fault}" if name else fault)
 
 
 _PARTS = ((Kind.FORWARD,), (Kind.BACKWARD, Kind.INPUT_GRAD), (Kind.BACKWARD, Kind.WEIGHT_GRAD))
@@ -43,6 +47,8 @@ def _incomplete(order: Order, partitions: int, chunks: int) -> str:
     done = [[0] * len(_PARTS) for _ in range(partitions)]
     worker_of: dict[int, int] = {}
     for worker, actions in enumerate(order):
+        if not actions:
+            return f"worker {worker} has no actions"
         for action in actions:
             partition, micro_batch = action.partition, action.micro_batch
             if not (0 <= partition < partitions and 0 <= micro_batch < chunks):
@@ -105,22 +111,29 @@ def _circular(order: Order, partitions: int) -> str:
         for action in actions
         if action.kind is Kind.INPUT_GRAD
     }
+    owners = {action.partition: worker for worker, actions in enumerate(order) for action in actions}
     # Runs the order without times. What an action waits for never becomes undone, so it does not matter which worker
-    # is tried first; when none can advance, those that are left wait in a circle.
-    position, advanced = [0] * len(order), True
-    while advanced:
-        advanced = False
-        for worker, actions in enumerate(order):
-            while position[worker] < len(actions) and not missing(action := actions[position[worker]]):
-                if action.kind is Kind.FORWARD:
-                    forwards[action.partition] += 1
-                elif action.kind is not Kind.WEIGHT_GRAD:
-                    gradients[action.partition] += 1
-                position[worker] += 1
-                advanced = True
-    waiting = [
-        f"worker {worker} needs {missing(actions[position[worker]])} for {actions[position[worker]]}"
-        for worker, actions in enumerate(order)
-        if position[worker] < len(actions)
+    # is tried first. A worker that cannot advance is tried again when a neighbor has; those left at the end wait in a
+    # circle.
+    position, due = [0] * len(order), deque(range(len(order)))
+    while due:
+        worker = due.popleft()
+        actions = order[worker]
+        advanced: set[int] = set()
+        while position[worker] < len(actions) and not missing(action := actions[position[worker]]):
+            if action.kind is Kind.FORWARD:
+                forwards[action.partition] += 1
+                advanced.add(action.partition + 1)
+            elif action.kind is not Kind.WEIGHT_GRAD:
+                gradients[action.partition] += 1
+                advanced.add(action.partition - 1)
+            position[worker] += 1
+        due.extend({owners[partition] for partition in advanced if partition in owners} - {worker})
+    waiting = [worker for worker, actions in enumerate(order) if position[worker] < len(actions)]
+    named = [
+        f"worker {worker} needs {missing(action)} for {action}"
+        for worker in waiting[:MOST_NAMED]
+        for action in [order[worker][position[worker]]]
     ]
-    return f"the workers wait for each other: {'; '.join(waiting)}" if waiting else ""
+    others = [f"and {len(waiting) - MOST_NAMED} others"] if len(waiting) > MOST_NAMED else []
+    return f"the workers wait for each other: {'; '.join([*named, *others])}" if waiting else ""

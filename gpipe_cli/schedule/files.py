@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import final
 
@@ -77,11 +78,14 @@ class FixedOrder:
         )
 
 
-def read_schedule(path: Path | str) -> FixedOrder:
-    """The checked schedule of a file; ConfigError names the file, the line and what is wrong."""
+def read_schedule(path: Path | str, *, base: Path | None = None) -> FixedOrder:
+    """The checked schedule of a file; ConfigError names the file, the line and what is wrong.
+
+    base: as for `open_regular`.
+    """
     path = Path(path)
     try:
-        text = read_regular(path, MOST_BYTES).decode("utf-8-sig")
+        text = read_regular(path, MOST_BYTES, base=base).decode("utf-8-sig")
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file") from error
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name, or bytes that are not UTF-8
@@ -91,17 +95,19 @@ def read_schedule(path: Path | str) -> FixedOrder:
 
 def parse_schedule(text: str, path: str, *, is_csv: bool) -> FixedOrder:
     """The checked schedule of the content of a file; `path` names it in messages."""
-    lines = [line if is_csv else line.partition("#")[0] for line in text.splitlines()]
-    order = tuple(
-        tuple(_actions(path, number, line, is_csv=is_csv))
-        for number, line in enumerate(lines, start=1)
-        if line.strip(" ,\t")
-    )
+    order: list[tuple[Action, ...]] = []
+    left = MOST_ACTIONS
+    for number, line in enumerate(text.splitlines(), start=1):
+        written = line if is_csv else line.partition("#")[0]
+        actions = tuple(islice(_actions(path, number, written, is_csv=is_csv), left + 1))
+        left -= len(actions)
+        if actions:
+            order.append(actions)
+        if left < 0 or len(order) > MOST_WORKERS:
+            raise ConfigError(f"{path}: has more than {MOST_WORKERS:,} workers or {MOST_ACTIONS:,} actions")
     if not order:
         raise ConfigError(f"{path}: has no actions")
-    if len(order) > MOST_WORKERS or sum(map(len, order)) > MOST_ACTIONS:
-        raise ConfigError(f"{path}: has more than {MOST_WORKERS:,} workers or {MOST_ACTIONS:,} actions")
-    return FixedOrder(path, order)
+    return FixedOrder(path, tuple(order))
 
 
 def _actions(path: str, number: int, line: str, *, is_csv: bool) -> Iterator[Action]:

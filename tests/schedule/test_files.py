@@ -11,7 +11,7 @@ from torch import nn
 
 from gpipe_cli import GPipe
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.schedule import names, order, traits, zero_bubble_v
+from gpipe_cli.schedule import files, names, order, traits, zero_bubble_v
 from gpipe_cli.schedule.files import FixedOrder, read_schedule, schedule_text
 from gpipe_cli.schedule.search import search, v_shaped
 from gpipe_cli.schedule.search_problem import SearchProblem
@@ -57,6 +57,7 @@ def test_other_numbers_of_micro_batches_leave_actions_out_or_repeat_the_order() 
         ("a.txt", "F0.0 F0.1 B0.1 B0.0", r"B0\.0 comes after B0\.1, micro-batches must ascend"),
         ("a.txt", "F0.0 B0.0\nB1.0 F1.0", "the workers wait for each other"),
         ("a.csv", "0F0,0B0\n2F0,2B0\n", r"F1\.0 is missing"),
+        ("a.txt", "".join(f"B{worker}.0 F{worker}.0\n" for worker in range(9)), "for B3.0; and 5 others$"),
         ("a.txt", "\n" * 5 + "F0.0 " * 3, r"F0\.0 stands in the order 3 times"),
     ],
 )
@@ -72,6 +73,25 @@ def test_a_spreadsheet_may_have_written_the_file(tmp_path: Path) -> None:
     path = tmp_path / "ORDER.CSV"
     path.write_text("0F0,0B0\r\n", encoding="utf-8-sig", newline="")
     assert read_schedule(path).given == order("1f1b", 1, 1, 1)
+
+
+@pytest.mark.parametrize("space", ["", " ", "\t", "\u00a0", "\u3000", ","])
+def test_lines_without_actions_are_no_workers(tmp_path: Path, space: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(f"{space}\n0F0,0B0\n{space}\n", encoding="utf-8")
+    assert read_schedule(path).given == order("1f1b", 1, 1, 1)
+    with pytest.raises(ConfigError, match="worker 1 has no actions"):
+        FixedOrder("mine", (*order("1f1b", 1, 1, 1), ()))
+
+
+def test_a_file_with_too_many_actions_is_refused_before_they_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MOST_ACTIONS", 3)
+    path = tmp_path / "a.txt"
+    path.write_text("F0.0 F0.1 F0.2 F0.3 nonsense")
+    with pytest.raises(ConfigError, match="or 3 actions"):
+        read_schedule(path)
 
 
 def test_only_regular_files_of_bounded_size_are_read(tmp_path: Path) -> None:
