@@ -101,7 +101,7 @@ def _run_pipelined(
 
 def _step(pipe: ThreadedPipe) -> Results:
     images, classes = small_batch(SAMPLES)
-    loss = pipe.step(images.to(pipe.devices[0]), classes.to(pipe.output_device), cross_entropy, key=KEY)
+    loss = pipe.step(images.to(pipe.input_device), classes.to(pipe.output_device), cross_entropy, key=KEY)
     gradients = {f"gradient of {name}": parameter.grad for name, parameter in pipe.named_parameters()}
     buffers = {f"buffer {name}": buffer for name, buffer in pipe.named_buffers()}
     results = {"loss": loss, **gradients, **buffers}

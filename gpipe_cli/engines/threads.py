@@ -27,7 +27,7 @@ def build(spec: EngineSpec, offload: str | None = None) -> Engine:
     """offload: the tier that keeps a partition's parameters and optimizer state while no worker uses it."""
     pipe, offloaded = make_pipe(spec, offload)
     pipe.step_timeout = spec.step_timeout
-    input_device, output_device = pipe.devices[0], pipe.output_device
+    input_device, output_device = pipe.input_device, pipe.output_device
     meter = StepMeter(pipe, watched=spec.measure_utilization)
     if offloaded is not None:
         return OffloadEngine(

@@ -21,8 +21,9 @@ from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.partitioning import make_partitions, move_to_devices, partition_modules
 from gpipe_cli.pipeline.pipe_module import Output, PipeModule, refuse_hooks
 from gpipe_cli.schedule import ScheduleModule, order, traits
-from gpipe_cli.schedule.action import Action, Kind, Order, ScheduleTraits
+from gpipe_cli.schedule.action import ScheduleTraits
 from gpipe_cli.schedule.checkpoint import Checkpoint, checked_checkpoint
+from gpipe_cli.schedule.own_orders import one_by_one
 from gpipe_cli.torch_internals.gradient_reducers import is_inside_ddp
 
 _BALANCE_HINT = "Find one with gpipe_cli.balance, for example balance_by_time(module, sample, partitions=2)."
@@ -134,6 +135,11 @@ class ThreadedPipe(PipeBase):
         return {partition.index: partition.device for partition in self._executor.partitions}
 
     @property
+    def input_device(self) -> torch.device:
+        """The device of the first partition. Inputs must be there."""
+        return self._executor.partitions[0].device
+
+    @property
     def output_device(self) -> torch.device:
         """The device of the last partition. The targets of a step must be there."""
         return self._executor.partitions[-1].device
@@ -178,7 +184,7 @@ class GPipe(ThreadedPipe):
         loss = pipe.step(input, target, loss_fn)    # forward and backward by the whole schedule
 
     `balance` is the number of layers per partition, `checkpoint` a mode for all of them or one for each. The input
-    must be on `devices[0]`; the output is on `output_device`. Parameters keep the names they have in `module`.
+    must be on `input_device`; the output is on `output_device`. Parameters keep the names they have in `module`.
     """
 
     def __init__(
@@ -264,7 +270,7 @@ class PlainPipe(ThreadedPipe):
         self._set_partitions(modules)
         self._executor = Executor(
             make_partitions(modules, self._layers, balance, self.devices),
-            _one_by_one,
+            lambda partitions, chunks, workers: one_by_one(partitions, chunks, devices=1),
             workers=0,
             batch_norms=self._batch_norms,
             whole_graph=len(balance) == 1 and checkpoint == "never",
@@ -284,13 +290,6 @@ def placed_devices(
             f"but balance has {partitions} and there are {len(devices)} devices"
         )
     return [devices[worker] for worker in schedule.workers]
-
-
-def _one_by_one(partitions: int, chunks: int, workers: int) -> Order:
-    """Forward and backward of each micro-batch before the next one."""
-    passes = [(Kind.FORWARD, each) for each in range(partitions)]
-    passes += [(Kind.BACKWARD, each) for each in reversed(range(partitions))]
-    return (tuple(Action(kind, each, micro_batch) for micro_batch in range(chunks) for kind, each in passes),)
 
 
 def _deny_moving() -> NoReturn:

@@ -84,8 +84,8 @@ def _step(
     for parameter in module.parameters():
         parameter.grad = None
     # The plan before this one had the same layers on devices of its own choice.
-    move_to_devices(pipe.partitions, pipe.devices)
-    input, target = moved(batch[0], devices[0]), batch[1].to(pipe.output_device)
+    move_to_devices(pipe.partitions, list(pipe.partition_devices.values()))
+    input, target = moved(batch[0], pipe.input_device), batch[1].to(pipe.output_device)
     # A step returns before accelerators have run it, and the copies of its input may still be under way.
     synchronize(devices)
     begin = time.perf_counter()

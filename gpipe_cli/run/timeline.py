@@ -70,7 +70,7 @@ def record_timeline(
     unit = "partition" if traits_of_engine(settings).has_partitions else "slice"
     input, target = next(parts.loader.in_order("train"))
     with _recorded_pipe(settings, parts, sample) as pipe:
-        input, target = moved(input, pipe.devices[0]), moved(target, pipe.output_device)
+        input, target = moved(input, pipe.input_device), moved(target, pipe.output_device)
         reset_peaks(pipe.devices)
         steps = record_steps(pipe, input, target, sample.loss, settings.steps)
         peaks = [peak_bytes(device) for device in pipe.devices]

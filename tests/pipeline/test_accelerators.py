@@ -15,6 +15,8 @@ from torch.nn import functional
 from gpipe_cli import GPipe
 from gpipe_cli.accelerator import copies, stream_set, streams
 from gpipe_cli.pipeline.gpipe import PlainPipe, ThreadedPipe
+from gpipe_cli.schedule import order
+from gpipe_cli.schedule.files import FixedOrder
 from tests.accelerator.simulator import Simulator
 
 pytestmark = pytest.mark.accelerator
@@ -43,7 +45,7 @@ def run(pipe: ThreadedPipe, how: str) -> list[Tensor]:
     """Loss and gradients of two mini-batches, on the CPU. All that is queued here is queued on the current streams."""
     input, target = batch()
     # A product, so that the input is the result of a kernel and not of a copy, which may wait on the host.
-    input, target = input.to(pipe.devices[0]) * 1, target.to(pipe.output_device) * 1
+    input, target = input.to(pipe.input_device) * 1, target.to(pipe.output_device) * 1
     losses = []
     for number in range(2):
         torch.manual_seed(number)
@@ -265,6 +267,15 @@ def test_interleaved_partitions_may_end_on_any_device(accelerators: list[torch.d
     with GPipe(model(), [2, 2, 2], devices=accelerators[:2], chunks=4, schedule="interleaved") as pipe:
         assert pipe.output_device == accelerators[0]
         assert pipe(batch()[0].to(accelerators[0])).device == pipe.output_device
+        assert_equal(run(pipe, how), expected(how))
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_partitions_may_begin_on_any_device(accelerators: list[torch.device], how: str) -> None:
+    """Engines put inputs on the first device of the list, where an order from a file may have the last partition."""
+    reversed_order = FixedOrder("reversed", tuple(reversed(order("1f1b", 2, 4, 2))))
+    with GPipe(model(), [3, 3], devices=accelerators[:2], chunks=4, schedule=reversed_order) as pipe:
+        assert (pipe.input_device, pipe.output_device) == (accelerators[1], accelerators[0])
         assert_equal(run(pipe, how), expected(how))
 
 
