@@ -17,7 +17,7 @@ from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import PlanConfig
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.plan.prediction import OFFLOAD, Prediction, advice
+from gpipe_cli.plan.prediction import OFFLOAD, Prediction, advice, best_and_plain
 from gpipe_cli.plan.step_time import MOST_ACTIONS
 from gpipe_cli.plan.verified import verify_plans
 from gpipe_cli.profiling.timeline import StepTimeline
@@ -101,15 +101,10 @@ def _plan(settings: PlanConfig, job: Job) -> Summary:
     step = _step(plans[0], planned)
     if page is not None:
         write_text(page, plan_page(summary, step))
-    shown = {**summary, "candidates": _shown(summary["candidates"], settings.top)}
+    shown = {**summary, "candidates": [plan.facts() for plan in best_and_plain(plans, settings.top)]}
     if job.shows_result:
         _print(plans[0], planned, shown, step)
     return {**shown, **({} if page is None else {"page": str(page)})}
-
-
-def _shown(candidates: Sequence[dict[str, Any]], top: int) -> list[dict[str, Any]]:
-    """The best, and training without a pipeline."""
-    return [each for place, each in enumerate(candidates) if place < top or each["engine"] == "single"]
 
 
 def _step(best: Prediction, planned: Planned) -> StepTimeline | None:

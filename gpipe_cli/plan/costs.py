@@ -166,13 +166,14 @@ class LayerCosts:
     def update_ms(self, balance: Sequence[int], spec: PipelineSpec) -> float:
         """From the last backward to the end of the step: the device with the most parameters ends last."""
         devices = spec.devices or spec.partitions
+        workers = spec.traits.placement(spec.partitions, devices)
         by_device = [0.0] * devices
         for partition, (begin, end) in enumerate(pairwise([0, *accumulate(balance)])):
             costs = self.on(partition)
             if costs.update is not None:
                 backward = costs.without_recompute.backward
                 update = costs.update.partition(begin, end, backward[end] - backward[begin])
-                by_device[partition % devices] += update
+                by_device[workers[partition]] += update
         shared = self.on(0).update if spec.partitions > 1 else None
         return max(by_device) + (shared.shared if shared else 0.0)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import final
 
 from gpipe_cli.errors import ConfigError
@@ -69,8 +70,9 @@ def order_problems(
 
 
 def search_order(problems: Sequence[SearchProblem]) -> SearchedOrder:
-    """The best order of all placements; ConfigError if none fits the memory."""
+    """The best order of all placements, whose bound is for all of them; ConfigError if none fits the memory."""
     best: SearchedOrder | None = None
+    bound = inf
     refused: ConfigError | None = None
     for problem in problems:
         try:
@@ -79,12 +81,13 @@ def search_order(problems: Sequence[SearchProblem]) -> SearchedOrder:
         except ConfigError as error:
             refused = error
             continue
+        bound = min(bound, result.bound)
         if best is None or result.step < best.result.step * (1 - LEAST_GAIN):
             best = SearchedOrder(FixedOrder(AUTO, result.order), result, problem)
     if best is None:
         assert refused is not None, "there is a placement"
         raise refused
-    return best
+    return replace(best, result=replace(best.result, bound=bound))
 
 
 @final

@@ -289,6 +289,12 @@ def _by_device(memory: Sequence[PartitionMemory], workers: Sequence[int]) -> tup
     )
 
 
+def best_and_plain(plans: Sequence[Prediction], keep: int) -> list[Prediction]:
+    """The first `keep` plans, and the first without a pipeline, which all others are compared with."""
+    plain = next((plan for plan in plans if plan.is_plain), None)
+    return [plan for place, plan in enumerate(plans) if place < keep or plan is plain]
+
+
 def advice(plans: Sequence[Prediction]) -> str:
     """A sentence about the best plan. `plans` has the best first, and the plain run among them if it was judged."""
     best = plans[0]

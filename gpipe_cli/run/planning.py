@@ -25,9 +25,9 @@ from gpipe_cli.plan.bound import MemoryFit
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.links import Link
 from gpipe_cli.plan.measured import MicroBatchSize
-from gpipe_cli.plan.order_plans import OrderPlanner
+from gpipe_cli.plan.order_plans import CONSIDERED_PLANS, OrderPlanner
 from gpipe_cli.plan.order_search import MemoryPoint
-from gpipe_cli.plan.prediction import Prediction, predict
+from gpipe_cli.plan.prediction import Prediction, best_and_plain, predict
 from gpipe_cli.plan.search import RankedPlan, SearchResult, search, simplest_of_equals
 from gpipe_cli.plan.search_space import (
     CHECKPOINTS,
@@ -177,7 +177,7 @@ class Planner:
                 break
             best = max((plan.plans[0].samples_per_second for plan in planned), default=0.0)
             worst_ms = MUCH_SLOWER * 1000 * batch_size / best if best else inf
-            if (plan := self._plan_for(batch_size, known, keep, worst_ms)) is not None:
+            if (plan := self._plan_for(batch_size, known, max(keep, CONSIDERED_PLANS), worst_ms)) is not None:
                 planned.append(plan)
         if planned:
             return self._best(planned, keep)
@@ -205,8 +205,9 @@ class Planner:
         best = next(each for each in reversed(planned) if each.plans[0].samples_per_second >= enough)
         others = [each.plans[0] for each in planned if each is not best]
         others.sort(key=lambda plan: -plan.samples_per_second)
-        best = self._with_orders(best, keep)
-        return replace(best, plans=[best.plans[0], *others, *best.plans[1:]])
+        best = self._with_orders(best)
+        first, *rest = best_and_plain(best.plans, keep)
+        return replace(best, plans=[first, *others, *rest])
 
     def _plan_for(self, batch_size: int, known: Sequence[int], keep: int, worst_ms: float) -> Planned | None:
         """The best plans with this batch size; None if none fits."""
@@ -252,25 +253,24 @@ class Planner:
             self._bytes_of(plain[0], batch_size) if too_large else None,
         )
 
-    def _with_orders(self, planned: Planned, keep: int) -> Planned:
+    def _with_orders(self, planned: Planned) -> Planned:
         """The same with orders that are searched for, if there is time."""
         given = self._given("schedule")
         wanted = not given or self._settings.schedule.name == AUTO
         if time.monotonic() > self._deadline and not (given and wanted):
             return planned
-        batch_size, simplest = planned.plans[0].batch_size, planned.plans[0]
+        plans, simplest = planned.plans, planned.plans[0]
 
         def problems(plan: Prediction, costs: LayerCosts) -> list[SearchProblem]:
-            rows = self._sizes.rows(batch_size, plan.shape.chunks)
+            rows = self._sizes.rows(simplest.batch_size, plan.shape.chunks)
             return self._memory.order_problems(plan, costs, rows, self._cores)
 
         def predicted(plan: RankedPlan, costs: LayerCosts, without_limit_ms: float | None) -> Prediction:
-            return self._predicted(plan, costs, batch_size, without_limit_ms)
+            return self._predicted(plan, costs, simplest.batch_size, without_limit_ms)
 
         orders = OrderPlanner(problems, predicted, self._cores)
-        plans = planned.plans
         if wanted:
-            plans = orders.added_to(plans, planned.costs, keep, only=given)
+            plans = orders.added_to(plans, planned.costs, only=given)
             # An order that is searched for is worth it if it is better by more than the noise.
             if simplest in plans and simplest.step_ms <= (1 + self._tolerance) * plans[0].step_ms:
                 plans = [simplest, *(plan for plan in plans if plan is not simplest)]

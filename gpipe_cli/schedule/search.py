@@ -55,7 +55,7 @@ class SearchResult:
 
 
 def search(problem: SearchProblem, effort: int = EFFORT, least_gain: float = 0.0) -> SearchResult:
-    """The best order found, which is at least as good as every schedule that fits the same placement and memory.
+    """The best order found; with `least_gain=0` no schedule that fits the same placement and memory is better.
 
     least_gain: the share by which an order must be shorter than a simpler one to be preferred to it.
     """
@@ -157,6 +157,10 @@ class _Search:
         if scheduled is None:
             return
         step = scheduled.step(synchronized=self._problem.synchronized)
+        if self._problem.shares_cores:
+            # List scheduling lets all workers run at once.
+            step = self._problem.step_of(scheduled.order)
+            self._effort -= self._actions
         # Of equal ones the newest: so local search moves on over plateaus.
         if self._best is None or step <= self._best[0]:
             self._best = step, policy, scheduled

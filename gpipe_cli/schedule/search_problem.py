@@ -37,6 +37,11 @@ class SearchProblem:
     def partitions(self) -> int:
         return len(self.costs)
 
+    @property
+    def shares_cores(self) -> bool:
+        """Whether workers wait for a core."""
+        return self.cores is not None and self.cores < self.devices
+
     @cached_property
     def devices(self) -> int:
         return max(self.workers) + 1

@@ -195,6 +195,34 @@ def test_searched_orders_are_candidates_and_can_be_asked_for(gpipe: Gpipe) -> No
     assert "bubble by memory" in gpipe("plan", *words, *given).out
     refused = gpipe("plan", *words, "schedule=file", "schedule.path=order.csv")
     assert refused.code == 2 and "schedule=file: gpipe plan compares schedules; leave it out" in refused.err
+    many = gpipe("plan", *words[:-1], "chunks=4096", "partitions=4", "schedule=auto")
+    assert many.code == 2
+    assert "schedule=auto: the best pipelines have more than 20,000 actions, too many to search" in many.err
+
+
+def test_how_many_plans_are_shown_does_not_change_the_best(gpipe: Gpipe) -> None:
+    words = (
+        "plan",
+        "model=mlp",
+        "model.width=8192",
+        "batch_size=4096",
+        "device=a100",
+        "devices=4",
+        "chunks=8",
+    )
+    one, five, page = (gpipe(*words, *more, "--json").json for more in (["top=1"], [], ["page=plan.html"]))
+    assert one["best"] == five["best"] == page["best"]
+    assert one["memory_curve"] == five["memory_curve"] == page["memory_curve"] != []
+    assert [plan["engine"] for plan in one["candidates"][1:]] in ([], ["single"])
+
+
+def test_searched_orders_may_be_asked_for_where_one_device_is_best(gpipe: Gpipe) -> None:
+    words = ("plan", "model=mlp", "device=a100", "schedule=auto", "checkpoint=always")
+    for devices in ("devices=1", "devices=2"):
+        answer = gpipe(*words, devices, "--json")
+        assert answer.code == 0 and answer.json["candidates"], answer.err
+    many = gpipe("plan", "model=mlp", "device=a100", "devices=2", "top=1", "--json").json["candidates"]
+    assert len(many) <= 2
 
 
 def test_a_page_shows_candidates_timeline_and_limits(gpipe: Gpipe, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from gpipe_cli.plan.device_costs import DeviceRun, Efficiency, LayerUpdate, esti
 from gpipe_cli.plan.devices import DEVICES, DeviceSpec
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
+from gpipe_cli.schedule import zero_bubble_v
+from gpipe_cli.schedule.files import FixedOrder
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 
 WIDTH, ROWS = 64, 16
@@ -130,6 +132,15 @@ def test_partitions_that_share_a_parameter_sum_its_gradients() -> None:
         more = shared.update_ms(balance, spec) - alone.update_ms(balance, spec)
         expected = REACHED.link_ms + 1000 * 4000 / (REACHED.link * 1e6) if len(balance) > 1 else 0.0
         assert more == pytest.approx(expected)
+
+
+def test_the_update_is_that_of_the_device_with_the_most_parameters_where_the_order_has_them() -> None:
+    update = [LayerUpdate(4000, 4000, 8000), *[LayerUpdate(0, 0, 0)] * 2, LayerUpdate(4000, 4000, 8000)]
+    costs = estimate_costs(_facts(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))), run_on(NARROW), 1.0, update)
+    in_turn = PipelineSpec("interleaved", 4, 2, devices=2)
+    v_shaped = replace(in_turn, schedule=FixedOrder("v", zero_bubble_v.order(4, 2, 2)))
+    one, both = (costs.update_ms([1, 1, 1, 1], spec) for spec in (in_turn, v_shaped))
+    assert both == pytest.approx(2 * one)
 
 
 def test_a_newer_device_is_faster_at_everything() -> None:

@@ -28,6 +28,15 @@ def test_two_partitions_per_device_are_tried_in_turn_and_there_and_back() -> Non
     assert found.result.step <= min(spec.simulate([COST] * 4).step, 2 * 4 * 40)
 
 
+def test_the_bound_is_for_all_placements() -> None:
+    """There and back is shorter here, but by too little to be preferred, and than the bound of the other placement."""
+    spec = PipelineSpec("interleaved", 4, 32, devices=2)
+    costs = [replace(COST, forward=10 + 0.05 * (place % 2)) for place in range(4)]
+    in_turn, v_shaped = order_problems(spec, costs)
+    found = search_order([in_turn, v_shaped])
+    assert found.result.bound == min(search_order([each]).result.bound for each in (in_turn, v_shaped))
+
+
 def test_what_stays_on_a_device_leaves_less_for_activations() -> None:
     spec = PipelineSpec("1f1b", 2, 4)
     (problem,) = order_problems(spec, [COST, replace(COST, resident_bytes=1100)], limits=[1200] * 2)
