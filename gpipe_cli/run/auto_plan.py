@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from gpipe_cli.config.overrides import sets_key
-from gpipe_cli.config.schema import PlanSearchConfig, ScheduleConfig, TrainConfig
+from gpipe_cli.config.schema import ScheduleConfig, TrainConfig
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.launch.rank_setup import is_rank
@@ -78,6 +78,9 @@ def with_best_plan(settings: TrainConfig, job: Job) -> tuple[TrainConfig, Job]:
     for key, value in {**keys, "schedule.name": shape.schedule_name, "plan.auto": False}.items():
         OmegaConf.update(tree, key, value, merge=False)
     settings = replace(
-        settings, **keys, schedule=ScheduleConfig(shape.schedule_name), plan=PlanSearchConfig(auto=False)
+        settings,
+        **keys,
+        schedule=ScheduleConfig(shape.schedule_name),
+        plan=replace(settings.plan, auto=False),
     )
     return settings, replace(job, tree=tree)

@@ -17,7 +17,8 @@ from gpipe_cli.pipeline.layer_check import layer_that_rejects_one_row
 from gpipe_cli.pipeline.microbatch import micro_batches
 from gpipe_cli.run.data import BatchLoader
 
-_LEAST = 2
+LEAST_ROWS = 2
+"""Where one row is rejected."""
 
 
 def with_least_rows(settings: ModelConfig, loader: BatchLoader, model: nn.Sequential) -> BatchLoader:
@@ -33,7 +34,7 @@ def with_least_rows(settings: ModelConfig, loader: BatchLoader, model: nn.Sequen
         for size in sizes
     }
     rows = [part for own in parts.values() for part in own if part]
-    if min(rows) >= _LEAST * settings.chunks:
+    if min(rows) >= LEAST_ROWS * settings.chunks:
         return loader
     layer = layer_that_rejects_one_row(model, loader.traced_batch())
     if layer is None:
@@ -43,13 +44,13 @@ def with_least_rows(settings: ModelConfig, loader: BatchLoader, model: nn.Sequen
             raise _refusal(loader, size, layer)
     notes = []
     for part in rows:
-        count, least = (len(micro_batches(part, settings.chunks, least)) for least in (1, _LEAST))
+        count, least = (len(micro_batches(part, settings.chunks, least)) for least in (1, LEAST_ROWS))
         if count != least:
             notes.append(
-                f"chunks={settings.chunks}: {layer} needs {_LEAST} samples in training, so a mini-batch of {part} "
+                f"chunks={settings.chunks}: {layer} needs {LEAST_ROWS} samples in training, so a mini-batch of {part} "
                 f"becomes {least} micro-batch{'es' if least > 1 else ''}, not {count}"
             )
-    return replace(loader, least_rows=_LEAST, notes=(*loader.notes, *notes))
+    return replace(loader, least_rows=LEAST_ROWS, notes=(*loader.notes, *notes))
 
 
 def _mini_batch_sizes(settings: CostConfig, loader: BatchLoader) -> list[int]:
@@ -77,5 +78,5 @@ def _refusal(loader: BatchLoader, size: int, layer: str) -> ConfigError:
     if samples < loader.batch_size:
         cure = "give more samples"
     return ConfigError(
-        f"batch_size={loader.batch_size}: {which} {has}, but {layer} needs at least {_LEAST} in training; {cure}"
+        f"batch_size={loader.batch_size}: {which} {has}, but {layer} needs at least {LEAST_ROWS} in training; {cure}"
     )

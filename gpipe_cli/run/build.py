@@ -23,12 +23,13 @@ from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.building import StoredModel, store_on_tier
 from gpipe_cli.offload.tiers import DiskTier
+from gpipe_cli.pipeline.microbatch import micro_batches
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.layers import has_values
 from gpipe_cli.report.model_tables import partition_rows
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.base_weights import BaseWeights
-from gpipe_cli.run.batch_rows import with_least_rows
+from gpipe_cli.run.batch_rows import LEAST_ROWS, with_least_rows
 from gpipe_cli.run.chosen_order import (
     choose_order,
     has_own_order,
@@ -228,7 +229,10 @@ def repeatable_order(settings: ModelConfig, order: FixedOrder | None) -> FixedOr
         return order
     partitions, replicas = _partitions_and_replicas(settings)
     devices = len(worker_devices(settings)) // replicas
-    chunks = min(settings.chunks, settings.batch_size)
+    rows = -(-settings.batch_size // replicas)
+    counts = [len(micro_batches(rows, settings.chunks, least)) for least in (1, LEAST_ROWS)]
+    # Which of the two it is depends on the model, which is not built yet.
+    chunks = order.chunks if order.chunks in counts else counts[0]
     return order if order_still_fits(order, partitions, devices, chunks) else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,14 @@ from torch import nn
 from gpipe_cli.accelerator.devices import available_cores, is_accelerator
 from gpipe_cli.accelerator.memory import is_out_of_memory
 from gpipe_cli.config.overrides import sets_key
-from gpipe_cli.config.schema import CostConfig, EngineConfig, ModelConfig, TrainConfig
+from gpipe_cli.config.schema import (
+    BalanceConfig,
+    CostConfig,
+    EngineConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+)
 from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.links import measure_link
@@ -27,10 +35,11 @@ from gpipe_cli.profiling.partition_memory import whole_state, with_bytes
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.components import traits_of_engine
 from gpipe_cli.run.data import BatchLoader
+from gpipe_cli.run.measured_devices import room_to_measure
 from gpipe_cli.run.optimizer import kept_state, optimizer_factory
 from gpipe_cli.run.training_step import autocast_of, make_sample, memory_limit, sample_must_fit
 from gpipe_cli.schedule.files import FixedOrder, parse_schedule, read_schedule, schedule_text
-from gpipe_cli.schedule.own_orders import AUTO, OWN_ORDERS, similar_schedule
+from gpipe_cli.schedule.own_orders import AUTO, FILE, OWN_ORDERS, one_by_one, similar_schedule
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.schedule.simulate import PartitionCost
 from gpipe_cli.training.run_directory import write_text
@@ -46,17 +55,21 @@ def has_own_order(settings: ModelConfig) -> bool:
     return settings.schedule.name in OWN_ORDERS and traits_of_engine(settings).has_partitions
 
 
+def _reads_file(settings: ModelConfig) -> bool:
+    """Whether the order of schedule=file matters: for a run that has it, and for a balance that keeps within memory."""
+    return settings.schedule.name == FILE and (has_own_order(settings) or isinstance(settings, BalanceConfig))
+
+
 def saved_order(run: Path, settings: ModelConfig, overrides: Sequence[str]) -> FixedOrder | None:
     """The order that a run was started with; None if it has none, or if the command line gives a schedule."""
     path = run / ORDER_FILE
-    if sets_key(overrides, "schedule") or settings.schedule.name not in OWN_ORDERS or not path.exists():
+    if sets_key(overrides, "schedule") or not has_own_order(settings) or not os.path.lexists(path):
         return None
     try:
-        return read_schedule(path)
+        return read_schedule(path, base=run)
     except ConfigError as error:
-        raise RunError(
-            f"{error}; repair it, or add schedule={settings.schedule.name} to find an order again"
-        ) from error
+        again = "schedule=auto" if settings.schedule.name == AUTO else "schedule=file schedule.path=<file>"
+        raise RunError(f"{error}; repair it, or add {again}") from error
 
 
 def write_order(run: Path, spec: PipelineSpec) -> None:
@@ -83,21 +96,39 @@ def known_schedule(
     given: the order of a launcher or of a resumed run. Until an order is searched for, a similar schedule stands for
     it.
     """
-    name, path = settings.schedule.name, settings.schedule.path
+    name = settings.schedule.name
     if name not in OWN_ORDERS:
         return name
-    if not has_own_order(settings):
-        return similar_schedule(partitions, devices)
-    if name == AUTO:
+    if _reads_file(settings):
+        order = given or read_given_file(settings)
+        if _numbers(order) != (partitions, devices, micro_batches):
+            raise _wrong_numbers(settings, order, partitions, devices, micro_batches)
+        return order
+    if has_own_order(settings):
         return given or similar_schedule(partitions, devices)
-    order = given or read_given_file(settings)
-    if _numbers(order) != (partitions, devices, micro_batches):
-        raise ConfigError(
-            f"schedule.path={path}: the order is for {_described(order)}, and there are {partitions} partitions on "
-            f"{devices} devices and {micro_batches} chunks; give partitions={order.partitions} "
-            f"devices={len(order.given)} chunks={order.chunks}"
-        )
-    return order
+    in_ranks = isinstance(settings, RunConfig) and traits_of_engine(settings).needs_processes
+    if in_ranks and partitions > devices and (devices == 1 or partitions % devices):
+        # torch has no schedule for that, and without backward any order does the same.
+        return FixedOrder(name, one_by_one(partitions, micro_batches, devices))
+    return similar_schedule(partitions, devices)
+
+
+def _wrong_numbers(
+    settings: ModelConfig, order: FixedOrder, partitions: int, devices: int, micro_batches: int
+) -> ConfigError:
+    replicas = settings.data_parallel if isinstance(settings, RunConfig) else 1
+    cures = []
+    if order.partitions != partitions:
+        cures.append(f"partitions={order.partitions}")
+    if len(order.given) != devices:
+        cures.append(f"devices={len(order.given) * replicas}")
+    if order.chunks != micro_batches:
+        is_given = settings.chunks == order.chunks  # but the mini-batch of a replica is too small for them
+        cures.append("a larger batch_size" if is_given else f"chunks={order.chunks}")
+    return ConfigError(
+        f"schedule.path={settings.schedule.path}: the order is for {_described(order)}, and there are {partitions} "
+        f"partitions on {devices} devices and {micro_batches} chunks; give {', '.join(cures)}"
+    )
 
 
 def read_given_file(settings: ModelConfig) -> FixedOrder:
@@ -193,7 +224,7 @@ class _Costs:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return _estimated(settings, model, sample, "the whole model does not fit on one device")
+            return _estimated(settings, model, sample, "its layers do not fit on one device")
 
     def format(self, duration: float) -> str:
         return f"{duration:.1f} ms" if self.in_milliseconds else f"{duration:.4g} FLOPs"
@@ -254,6 +285,7 @@ def _measured(
             profiles,
             chunks=spec.micro_batches,
             cores=available_cores(),
+            layers=None if facts is None else facts.layer_sample(room_to_measure(devices)),
         )
     origin = "costs measured" if profiles.oldest is None else f"costs of {profiles.oldest}, confirmed now"
     return _Costs(measured.costs(transfer), facts, origin, True)

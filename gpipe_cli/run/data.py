@@ -19,6 +19,7 @@ from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Batch
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.losses.measures import predicts_numbers
+from gpipe_cli.pipeline.microbatch import micro_batches
 from gpipe_cli.pytree import ModelInput
 
 SPLIT_KEYS: Mapping[str, Any] = {"validation": float | None, "drop_last": bool}
@@ -52,8 +53,8 @@ class BatchLoader:
         return batch_count(len(self.data.train), self.batch_size, drop_last=self.drop_last)
 
     def micro_batches(self, chunks: int) -> int:
-        """How many micro-batches a whole mini-batch becomes."""
-        return max(1, min(chunks, self.batch_size // self.least_rows))
+        """How many micro-batches a replica makes of a whole mini-batch."""
+        return len(micro_batches(-(-self.batch_size // self.replicas), chunks, self.least_rows))
 
     @property
     def eval_samples(self) -> Samples:

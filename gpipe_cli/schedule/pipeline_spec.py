@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -32,10 +33,13 @@ class PipelineSpec:
     cores: int | None = None
     """How many workers can run at once; None: all of them."""
 
-    @property
+    @cached_property
     def partitions_per_device(self) -> int:
-        """At most."""
-        return -(-self.partitions // (self.devices or self.partitions))
+        """Of the device with the most."""
+        workers = self.traits.workers
+        if workers is None:  # in turn
+            return -(-self.partitions // (self.devices or self.partitions))
+        return max(Counter(workers).values())
 
     @property
     def traits(self) -> ScheduleTraits:

@@ -5,6 +5,7 @@ train.log logger.json                              run/recorder, loggers/protoco
 metrics.jsonl                                      training/metrics
 snapshots/                                         training/snapshot/manager
 summary.json outcome.json report.html              run/summary, commands/report
+schedule.csv                                       run/chosen_order
 trace.json                                         commands/profile
 check.json                                         commands/check
 """

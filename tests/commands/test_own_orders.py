@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,13 @@ from gpipe_cli.schedule.files import read_schedule, schedule_text
 
 Gpipe = Callable[..., Any]
 TWO = "devices=[cpu,cpu]"
+NORMED = """
+from torch import nn
+
+
+def build(num_classes: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, num_classes))
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +81,10 @@ def test_a_resumed_run_repeats_its_order_unless_you_ask_for_another(tiny: Gpipe,
     damaged = resume(gpipe, "run", "steps=6", "engine=threads", TWO)
     assert damaged.code == 4
     assert "'nonsense' is not an action such as 0F1; repair it, or add schedule=auto" in damaged.err
+    Path("run/schedule.csv").rename("elsewhere.csv")
+    Path("run/schedule.csv").symlink_to("../elsewhere.csv")
+    linked = resume(gpipe, "run", "steps=6", "engine=threads", TWO)
+    assert linked.code == 4 and "is a symbolic link, not a regular file; repair it, or add" in linked.err
 
 
 def test_a_file_may_place_partitions_there_and_back(tiny: Gpipe, gpipe: Gpipe) -> None:
@@ -111,15 +123,20 @@ def test_two_partitions_per_device_are_also_tried_there_and_back(tiny: Gpipe) ->
             ("schedule=file", "schedule.path=word.csv"),
             "schedule.path=word.csv, line 1: 'F0.0' is not an action",
         ),
-        (("schedule=file", "schedule.path=illegal.csv"), "schedule=illegal.csv: B0.1 is missing"),
+        (("schedule=file", "schedule.path=illegal.csv"), "error: schedule.path=illegal.csv: B0.1 is missing"),
         (
             ("schedule=file", "schedule.path=good.csv", "chunks=3"),
             "schedule.path=good.csv: the order is for 2 partitions on 2 devices and 2 chunks, and there are "
-            "2 partitions on 2 devices and 3 chunks; give partitions=2 devices=2 chunks=2",
+            "2 partitions on 2 devices and 3 chunks; give chunks=2",
+        ),
+        (
+            ("schedule=file", "schedule.path=good.csv", "batch_size=1"),
+            "there are 2 partitions on 2 devices and 1 chunks; give a larger batch_size",
         ),
         (
             ("schedule=file", "schedule.path=good.csv", "devices=[cpu,cpu,cpu]"),
-            "the order is for 2 partitions on 2 devices",
+            "the order is for 2 partitions on 2 devices and 2 chunks, and there are 3 partitions on 3 devices and "
+            "2 chunks; give partitions=2, devices=2",
         ),
         (("schedule=auto", "engine=single"), "schedule: has no effect with engine=single; leave it out"),
         (("schedule=auto", "engine=offload"), "schedule: has no effect with engine=offload; leave it out"),
@@ -157,6 +174,44 @@ def test_an_order_keeps_within_device_memory_where_a_schedule_does_not(tiny: Gpi
     assert "balance [5, 3] needs" in refused.err
 
 
+def test_the_device_with_the_most_partitions_of_a_file_decides_whether_it_fits(tiny: Gpipe) -> None:
+    """The limit was divided by the mean number of partitions per device."""
+    Path("even.txt").write_text("F0.0 F1.0 B1.0 B0.0\nF2.0 F3.0 B3.0 B2.0\n")
+    Path("uneven.txt").write_text("F0.0 F1.0 F2.0 B2.0 B1.0 B0.0\nF3.0 B3.0\n")
+    words = (
+        "chunks=1",
+        TWO,
+        "partitions=4",
+        "balance=manual",
+        "balance.layers=[2,2,2,2]",
+        "device_memory=1KiB",
+    )
+    needed = []
+    for path in ("even.txt", "uneven.txt"):
+        refused = tiny("train", *words, "schedule=file", f"schedule.path={path}")
+        found = re.search(r"balance \[2, 2, 2, 2\] needs ([\d.]+)KiB", refused.err)
+        assert refused.code == 2 and found is not None, refused.err
+        needed.append(float(found[1]))
+    assert needed[1] == pytest.approx(1.5 * needed[0], rel=0.01)
+
+
+def test_a_balance_reads_the_file_too(tiny: Gpipe) -> None:
+    refused = tiny("balance", "chunks=2", TWO, "schedule=file", "schedule.path=x.csv")
+    assert refused.code == 2 and "schedule.path=x.csv: no such file" in refused.err
+    path = write("good.csv", order("1f1b", 2, 2, 2))
+    assert tiny("balance", "chunks=2", TWO, "schedule=file", path, "--by", "params").code == 0
+
+
+def test_batch_norm_that_reduced_the_chunks_keeps_the_order_of_the_run(tiny: Gpipe, gpipe: Gpipe) -> None:
+    words = ("steps=1", "chunks=4", "batch_size=6", TWO, "schedule=auto")
+    Path("normed.py").write_text(NORMED)
+    model = ("model._target_=normed.build", "allow=[normed]", "data=synthetic", "data.shape=[4]")
+    assert gpipe("train", *model, "run_dir=run", *words).code == 0
+    assert read_schedule("run/schedule.csv").chunks == 3
+    resumed = gpipe("train", "resume=run", "allow=[normed]", "steps=2")
+    assert resumed.code == 0 and "searching again" not in resumed.err and "measuring" not in resumed.err
+
+
 def test_a_model_that_one_device_cannot_hold_is_estimated(
     tiny: Gpipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +221,7 @@ def test_a_model_that_one_device_cannot_hold_is_estimated(
     monkeypatch.setattr(chosen_order, "measure_costs", measure)
     answer = tiny("train", "steps=1", "chunks=4", TWO, "schedule=auto")
     assert answer.code == 0
-    assert "estimated from FLOPs, since the whole model does not fit on one device" in answer.err
+    assert "estimated from FLOPs, since its layers do not fit on one device" in answer.err
 
 
 @pytest.mark.slow
@@ -190,3 +245,14 @@ def test_ranks_get_the_order_of_their_launcher_and_the_same_bits(tiny: Gpipe, gp
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     resumed = resume(gpipe, "ranks", "steps=3")
     assert resumed.code == 0 and "measuring" not in resumed.err
+
+
+@pytest.mark.slow
+def test_ranks_of_unequal_numbers_of_partitions_can_be_evaluated(tiny: Gpipe, gpipe: Gpipe) -> None:
+    """Evaluation used the interleaved schedule in place of the order, which torch refuses for 3 in 2 processes."""
+    words = ("steps=1", "chunks=4", TWO, "partitions=3", "schedule=auto", "engine=processes")
+    assert tiny("train", "run_dir=ranks", *words).code == 0
+    evaluated = gpipe("eval", "run=ranks", "allow=[tiny_for_tests]", "--json")
+    assert evaluated.code == 0, evaluated.err
+    alone = gpipe("eval", "run=ranks", "allow=[tiny_for_tests]", "engine=single", "devices=1", "--json")
+    assert evaluated.json["loss"] == alone.json["loss"]
