@@ -1,7 +1,7 @@
 """Several hosts that torchrun starts as docs/how-to/more-machines.md says, and what happens when one of them fails.
 
 The hosts are network namespaces with links of their own, so links can be cut and packets delayed for real. Every
-start takes many seconds, because each host imports torch twice: one row runs by default, and the others are slow.
+start takes many seconds, because each host imports torch twice, so all rows are slow.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ SECONDS = 240
 """Until a run counts as hanging; a busy machine takes long to import torch four times."""
 STEP_TIMEOUT = 8
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(6 * SECONDS),
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="ranks are watched as Linux lets us"),
 ]
@@ -154,7 +155,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.slow
 def test_two_hosts_train_to_the_bits_of_one_process_and_listen_on_their_link_only(
     tmp_path: Path, alone: Path
 ) -> None:
@@ -217,7 +217,6 @@ class Row:
     """What the console of a host says, by its number."""
     fault: str = "paused"
     hosts: int = 2
-    slow: bool = True
 
 
 SILENT_0, SILENT_1 = (
@@ -226,7 +225,7 @@ SILENT_0, SILENT_1 = (
 SILENT_BOTH = rf"error: rank 1 \(partition 1 on node1\) and rank 2 \(partition 2 on node2\): {LOST}"
 STOPPED = r"\): stopped \(SIGSTOP, or a debugger\); no answer within step_timeout=8 seconds"
 TABLE = [
-    Row("a host is cut off", cut_last, {0: SILENT_1, 1: SILENT_0}, slow=False),
+    Row("a host is cut off", cut_last, {0: SILENT_1, 1: SILENT_0}),
     Row("one of three is cut off", cut_last, {0: SILENT_1.replace("1", "2"), 2: SILENT_0}, hosts=3),
     Row("the host of the store is cut off", cut_first, {0: SILENT_BOTH, 1: SILENT_0, 2: SILENT_0}, hosts=3),
     Row("the host of the store dies", kill_first, {1: rf"rank 0 \(partition 0 on node0\): {DIED}"}),
@@ -240,9 +239,7 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row.name, marks=[pytest.mark.slow] if row.slow else []) for row in TABLE]
-)
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_a_failed_host_is_named_and_fewer_hosts_resume_the_run(tmp_path: Path, alone: Path, row: Row) -> None:
     folder = tmp_path / "x"
     with cluster(row.hosts, folder) as all_hosts:
@@ -270,7 +267,6 @@ def test_a_failed_host_is_named_and_fewer_hosts_resume_the_run(tmp_path: Path, a
         assert_equal_to_one_process(fewer.run, alone)
 
 
-@pytest.mark.slow
 def test_three_hosts_train_to_the_bits_of_one_process(tmp_path: Path, alone: Path) -> None:
     with cluster(3, tmp_path / "x") as three:
         three.start()
@@ -279,7 +275,6 @@ def test_three_hosts_train_to_the_bits_of_one_process(tmp_path: Path, alone: Pat
         assert_equal_to_one_process(three.run, alone)
 
 
-@pytest.mark.slow
 def test_the_script_that_gpipe_prints_starts_two_hosts(tmp_path: Path, alone: Path) -> None:
     with cluster(2, tmp_path / "x") as two:
         hosts = f"hosts=[{','.join(host.address for host in two.hosts)}]"
@@ -296,7 +291,6 @@ def test_the_script_that_gpipe_prints_starts_two_hosts(tmp_path: Path, alone: Pa
         assert_equal_to_one_process(two.run, alone)
 
 
-@pytest.mark.slow
 def test_a_slow_network_that_loses_packets_is_no_failure(tmp_path: Path, alone: Path) -> None:
     with cluster(2, tmp_path / "x") as two, two.hosts[1].slow(seconds=0.2, loss=0.05):
         two.start("step_timeout=60")
@@ -318,7 +312,6 @@ datetime.datetime = Wrong
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [3600, -3600])
 def test_a_host_whose_clock_is_wrong_trains_like_any_other(tmp_path: Path, alone: Path, seconds: int) -> None:
     (tmp_path / "sitecustomize.py").write_text(WRONG_CLOCK.format(seconds=seconds))
@@ -329,7 +322,6 @@ def test_a_host_whose_clock_is_wrong_trains_like_any_other(tmp_path: Path, alone
         assert_equal_to_one_process(two.run, alone)
 
 
-@pytest.mark.slow
 def test_a_full_disk_ends_all_hosts_and_is_named(tmp_path: Path, alone: Path) -> None:
     with cluster(2, tmp_path / "x") as two, small_disk(two.run, kilobytes=256):
         two.start(fault="paused")
@@ -359,7 +351,6 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
         subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.slow
 def test_a_run_that_may_restart_continues_on_the_hosts_that_are_left(tmp_path: Path, alone: Path) -> None:
     with cluster(2, tmp_path / "x") as two:
         two.start("engine.max_restarts=2", nodes="1:2", fault="paused", restarts=2, last_call=20)
@@ -376,7 +367,6 @@ def test_a_run_that_may_restart_continues_on_the_hosts_that_are_left(tmp_path: P
         assert_equal_to_one_process(two.run, alone)
 
 
-@pytest.mark.slow
 def test_a_killed_rank_is_restarted_with_all_others(tmp_path: Path, alone: Path) -> None:
     with cluster(2, tmp_path / "x") as two:
         two.start("engine.max_restarts=1", fault="killed", restarts=1)

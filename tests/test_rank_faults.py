@@ -64,6 +64,7 @@ TABLE = [
             "stopped by SIGTERM; saved in run/snapshots/step-0000000",
         ),
         ("engine.max_restarts=2", "step_timeout=6"),
+        slow=True,
     ),
     Row(
         "raises",
@@ -78,7 +79,7 @@ TABLE = [
         ("resume=auto", "engine=processes"),
         begins_on_threads=True,
     ),
-    Row("killed", 7, ("error: rank 1 (partition 1) was killed by SIGKILL",), slow=True),
+    Row("killed", 7, ("error: rank 1 (partition 1) was killed by SIGKILL",)),
     Row("stopped", 7, (f"error: {STOPPED}",), ("step_timeout=6",), slow=True),
     Row("raises in backward", 7, ("rank 1 (partition 1): ValueError: broken backward",), slow=True),
     Row("raises while saving", 7, ("rank 1 (partition 1): ValueError: broken while saving",), slow=True),

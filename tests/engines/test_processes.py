@@ -37,10 +37,10 @@ FAILING = Case("failing")
 HALVES = Case("perceptron", "1f1b", replicas=2, rows=(8, 8), chunks=2, optimizer=f"AdamW{AVERAGED}")
 MESHES = [
     Case("odd_borders", THERE_AND_BACK, replicas=2, rows=(8, 3, 1), chunks=2, optimizer="SGD"),
-    Case("odd_borders", "zero_bubble", replicas=2, rows=(8, 3, 1), chunks=2, optimizer="SGD"),
+    Case("odd_borders", "zero_bubble", replicas=2, rows=(8, 3), chunks=2, optimizer="SGD"),
     Case("tied_without_dropout", "gpipe", replicas=2, rows=(8, 3), chunks=2, optimizer="SGD"),
     Case("normed", "1f1b", replicas=2, rows=(8, 3, 1), chunks=2, optimizer="SGD", deferred=True),
-    Case("keyword_arguments", "1f1b", replicas=2, rows=(8, 3, 1), chunks=2, optimizer="SGD"),
+    Case("keyword_arguments", "1f1b", replicas=2, rows=(8, 3), chunks=2, optimizer="SGD"),
     Case("frozen_norms", "1f1b", replicas=2, rows=(8, 3), chunks=2, optimizer="SGD", deferred=True),
 ]
 
@@ -50,7 +50,7 @@ SHARDED = {
         Case("long_skips", "1f1b", replicas=3, rows=(6, 4), chunks=2, optimizer=f"AdamW{AVERAGED}"),
     ],
     4: [
-        Case("odd_borders", "zero_bubble", replicas=2, rows=(8, 3, 1), chunks=2, optimizer=MOMENTUM),
+        Case("odd_borders", "zero_bubble", replicas=2, rows=(8, 3), chunks=2, optimizer=MOMENTUM),
         Case("perceptron", "1f1b", replicas=2, rows=(8, 8), chunks=2, optimizer=f"AdamW{AVERAGED}"),
         Case("frozen_norms", "1f1b", replicas=2, rows=(8, 3), chunks=2, optimizer=MOMENTUM, deferred=True),
         Case("frozen_start", "gpipe", replicas=2, rows=(8, 3), chunks=2, clip=None),

@@ -89,7 +89,7 @@ def test_with_the_memory_of_1f1b_the_bubble_is_at_most_that_of_zb_1p(row: Row) -
     assert round(result.bubble, 4) <= row.bubbles[2]
 
 
-@pytest.mark.parametrize("devices", [8, 16])
+@pytest.mark.parametrize("devices", [8, pytest.param(16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["v_half", "v_min"])
 def test_with_half_and_a_third_of_the_memory_the_bubble_is_at_most_that_of_v_half_and_v_min(
     devices: int, name: str
