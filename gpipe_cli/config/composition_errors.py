@@ -91,7 +91,11 @@ def _reason(error: Exception, key: str) -> str:
 def _other_owners(key: str) -> str:
     """Which options of the group have a key that the chosen option does not have."""
     group, _, name = key.partition(".")
-    owners = [option.name for option in list_options(group) if name in option.keys] if group in GROUPS else []
+    owners = [
+        option.name
+        for option in (list_options(group) if group in GROUPS else ())
+        if any(f"{own}.".startswith(f"{name}.") for own in option.keys)
+    ]
     return f"it belongs to {group}={'|'.join(owners)}" if owners else ""
 
 

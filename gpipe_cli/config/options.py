@@ -41,12 +41,18 @@ class Option:
 
     @property
     def keys(self) -> dict[str, tuple[str, str]]:
-        """Each top-level key with its default and its meaning, which is the comment on its line."""
+        """Each key with its default and its meaning, which is the comment on its line; `lora.rank` is nested."""
+        keys: dict[str, tuple[str, str]] = {}
+        path: list[str] = []
         text = self.path.read_text(encoding="utf-8")
-        pairs = re.findall(r"^(\w+): *(.*?)(?: +# (.*))?$", text, flags=re.MULTILINE)
-        return {
-            key: (default, meaning) for key, default, meaning in pairs if key not in ("_target_", "defaults")
-        }
+        for indent, key, default, meaning in re.findall(
+            r"^((?:  )*)(\w+): *(.*?)(?: *# (.*))?$", text, flags=re.MULTILINE
+        ):
+            path = [*path[: len(indent) // 2], key]
+            keys.pop(".".join(path[:-1]), None)  # it has no value of its own
+            if path[0] not in ("_target_", "defaults"):
+                keys[".".join(path)] = (default, meaning)
+        return keys
 
     @property
     def target(self) -> str | None:
