@@ -74,12 +74,12 @@ COMMANDS = {
     ),
     "balance": Command(
         "divide a model's layers among partitions",
-        "gpipe balance [--by time|params|uniform] [key=value ...] [flags]",
+        "gpipe balance [--by time|size|params|uniform] [key=value ...] [flags]",
         (
             "gpipe balance --by time                      # measure every layer of the default model",
             "gpipe balance --by time model=resnet101 partitions=4 chunks=8",
             "gpipe balance --by params --json             # one JSON document on stdout",
-            "gpipe train $(gpipe balance --by time --json | jq -r .paste)",
+            'eval "$(gpipe balance --by time --json | jq -r .paste)"   # find a balance, then train with it',
         ),
     ),
     "profile": Command(
@@ -96,7 +96,7 @@ COMMANDS = {
         "search for the best balance, chunks, schedule and checkpoint mode",
         "gpipe plan [key=value ...] [flags]",
         (
-            "gpipe plan devices=[cpu,cpu]                 # the best plans for this machine, ready to paste",
+            "gpipe plan                                   # the best plans for this machine, ready to paste",
             "gpipe plan verify=true                       # run the best plans, print the prediction's error",
             "gpipe plan model=gpt devices=4 device_memory=11GiB   # for four devices with a memory limit",
             "gpipe plan model=resnet101 device=a100 devices=8     # estimate for a machine you do not have",

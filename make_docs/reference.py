@@ -18,8 +18,8 @@ INTRODUCTION = """# Keys
 
 Every setting is a key: `gpipe train chunks=8 optimizer.lr=0.01`. A **group** is a key whose value is one of several
 options, each a small YAML file with keys of its own: `optimizer=sgd` selects the file, `optimizer.lr=0.01` sets one of
-its keys. `gpipe <command> --help` shows the same information, `gpipe ls` lists the options, and
-`gpipe <command> --cfg job` prints the whole configuration.
+its keys. `gpipe <command> --help` shows the keys of the command and of its default options, `gpipe ls` lists the
+options, and `gpipe <command> --cfg job` prints the whole configuration.
 
 A key that does not exist is an error. So is a key that you set although the chosen engine does not use it."""
 ENVIRONMENT = {
@@ -158,7 +158,8 @@ def _recipes() -> list[str]:
     takers = ", ".join(command for command in SCHEMAS if takes_recipes(command))
     return [
         "## Recipes",
-        f"Complete, tested runs for `gpipe {takers}`: `recipe=<name>`. Copy one with `gpipe cp recipe/<name> <file>`.",
+        f"Complete, tested runs for `gpipe {takers}`: `recipe=<name>`. Copy one with `gpipe cp recipe/<name> <file>`. "
+        "`recipe.scale=small` trains a recipe for several GPUs at a size for two CPU cores.",
         table(
             ["recipe", "what it is"],
             [[code(recipe.name), recipe.description] for recipe in list_options("recipes")],
@@ -177,7 +178,8 @@ def commands_page() -> str:
         ),
         *(part for name in COMMANDS for part in _command(name)),
         "## Flags",
-        "For commands that take keys. The other commands have `--json`, `--debug` and `--help` only.",
+        "For commands whose keys are on the page [Keys](keys.md). The others take `--json`, `--debug`, `--help` and "
+        "`--version`; `gpipe runs` also `--watch`, and `gpipe launch-script` also `--config-dir` and `--config-name`.",
         table(["flag", "what it does"], [[code(flag), meaning] for flag, meaning in FLAGS.items()]),
         "## Exit codes",
         "An error is one line on stderr: the problem, the value and the fix. `--debug` adds the traceback.",
@@ -195,6 +197,9 @@ def commands_page() -> str:
 def _command(name: str) -> list[str]:
     command = COMMANDS[name]
     more = ["See [Keys](keys.md) for its keys."] if command.configured else []
+    if command.keys:
+        rows = [[code(key), meaning] for key, meaning in command.keys.items()]
+        more.append(table(["key, besides those of `gpipe train`", "meaning"], rows))
     examples = "\n".join(["```sh", *command.examples, "```"])
     return [f"## gpipe {name}", f"{code(command.usage)}: {command.summary}.", *more, examples]
 

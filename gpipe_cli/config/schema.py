@@ -19,7 +19,7 @@ class ScheduleConfig:
     name: str = "gpipe"
     """Order of forward and backward actions: see `gpipe ls schedules`."""
     path: str | None = None
-    """With schedule=file: a file with the order, in torch's form if it ends in .csv, else as gpipe prints actions."""
+    """With schedule=file: a file with the order, in torch's form if it ends in .csv, otherwise in gpipe's."""
 
 
 @dataclass
@@ -37,8 +37,8 @@ class PlanSearchConfig:
 @dataclass
 class LogConfig:
     every: int = 10
-    """Steps between rows of metrics.jsonl; the first step and those before evaluations have a row too. Lines of output
-    come by time."""
+    """Steps between rows of metrics.jsonl; the first step and those before evaluations have a row too. The console
+    prints at intervals of time instead."""
     partitions: bool = False
     """Log every (micro-batch, partition) to train.log."""
     layers: bool = False
@@ -223,9 +223,9 @@ class GenerateConfig(TrainedConfig):
     temperature: float = 0.8
     """Below 1, likely tokens become likelier; above 1, all become more equal; 0 always takes the likeliest."""
     top_k: int | None = 40
-    """Draw from this many of the likeliest tokens; null: from all."""
+    """Sample from this many of the likeliest tokens; null: from all."""
     seed: int = 0
-    """Seed of the drawing: the same seed gives the same text, however the model is split."""
+    """Seed for sampling: the same seed gives the same text, however the model is split."""
 
 
 @dataclass
