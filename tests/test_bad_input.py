@@ -48,6 +48,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
         2,
         "unknown key 'data.length'; it belongs to data=shapes|synthetic|",
     ),
+    ("train model=gpt model.lora.rank=8", 2, "unknown key 'model.lora'; it belongs to model=hf"),
     ("train lr=1", 2, "unknown key 'lr'; did you mean 'optimizer.lr'?"),
     ("train optimizer.lr=abc", 2, "optimizer.lr=abc: expected a number"),
     ("train optimizer.lr=", 2, "optimizer.lr=: expected a number"),

@@ -23,6 +23,11 @@ _target_: somewhere.build
 size: 32  # side of the images; null: 8
 betas: [0.9, 0.999] # two moments
 empty:
+nested: # has no value of its own
+  inner: null  # of nested
+  deeper:
+    still: 1
+last: 2
 """
 
 
@@ -41,6 +46,9 @@ def test_an_options_keys_have_default_and_meaning(option: Option) -> None:
         "size": ("32", "side of the images; null: 8"),
         "betas": ("[0.9, 0.999]", "two moments"),
         "empty": ("", ""),
+        "nested.inner": ("null", "of nested"),
+        "nested.deeper.still": ("1", ""),
+        "last": ("2", ""),
     }
 
 
