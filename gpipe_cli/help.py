@@ -79,7 +79,7 @@ COMMANDS = {
             "gpipe balance --by time                      # measure every layer of the default model",
             "gpipe balance --by time model=resnet101 partitions=4 chunks=8",
             "gpipe balance --by params --json             # one JSON document on stdout",
-            'eval "$(gpipe balance --by time --json | jq -r .paste)"   # find a balance, then train with it',
+            "gpipe balance --by time --json | jq -r .paste   # the command that trains with the balance",
         ),
     ),
     "profile": Command(

@@ -65,7 +65,7 @@ def test_keys_layers_and_the_facts_of_its_yaml_are_true(name: str) -> None:
     assert sequence.layer_names[1:3] == ("layer1.0", "layer1.1")
     parameters = sum(parameter.numel() for parameter in sequence.parameters())
     lines = (CONF / f"{name}.yaml").read_text().splitlines()
-    assert re.fullmatch(rf"# ResNet-\d+ .* {len(sequence)} layers.*", lines[0])
+    assert re.fullmatch(rf"# torchvision's ResNet-\d+ as {len(sequence)} layers.*", lines[0])
     assert lines[1] == f"# facts: parameters={parameters} layers={len(sequence)} input=3x32x32"
 
 
