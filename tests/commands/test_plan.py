@@ -201,16 +201,9 @@ def test_searched_orders_are_candidates_and_can_be_asked_for(gpipe: Gpipe) -> No
 
 
 def test_how_many_plans_are_shown_does_not_change_the_best(gpipe: Gpipe) -> None:
-    words = (
-        "plan",
-        "model=mlp",
-        "model.width=8192",
-        "batch_size=4096",
-        "device=a100",
-        "devices=4",
-        "chunks=8",
-    )
-    one, five, page = (gpipe(*words, *more, "--json").json for more in (["top=1"], [], ["page=plan.html"]))
+    """Orders were searched only for the plans that were shown: with top=1 often for none."""
+    given = ("plan", "model=mlp", "device=a100", "devices=2", "--json")
+    one, five, page = (gpipe(*given, *more).json for more in (["top=1"], [], ["page=plan.html"]))
     assert one["best"] == five["best"] == page["best"]
     assert one["memory_curve"] == five["memory_curve"] == page["memory_curve"] != []
     assert [plan["engine"] for plan in one["candidates"][1:]] in ([], ["single"])
