@@ -11,7 +11,7 @@ passes through all partitions in between. A skip that was stashed as None is not
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.pipeline.aliasing import find_aliases
 from gpipe_cli.pipeline.batchnorm import deferred_batch_norms
+from gpipe_cli.pipeline.boundary import common_storages
 from gpipe_cli.pipeline.context import CallerState, MicroBatch, Running
 from gpipe_cli.pipeline.layer import layers_of
 from gpipe_cli.pipeline.layer_loop import PartitionSkips
 from gpipe_cli.pipeline.microbatch import Value
+from gpipe_cli.pipeline.module_state import tensors_in
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
 from gpipe_cli.pytree import Template, flatten, unflatten
@@ -32,7 +33,7 @@ from gpipe_cli.sequential.without_storage import clone_with
 from gpipe_cli.skip.namespace import SkipName
 from gpipe_cli.skip.tracker import use_skip_tracker
 from gpipe_cli.torch_internals.fake_tensors import NEEDS_VALUES, fake_tensors, fake_twin
-from gpipe_cli.torch_internals.tensor_memory import version_of
+from gpipe_cli.torch_internals.tensor_memory import is_view, storage_of
 
 
 @final
@@ -41,10 +42,20 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
+    is_shared: bool = False
+    """Whether its memory is also that of another tensor, so that no layer may write it."""
+    is_view: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+    def of(cls, tensor: Tensor, shared: Collection[int] = ()) -> TensorSpec:
+        """shared: storages that no layer may write."""
+        return cls(
+            tuple(tensor.shape),
+            tensor.dtype,
+            tensor.requires_grad,
+            bool(shared) and storage_of(tensor) in shared,
+            is_view(tensor),
+        )
 
     def example(self) -> Tensor:
         """A tensor that shows torch what to receive; contiguous, like everything that is sent."""
@@ -55,6 +66,18 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{'x'.join(map(str, self.shape)) or 'a number'} of {self.dtype}"
+
+
+NO_TENSOR = TensorSpec((), torch.float32, needs_grad=False)
+"""In the place of a skip that was stashed as None."""
+
+
+def places_of(kinds: Sequence[TensorSpec]) -> tuple[frozenset[int], frozenset[int]]:
+    """The places of tensors that share memory, and of views, as a `PartitionInput` has them."""
+    return (
+        frozenset([place for place, kind in enumerate(kinds) if kind.is_shared]),
+        frozenset([place for place, kind in enumerate(kinds) if kind.is_view]),
+    )
 
 
 @final
@@ -90,7 +113,7 @@ class ShapeInference:
         self._module = clone
         layers = layers_of(clone)
         views = partition_modules(clone, layers, balance)
-        self._partitions = make_partitions(views, layers, balance, [device], keep_aliases=False)
+        self._partitions = make_partitions(views, layers, balance, [device])
         self._cache: dict[tuple[Any, ...], tuple[BoundarySpec, ...]] = {}
 
     def boundaries(
@@ -120,19 +143,20 @@ class ShapeInference:
 
 def _infer(partitions: Sequence[Partition], value: Value) -> tuple[BoundarySpec, ...]:
     boundaries = []
+    modules = [layer.module for partition in partitions for layer in partition.layers]
+    held = {storage_of(tensor) for module in modules for _, _, tensor in tensors_in(module)}
     skips: dict[SkipName, Tensor | None] = {}
     for partition in partitions:
         carried = sorted((name, skip) for name, skip in skips.items() if skip is not None)
         tensors, template = flatten(value, "output")
+        shared = common_storages([*tensors, *(skip for _, skip in carried)]) | held
         boundaries.append(
             BoundarySpec(
-                tuple(TensorSpec.of(tensor) for tensor in tensors),
+                tuple(TensorSpec.of(tensor, shared) for tensor in tensors),
                 template,
-                tuple((name, TensorSpec.of(skip)) for name, skip in carried),
+                tuple((name, TensorSpec.of(skip, shared)) for name, skip in carried),
             )
         )
-        shared = [tensors[index] for index in find_aliases(tensors)[1]] if partition.index else []
-        versions = [version_of(tensor) for tensor in shared]
         received = [skips.pop(route.name) for route in partition.receives]
         tracker = PartitionSkips(partition.receives, received, partition.sends)
         with use_skip_tracker(tracker):
@@ -144,10 +168,5 @@ def _infer(partitions: Sequence[Partition], value: Value) -> tuple[BoundarySpec,
                         f"layer {layer!r} looks at the values of its tensors ({error}), so other processes "
                         "cannot know what it will send them; use engine=threads"
                     ) from error
-        if versions != [version_of(tensor) for tensor in shared]:
-            raise ConfigError(
-                f"partition {partition.index} writes in place a tensor that shares its memory with another one it "
-                "receives: between processes they share none. Clone one of them, or use engine=threads"
-            )
         skips.update(zip((route.name for route in partition.sends), tracker.sent(), strict=True))
     return tuple(boundaries)

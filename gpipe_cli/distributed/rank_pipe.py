@@ -29,15 +29,14 @@ from gpipe_cli.distributed.torch_schedule import (
     torch_schedule_class,
 )
 from gpipe_cli.pipeline.batch_state import BatchState
-from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, commit_or_discard, deferred_batch_norms
+from gpipe_cli.pipeline.batchnorm import commit_or_discard, deferred_batch_norms
 from gpipe_cli.pipeline.boundary import PartitionInput
-from gpipe_cli.pipeline.forward_task import MicroBatchLoss
 from gpipe_cli.pipeline.gpipe import PipeBase
 from gpipe_cli.pipeline.layer import replica_key
 from gpipe_cli.pipeline.layer_logging import log_layer_times
 from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value
-from gpipe_cli.pipeline.module_state import Buffer, all_buffers, save_buffers, tensors_in
+from gpipe_cli.pipeline.module_state import BufferState, SharedState, modules_of, tensors_in
 from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
 from gpipe_cli.pipeline.tied import TiedParameters, Untied
 from gpipe_cli.schedule import ScheduleModule
@@ -69,18 +68,18 @@ class RankPipe(PipeBase):
         self._shape_inference = ShapeInference(self.module, balance, coords.device)
         # Not registered children: the layers already are children of `module`, under their own names.
         self.__dict__["partitions"] = partition_modules(self.module, self._layers, balance)
-        partitions = make_partitions(
-            self.partitions, self._layers, balance, [coords.device], keep_aliases=False
-        )
+        partitions = make_partitions(self.partitions, self._layers, balance, [coords.device])
         self._balance = list(balance)
         self._own = [partitions[index] for index in coords.own_partitions]
         self._own_layers = [layer for partition in self._own for layer in partition.layers]
+        self._own_modules = [layer.module for layer in self._own_layers]
         own = ", ".join(str(partition.index) for partition in self._own)
         with note_device(f"moving partition{'s' if len(self._own) > 1 else ''} {own}", coords.device):
-            keep_only(self.module, [layer.module for layer in self._own_layers], coords.device)
+            keep_only(self.module, self._own_modules, coords.device)
         self._own_batch_norms = [
             batch_norm for layer in self._own_layers for batch_norm in deferred_batch_norms(layer.module)
         ]
+        self._shared = SharedState.between([list(partition.children()) for partition in self.partitions])
         self._tied = TiedParameters([layer.module for layer in self._layers])
         self._tied_gradients = TiedGradients(self._tied, self.rank_of_layer, coords)
         self._replicas = Replicas(coords)
@@ -111,18 +110,19 @@ class RankPipe(PipeBase):
     def _step(self, batch: MiniBatch, loss: StepLoss) -> None:
         rows, loss.total_weight = self._replicas.totals(batch.rows, loss.total_weight)
         batch = self._of_replica(batch)
-        before = save_buffers(self._plain_buffers()) if self._replicas.several else ()
+        before = BufferState(modules_of(self._own_modules)) if self._replicas.several else None
         untied = self._tied.untied()
         if self._gradient_buckets is not None:
             self._gradient_buckets.begin()
         with commit_or_discard(self._own_batch_norms):
             if batch.rows:
-                self._run(batch, self._torch_schedule, loss.weighted, untied)
+                self._run(batch, self._torch_schedule, loss, untied)
             # Collectives, from here on: a replica without samples takes part in them. Buckets come first, because other
             # replicas may have started some of them already, and all replicas must keep to one order.
             self._sum_gradients(untied)
             self._replicas.merge_moments(self._own_batch_norms)
-        self._replicas.merge_buffers(before, batch.rows / rows)
+        if before is not None:
+            self._replicas.merge_buffers(before.changes(), batch.rows / rows)
 
     def _sum_gradients(self, untied: Sequence[Untied]) -> None:
         # Tied gradients are summed within a replica first, as a single process would, and sent to the copies last.
@@ -142,16 +142,11 @@ class RankPipe(PipeBase):
         tied = [parameter for parameter, _ in self._tied.users]
         return GradientBuckets(parameters, self.coords.data, late=tied)
 
-    def _plain_buffers(self) -> list[Buffer]:
-        """All but those of deferred batch norm, which `Replicas.merge_moments` merges."""
-        buffers = all_buffers([layer.module for layer in self._own_layers])
-        return [buffer for buffer in buffers if not isinstance(buffer.module, DeferredBatchNorm)]
-
     def _run(
         self,
         batch: MiniBatch,
         schedule: TorchScheduleClass,
-        loss: MicroBatchLoss | None,
+        loss: StepLoss | None,
         untied: Sequence[Untied] = (),
     ) -> BatchState:
         layers = iter(untied or self._tied.untied())
@@ -162,10 +157,11 @@ class RankPipe(PipeBase):
             self._tied,
             [[tuple(islice(layers, length)) for length in self._balance]],
             batch.checkpoint_stops(self._checkpoint, len(self._balance), recomputes),
-            loss,
+            None if loss is None else loss.weighted,
         )
         for partition in self._own:
-            partition.begin()
+            is_last = partition.index == len(self._balance) - 1
+            partition.begin(self._shared, loss.modules if loss is not None and is_last else ())
         sizes = [piece.size for piece in batch.micro_batches]
         # All shapes come before the first flush: every rank infers the whole model, so a layer that cannot be inferred
         # raises in all ranks, and none waits for a message.

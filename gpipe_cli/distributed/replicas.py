@@ -20,7 +20,6 @@ from torch import Tensor, distributed
 from gpipe_cli.distributed.messages import gather_numbers, sum_of_numbers
 from gpipe_cli.distributed.rank_coords import RankCoords
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, Moments
-from gpipe_cli.pipeline.module_state import SavedBuffer
 
 
 @final
@@ -37,17 +36,20 @@ class Replicas:
         return rows, weight
 
     @torch.no_grad()
-    def merge_buffers(self, before: Sequence[SavedBuffer], share: float) -> None:
-        """Merge the buffers that a step changed; share: this replica's fraction of all samples."""
-        if not before:
+    def merge_buffers(self, buffers: Sequence[tuple[Tensor, Tensor]], share: float) -> None:
+        """Merge the buffers that a step changed, given with their values before it.
+
+        share: this replica's fraction of all samples.
+        """
+        if not buffers:
             return
         # Compared on the device and read at once: torch.equal would make the host wait for every buffer.
-        changed = torch.stack([(saved.buffer.get() != saved.value).any() for saved in before])
+        changed = torch.stack([(now != before).any() for now, before in buffers])
         # What any replica changed is merged by all: one without samples changed nothing, but must join the same
         # collectives.
         flags = self._sum(changed).tolist()
-        buffers = [saved.buffer.get() for saved, flag in zip(before, flags, strict=True) if flag]
-        for group in _by_dtype(buffers):
+        merged = [now for (now, _), flag in zip(buffers, flags, strict=True) if flag]
+        for group in _by_dtype(merged):
             flat = torch.cat([tensor.flatten() for tensor in group])
             if flat.is_floating_point():
                 distributed.all_reduce(flat.mul_(share), group=self._coords.data)

@@ -1,7 +1,7 @@
 """A partition as a stage of torch's pipelining.
 
 torch's stage moves tensors between ranks and says when which micro-batch runs forward and backward; the partition does
-both as it does under every engine: boundaries, keys, recompute, aliases, and its own split of the backward. torch's
+both as it does under every engine: boundaries, keys, recompute, and its own split of the backward. torch's
 split would run a checkpointed forward three times and needs a graph of its own kind; a `dw_builder` replaces it by
 ours.
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from gpipe_cli.distributed.boundary_shapes import BoundarySpec, TensorSpec
+from gpipe_cli.distributed.boundary_shapes import NO_TENSOR, BoundarySpec, TensorSpec, places_of
 from gpipe_cli.distributed.gradient_buckets import GradientBuckets
 from gpipe_cli.distributed.rank_coords import RankCoords
 from gpipe_cli.pipeline.batch_state import BatchState
@@ -95,7 +95,7 @@ class Stage(PipelineStage):
             with state.batch.state.without_autocast_cache():
                 given, passing = self._unpack(micro_batch, received)
                 output, saved = self._partition.forward((given,), state.forward_task(index, micro_batch))
-                if saved is not None and state.batch.state.grad:
+                if state.batch.state.grad:
                     state.saved[index, micro_batch] = saved
                 return self._pack(micro_batch, output, passing)
         except BaseException as error:
@@ -171,20 +171,20 @@ class Stage(PipelineStage):
         tensors = [tensor.detach() for tensor in received]
         if not self._carries_skips:
             needed = self._entering_needs if grad else (False,) * count
-            return PartitionInput(tuple(tensors), needed, boundary.template, count), {}
+            return PartitionInput(
+                tuple(tensors), needed, boundary.template, count, *places_of(boundary.value)
+            ), {}
         kinds = dict(boundary.skips)
         skips = dict(zip(boundary.skip_names, tensors[count:], strict=True))
         names = [route.name for route in self._partition.receives]
         popped = [skips.pop(name, None) for name in names]
-        needs = [kind.needs_grad for kind in boundary.value] + [
-            name in kinds and kinds[name].needs_grad for name in names
-        ]
+        entering = [*boundary.value, *(kinds.get(name, NO_TENSOR) for name in names)]
         return PartitionInput(
             (*tensors[:count], *popped),
-            tuple(need and grad for need in needs),
+            tuple(kind.needs_grad and grad for kind in entering),
             boundary.template,
             count,
-            len(popped),
+            *places_of(entering),
         ), skips
 
     def _pack(
@@ -203,12 +203,14 @@ class Stage(PipelineStage):
             skips.update(zip(names, sent[count:], strict=True))
             tensors = (*sent[:count], *(skips[name] for name in sorted(skips)))
         present = tuple([tensor.contiguous() for tensor in tensors if tensor is not None])
-        self._check(present)
+        self._check(present, outputs[0])
         return present
 
-    def _check(self, tensors: tuple[Tensor, ...]) -> None:
+    def _check(self, tensors: tuple[Tensor, ...], output: PartitionInput) -> None:
         kinds = self._leaving_kinds
-        if len(kinds) != len(tensors) or not all(map(TensorSpec.fits, kinds, tensors)):
+        as_announced = len(kinds) == len(tensors) and all(map(TensorSpec.fits, kinds, tensors))
+        shared = {place for place in output.shared if place < output.value_count}
+        if not as_announced or not shared <= places_of(kinds)[0]:
             given = ", ".join(str(TensorSpec.of(tensor)) for tensor in tensors)
             expected = ", ".join(map(str, kinds))
             raise RuntimeError(

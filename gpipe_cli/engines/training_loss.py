@@ -7,14 +7,15 @@ gigabytes, which no estimate of a partition's memory includes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe_cli.engines.protocol import TrainingObjective
 from gpipe_cli.pipeline.context import current_microbatch, is_recomputing
+from gpipe_cli.pipeline.loss import called_modules
 from gpipe_cli.pytree import map_tensors
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -53,12 +54,14 @@ class TrainingLoss:
         # Counted before the target moved to its device: counting there, the host would wait for the previous step.
         return self._row_weights
 
+    def modules(self) -> Iterable[nn.Module]:
+        return called_modules(self._objective.loss)
+
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         loss = self._scaler.scale(unscaled_loss(self._objective, output, target))
         micro_batch = current_microbatch()
         assert micro_batch is not None, "a pipe calls its loss for a micro-batch"
         if not is_recomputing():
-            # By index: a pipe may run its first step twice, and must not count its samples twice.
             self._sums[micro_batch.index] = self._measured(output, target) if self._measures else {}
         return loss
 

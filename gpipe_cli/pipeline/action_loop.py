@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -126,10 +126,8 @@ class ActionLoop:
         position = _Position()
         actions = self._order[worker]
         try:
-            # Each partition belongs to one worker, which may look at its modules without a lock.
-            for index in {action.partition for action in actions if action.kind is Kind.FORWARD}:
-                self._partitions[index].begin()
             with self._state.batch.state.entered(), self._state.streams.entered():
+                self._begin({action.partition for action in actions if action.kind is Kind.FORWARD})
                 if self._stores or self._state.streams is not NO_STREAMS:
                     self._run_visits(position, actions)
                 else:
@@ -143,6 +141,12 @@ class ActionLoop:
             if position.action is not None:
                 add_note(error, functools.partial(self._describe, position.action, position.phase, error))
             note_kernel_error(error)
+
+    def _begin(self, partitions: Iterable[int]) -> None:
+        for index in partitions:
+            partition, is_last = self._partitions[index], index == len(self._partitions) - 1
+            with self._modules_of(partition):
+                partition.begin(self._state.shared, self._state.loss_modules if is_last else ())
 
     def fail(self, error: BaseException) -> None:
         """Keep the first failure and wake up every worker that waits."""
@@ -234,8 +238,7 @@ class ActionLoop:
             outputs, saved = partition.forward(inputs, task)
         started = self._record(action, position.phase, partition, started)
         # Saved before it is sent: the gradient can return as soon as the following partition has the output.
-        if saved is not None:
-            self._state.saved[action.partition, action.micro_batch] = saved
+        self._state.saved[action.partition, action.micro_batch] = saved
         position.phase = "copy"
         times = self._channels.send(partition, action.micro_batch, outputs)
         if action.partition < len(self._partitions) - 1:
@@ -256,15 +259,9 @@ class ActionLoop:
         gradients = self._channels.receive_gradients(partition, action.micro_batch)
         self._check_no_failure()
         started = self._now(partition)
-        collector = self._state.collector
         with self._caller_modes():
-            # A backward whose gradients the caller collects is not split.
-            if action.kind is Kind.INPUT_GRAD and collector is None:
-                gradients = partition.backward_input(saved, gradients, keep_graph=self._keep_graph)
-            else:
-                gradients = partition.backward(
-                    saved, gradients, keep_graph=self._keep_graph, collector=collector
-                )
+            run = partition.backward_input if action.kind is Kind.INPUT_GRAD else partition.backward
+            gradients = run(saved, gradients, keep_graph=self._keep_graph)
         started = self._record(action, position.phase, partition, started)
         # Free the graph before the gradient leaves, so that the activations of two micro-batches do not add up.
         if action.kind is Kind.BACKWARD:

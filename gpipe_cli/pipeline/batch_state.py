@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import contextvars
 import logging
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe_cli.accelerator.stream_set import NO_STREAMS, StreamSet
 from gpipe_cli.pipeline.boundary import Gradients, PartitionInput
 from gpipe_cli.pipeline.forward_task import ForwardTask, MicroBatchLoss, SavedForBackward
+from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value, gather
-from gpipe_cli.pipeline.module_state import modified_in_place
-from gpipe_cli.pipeline.partition_backward import GradientCollector
+from gpipe_cli.pipeline.module_state import NOTHING_SHARED, SharedState, modified_in_place
 from gpipe_cli.pipeline.tied import TiedParameters, Untied, sum_present
 from gpipe_cli.pytree import Template, unflatten
-from gpipe_cli.torch_internals.tensor_memory import version_of
+from gpipe_cli.torch_internals.tensor_memory import storage_of, version_of
 
 logger = logging.getLogger("gpipe_cli.pipeline")
 
@@ -41,7 +40,10 @@ class BatchState:
     checkpoint_stops: Sequence[int]
     """By partition: micro-batches before this one are checkpointed."""
     loss: MicroBatchLoss | None = None
-    whole_graph: bool = False
+    loss_modules: Sequence[nn.Module] = ()
+    """Those that the loss calls, and no layer."""
+    shared: SharedState = NOTHING_SHARED
+    """What several partitions hold."""
     streams: StreamSet = NO_STREAMS
     """The caller's, of the accelerators in use: workers use them too."""
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
@@ -51,10 +53,6 @@ class BatchState:
     outputs: dict[int, PartitionInput] = field(default_factory=dict)
     output_gradients: list[Gradients] = field(default_factory=list)
     input_gradients: dict[int, Gradients] = field(default_factory=dict)
-    collector: GradientCollector | None = None
-    """Collects the gradients that a backward hands to its caller."""
-    written_copies: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """By micro-batch, the storages of which a partition wrote a copy."""
     written_inputs: set[int] = field(default_factory=set)
     """Places of the input's tensors that layers wrote."""
     input_versions: list[int] = field(default_factory=list)
@@ -69,23 +67,21 @@ class BatchState:
         lengths: Sequence[int],
         tied: TiedParameters,
         checkpoint_stops: Sequence[int],
-        loss: MicroBatchLoss | None,
+        loss: StepLoss | None,
         *,
-        whole_graph: bool = False,
+        shared: SharedState = NOTHING_SHARED,
         streams: StreamSet = NO_STREAMS,
     ) -> BatchState:
         """lengths: the number of layers in each partition."""
-        if whole_graph:
-            inputs = [PartitionInput(tensors, (), batch.template, len(tensors)) for tensors in batch.inputs]
-        else:
-            inputs = [PartitionInput.of_pipe(tensors, batch.template) for tensors in batch.inputs]
+        inputs = [PartitionInput.of_pipe(tensors, batch.template) for tensors in batch.inputs]
         # A hook on a tied parameter runs per micro-batch of a step, so each needs gradients of its own.
         sets = len(batch.micro_batches) if loss is not None and tied.any_hooks else 1
         untied = []
         for _ in range(sets):
-            layers = iter(tied.untied(tracked=batch.state.grad and not whole_graph))
+            layers = iter(tied.untied(tracked=batch.state.grad))
             untied.append([tuple(islice(layers, length)) for length in lengths])
-        return cls(batch, inputs, tied, untied, checkpoint_stops, loss, whole_graph, streams)
+        weighted, modules = (None, ()) if loss is None else (loss.weighted, loss.modules)
+        return cls(batch, inputs, tied, untied, checkpoint_stops, weighted, modules, shared, streams)
 
     def forward_task(self, partition: int, micro_batch: int) -> ForwardTask:
         """The task of a forward that is about to run."""
@@ -106,8 +102,7 @@ class BatchState:
             checkpointed,
             self.loss if partition == len(untied) - 1 else None,
             untied[partition],
-            self.whole_graph,
-            self.written_copies[micro_batch],
+            self.tied.holders,
             self.written_inputs,
         )
 
@@ -151,8 +146,9 @@ class BatchState:
     def check_input(self) -> None:
         """Raise if the caller wrote a tensor that backward reads, as autograd does without a pipe."""
         if self.input_versions != [version_of(tensor) for tensor in self.batch.tensors]:
+            storages = {storage_of(tensor) for tensor in self.batch.tensors}
             for (partition, _), saved in sorted(self.saved.items(), key=lambda item: item[0]):
-                if saved.holds_caller_memory:
+                if any(storage_of(tensor) in storages for tensor in saved.memory()):
                     raise modified_in_place("the input of the pipe", partition)
 
 

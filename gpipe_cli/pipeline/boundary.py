@@ -2,7 +2,8 @@
 
 A partition sends detached tensors and whether each takes part in backward; the receiver's gradients return to where
 the tensors were detached. `enter` gives the layers tensors that share the received memory and are no leaves, so a layer
-may write its input in place.
+may write its input in place. It may not write memory that the sender or another partition also sees under another
+name: autograd would not know of the write there.
 
 A layer may still reach a tensor of another partition without receiving it through a boundary, for example with a
 dictionary of skips keyed by `current_microbatch()`. `GraphLeakDetector` finds out: the backward of one partition would
@@ -11,28 +12,33 @@ otherwise run nodes of another.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from gpipe_cli.pipeline.aliasing import Alias, aligned_clone, find_aliases
 from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pytree import Template, unflatten
 from gpipe_cli.torch_internals.autograd_engine import apply
-from gpipe_cli.torch_internals.tensor_memory import version_of
+from gpipe_cli.torch_internals.tensor_memory import (
+    copy_memory,
+    is_untracked_view,
+    is_view,
+    storage_of,
+    version_of,
+)
 
 Gradients = tuple[Tensor | None, ...]
 """One gradient per tensor of a partition input; None where there is none."""
 
 NO_VALUE: Template = -1
 """The template of an input that carries only skips."""
-NOTHING_SHARED: Mapping[int, Alias] = {}
+NOWHERE: frozenset[int] = frozenset()
 
 ANCHOR = torch.zeros(0, requires_grad=True)
 """Makes `_Entry` differentiable although its inputs are detached. It never receives a gradient, so all share it."""
@@ -42,15 +48,16 @@ class PartitionInput(NamedTuple):
     """The detached tensors that one partition sends to another: those of the value, then skips."""
 
     tensors: tuple[Tensor | None, ...]
-    """Of the value, then one per skip, then bases of aliases. None for a skip stashed as None, and for an alias."""
+    """Of the value, then one per skip. None for a skip stashed as None."""
     needs_grad: tuple[bool, ...]
     template: Template = NO_VALUE
     """Builds the value from its tensors."""
     value_count: int = 0
     """How many tensors belong to the value."""
-    skip_count: int = 0
-    aliases: Mapping[int, Alias] = NOTHING_SHARED
-    """By place, the tensors that share memory with another one, which the receiver builds from it (see `aliasing`)."""
+    shared: frozenset[int] = NOWHERE
+    """Places of tensors whose memory is also that of another tensor, so that no layer may write it."""
+    views: frozenset[int] = NOWHERE
+    """Places of tensors that were views of others when they were sent."""
 
     @classmethod
     def of_pipe(cls, values: Sequence[Tensor], template: Template) -> PartitionInput:
@@ -58,7 +65,7 @@ class PartitionInput(NamedTuple):
         # Micro-batches are views of one tensor and would share its version counter, so that a write to one would look
         # like a write to all. `.data` gives each a counter of its own.
         return cls(
-            tuple([tensor.data for tensor in values]),
+            tuple([_resolved(tensor.data) for tensor in values]),
             tuple([tensor.requires_grad for tensor in values]),
             template,
             len(values),
@@ -74,84 +81,104 @@ class PartitionInput(NamedTuple):
 
     def unpack(self, tensors: Sequence[Tensor | None]) -> tuple[Value, Sequence[Tensor | None]]:
         """The value and the skips, built from `tensors` in place of the input's own."""
-        if self.aliases:
-            complete = list(tensors)
-            for place, alias in self.aliases.items():
-                base = tensors[alias.of]
-                assert base is not None, "an alias is built from a tensor that crosses"
-                complete[place] = alias.build(base)
-            tensors = complete
         # Only skips may be None, and no template refers to a skip.
         value = unflatten(self.template, tensors)  # type: ignore[arg-type]
-        return value, tensors[self.value_count : self.value_count + self.skip_count]
+        return value, tensors[self.value_count :]
 
-    def as_if_tracked(self, needs_grad: tuple[bool, ...], aliases: Mapping[int, Alias]) -> PartitionInput:
-        """The input as if autograd had tracked its tensors; `aliases` are those of an input that it did track."""
-        tracked = {
-            place: replace(alias, detached=place in aliases and aliases[place].detached)
-            for place, alias in self.aliases.items()
-        }
-        return self._replace(needs_grad=needs_grad, aliases=tracked)
+    def copied(self) -> PartitionInput:
+        return self._replace(tensors=copy_memory(self.tensors))
 
-    def linked_skips(self) -> Collection[int]:
-        """Which skips share memory with another tensor of the input, as views that autograd knows."""
-        if not self.aliases:
-            return ()
-        linked = {place for alias in self.aliases.items() for place in (alias[0], alias[1].of)}
-        return {place - self.value_count for place in linked if place >= self.value_count}
+    def shared_storages(self) -> set[int]:
+        return {storage_of(tensor) for place in self.shared if (tensor := self.tensors[place]) is not None}
 
-    def cloned(self) -> PartitionInput:
-        return self._replace(
-            tensors=tuple(tensor if tensor is None else aligned_clone(tensor) for tensor in self.tensors)
-        )
+    def kinds(self) -> tuple[Any, ...]:
+        """What recompute must repeat: the template, and the shape, dtype and need of grad of each tensor."""
+        kinds = (None if tensor is None else (tensor.shape, tensor.dtype) for tensor in self.tensors)
+        return self.template, self.needs_grad, *kinds
 
     def versions(self) -> list[int]:
-        return [version_of(tensor) for tensor in self.tensors if tensor is not None]
+        return [0 if tensor is None else version_of(tensor) for tensor in self.tensors]
+
+
+def _resolved(tensor: Tensor) -> Tensor:
+    """The tensor itself, unless it is a lazy conjugate or negation of its memory."""
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def pack(
     values: Sequence[Tensor],
     template: Template,
     skips: Sequence[Tensor | None] = (),
-    *,
-    keep_aliases: bool = True,
+    shared: Collection[int] = (),
+    held: Collection[int] = (),
 ) -> tuple[PartitionInput, Sequence[Tensor | None]]:
-    """What one partition receives, and the tensors it was detached from, where the gradients will arrive."""
+    """What one partition receives, and the tensors it was detached from, where the gradients will arrive.
+
+    shared: storages that several tensors have, so that no receiver may write them.
+    held: storages of the sender's parameters and buffers, which no receiver may write either.
+    """
     sources: Sequence[Tensor | None] = (*values, *skips) if skips else values
-    aliases: Mapping[int, Alias] = NOTHING_SHARED
-    if keep_aliases and len(sources) > 1:
-        bases, aliases = find_aliases(sources)
-        if aliases:
-            crossing = (None if place in aliases else tensor for place, tensor in enumerate(sources))
-            sources = [*crossing, *bases]
-    sources = [tensor if tensor is None else _tracked(tensor) for tensor in sources]
+    sources = [tensor if tensor is None else _source(tensor) for tensor in sources]
+    present = [(place, tensor) for place, tensor in enumerate(sources) if tensor is not None]
     packed = PartitionInput(
-        tuple([None if tensor is None else tensor.detach() for tensor in sources]),
+        tuple([None if tensor is None else _handed_over(tensor, held) for tensor in sources]),
         tuple([tensor is not None and tensor.requires_grad for tensor in sources]),
         template,
         len(values),
-        len(skips),
-        aliases,
+        frozenset(
+            [place for place, each in present if storage_of(each) in shared or storage_of(each) in held]
+        )
+        if shared or held
+        else NOWHERE,
+        frozenset([place for place, each in present if is_view(each)]),
     )
     return packed, sources
 
 
-def _tracked(tensor: Tensor) -> Tensor:
-    """Detach a view of a parameter that was made without a graph: it claims to require grad because its base does."""
-    is_claim = tensor.requires_grad and tensor.grad_fn is None and tensor._base is not None
-    return tensor.detach() if is_claim else tensor
+def _source(tensor: Tensor) -> Tensor:
+    """The tensor as autograd tracks it; raise for one that has no memory of its own to hand over."""
+    if tensor.layout is not torch.strided:
+        raise TypeError(
+            f"a tensor with layout {tensor.layout} cannot cross to another partition. Call to_dense() on it in the "
+            "layer that returns it, or put both layers into one partition"
+        )
+    return tensor.detach() if is_untracked_view(tensor) else tensor
+
+
+def _handed_over(tensor: Tensor, held: Collection[int]) -> Tensor:
+    # The sender's next micro-batch may change a buffer while the receiver reads it.
+    changes = bool(held) and not tensor.requires_grad and storage_of(tensor) in held
+    return tensor.clone() if changes else _resolved(tensor.detach())
+
+
+def shared_memory_written(by: str) -> RuntimeError:
+    return RuntimeError(
+        f"{by} writes in place a tensor whose memory also belongs to another one: a skip, a view, or a parameter or "
+        "buffer of another partition. The gradient of the other one would be wrong. Send or stash a clone, or do not "
+        "write in place (perhaps a ReLU with inplace=True)"
+    )
+
+
+def common_storages(tensors: Sequence[Tensor]) -> set[int]:
+    """The storages that several of the tensors have in common."""
+    if len(tensors) == 1:
+        return set()
+    counts = Counter(storage_of(tensor) for tensor in tensors if tensor.layout is torch.strided)
+    return {storage for storage, count in counts.items() if count > 1}
 
 
 @final
 class GradSink:
     """Receives, while it is open, the gradients of what entered a partition."""
 
-    __slots__ = ("_open", "_places", "gradients")
+    __slots__ = ("_open", "_places", "gradients", "strides")
 
     def __init__(self, needs_grad: tuple[bool, ...]) -> None:
         self._places = tuple(place for place, needed in enumerate(needs_grad) if needed)
         self._open = False
         self.gradients: list[Tensor | None] = [None] * len(needs_grad)
+        self.strides: Mapping[int, tuple[int, ...]] = {}
+        """By place, of views that layers wrote in place: autograd gives their gradients the strides of the view."""
 
     def __enter__(self) -> GradSink:
         self._open = True
@@ -171,14 +198,14 @@ class GradSink:
         for place, gradient in zip(self._places, gradients, strict=True):
             self.gradients[place] = gradient
 
-    @property
-    def expects_any(self) -> bool:
-        return bool(self._places)
-
     def take(self) -> Gradients:
-        gradients = tuple(self.gradients)
+        gradients = self.gradients
         self.gradients = [None] * len(gradients)
-        return gradients
+        for place, stride in self.strides.items():
+            gradient = gradients[place]
+            if gradient is not None and gradient.stride() != stride:
+                gradients[place] = gradient.new_empty_strided(gradient.shape, stride).copy_(gradient)
+        return tuple(gradients)
 
 
 class _Entry(Function):
@@ -233,18 +260,13 @@ def _edge(tensor: Tensor) -> GradientEdge:
 
 
 @final
-class GraphLeak(RuntimeError):
-    """Raised in the first forward of a partition. The executor then keeps the whole graph, if it can."""
-
-
-@final
 class GraphLeakDetector:
     """Detects a path from a partition's graph to the sink or to a parameter of another partition."""
 
-    def __init__(self, sink: GradSink, own: Sequence[nn.Module], others: Sequence[nn.Module]) -> None:
+    def __init__(self, sink: GradSink, foreign: Collection[Tensor]) -> None:
+        """foreign: the parameters that only other partitions hold."""
         self._sink = sink
-        owned = {id(parameter) for module in own for parameter in module.parameters()}
-        self._foreign = {id(leaf) for module in others for leaf in module.parameters()} - owned
+        self._foreign = foreign
         self._visited: set[Any] = set()
 
     def check(self, layer: Layer, value: Any) -> None:
@@ -256,16 +278,16 @@ class GraphLeakDetector:
                 continue
             self._visited.add(node)
             if self._is_foreign(node):
-                raise GraphLeak(
-                    f"layer {layer!r} used a tensor of another partition that was not handed to it, so its "
-                    "gradient would be lost. Hand it over with @skippable (see gpipe_cli.skip), or use "
-                    "checkpoint='never'"
+                raise RuntimeError(
+                    f"layer {layer!r} used a tensor of another partition or micro-batch that was not handed to it, "
+                    "so its gradient would be lost. Hand it over with @skippable (see gpipe_cli.skip), or put both "
+                    "layers into one partition"
                 )
             nodes.extend(following for following, _ in node.next_functions)
 
     def _is_foreign(self, node: Any) -> bool:
         sink = getattr(node, "sink", self._sink)
-        return sink is not self._sink or id(getattr(node, "variable", None)) in self._foreign
+        return sink is not self._sink or getattr(node, "variable", None) in self._foreign
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

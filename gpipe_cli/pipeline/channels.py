@@ -15,7 +15,6 @@ from gpipe_cli.accelerator.memory import on_device
 from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.boundary import Gradients, PartitionInput
 from gpipe_cli.pipeline.forward_task import SavedForBackward
-from gpipe_cli.pipeline.layer_loop import refuse_written_skips, skip_version
 from gpipe_cli.pipeline.partition import Partition
 
 
@@ -70,17 +69,12 @@ class Channels:
         """The value of the preceding partition with its skips, then the skips of earlier partitions."""
         if partition.index == 0:
             return (self._state.inputs[micro_batch],)
-        return tuple([self._receive(source, partition, micro_batch) for source in partition.sources])
+        return tuple([self._receive(source, partition) for source in partition.sources])
 
-    def _receive(self, source: int, partition: Partition, micro_batch: int) -> PartitionInput:
+    def _receive(self, source: int, partition: Partition) -> PartitionInput:
         input: PartitionInput
         copy: DeviceCopy
-        input, copy, versions = self._forward[source, partition.index].get()
-        # A skip passes by the partitions between its stash and its pop, which may write the same memory meanwhile.
-        if source < partition.index - 1:
-            names = [route.name for route in partition.receives if route.partition == source]
-            written = self._state.written_copies[micro_batch]
-            refuse_written_skips(names, input.tensors, versions, written)
+        input, copy = self._forward[source, partition.index].get()
         tensors = copy.receive()
         return input if tensors is input.tensors else input._replace(tensors=tensors)
 
@@ -88,17 +82,13 @@ class Channels:
         self, partition: Partition, micro_batch: int, outputs: tuple[PartitionInput, ...]
     ) -> tuple[CopyTime, ...]:
         times: tuple[CopyTime, ...] = ()
-        # Skips first: once the following partition has the value, it may write it in place.
-        for destination, output in zip(reversed(partition.destinations), reversed(outputs), strict=True):
+        for destination, output in zip(partition.destinations, outputs, strict=True):
             if destination > self._last:
                 self._state.outputs[micro_batch] = output
                 continue
             copy = self._start_copy(output.tensors, destination)
             times += copy.times
-            # Only a skip that passes by other partitions can be written before it arrives.
-            passes_by = destination > partition.index + 1
-            versions = [skip_version(tensor) for tensor in output.tensors] if passes_by else []
-            self._forward[partition.index, destination].put((output, copy, versions))
+            self._forward[partition.index, destination].put((output, copy))
         return times
 
     def receive_gradients(self, partition: Partition, micro_batch: int) -> Gradients:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import final
 
 import torch
@@ -31,14 +29,6 @@ class MicroBatch:
 
     def __repr__(self) -> str:
         return f"MicroBatch(index={self.index}, size={self.size})"
-
-
-@final
-class LostSkip(KeyError):
-    """A layer looked up its micro-batch in a dictionary of skips that does not have it."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])  # KeyError would print the text as a quoted key
 
 
 class _RunningState(threading.local):
@@ -69,49 +59,20 @@ def is_recomputing() -> bool:
 class Running:
     """Context manager: sets what `current_microbatch` and the others return."""
 
-    __slots__ = ("_before", "_now", "_where")
+    __slots__ = ("_before", "_now")
 
     def __init__(
-        self,
-        micro_batch: MicroBatch,
-        checkpointing: bool = False,
-        recomputing: bool = False,
-        where: Callable[[], str] | None = None,
+        self, micro_batch: MicroBatch, checkpointing: bool = False, recomputing: bool = False
     ) -> None:
-        """where: names the layer that is running, for a `LostSkip`."""
         self._now = (micro_batch, checkpointing, recomputing)
-        self._where = where
 
     def __enter__(self) -> None:
         # A pipe may be a layer of another pipe in the same thread: restore what was there.
         self._before = (_current.micro_batch, _current.checkpointing, _current.recomputing)
         _current.micro_batch, _current.checkpointing, _current.recomputing = self._now
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         _current.micro_batch, _current.checkpointing, _current.recomputing = self._before
-        # Only the exact type that a dictionary raises: a layer's own exception is not replaced.
-        if kind is KeyError and isinstance(error, KeyError) and self._where is not None:
-            self._name_lost_skip(error, self._where)
-
-    def _name_lost_skip(self, error: KeyError, where: Callable[[], str]) -> None:
-        """Raise `LostSkip` if the missing key contains this micro-batch."""
-        micro_batch, _, recomputing = self._now
-        key = error.args[0] if len(error.args) == 1 else None
-        members = [
-            member() if isinstance(member, weakref.ref) else member
-            for member in (key if isinstance(key, tuple) else (key,))
-        ]
-        if not any(member is micro_batch for member in members):
-            return
-        name = "".join(f", {member!r}" for member in members if type(member) is str)
-        lost = "is gone in recomputation" if recomputing else "was not put there before in this process"
-        cure = ", or use checkpoint='never'" if recomputing else ""
-        raise LostSkip(
-            f"{where()} looked up {micro_batch}{name} in a dictionary, and the entry {lost}. "
-            f"Hand the tensor over with @skippable (see gpipe_cli.skip){cure}"
-        ) from error
 
 
 _NOTHING = contextlib.nullcontext()
@@ -153,8 +114,8 @@ class CallerState:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad))
             for kind, dtype in self.autocast:
-                # All threads share autocast's cache of cast weights. A checkpointed forward would cast them without
-                # grad, and recompute would find those and lose their gradients.
+                # All threads share autocast's cache of cast weights, and with it the graph of the cast: the backward
+                # of one micro-batch would free it for the others.
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
             if self.device != torch.get_default_device():
                 stack.enter_context(self.device)

@@ -1,15 +1,16 @@
 """Runs mini-batches through the partitions: forward, a whole step, and the backward of an earlier forward.
 
-The executor picks the actions that belong to a call, lets the workers or the calling thread run them, and keeps one
-autograd graph across all partitions where a layer uses a tensor of another partition without a boundary.
+The executor picks the actions that belong to a call, and lets the workers or the calling thread run them.
 """
 
 from __future__ import annotations
 
 import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import final
 
 import torch
@@ -20,10 +21,10 @@ from gpipe_cli.accelerator.stream_set import StreamSet
 from gpipe_cli.pipeline.action_loop import ActionLoop, PartitionStore, Recorder
 from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, commit_or_discard
-from gpipe_cli.pipeline.boundary import Gradients, GraphLeak
-from gpipe_cli.pipeline.forward_task import MicroBatchLoss
+from gpipe_cli.pipeline.boundary import Gradients
 from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value
+from gpipe_cli.pipeline.module_state import SharedState, modules_of
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.pipe_function import attach_to_graph
 from gpipe_cli.pipeline.tied import TiedParameters
@@ -70,11 +71,9 @@ class Executor:
         batch_norms: Sequence[DeferredBatchNorm] = (),
         *,
         stores: Sequence[PartitionStore] = (),
-        whole_graph: bool = False,
     ) -> None:
         """workers: 0 lets the calling thread run the actions.
         stores: those of the partitions, which take them in turn; empty if partitions never leave their devices.
-        whole_graph: leave the backward of a forward to autograd, which then allows a second derivative.
         """
         self.partitions = partitions
         self.timeout: float | None = None
@@ -88,8 +87,6 @@ class Executor:
         self._stores = stores
         self._workers = workers
         self._pool = WorkerPool(workers)
-        self._whole_graph = whole_graph
-        self._has_graph_leak = False
         self._accelerators = [device for device in dict.fromkeys(devices) if is_accelerator(device)]
         # A Python autograd function runs in the autograd thread of its device. The backward of a worker on that device
         # needs the same thread, so waiting there for a worker would never end: run the backward there instead.
@@ -97,45 +94,34 @@ class Executor:
 
     def forward(self, batch: MiniBatch, checkpoint_stops: Sequence[int]) -> Value:
         """The joined output, attached to the input and the parameters for `loss.backward()`."""
-        whole_graph = self._whole_graph or (self._has_graph_leak and not any(checkpoint_stops))
-        while True:
-            state = self._new_state(batch, checkpoint_stops, None, whole_graph)
-            try:
-                with commit_or_discard(self._batch_norms):
-                    self._run(state, self._orders(state).forward)
-                break
-            except GraphLeak:
-                if not self._can_keep_whole_graph(checkpoint_stops):
-                    raise
-                whole_graph = True
-        if whole_graph:
-            return state.joined_output()
+        state = self._new_state(batch, checkpoint_stops, None)
+        with self._undone_if_it_fails():
+            self._run(state, self._orders(state).forward)
         state.bump_input_versions()
         return attach_to_graph(state, self.backward)
 
     def step(self, batch: MiniBatch, loss: StepLoss, checkpoint_stops: Sequence[int]) -> None:
         """Forward and backward: fill `.grad` of parameters and inputs, and the losses of `loss`."""
-        whole_graph = self._has_graph_leak and not any(checkpoint_stops)
-        while True:
-            state = self._new_state(batch, checkpoint_stops, loss.weighted, whole_graph)
-            orders = self._orders(state)
-            try:
-                with commit_or_discard(self._batch_norms):
-                    self._run(state, orders.forward if whole_graph else orders.whole)
-                    if whole_graph:
-                        _backward_whole_graph(state)
-                break
-            except GraphLeak:
-                if not self._can_keep_whole_graph(checkpoint_stops):
-                    raise
-                whole_graph = True
-                loss.restart()
+        state = self._new_state(batch, checkpoint_stops, loss)
+        with self._undone_if_it_fails():
+            self._run(state, self._orders(state).whole)
         for untied in state.untied_by_layer():
             state.tied.add_up(untied)
-        if not whole_graph:
-            # The workers only filled the gradients of detached inputs: autograd carries them on from here.
-            state.bump_input_versions()
-            _backward_of_inputs(state)
+        # The workers only filled the gradients of detached inputs: autograd carries them on from here.
+        state.bump_input_versions()
+        _backward_of_inputs(state)
+
+    @contextmanager
+    def _undone_if_it_fails(self) -> Iterator[None]:
+        """Run a mini-batch inside: nothing that it changed in buffers stays if it raises."""
+        failed = True
+        try:
+            with commit_or_discard(self._batch_norms):
+                yield
+            failed = False
+        finally:
+            for partition in self.partitions:
+                partition.state.end(failed=failed)
 
     def backward(self, state: BatchState, gradients: list[Gradients], *, keep_graph: bool) -> None:
         """The backward of an earlier forward, from the gradients of each micro-batch's output."""
@@ -157,36 +143,23 @@ class Executor:
     def close(self) -> None:
         self._pool.close()
 
-    def _can_keep_whole_graph(self, checkpoint_stops: Sequence[int]) -> bool:
-        """Called after a GraphLeak, which the first mini-batch raises; the caller then runs it again with one graph.
-
-        With checkpointing the error stays: recompute would lose such gradients anyway.
-        """
-        for partition in self.partitions:
-            partition.forget_first_run()
-        self._has_graph_leak = not any(checkpoint_stops)
-        return self._has_graph_leak
-
     def _new_state(
-        self,
-        batch: MiniBatch,
-        checkpoint_stops: Sequence[int],
-        loss: MicroBatchLoss | None,
-        whole_graph: bool,
+        self, batch: MiniBatch, checkpoint_stops: Sequence[int], loss: StepLoss | None
     ) -> BatchState:
         # Users may tie or replace parameters between two calls, so this is not done once in the constructor.
         # Not while the workers of another caller run: they put parameters of their own into the modules.
         with self._pool.one_caller:
-            tied = TiedParameters(self._layers, self._devices)
-        if whole_graph and batch.state.grad and tied.any_copies:
-            raise RuntimeError(
-                "a layer uses a tensor of another partition that was not handed to it, and layers on several devices "
-                "share parameters or buffers, which needs a graph per partition. Hand the tensor over with @skippable "
-                "(see gpipe_cli.skip), or put the layers that share parameters on one device"
-            )
+            # A step runs hooks in the workers; otherwise the caller's backward runs them, with the whole gradient.
+            tied = TiedParameters(self._layers, self._devices, separate_hooked=loss is None)
+            layers = iter(self._layers)
+            shared = SharedState.between([list(islice(layers, length)) for length in self._lengths])
+            if loss is not None and loss.modules:
+                # What a layer holds is protected in its own partition.
+                own = modules_of(self._layers)
+                loss.modules = [module for module in loss.modules if module not in own]
         streams = StreamSet.current(self._accelerators)
         return BatchState.of(
-            batch, self._lengths, tied, checkpoint_stops, loss, whole_graph=whole_graph, streams=streams
+            batch, self._lengths, tied, checkpoint_stops, loss, shared=shared, streams=streams
         )
 
     def _orders(self, state: BatchState) -> _CallOrders:
@@ -227,14 +200,6 @@ class Executor:
         finally:
             # After an error of a kernel, the device refuses to wait as well: the caller gets the first failure.
             loop.raise_failure()
-
-
-def _backward_whole_graph(state: BatchState) -> None:
-    for piece in state.batch.micro_batches:
-        (loss,) = state.outputs[piece.index].tensors
-        if loss is not None and loss.requires_grad:
-            with state.batch.state.without_autocast():
-                torch.autograd.backward(loss)
 
 
 def _backward_of_inputs(state: BatchState) -> None:

@@ -1,21 +1,22 @@
-"""The task of a partition for one micro-batch, what it saves for backward, and what it learnt about its layers."""
+"""The task of a partition for one micro-batch, and what it saves for backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from itertools import chain
+from typing import Any, NamedTuple, final
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from gpipe_cli.pipeline.aliasing import Alias
 from gpipe_cli.pipeline.boundary import GradSink, PartitionInput
 from gpipe_cli.pipeline.context import MicroBatch
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value
-from gpipe_cli.pipeline.module_state import NO_TENSORS, Buffer, ModuleTensors, SavedBuffer
+from gpipe_cli.pipeline.module_state import NO_PARAMETERS, BufferState, ModuleParameters
 from gpipe_cli.pipeline.partition_backward import SplitBackward
 from gpipe_cli.pipeline.tied import Untied
+from gpipe_cli.torch_internals.autograd_graph import saved_behind
 
 MicroBatchLoss = Callable[[Value, MicroBatch], Tensor]
 """Runs after the last layer in a step."""
@@ -31,10 +32,8 @@ class ForwardTask(NamedTuple):
     """In the last partition of a step."""
     untied: Sequence[Untied]
     """One per layer of the partition."""
-    whole_graph: bool
-    """Whether boundaries detach nothing, so that one autograd graph spans all partitions."""
-    written_copies: set[int]
-    """Storages of which earlier partitions wrote a copy, so that no other partition sees the write."""
+    holders: Mapping[nn.Parameter, Sequence[int]]
+    """The positions of the layers that hold each parameter of the pipe."""
     written_inputs: set[int]
     """Places of the pipe's input tensors that layers write in place."""
 
@@ -51,20 +50,21 @@ class SavedForBackward:
     roots: tuple[GradientEdge | None, ...] = ()
     node_numbers: tuple[int, ...] = ()
     """The number of the next autograd node before the first layer and after each layer."""
+    has_hooks: bool = False
+    """Whether the graph may have hooks."""
     inputs: tuple[PartitionInput, ...] | None = None
     """The inputs to recompute from; None if the forward kept its graph."""
     fetch_inputs: tuple[Callable[[], PartitionInput] | None, ...] = ()
     """For each offloaded input, the function that brings it back; the input has no tensors until then."""
-    input_is_private: bool = False
-    """Whether nothing outside the partition can have written the inputs; otherwise recompute compares `versions`."""
     versions: tuple[list[list[int]], int] = ([], 0)
-    """Version counters of the inputs, and the sum of those of parameters and buffers."""
-    holds_caller_memory: bool = False
-    """Whether backward reads memory of the tensors that the caller passed in."""
+    """Version counters of the inputs, and the sum of those of the parameters."""
     writes_input: bool = False
-    tensors: ModuleTensors = NO_TENSORS
-    """The parameters and buffers that a checkpointed forward used."""
-    buffers: tuple[SavedBuffer, ...] = ()
+    parameters: ModuleParameters = NO_PARAMETERS
+    """Those that a checkpointed forward used."""
+    buffers: BufferState | None = None
+    """The buffers before a checkpointed forward."""
+    outputs: tuple[tuple[Any, ...], ...] = ()
+    """What a checkpointed forward sent, to which the outputs of recompute are compared."""
     split: SplitBackward | None = None
     """Set between the two halves of a split backward."""
 
@@ -72,6 +72,12 @@ class SavedForBackward:
     def has_backward(self) -> bool:
         """Whether a gradient of the output leads to anything: not before the first trained layer."""
         return self.inputs is not None or any(root is not None for root in self.roots)
+
+    def memory(self) -> Iterator[Tensor]:
+        """The tensors that backward reads."""
+        if self.inputs is not None:
+            return chain.from_iterable(input.present for input in self.inputs)
+        return saved_behind([root.node for root in self.roots if root is not None])
 
     def offload(self, offload: Callable[[PartitionInput], Callable[[], PartitionInput] | None]) -> None:
         """Hand the inputs of a checkpointed forward to `offload`, which may decline with None."""
@@ -90,26 +96,3 @@ class SavedForBackward:
             input if fetch is None else fetch()
             for input, fetch in zip(self.inputs, self.fetch_inputs, strict=True)
         )
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class LayerTraits:
-    """What a partition's layers do besides computing, learnt from the first micro-batch in each mode."""
-
-    needs_grad: tuple[tuple[bool, ...], ...]
-    """For each output, which tensors take part in backward."""
-    aliases: tuple[Mapping[int, Alias], ...]
-    writes_input: bool
-    changed_buffers: tuple[Buffer, ...]
-    """Recompute must see these as they were before the forward."""
-    written_buffers: tuple[Buffer, ...]
-    """Autograd counts writes to these, so a graph must not hold the buffer itself."""
-    input_is_caller_memory: bool
-    """Whether the inputs share memory with the tensors that the caller passed in."""
-    graph_saves_caller_memory: bool
-    """Whether the graph saved such memory."""
-    written_inputs: frozenset[int]
-    """Places of the caller's tensors that the layers write in place."""
-    tracks_grad: bool
-    """Whether any output takes part in backward."""

@@ -15,7 +15,7 @@ from gpipe_cli.accelerator.devices import Device, asks_for_device, choose_device
 from gpipe_cli.pipeline.action_loop import Recorder
 from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.layer_logging import log_layer_times
-from gpipe_cli.pipeline.loss import LossFunction, StepLoss
+from gpipe_cli.pipeline.loss import LossFunction, Reduction, StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.partitioning import make_partitions, move_to_devices, partition_modules
@@ -40,6 +40,8 @@ class PipeBase(PipeModule):
         loss_fn: LossFunction,
         key: int | None = None,
         return_output: Literal[False] = False,
+        *,
+        reduction: Reduction = "mean",
     ) -> Tensor: ...
 
     @overload
@@ -51,6 +53,7 @@ class PipeBase(PipeModule):
         key: int | None = None,
         *,
         return_output: Literal[True],
+        reduction: Reduction = "mean",
     ) -> tuple[Tensor, Output]: ...
 
     def step(
@@ -60,14 +63,17 @@ class PipeBase(PipeModule):
         loss_fn: LossFunction,
         key: int | None = None,
         return_output: bool = False,
+        *,
+        reduction: Reduction = "mean",
     ) -> Tensor | tuple[Tensor, Output]:
-        """Run forward and backward of a mini-batch: fill `.grad` and return the detached mean loss.
+        """Run forward and backward of a mini-batch: fill `.grad` and return the detached loss.
 
         key: determines all random numbers of the step; drawn from torch's default generator if None.
+        reduction: whether `loss_fn` gives the mean or the sum of a micro-batch; so is the loss of the mini-batch.
         """
         self._check_layers()
         batch = self._mini_batch(input, key)
-        loss = self._step_loss(batch, target, loss_fn, return_output)
+        loss = self._step_loss(batch, target, loss_fn, reduction, return_output)
         self._step(batch, loss)
         return self._step_result(loss, return_output)
 
@@ -273,7 +279,6 @@ class PlainPipe(ThreadedPipe):
             lambda partitions, chunks, workers: one_by_one(partitions, chunks, devices=1),
             workers=0,
             batch_norms=self._batch_norms,
-            whole_graph=len(balance) == 1 and checkpoint == "never",
         )
 
 

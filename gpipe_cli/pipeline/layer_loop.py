@@ -1,4 +1,4 @@
-"""The loop over the layers of one partition, for one micro-batch: the only place where a pipe calls layers.
+"""The loop over the layers of one partition, for one micro-batch.
 
 While a layer runs, its random operators draw from its key, its skips go to the partition's tracker, and it uses its own
 copies of tied parameters.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import NamedTuple, final
 
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
-from gpipe_cli.pipeline.boundary import GraphLeakDetector, PartitionInput
+from gpipe_cli.pipeline.boundary import GraphLeakDetector, PartitionInput, shared_memory_written
 from gpipe_cli.pipeline.context import Running
 from gpipe_cli.pipeline.failures import layer_that_failed
 from gpipe_cli.pipeline.forward_task import ForwardTask, SavedForBackward
@@ -29,9 +31,9 @@ from gpipe_cli.skip.skippable import named_skippables
 from gpipe_cli.skip.tracker import use_skip_tracker
 from gpipe_cli.torch_internals.autograd_graph import next_number
 from gpipe_cli.torch_internals.keyed_random import BACKWARD, KeyedRandom
-from gpipe_cli.torch_internals.tensor_memory import storage_of, version_of
+from gpipe_cli.torch_internals.tensor_memory import version_of
 
-_NO_SKIPS = contextlib.nullcontext()
+_NO_SKIPS = _KEEP = contextlib.nullcontext()
 INPUT, LOSS = "its input", "the loss function"
 BackwardWatch = Callable[[SavedForBackward, str], AbstractContextManager[object]]
 """Makes the context in which a backward, or the half of one that is named, runs."""
@@ -43,6 +45,8 @@ class LayerOutputs(NamedTuple):
     skips: tuple[Tensor | None, ...]
     """Those that other partitions pop."""
     node_numbers: tuple[int, ...]
+    registered_hooks: bool
+    """Whether a hook was registered meanwhile, perhaps by another thread: a tensor does not tell whether it has any."""
 
 
 @final
@@ -82,37 +86,49 @@ class LayerLoop:
         random = self._random
         self._key, self._micro_batch = task.batch.key, task.micro_batch.index
         # The numbers of autograd's nodes tell later which layer created which node.
-        numbers = [next_number()]
+        numbers, hooks = [next_number()], RemovableHandle.next_id
+        dropped = SavedTensors() if checkpointing else None
+        shared = _SharedTensors.of(inputs)
         with (
-            Running(task.micro_batch, checkpointing, recomputing, self._running_layer),
+            Running(task.micro_batch, checkpointing, recomputing),
             _NO_SKIPS if skips is None else use_skip_tracker(skips),
+            _KEEP if dropped is None else saved_tensors_hooks(dropped.pack, dropped.unpack),
             random,
         ):
             nothing_tied = task.untied.count(NOTHING_TIED) == len(self._layers)
-            if self._all_watched and nothing_tied and leak_detector is None:
+            if self._all_watched and nothing_tied and leak_detector is None and shared is None:
                 # The common case. For small layers, every line here counts.
                 for layer in self._layers:
                     random.source = layer
                     value = layer.module(value)
                     numbers.append(next_number())
+                    if dropped is not None:
+                        dropped.drop()
             else:
                 for layer, untied in zip(self._layers, task.untied, strict=True):
                     random.source = layer
                     with untied:
                         value = layer.module(value) if layer.is_watched else layer.watch(value)
                     numbers.append(next_number())
+                    if shared is not None:
+                        shared.refuse_writes(layer)
                     if leak_detector is not None:
                         leak_detector.check(layer, value)
+                    if dropped is not None:
+                        dropped.drop()
             if task.loss is not None:
                 random.source = LOSS
                 value = task.loss(value, task.micro_batch)
                 numbers.append(next_number())
+                if dropped is not None:
+                    dropped.drop()
             values, template = flatten(value, "output")
             if not values:
                 raise TypeError(f"expected Tensor, but got {type(value).__name__} as output")
             # Not the last layer any more: an error from here on is none of its own.
             random.source = INPUT
-        return LayerOutputs(values, template, () if skips is None else skips.sent(), tuple(numbers))
+        sent = () if skips is None else skips.sent()
+        return LayerOutputs(values, template, sent, tuple(numbers), RemovableHandle.next_id != hooks)
 
     def _unpack(
         self, inputs: tuple[PartitionInput, ...], entered: Sequence[Sequence[Tensor | None]]
@@ -126,7 +142,7 @@ class LayerLoop:
                 input.unpack(tensors)[1] for input, tensors in zip(inputs[1:], entered[1:], strict=True)
             )
             received = [*received, *chain.from_iterable(others)]
-        return value, PartitionSkips(self._receives, received, self._sends, inputs[0].linked_skips())
+        return value, PartitionSkips(self._receives, received, self._sends)
 
     def keyed_backward(
         self, saved: SavedForBackward, phase: str = "backward"
@@ -179,25 +195,66 @@ class LayerLoop:
 
 
 @final
+class SavedTensors:
+    """What autograd saves in a checkpointed forward, dropped when the layer that saved it has returned.
+
+    Until then it is kept, because a layer may run a backward of its own inside its forward.
+    """
+
+    __slots__ = ("_slots",)
+
+    def __init__(self) -> None:
+        self._slots: list[list[Tensor]] = []
+
+    def pack(self, tensor: Tensor) -> list[Tensor]:
+        slot = [tensor]
+        self._slots.append(slot)
+        return slot
+
+    def unpack(self, slot: list[Tensor]) -> Tensor:
+        if not slot:
+            raise RuntimeError(
+                "a layer runs a backward through earlier layers inside its forward, and checkpointing has dropped "
+                "what they saved. Use checkpoint='never', or put these layers into one"
+            )
+        return slot[0]
+
+    def drop(self) -> None:
+        for slot in self._slots:
+            slot.clear()
+        self._slots.clear()
+
+
+@final
+class _SharedTensors:
+    """The received tensors that no layer may write, because their memory is also that of other tensors."""
+
+    __slots__ = ("_tensors", "_versions")
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._versions = [version_of(tensor) for tensor in tensors]
+
+    @classmethod
+    def of(cls, inputs: Sequence[PartitionInput]) -> _SharedTensors | None:
+        tensors = [input.tensors[place] for input in inputs for place in input.shared]
+        return cls([tensor for tensor in tensors if tensor is not None]) if tensors else None
+
+    def refuse_writes(self, layer: Layer) -> None:
+        if self._versions != [version_of(tensor) for tensor in self._tensors]:
+            raise shared_memory_written(f"layer {layer!r}")
+
+
+@final
 class PartitionSkips:
     """A SkipTracker: what layers stash and pop while one partition runs one micro-batch."""
 
-    __slots__ = ("_sent", "_values", "_versions")
+    __slots__ = ("_sent", "_values")
 
     def __init__(
-        self,
-        receives: Sequence[SkipRoute],
-        received: Sequence[Tensor | None],
-        sends: Sequence[SkipRoute],
-        linked: Collection[int] = (),
+        self, receives: Sequence[SkipRoute], received: Sequence[Tensor | None], sends: Sequence[SkipRoute]
     ) -> None:
-        """linked: places of received skips that autograd knows as views, so a write through another tensor is right."""
         self._values = {route.name: value for route, value in zip(receives, received, strict=True)}
-        self._versions = {
-            name: skip_version(value)
-            for place, (name, value) in enumerate(self._values.items())
-            if place not in linked
-        }
         self._sent: dict[SkipName, Tensor | None] = {route.name: None for route in sends}
 
     def save(self, name: SkipName, value: Tensor | None) -> None:
@@ -205,33 +262,8 @@ class PartitionSkips:
         target[name] = value
 
     def load(self, name: SkipName) -> Tensor | None:
-        value = self._values.pop(name)
-        if name in self._versions:
-            refuse_written_skips([name], [value], [self._versions[name]])
-        return value
+        return self._values.pop(name)
 
     def sent(self) -> tuple[Tensor | None, ...]:
         """What leaves the partition, in the order of its routes."""
         return tuple(self._sent.values())
-
-
-def refuse_written_skips(
-    names: Sequence[SkipName],
-    values: Sequence[Tensor | None],
-    versions: Sequence[int],
-    written_copies: Collection[int] = (),
-) -> None:
-    """Raise if a layer wrote a skip after its stash: the graph of the skip itself does not know of the write.
-
-    written_copies: storages of which a partition wrote a copy of its own.
-    """
-    for name, value, version in zip(names, values, versions, strict=False):
-        if skip_version(value) != version or (value is not None and storage_of(value) in written_copies):
-            raise RuntimeError(
-                f"skip '{name.name}' was written in place between stash and pop, so its gradient would be "
-                "wrong. Stash a clone, or stop the layer that writes (perhaps a ReLU with inplace=True)"
-            )
-
-
-def skip_version(value: Tensor | None) -> int:
-    return 0 if value is None else version_of(value)

@@ -2,21 +2,26 @@
 
 The mean loss of a micro-batch is weighted by its rows, so loss and gradients are those of the whole mini-batch. A loss
 that is a mean of something else, such as the tokens it scores, says how many of them each row has: see `WeighingLoss`.
+torch's cross entropies are means over the targets that they do not ignore. Sums are added up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, final
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Protocol, TypeAlias, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from gpipe_cli.pipeline.context import MicroBatch, is_recomputing
 from gpipe_cli.pipeline.microbatch import Batch, Value, tensors_of
 from gpipe_cli.pytree import map_tensors, unflatten
 
 LossFunction = Callable[[Any, Any], Tensor]
+Reduction: TypeAlias = Literal["mean", "sum"]
 
 
 class WeighingLoss(Protocol):
@@ -33,13 +38,60 @@ def row_weights(loss: object, target: Value, rows: int) -> Tensor:
     # Not isinstance: Python takes longer to look at a protocol than this step of a small model may.
     weigh = getattr(loss, "row_weights", None)
     if weigh is None:
-        return torch.ones(rows, dtype=torch.int64)
+        counted = _counted_targets(loss, target)
+        return torch.ones(rows, dtype=torch.int64) if counted is None else counted.reshape(rows, -1).sum(1)
     weights = weigh(target)
     if not isinstance(weights, Tensor) or weights.shape != (rows,):
         raise ValueError(
             f"row_weights of the loss must give one number for each of {rows} rows, got {_shape(weights)}"
         )
     return weights
+
+
+def _counted_targets(loss: Any, target: Value) -> Tensor | None:
+    """How much each class index counts in the mean of one of torch's cross entropies; None for any other loss."""
+    function, arguments = _taken_apart(loss)
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        arguments = {"weight": loss.weight, "ignore_index": loss.ignore_index}
+    elif function not in (functional.cross_entropy, functional.nll_loss):
+        return None
+    if not isinstance(target, Tensor) or target.is_floating_point():
+        return None  # the mean over probabilities is one over rows
+    counted = target != arguments.get("ignore_index", -100)
+    weight = arguments.get("weight")
+    return counted if weight is None else torch.where(counted, weight[target * counted], 0).double()
+
+
+def _taken_apart(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """The function that a loss calls, and the keyword arguments it gives."""
+    return (loss.func, loss.keywords) if isinstance(loss, functools.partial) else (loss, {})
+
+
+def _check_reduction(loss: Any, reduction: Reduction) -> None:
+    """Raise if a loss is known to reduce in another way than the caller of `step` says."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+    function, arguments = _taken_apart(loss)
+    own = arguments.get("reduction", getattr(function, "reduction", None))
+    if own in ("mean", "sum", "none") and own != reduction:
+        hint = "use a loss that gives one number" if own == "none" else f"call step with reduction={own!r}"
+        raise ValueError(
+            f"the loss has reduction={own!r}, but step takes it for the {reduction} of a micro-batch; {hint}"
+        )
+
+
+def called_modules(loss: Any) -> Iterable[nn.Module]:
+    """The modules that a loss function calls as far as its code names them. Recompute must not change their buffers."""
+    if hasattr(loss, "modules"):
+        return loss.modules()  # type: ignore[no-any-return]
+    if isinstance(loss, functools.partial):
+        named: Iterable[Any] = (loss.func, *loss.args, *loss.keywords.values())
+    elif inspect.isfunction(loss):
+        variables = inspect.getclosurevars(loss)
+        named = (*variables.nonlocals.values(), *variables.globals.values())
+    else:
+        named = (getattr(loss, "__self__", None),)
+    return [module for each in named if isinstance(each, nn.Module) for module in each.modules()]
 
 
 @final
@@ -53,10 +105,12 @@ class StepLoss:
         rows: int,
         count: int,
         *,
-        weighed_by: object,
+        given: LossFunction,
+        reduction: Reduction,
         keeps_outputs: bool,
     ) -> None:
-        """weighed_by: the loss of the caller, which may be a `WeighingLoss`."""
+        """given: the loss of the caller, which `function` calls and which may be a `WeighingLoss`."""
+        _check_reduction(given, reduction)
         if not torch.is_grad_enabled():
             raise RuntimeError("step computes gradients and cannot run under no_grad: call the pipe instead")
         batch = Batch(target, "target")
@@ -66,15 +120,15 @@ class StepLoss:
             )
         self._function = function
         self._targets = [unflatten(batch.template, tensors) for tensors in batch.scatter(count)]
-        weights = row_weights(weighed_by, target, rows)
-        self._weights = [sum(part.tolist()) for part in weights.tensor_split(count)]
-        self.total_weight: float = sum(self._weights)
+        self.modules = list(called_modules(given))
+        if reduction == "mean":
+            weights = row_weights(given, target, rows)
+            self._weights = [sum(part.tolist()) for part in weights.tensor_split(count)]
+        else:
+            self._weights = [1] * count
+        self.total_weight: float = sum(self._weights) if reduction == "mean" else 1
         """Of the mini-batch. A replica whose mini-batch is a part of a larger one sets it to that of the larger one."""
         self._keeps_outputs = keeps_outputs
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget the losses and outputs of a step that has to run again."""
         self._losses: list[Tensor] = []
         self.outputs: list[Value] = []
         """Those of all micro-batches, if `keeps_outputs`."""

@@ -1,14 +1,19 @@
-"""The parameters and buffers of a partition's layers, around forward, recompute and backward.
+"""The parameters and buffers of a partition's layers, around forward and recompute.
 
 Recompute works on copies of the buffers as they were before the forward, so it repeats the forward and changes nothing.
-A graph that saved a buffer keeps it as it was while later micro-batches change it. Autograd checks the version counters
-of what a graph saved; a checkpointed forward has no graph until recompute, so this file checks them instead.
+A forward that keeps its graph works on copies too, because the graph may save a buffer that the next micro-batch
+changes. Values decide whether a buffer changed, not version counters: batch norm and writes through `.data` do not
+count. Buffers that keep their value share one copy in all micro-batches.
+
+Parameters are too large to be copied. Autograd checks the version counters of those that a graph saved; a checkpointed
+forward has no graph until recompute, so this file checks the version counters instead.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, final
@@ -16,29 +21,12 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.accelerator.devices import is_accelerator
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
-from gpipe_cli.torch_internals.tensor_memory import version_of
+from gpipe_cli.pipeline.layer import Layer
+from gpipe_cli.torch_internals.tensor_memory import storage_of, version_of
 
 _UNCHANGED = contextlib.nullcontext()
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    module: nn.Module
-    name: str
-
-    def get(self) -> Tensor:
-        tensor: Tensor = getattr(self.module, self.name)
-        return tensor
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class SavedBuffer:
-    buffer: Buffer
-    original: Tensor
-    value: Tensor
 
 
 def tensors_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
@@ -49,158 +37,325 @@ def tensors_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
                 yield part, name, tensor
 
 
-def all_buffers(layers: Sequence[nn.Module]) -> list[Buffer]:
-    modules = dict.fromkeys(module for layer in layers for module in layer.modules())
-    return [Buffer(module, name) for module in modules for name, _ in module.named_buffers(recurse=False)]
-
-
-def save_buffers(buffers: Sequence[Buffer]) -> tuple[SavedBuffer, ...]:
-    return tuple(SavedBuffer(buffer, buffer.get(), buffer.get().clone()) for buffer in buffers)
-
-
-def changed_buffers(saved: Sequence[SavedBuffer], written: Sequence[Buffer] = ()) -> tuple[Buffer, ...]:
-    """All buffers of the modules that changed or wrote any: a value that happened to stay may change next time."""
-    modules = {buffer.module for buffer in written} | {
-        item.buffer.module
-        for item in saved
-        if item.buffer.get() is not item.original or not torch.equal(item.original, item.value)
-    }
-    return tuple(item.buffer for item in saved if item.buffer.module in modules)
-
-
-def restore_buffers(saved: Sequence[SavedBuffer]) -> None:
-    """Undo all changes since `save_buffers`."""
-    for item in saved:
-        item.original.copy_(item.value)
-        setattr(item.buffer.module, item.buffer.name, item.original)
-
-
-def use_saved_buffers(saved: Sequence[SavedBuffer]) -> contextlib.AbstractContextManager[None]:
-    """Context manager: inside, the modules see copies of the saved values in place of their buffers."""
-    return _swapped_buffers(saved) if saved else _UNCHANGED
-
-
-@contextlib.contextmanager
-def _swapped_buffers(saved: Sequence[SavedBuffer]) -> Iterator[None]:
-    # Copying the values into the buffers and back would not do: batch norm saves its buffers for backward, and autograd
-    # would notice the write.
-    current = [item.buffer.get() for item in saved]
-    for item in saved:
-        setattr(item.buffer.module, item.buffer.name, item.value.clone())
-    try:
-        yield
-    finally:
-        for item, tensor in zip(saved, current, strict=True):
-            setattr(item.buffer.module, item.buffer.name, tensor)
-
-
-@final
-class BufferCopies:
-    """Context manager: inside, modules use copies of their buffers; at the end the buffers receive the copies' values.
-
-    So a graph built inside holds tensors that are never written again. Compiled batch norm saves its buffers for
-    backward; without copies, the next micro-batch would write them and autograd would refuse to run the graph.
-    """
-
-    __slots__ = ("_buffers", "_copies", "_originals")
-
-    def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self._buffers = buffers
-
-    def __enter__(self) -> BufferCopies:
-        self._originals = [buffer.get() for buffer in self._buffers]
-        self._copies = [original.clone() for original in self._originals]
-        for buffer, copy in zip(self._buffers, self._copies, strict=True):
-            setattr(buffer.module, buffer.name, copy)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for buffer, copy, original in zip(self._buffers, self._copies, self._originals, strict=True):
-            if buffer.get() is not copy:
-                continue  # the layer replaced the buffer
-            setattr(buffer.module, buffer.name, original)
-            # If every micro-batch counted as a write, graphs that saved the original would refuse to run. Kernels may
-            # write a buffer without counting it, so values decide. Comparing them makes the host wait: it comes last.
-            if version_of(copy) or not torch.equal(original, copy):
-                with torch.no_grad():
-                    original.copy_(copy)
-
-    @property
-    def written(self) -> tuple[Buffer, ...]:
-        """The buffers whose version counters show a write inside."""
-        return tuple(
-            buffer for buffer, copy in zip(self._buffers, self._copies, strict=True) if version_of(copy)
-        )
-
-
-@final
-class ModuleTensors:
-    """The current parameters, buffers and training modes of some layers."""
-
-    __slots__ = ("_tensors", "parameters", "training")
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        modules = _modules_of(layers)
-        self.training = tuple([module.training for module in modules])
-        self._tensors: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = []
-        self.parameters: list[Tensor] = []
-        for module in modules:
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    self._tensors.append((module, module._parameters, name, parameter))
-                    self.parameters.append(parameter)
-            # Deferred batch norm commits its statistics after the forward, and recompute does not use them.
-            if module._buffers and not isinstance(module, DeferredBatchNorm):
-                self._tensors += [
-                    (module, module._buffers, name, buffer)
-                    for name, buffer in module._buffers.items()
-                    if buffer is not None
-                ]
-
-    def versions(self, but: Collection[nn.Module]) -> int:
-        """A number that grows with every write to these tensors, except those of the modules in `but`."""
-        return sum(
-            [version_of(tensor) for module, _, _, tensor in self._tensors if not but or module not in but]
-        )
-
-    def restored(self, but: Collection[nn.Module]) -> contextlib.AbstractContextManager[None]:
-        """Context manager: inside, modules use these tensors even if others replaced them; not the modules in `but`."""
-        replaced = [
-            (holder, name, tensor, holder.get(name))
-            for module, holder, name, tensor in self._tensors
-            if holder.get(name) is not tensor and module not in but
-        ]
-        return _swapped(replaced) if replaced else _UNCHANGED
-
-
-def _modules_of(layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Every module of each layer, once; `nn.Module.modules` would take several times as long, to build names."""
-    modules = []
-    for layer in layers:
-        visited = {layer}
-        waiting = [layer]
-        while waiting:
-            module = waiting.pop()
-            modules.append(module)
-            for child in reversed(module._modules.values()):
-                if child is not None and child not in visited:
-                    visited.add(child)
-                    waiting.append(child)
+def modules_of(layers: Sequence[nn.Module]) -> dict[nn.Module, None]:
+    """Every module of the layers, once; `nn.Module.modules` would take several times as long, to build names."""
+    modules = dict.fromkeys(layers)
+    waiting = list(layers)
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and child not in modules:
+                modules[child] = None
+                waiting.append(child)
     return modules
 
 
+@final
+class BufferState:
+    """The buffers of some modules at one moment: the tensor under each name, and a copy of its value."""
+
+    __slots__ = ("names", "values", "versions")
+
+    def __init__(
+        self, owners: Collection[nn.Module], copies: dict[Tensor, Tensor | None] | None = None
+    ) -> None:
+        """owners: deferred batch norm is left out, because it commits its statistics after the forward.
+        copies: of tensors that have the same value now.
+        """
+        self.names = [
+            (owner, dict(owner._buffers)) for owner in owners if not isinstance(owner, DeferredBatchNorm)
+        ]
+        self.values: dict[Tensor, Tensor] = {}
+        self.versions: dict[Tensor, int] = {}
+        for _, named in self.names:
+            for tensor in named.values():
+                # One that requires grad is left to autograd, as a parameter is.
+                if tensor is not None and tensor not in self.values and not tensor.requires_grad:
+                    copy = None if copies is None else copies.get(tensor)
+                    self.values[tensor] = tensor.clone() if copy is None else copy
+                    self.versions[tensor] = version_of(tensor)
+
+    def restore(self) -> None:
+        """Undo all changes since."""
+        for owner, named in self.names:
+            _set_buffers(owner, named)
+        for tensor, value in self.values.items():
+            if not _equal(tensor, value):
+                with torch.no_grad():
+                    tensor.copy_(value)
+
+    def changes(self) -> list[tuple[Tensor, Tensor]]:
+        """Each buffer as it is now, with its value then."""
+        return [
+            (owner._buffers[name], self.values[tensor])  # type: ignore[misc]
+            for owner, named in self.names
+            for name, tensor in named.items()
+            if tensor in self.values and owner._buffers.get(name) is not None
+        ]
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Context manager: inside, the modules have copies of these values as their buffers."""
+        # Copying the values into the buffers and back would not do: batch norm saves its buffers for backward, and
+        # autograd would notice the write.
+        copies: dict[Tensor | None, Tensor] = {tensor: value.clone() for tensor, value in self.values.items()}
+        current = [(owner, dict(owner._buffers)) for owner, _ in self.names]
+        for owner, named in self.names:
+            _set_buffers(owner, {name: copies.get(tensor, tensor) for name, tensor in named.items()})
+        try:
+            yield
+        finally:
+            for owner, named in current:
+                _set_buffers(owner, named)
+
+
+def _equal(first: Tensor, second: Tensor) -> bool:
+    """False for a sparse tensor, which torch cannot compare: it is copied as if it had changed."""
+    return first.layout is torch.strided and torch.equal(first, second)
+
+
+def _set_buffers(owner: nn.Module, named: dict[str, Tensor | None]) -> None:
+    if owner._buffers or named:
+        owner._buffers.clear()
+        owner._buffers.update(named)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """What several partitions hold, so no forward may change it: they would see the change at different times."""
+
+    modules: Collection[nn.Module] = ()
+    parameters: Collection[Tensor] = ()
+    buffers: Collection[int] = ()
+    """Their storages."""
+
+    @classmethod
+    def between(cls, partitions: Sequence[Iterable[nn.Module]]) -> SharedState:
+        """partitions: the layers of each."""
+        if len(partitions) == 1:
+            return NOTHING_SHARED
+        users: list[Counter[Any]] = [Counter(), Counter(), Counter()]
+        for layers in partitions:
+            modules = modules_of(list(layers))
+            parameters = {each for module in modules for each in module._parameters.values()}
+            buffers = {each for module in modules for each in module._buffers.values()}
+            storages = {storage_of(each) for each in buffers if each is not None}
+            users[0].update(list(modules))
+            users[1].update(parameters - {None})
+            users[2].update(storages)
+        return cls(*({each for each, count in counter.items() if count > 1} for counter in users))
+
+    @property
+    def any(self) -> bool:
+        return bool(self.modules or self.parameters or self.buffers)
+
+    def refuse_change(self, layer: str, kind: str, name: str) -> None:
+        raise RuntimeError(
+            f"{layer} changes the {kind} '{name}' in its forward, and another partition holds it too, so the result "
+            "would depend on which of them runs first. Put the layers that share it into one partition, or do not "
+            "share it"
+        )
+
+
+NOTHING_SHARED = SharedState()
+
+
+@final
+class PartitionState:
+    """The buffers and parameters of one partition, from micro-batch to micro-batch."""
+
+    __slots__ = ("_at_begin", "_copies", "_layers", "_owners", "_shared", "_storages", "parameters")
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._layers = layers
+        self._copies: dict[Tensor, Tensor | None] = {}
+        """Of each buffer that kept its value when the layers ran last; None for one that did not."""
+        self._at_begin: BufferState | None = None
+        self._owners: Collection[nn.Module] = ()
+        self._shared = NOTHING_SHARED
+        self._storages: set[int] | None = None
+        self.parameters = NO_PARAMETERS
+
+    def begin(self, shared: SharedState, loss_modules: Sequence[nn.Module] = ()) -> None:
+        """Look at the modules once per mini-batch. loss_modules: those of the loss, after the last layer."""
+        self._owners = modules_of([layer.module for layer in self._layers]) | dict.fromkeys(loss_modules)
+        self.parameters = ModuleParameters(self._owners)
+        self._shared, self._storages = shared, None
+        held = {buffer for owner in self._owners for buffer in owner._buffers.values()}
+        # The caller may have written a buffer since, in a way that no version counter shows.
+        self._copies = {
+            buffer: copy
+            for buffer, copy in self._copies.items()
+            if buffer in held and (copy is None or _equal(buffer, copy))
+        }
+        self._at_begin = self._save()
+
+    def end(self, *, failed: bool) -> None:
+        """End the mini-batch. failed: give the buffers back the values they had before it."""
+        if failed and self._at_begin is not None:
+            self._at_begin.restore()
+        self._at_begin = None
+
+    def _save(self) -> BufferState:
+        return BufferState(self._owners, self._copies)
+
+    @property
+    def is_shared(self) -> bool:
+        return self._shared.any
+
+    @contextlib.contextmanager
+    def repeatable(self) -> Iterator[BufferState]:
+        """Context manager around a forward that recompute will repeat, with the buffers that it yields."""
+        before, versions = self._save(), self._shared_versions()
+        yield before
+        self._note_changes(before)
+        self._refuse_shared_parameters(versions)
+
+    @contextlib.contextmanager
+    def separate(self) -> Iterator[None]:
+        """Context manager around a forward that keeps its graph: inside, buffers that layers may change are copies."""
+        before = self._save()
+        versions = self._shared_versions()
+        copies: dict[Tensor | None, Tensor] = {
+            buffer: copy
+            for buffer, copy in before.values.items()
+            if self._copies.get(buffer) is None and storage_of(buffer) not in self._shared.buffers
+        }
+        for owner, named in before.names:
+            _set_buffers(owner, {name: copies.get(buffer, buffer) for name, buffer in named.items()})
+        try:
+            yield
+        finally:
+            originals: dict[Tensor | None, Tensor | None] = {copy: buffer for buffer, copy in copies.items()}
+            for owner, _ in before.names:
+                named = {name: originals.get(each, each) for name, each in owner._buffers.items()}
+                _set_buffers(owner, named)
+        for buffer in self._note_changes(before):
+            if buffer in copies:
+                with torch.no_grad():
+                    buffer.copy_(copies[buffer])
+            else:
+                # It changed for the first time. A graph that saved it must notice, even if autograd did not count.
+                torch.autograd.graph.increment_version(buffer)
+        self._refuse_shared_parameters(versions)
+
+    def refuse_written(self, parameters: ModuleParameters, versions: Sequence[tuple[int, int]]) -> None:
+        """Raise if a forward that is run twice wrote a parameter. versions: those before it."""
+        for owner, name in parameters.written_since(versions):
+            raise RuntimeError(
+                f"{self._layer_of(owner)} writes its parameter '{name}' in its forward, and recompute would write it "
+                "again. Make it a buffer, or use checkpoint='never'"
+            )
+
+    def storages(self) -> set[int]:
+        """Those of the parameters and buffers, as the layers use them now."""
+        if self._storages is None:
+            self._storages = self.parameters.storages()
+        buffers = (each for owner in self._owners for each in owner._buffers.values() if each is not None)
+        return self._storages.union(storage_of(each) for each in buffers if each.layout is torch.strided)
+
+    def _shared_versions(self) -> list[tuple[int, int]]:
+        return self.parameters.versions() if self._shared.parameters else []
+
+    def _refuse_shared_parameters(self, versions: Sequence[tuple[int, int]]) -> None:
+        for owner, name in self.parameters.written_since(versions):
+            if owner in self._shared.modules or owner._parameters.get(name) in self._shared.parameters:
+                self._shared.refuse_change(self._layer_of(owner), "parameter", name)
+
+    def _note_changes(self, before: BufferState) -> list[Tensor]:
+        """The buffers that a forward may have changed. Raise if it changed one that another partition holds."""
+        changed = []
+        for buffer, copy in before.values.items():
+            if storage_of(buffer) in self._shared.buffers:
+                continue
+            # Comparing values makes the host wait for an accelerator: there, any buffer may have changed.
+            may_change = self._copies.get(buffer, copy) is None or is_accelerator(buffer.device)
+            if may_change or not _equal(buffer, copy):
+                changed.append(buffer)
+                self._copies[buffer] = None
+            else:
+                self._copies[buffer] = copy
+        if self._shared.buffers or self._shared.modules:
+            self._refuse_shared_buffers(before)
+        return changed
+
+    def _refuse_shared_buffers(self, before: BufferState) -> None:
+        for owner, named in before.names:
+            now = owner._buffers if owner in self._shared.modules else named
+            for name in now.keys() | named.keys():
+                if now.get(name) is not named.get(name) or self._is_written(named.get(name), before):
+                    self._shared.refuse_change(self._layer_of(owner), "buffer", name)
+
+    def _is_written(self, buffer: Tensor | None, before: BufferState) -> bool:
+        """Whether a shared buffer has changed: on an accelerator by its version counter, for the same reason."""
+        if buffer not in before.values or storage_of(buffer) not in self._shared.buffers:
+            return False
+        if is_accelerator(buffer.device):
+            return version_of(buffer) != before.versions[buffer]
+        return not _equal(buffer, before.values[buffer])
+
+    def _layer_of(self, module: nn.Module) -> str:
+        """The name of the layer that holds a module; otherwise the loss does."""
+        holders = (layer for layer in self._layers if module in modules_of([layer.module]))
+        return next((f"layer {layer!r}" for layer in holders), "the loss")
+
+
+@final
+class ModuleParameters:
+    """The parameters of some modules at one moment."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, modules: Collection[nn.Module]) -> None:
+        self._held = [
+            (module, name, parameter)
+            for module in modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+
+    @property
+    def any_trained(self) -> bool:
+        return any(parameter.requires_grad for _, _, parameter in self._held)
+
+    def storages(self) -> set[int]:
+        return {storage_of(parameter) for _, _, parameter in self._held}
+
+    def versions(self) -> list[tuple[int, int]]:
+        """What changes if one of the parameters is written, counted by autograd, or gets other memory."""
+        return [(version_of(parameter), parameter.data_ptr()) for _, _, parameter in self._held]
+
+    def written_since(self, versions: Sequence[tuple[int, int]]) -> Iterator[tuple[nn.Module, str]]:
+        """The parameters that were written or replaced."""
+        for (module, name, parameter), before in zip(self._held, versions, strict=False):
+            if (version_of(parameter), parameter.data_ptr()) != before or (
+                module._parameters.get(name) is not parameter
+            ):
+                yield module, name
+
+    def total_version(self) -> int:
+        """A number that grows with every write that autograd counts."""
+        return sum([version_of(parameter) for _, _, parameter in self._held])
+
+    def in_use(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager: inside, the modules have these parameters even if others replaced them since."""
+        replaced = [each for each in self._held if each[0]._parameters.get(each[1]) is not each[2]]
+        return _swapped(replaced) if replaced else _UNCHANGED
+
+
 @contextlib.contextmanager
-def _swapped(tensors: Sequence[tuple[dict[str, Any], str, Tensor, Any]]) -> Iterator[None]:
-    for holder, name, tensor, _ in tensors:
-        holder[name] = tensor
+def _swapped(held: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> Iterator[None]:
+    current = [module._parameters.get(name) for module, name, _ in held]
+    for module, name, parameter in held:
+        module._parameters[name] = parameter
     try:
         yield
     finally:
-        for holder, name, _, current in tensors:
-            holder[name] = current
+        for (module, name, _), before in zip(held, current, strict=True):
+            module._parameters[name] = before
 
 
-NO_TENSORS = ModuleTensors(())
+NO_PARAMETERS = ModuleParameters(())
 
 
 def modified_in_place(what: str, partition: int) -> RuntimeError:

@@ -80,8 +80,6 @@ def make_partitions(
     layers: tuple[Layer, ...],
     balance: Sequence[int],
     devices: Sequence[torch.device],
-    *,
-    keep_aliases: bool = True,
 ) -> list[Partition]:
     """Assign partitions to `devices` round robin."""
     layout = skip_layout(list(modules))
@@ -94,8 +92,6 @@ def make_partitions(
             device=devices[index % len(devices)],
             receives=_neighbour_first(layout.receives[index], index - 1),
             sends=_neighbour_first(layout.sends[index], index + 1),
-            keeps_aliases=keep_aliases and index < len(balance) - 1,
-            others=[module for module in modules if module is not modules[index]],
             shares_modules=any(uses[part] > 1 for part in modules[index].modules()),
         )
         for index, length in enumerate(balance)

@@ -6,7 +6,7 @@ of the input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -17,16 +17,8 @@ from torch.autograd import Function
 from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.boundary import ANCHOR, Gradients
 from gpipe_cli.pipeline.microbatch import Value, gather
-from gpipe_cli.pipeline.partition_backward import GradientCollector
-from gpipe_cli.pipeline.tied import Untied, sum_on
 from gpipe_cli.pytree import unflatten
-from gpipe_cli.torch_internals.autograd_graph import (
-    fills_leaf,
-    has_hooks,
-    is_asked_for,
-    is_captured,
-    keeps_graph,
-)
+from gpipe_cli.torch_internals.autograd_graph import fills_leaf, has_hooks, keeps_graph
 
 RunBackward = Callable[..., None]
 """`Executor.backward`."""
@@ -65,44 +57,30 @@ class _PipeBackward:
     def run(self, gradients: tuple[Tensor | None, ...], *, keep_graph: bool) -> list[Tensor | None]:
         """Run the backward; return the gradients of the parameters that autograd accumulates, None for the others.
 
-        The workers add to `.grad` of most parameters themselves. Autograd does it for those that `autograd.grad` asks
-        for, and for parameters with hooks: it would call their hooks anyway, without a gradient.
+        The workers add to `.grad` of most parameters themselves. Autograd does it for parameters with hooks: it would
+        call their hooks anyway, without a gradient.
         """
         state = self.state
         state.check_input()
-        tied = {parameter for parameter, _ in state.tied.users}
         # The anchor is reached by a plain backward(), but not by inputs= or autograd.grad, which name their leaves.
-        everything = fills_leaf(ANCHOR)
-        wanted = [parameter for parameter in self.parameters if everything or is_asked_for(parameter)]
-        by_autograd = [
-            parameter
-            for parameter in wanted
-            if has_hooks(parameter) or (not everything and (parameter in tied or is_captured(parameter)))
-        ]
-        (untied,) = state.untied_by_layer()
-        leaves = {id(parameter): _leaves(parameter, untied, parameter in tied) for parameter in by_autograd}
-        if by_autograd or not everything:
-            state.collector = GradientCollector(
-                {id(leaf): leaf for parameter_leaves in leaves.values() for leaf in parameter_leaves},
-                None if everything else {id(parameter) for parameter in wanted},
+        if not fills_leaf(ANCHOR):
+            raise RuntimeError(
+                "torch.autograd.grad and backward(inputs=...) do not work through a pipe, whose workers fill .grad of "
+                "all parameters. Call backward() without inputs=, and read .grad"
+            )
+        hooked = {parameter for parameter in self.parameters if has_hooks(parameter)}
+        if hooked - state.tied.separated:
+            raise RuntimeError(
+                "a hook was registered on a parameter of a pipe between forward and backward. Register it before the "
+                "forward"
             )
         self.run_backward(state, _split(gradients, self.rows), keep_graph=keep_graph)
-        collector, state.collector = state.collector, None
-        if everything:
-            state.tied.add_up(untied, but=by_autograd)
-        if collector is None:
-            return [None] * len(self.parameters)
+        (untied,) = state.untied_by_layer()
+        state.tied.add_up(untied, but=hooked)
         return [
-            sum_on(parameter.device, [collector.take(leaf) for leaf in leaves.get(id(parameter), ())])
+            state.tied.take_sum(untied, parameter) if parameter in hooked else None
             for parameter in self.parameters
         ]
-
-
-def _leaves(parameter: nn.Parameter, untied: Sequence[Untied], is_tied: bool) -> list[Tensor]:
-    """The leaves of the partitions' graphs that stand for a parameter, in the order of the layers."""
-    if not is_tied:
-        return [parameter]
-    return [leaf for layer in untied if (leaf := layer.of(parameter)) is not None]
 
 
 @final

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.pipeline.batchnorm import convert_deferred_batch_norm, deferred_batch_norms
 from gpipe_cli.pipeline.layer import layers_of
-from gpipe_cli.pipeline.loss import LossFunction, StepLoss
+from gpipe_cli.pipeline.loss import LossFunction, Reduction, StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value, gather
 from gpipe_cli.pytree import flatten, unflatten
 from gpipe_cli.sequential import original_output
@@ -94,7 +94,12 @@ class PipeModule(nn.Module):
         return output
 
     def _step_loss(
-        self, batch: MiniBatch, target: Value, loss_fn: LossFunction, keeps_outputs: bool
+        self,
+        batch: MiniBatch,
+        target: Value,
+        loss_fn: LossFunction,
+        reduction: Reduction,
+        keeps_outputs: bool,
     ) -> StepLoss:
         module = self.module
 
@@ -106,7 +111,8 @@ class PipeModule(nn.Module):
             target,
             batch.rows,
             len(batch.inputs),
-            weighed_by=loss_fn,
+            given=loss_fn,
+            reduction=reduction,
             keeps_outputs=keeps_outputs,
         )
 

@@ -109,10 +109,6 @@ class Untied:
         tensors = [getattr(use.module, use.name) for use in self._copied]
         return [(id(tensor), version_of(tensor)) for tensor in tensors]
 
-    def of(self, parameter: nn.Parameter) -> Tensor | None:
-        """The parameter that the layer uses instead; None if the layer does not share `parameter`."""
-        return self._own.get(parameter)
-
     def take_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         own = self._own.get(parameter)
         if own is None or own.grad is None:
@@ -128,17 +124,31 @@ NOTHING_TIED = Untied(())
 class TiedParameters:
     """Which layers share which parameters, as of now."""
 
-    def __init__(self, layers: Sequence[nn.Module], devices: Sequence[torch.device] = ()) -> None:
-        """devices: of each layer; empty if all layers are on one device."""
-        users: dict[nn.Parameter, list[int]] = {}
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        devices: Sequence[torch.device] = (),
+        *,
+        separate_hooked: bool = False,
+    ) -> None:
+        """devices: of each layer; empty if all layers are on one device.
+        separate_hooked: whether layers also use parameters of their own in place of those that have hooks.
+        """
+        self.holders: dict[nn.Parameter, list[int]] = {}
+        """The layers that hold each parameter."""
         for place, layer in enumerate(layers):
             for parameter in layer.parameters():
-                users.setdefault(parameter, []).append(place)
-        self.trained = [parameter for parameter in users if parameter.requires_grad]
+                self.holders.setdefault(parameter, []).append(place)
+        self.trained = [parameter for parameter in self.holders if parameter.requires_grad]
         """All parameters that require grad, shared or not, once each."""
-        self.users = [(parameter, places) for parameter, places in users.items() if len(places) > 1]
+        self.users = [
+            (parameter, places)
+            for parameter, places in self.holders.items()
+            if len(places) > 1 or (separate_hooked and has_hooks(parameter))
+        ]
         """Each shared parameter and the layers that use it."""
-        shared: set[Tensor] = {parameter for parameter, _ in self.users}
+        self.separated = {parameter for parameter, _ in self.users}
+        shared: set[Tensor] = {*self.separated}
         if devices:
             shared |= _buffers_on_several(devices, layers)
         self._uses = [_uses(layer, shared) for layer in layers] if shared else [[] for _ in layers]
@@ -151,11 +161,6 @@ class TiedParameters:
         """Whether a hook runs when a gradient reaches a shared parameter."""
         return any(has_hooks(parameter) for parameter, _ in self.users)
 
-    @property
-    def any_copies(self) -> bool:
-        """Whether layers on several devices share a tensor."""
-        return bool(self._copies)
-
     def untied(self, *, tracked: bool = True) -> list[Untied]:
         """A fresh set of separate parameters, one object per layer. tracked: whether gradients are wanted."""
         if not tracked and not self._copies:
@@ -166,14 +171,17 @@ class TiedParameters:
         ]
         return [each if each.any else NOTHING_TIED for each in untied]
 
-    def add_up(self, untied: Sequence[Untied], but: Sequence[nn.Parameter] = ()) -> None:
+    def add_up(self, untied: Sequence[Untied], but: Collection[nn.Parameter] = ()) -> None:
         """Give each shared parameter, except those in `but`, the gradient of all its uses."""
-        excluded = set(but)
         for parameter, _ in self.users:
-            if parameter not in excluded:
-                total = sum_on(parameter.device, [layer.take_gradient(parameter) for layer in untied])
+            if parameter not in but:
+                total = self.take_sum(untied, parameter)
                 if total is not None:
                     accumulate(parameter, total)
+
+    def take_sum(self, untied: Sequence[Untied], parameter: nn.Parameter) -> Tensor | None:
+        """The gradient of all uses of a shared parameter, in the order of the layers."""
+        return sum_on(parameter.device, [layer.take_gradient(parameter) for layer in untied])
 
 
 def sum_on(device: torch.device, gradients: Sequence[Tensor | None]) -> Tensor | None:

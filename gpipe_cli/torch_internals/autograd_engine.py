@@ -38,9 +38,9 @@ def capture_gradients(
     gradients: Sequence[Tensor],
     *,
     keep_graph: bool,
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Tensor | GradientEdge],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of `inputs`. No `.grad` changes."""
+    """The gradients of `inputs`, before hooks change them. No `.grad` changes."""
     captured: tuple[Tensor | None, ...] = Variable._execution_engine.run_backward(
         tuple(roots),
         tuple(gradients),

@@ -13,6 +13,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointFunction
+
+from gpipe_cli.torch_internals.tensor_memory import is_view
 
 Node: TypeAlias = Any
 """torch.autograd.graph.Node, whose stubs do not know the attributes of its kinds."""
@@ -55,6 +59,26 @@ def _saved(node: Node) -> list[str]:
     return [name.removeprefix("_raw") for name in dir(node) if name.startswith("_raw_saved_")]
 
 
+def is_stale_view(tensor: Tensor) -> bool:
+    """Whether the tensor is a view whose base was written since; asking for its node makes autograd create one."""
+    number = next_number()
+    return is_view(tensor) and tensor.grad_fn is not None and number_of(tensor.grad_fn) >= number
+
+
+def is_python_function(node: Node) -> bool:
+    """Whether the node is that of a torch.autograd.Function."""
+    return isinstance(node, _PythonFunction)
+
+
+def is_reentrant_checkpoint(node: Node) -> bool:
+    return isinstance(node, CheckpointFunction._backward_cls)
+
+
+def output_edges(node: Node) -> list[GradientEdge]:
+    """Where gradients arrive at the node: one edge for each output that it had in the forward."""
+    return [GradientEdge(node, place) for place in range(len(node._input_metadata))]
+
+
 def nodes_behind(nodes: Sequence[Node]) -> Iterator[Node]:
     """The nodes of the graph that begins with `nodes`, once each."""
     visited: set[Node] = set()
@@ -90,35 +114,6 @@ def fills_leaf(leaf: Tensor) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
-def is_asked_for(leaf: Tensor) -> bool:
-    """Whether the running backward has `leaf` in inputs=, or is an autograd.grad of it."""
-    return is_captured(leaf) or fills_leaf(leaf)
-
-
-def is_captured(leaf: Tensor) -> bool:
-    """Whether the running backward is an autograd.grad of `leaf`."""
-    try:
-        fills_leaf(leaf)
-    except RuntimeError:
-        # What torch answers for a leaf that autograd.grad captures, and for no other.
-        return True
-    return False
-
-
 def has_hooks(leaf: Tensor) -> bool:
     """Whether anything runs when a gradient reaches `leaf`."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
-
-
-@contextlib.contextmanager
-def without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, a gradient that reaches one of `leaves` runs no hook."""
-    removed = [(leaf._backward_hooks, dict(leaf._backward_hooks)) for leaf in leaves if leaf._backward_hooks]
-    # torch looks into these dictionaries, so they are emptied and not replaced.
-    for hooks, _ in removed:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, before in removed:
-            hooks.update(before)

@@ -130,14 +130,20 @@ def test_autocast_reaches_the_recomputation() -> None:
     offloaded.close()
 
 
-def test_autograd_grad_gives_the_gradient_of_the_input_alone() -> None:
-    offloaded = OffloadModel(model(), CPU, checkpoint_activation=True)
-    input = rows()
-    (gradient,) = torch.autograd.grad(offloaded(input).sum(), input)
-    expected = rows()
-    model()(expected).sum().backward()
-    assert expected.grad is not None and torch.equal(gradient, expected.grad)
-    assert all(parameter.grad is None for parameter in offloaded.parameters())
+def test_a_sum_is_added_up_over_micro_batches() -> None:
+    """Gradients were divided by the number of micro-batches, without a word."""
+    loss = nn.MSELoss(reduction="sum")
+    target = torch.ones_like(model()(rows()).detach())
+    offloaded = OffloadModel(model(), CPU, checkpoint_activation=True, num_microbatches=2)
+    with pytest.raises(ValueError, match=r"the loss has reduction='sum'.*; call step with reduction='sum'"):
+        offloaded.step(rows(), target, loss)
+    total = offloaded.step(rows(), target, loss, reduction="sum")
+    plain = model()
+    expected = loss(plain(rows()), target)
+    expected.backward()
+    torch.testing.assert_close(total, expected.detach())
+    for mine, theirs in zip(offloaded.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
     offloaded.close()
 
 

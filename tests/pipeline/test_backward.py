@@ -137,13 +137,26 @@ def test_create_graph_is_refused_clearly(pipe: GPipe) -> None:
         pipe(torch.randn(7, 3).double()).sum().backward(create_graph=True)
 
 
-def test_autograd_grad_gives_the_inputs_gradient_and_leaves_parameters_alone(pipe: GPipe) -> None:
+def test_autograd_grad_and_backward_of_some_inputs_are_refused_and_leave_gradients_alone(pipe: GPipe) -> None:
     """torchgpipe filled `.grad` of the parameters here, under checkpointing."""
     input = torch.randn(7, 3).double().requires_grad_()
-    (mine,) = torch.autograd.grad(pipe(input).square().sum(), input)
-    (theirs,) = torch.autograd.grad(model()(input).square().sum(), input)
-    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-14)
+    for wanted in (input, pipe[0].weight):
+        with pytest.raises(
+            RuntimeError, match=r"do not work through a pipe.*Call backward\(\) without inputs="
+        ):
+            torch.autograd.grad(pipe(input).square().sum(), wanted, allow_unused=True)
+        with pytest.raises(RuntimeError, match=r"do not work through a pipe"):
+            pipe(input).square().sum().backward(inputs=[wanted])
     assert gradients(pipe) == [None] * 6
+
+
+def test_a_hook_registered_between_forward_and_backward_is_refused(pipe: GPipe) -> None:
+    output = pipe(torch.randn(7, 3).double())
+    pipe[0].weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(
+        RuntimeError, match="hook was registered on a parameter of a pipe between forward and"
+    ):
+        output.sum().backward()
 
 
 def test_only_a_part_of_the_output_may_be_used(pipe: GPipe) -> None:

@@ -52,8 +52,8 @@ def write_first(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def is_refused(given: list[Tensor] | str) -> bool:
-    """Whether a skip goes past the partition that writes it: its gradient cannot know of the write."""
-    return isinstance(given, str) and "was written in place between stash and pop" in given
+    """Whether the written memory crossed a boundary under two names: the other gradient cannot know of the write."""
+    return isinstance(given, str) and "writes in place a tensor whose memory also belongs to another" in given
 
 
 def balances(layers: int) -> list[list[int]]:
@@ -165,7 +165,7 @@ def test_whatever_plain_autograd_does_with_a_written_tensor_the_pipe_does(kind: 
             recomputed = checkpoint != "never" and not isinstance(given, str)
             assert given == expected or recomputed or is_refused(given), balance
             continue
-        if len(balance) > 2 and is_refused(given):
+        if len(balance) > 1 and is_refused(given):
             continue
         assert not isinstance(given, str), (balance, given)
         for mine, theirs in zip(given, expected, strict=True):
@@ -231,7 +231,7 @@ def test_a_leaf_that_requires_grad_cannot_be_written_or_gets_its_gradient(
 @pytest.mark.parametrize("checkpoint", [*CHECKPOINTS, ("always", "never"), ("never", "always")], ids=str)
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("computed", [False, True])
-def test_an_input_overwritten_between_forward_and_backward_raises(
+def test_an_input_overwritten_between_forward_and_backward_raises_unless_recompute_has_a_copy(
     checkpoint: str | tuple[str, ...], chunks: int, computed: bool
 ) -> None:
     """Under `always` its gradient was 36 instead of 4, without a word."""
@@ -243,11 +243,17 @@ def test_an_input_overwritten_between_forward_and_backward_raises(
             output = pipe(input)
             with torch.no_grad():
                 input.mul_(9)
-            with pytest.raises(RuntimeError, match=WRITTEN):
+            if checkpoint in ("always", ("always", "never")):
+                leaf.grad = None
                 output.sum().backward()
+                assert leaf.grad.tolist() == [[4.0], [4.0]]
+            else:
+                with pytest.raises(RuntimeError, match=WRITTEN):
+                    output.sum().backward()
+        leaf.data.fill_(2.0)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+@pytest.mark.parametrize("checkpoint", ["never", "except_last"])
 def test_an_input_without_grad_that_is_overwritten_raises_too(checkpoint: str) -> None:
     input = torch.ones(2, 3)
     with GPipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], chunks=2) as pipe:

@@ -93,16 +93,6 @@ def test_the_calling_thread_runs_every_layer_and_each_backward_before_the_next_f
     assert calls == [("forward", threading.main_thread()), ("backward", threading.main_thread())] * 2
 
 
-def test_a_forward_leaves_the_graph_whole_so_there_are_second_derivatives() -> None:
-    input = torch.tensor([[2.0], [3.0]], requires_grad=True)
-    pipe = PlainPipe(nn.Sequential(nn.Tanh(), nn.Softplus()), chunks=2)
-    (first,) = torch.autograd.grad(pipe(input).sum(), input, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), input)
-    twin = input.detach().requires_grad_()
-    (plain,) = torch.autograd.grad(functional.softplus(twin.tanh()).sum(), twin, create_graph=True)
-    torch.testing.assert_close(second, torch.autograd.grad(plain.sum(), twin)[0])
-
-
 def test_the_key_alone_decides_every_random_number() -> None:
     model = nn.Sequential(
         nn.Linear(4, 8),

@@ -19,24 +19,26 @@ from tests.random_pipes.layers import (
     DRAWING,
     PACKING,
     PLAIN,
+    SHARED,
     WIDTH,
     Do,
+    Holder,
+    LateGradient,
     Main,
     Pop,
     Stash,
     compiled,
     merge,
     tensors_in,
+    write_last,
 )
 
-Call = Literal["step", "backward", "backward_twice", "grad", "backward_inputs", "two_forwards", "forward"]
+Call = Literal["step", "backward", "backward_twice", "two_forwards", "forward"]
 CALLS: tuple[Call, ...] = (
     "step",
     "step",
     "backward",
     "backward_twice",
-    "grad",
-    "backward_inputs",
     "two_forwards",
     "forward",
 )
@@ -65,21 +67,38 @@ class RandomPipe:
     """Whether parameters have a gradient already."""
     hooked: bool
     """Whether hooks clip the gradients of parameters, each micro-batch's on its own; in a step only."""
+    loss: Literal["function", "module", "closure", "sum"]
     dtype: torch.dtype
+
+    @property
+    def uses_twice(self) -> bool:
+        """Whether layers share parameters, whose gradients a pipe adds up layer by layer."""
+        return self.tied or any(self.layers.count(name) > 1 for name in SHARED)
+
+    @property
+    def shares_state(self) -> bool:
+        """Whether layers share a module that its forward changes."""
+        return any(self.layers.count(name) > 1 for name in ("shared_batch_norm", "shared_count"))
 
     @property
     def draws(self) -> bool:
         return any(name in DRAWING for name in self.layers)
 
-    def model(self) -> nn.Sequential:
-        """The same model on every call."""
+    def model(self, *, plain: bool = True) -> nn.Sequential:
+        """The same model on every call. plain: without a pipe as one of its layers."""
         torch.manual_seed(self.seed)
         packed = self.input != "tensor"
         children: list[nn.Module] = []
+        shared = {name: make() for name, make in SHARED.items() if name in self.layers}
         for name in self.layers:
-            layer = _layer(name)
-            children.append(Main(layer) if packed and name in PLAIN | DRAWING else layer)
-            packed = name in PACKING or (packed and name != "merge")
+            if name == "nested_pipe":
+                inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+                layer = inner if plain else GPipe(inner, [1, 1], devices=["cpu", "cpu"], checkpoint="always")
+            else:
+                layer = Holder(shared[name]) if name in shared else _layer(name)
+            on_main = name in PLAIN | DRAWING | SHARED or name == "nested_pipe"
+            children.append(Main(layer) if packed and on_main else layer)
+            packed = name in PACKING or name == "late_gradient" or (packed and name != "merge")
         model = nn.Sequential(*children)
         linears = [
             layer
@@ -97,7 +116,7 @@ class RandomPipe:
 
     def pipe(self, *, whole: bool, devices: Sequence[torch.device] = ()) -> GPipe:
         """The pipe, or the same one in a single partition; by default on the CPU."""
-        model = self.model()
+        model = self.model(plain=False)
         if whole:
             pipe = GPipe(model, [len(model)], devices=["cpu"], chunks=self.chunks, checkpoint="never")
         else:
@@ -134,6 +153,8 @@ def _layer(name: str) -> nn.Module:
         "merge": lambda: Do("merge", merge),
         "stash": lambda: Stash(False),
         "stash_copy": lambda: Stash(True),
+        "late_gradient": LateGradient,
+        "write_last": lambda: Do("write_last", write_last),
     }
     return {**PLAIN, **DRAWING, **special, "pop": Pop}[name]()
 
@@ -142,8 +163,15 @@ def random_pipe(seed: int) -> RandomPipe:
     draw = random.Random(seed)
     input = draw.choices(["tensor", "tuple", "dict"], [8, 1, 1])[0]
     layers = _layers(
-        draw, packed=input != "tensor", names=[*PLAIN, *(DRAWING if draw.random() < 0.3 else [])]
+        draw,
+        packed=input != "tensor",
+        names=[*PLAIN, "nested_pipe", *(DRAWING if draw.random() < 0.3 else [])],
     )
+    plain = [place for place, name in enumerate(layers) if name in PLAIN]
+    if len(plain) > 1 and draw.random() < 0.2:
+        name = draw.choice(list(SHARED))
+        for place in draw.sample(plain, 2):
+            layers[place] = name
     if seed % 50 == 7:  # compilation is slow
         input, layers = "tensor", [f"compiled_{draw.choice(['eager', 'aot_eager'])}", "linear", "leaky_relu_"]
     cuts = sorted(draw.sample(range(1, len(layers)), draw.randint(0, min(3, len(layers) - 1))))
@@ -165,9 +193,9 @@ def random_pipe(seed: int) -> RandomPipe:
         training=draw.random() < 0.75,
         grad_mode=draw.choice(["no_grad", "inference"]) if call == "forward" else "grad",
         autocast=autocast,
-        # Where autograd hands gradients on itself, it sums those of all micro-batches first.
-        has_grad=draw.random() < 0.3 and call != "backward_inputs",
+        has_grad=draw.random() < 0.3,
         hooked=draw.random() < 0.2 and call == "step",
+        loss=draw.choice(["function", "module", "closure", "sum"]) if call == "step" else "function",
         # No layer multiplies bfloat16 with float64.
         dtype=torch.float32 if autocast else draw.choice([torch.float32, torch.float32, torch.float64]),
     )
@@ -181,8 +209,11 @@ def _layers(draw: random.Random, *, packed: bool, names: list[str]) -> list[str]
         kind = draw.random()
         stashed, popped = any(name.startswith("stash") for name in layers), "pop" in layers
         if kind < 0.15:
-            layers.append("merge" if packed else draw.choice(list(PACKING)))
+            packing = draw.choice([*PACKING, "late_gradient"])
+            layers.append("merge" if packed else packing)
             packed = not packed
+        elif kind < 0.2 and packed:
+            layers.append("write_last")
         elif kind < 0.3 and not popped:
             layers.append("pop" if stashed else draw.choice(["stash", "stash_copy"]))
         else:

@@ -11,8 +11,9 @@ from torch import Tensor
 from tests.random_pipes.case import RandomPipe
 from tests.random_pipes.run import PlainRun, RunRecord, run_pipe
 
-REFUSED = "was written in place between stash and pop"
-"""A skip that passes by the partition that writes it: its gradient cannot know of the write, so the pipe refuses."""
+SHARED_MEMORY = "writes in place a tensor whose memory also belongs to another one"
+SHARED_STATE = "in its forward, and another partition holds it too"
+WRITTEN_PARAMETER = "writes its parameter 'count' in its forward, and recompute would write it again"
 WRITTEN = "modified by an inplace operation"
 LAST_BIT = {1061, 1817, 2235}
 """Seeds of cases that use a tensor and a view of it on both sides of a boundary, in three places or more.
@@ -25,7 +26,7 @@ docs/reliability.md.
 def mismatches(case: RandomPipe) -> list[str]:
     """How the pipe differs from plain autograd, or from itself in one partition where layers draw."""
     pipe = run_pipe(case, whole=False)
-    if any(REFUSED in str(error) for error in pipe.errors):
+    if any(is_refused(case, str(error)) for error in pipe.errors):
         return []
     if case.draws:
         whole = run_pipe(case, whole=True)
@@ -33,15 +34,26 @@ def mismatches(case: RandomPipe) -> list[str]:
         return [] if recomputed and not pipe.errors else differences(whole, pipe)
     plain = PlainRun(case).run()
     written = any(WRITTEN in str(error) for error in plain.errors)
-    if written and not pipe.errors and case.checkpoint != "never":
+    if written and not pipe.errors and (case.checkpoint != "never" or "nested_pipe" in case.layers):
         return []
     exact = case.seed not in LAST_BIT
-    if not case.tied:
+    if not case.uses_twice:
         return differences(plain, pipe, exact=exact)
     # A tied parameter's gradients are added up layer by layer, so that its bits do not depend on the split.
     close = [f"plain: {line}" for line in differences(plain, pipe, exact=False)]
+    if pipe.errors:
+        return close
     whole = run_pipe(case, whole=True)
     return close or [f"one partition: {line}" for line in differences(whole, pipe, exact=exact)]
+
+
+def is_refused(case: RandomPipe, error: str) -> bool:
+    """Whether the contract of the core refuses the case, as docs/reliability.md says."""
+    return (
+        (SHARED_MEMORY in error and len(case.balance) > 1)
+        or (SHARED_STATE in error and len(case.balance) > 1 and case.shares_state)
+        or (WRITTEN_PARAMETER in error and "parameter_count" in case.layers)
+    )
 
 
 def differences(expected: RunRecord, given: RunRecord, *, exact: bool = True) -> list[str]:

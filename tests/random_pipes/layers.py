@@ -113,6 +113,18 @@ class Gru(nn.Module):
         return output.reshape(-1, WIDTH)
 
 
+class Lstm(nn.Module):
+    """Its kernel depends on grad mode, and with it the bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH // 2, WIDTH // 2, batch_first=True)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output, _ = self.lstm(input.reshape(-1, 2, WIDTH // 2))
+        return output.reshape(-1, WIDTH)
+
+
 class Encoder(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -151,6 +163,105 @@ class Average(nn.Module):
         if self.training:
             self.mean = 0.9 * self.mean + 0.1 * input.detach().float().mean(0).to(self.mean.dtype)
         return input - self.mean
+
+
+class Late(nn.Module):
+    """Begins to do something in the second round: `round` is set by the caller."""
+
+    round = 0
+
+
+class LateCount(Late):
+    """Counts in a buffer from the second round on, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("count", None if how == "none" else torch.zeros(WIDTH))
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.count is None:
+            self.count = input.new_zeros(WIDTH)
+        if self.training and self.round:
+            if self.how == "replace":
+                self.count = self.count + 1
+            else:
+                (self.count.data if self.how == "data" else self.count).add_(1)
+        return input * (1 + 0.125 * self.count)
+
+
+class LateGradient(Late):
+    """Hands on a second tensor that takes part in backward from the second round on only."""
+
+    def forward(self, value: Any) -> Any:
+        main, *rest = tensors_in(value)
+        second = main.sigmoid()
+        return (main, second if self.round else second.detach(), *rest)
+
+
+class ParameterCount(nn.Module):
+    """Counts in a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training:
+            self.count.add_(1)
+        return input + 0.125 * self.count.detach().clone()
+
+
+class Hooked(nn.Module):
+    """Doubles the gradient of a tensor between its operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = self.linear(input)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * 2)
+        return output.tanh()
+
+
+class OwnGradient(nn.Module):
+    """Runs a backward inside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.enable_grad():
+            point = input.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.linear(point).tanh().sum(), point)
+        return self.linear(input) + gradient
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, input: Tensor) -> Tensor:
+        hidden = self.first(input)
+        return (
+            checkpoint(self.block, hidden, use_reentrant=True) if hidden.requires_grad else self.block(hidden)
+        )
+
+
+class Holder(nn.Module):
+    """Holds a module that other layers hold too."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.module(input)
 
 
 class Branch(nn.Module):
@@ -194,6 +305,20 @@ def write_a_copied_view(input: Tensor) -> Tensor:
     return whole
 
 
+def write_last(value: Any) -> Any:
+    *_, last = tensors_in(value)
+    last.mul_(0.5)
+    return value
+
+
+def fourier(input: Tensor) -> Tensor:
+    return torch.fft.ifft(torch.fft.fft(input) * (0.5 + 0.25j)).real
+
+
+def imaginary(input: Tensor) -> Tensor:
+    return torch.complex(input, input * 0.5)
+
+
 def linear() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH)
 
@@ -227,6 +352,24 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
     "spectral_norm": lambda: parametrizations.spectral_norm(linear()),
     "own_checkpoint": OwnCheckpoint,
     "buffer": Average,
+    "lstm": Lstm,
+    "late_count": lambda: LateCount("count"),
+    "late_data": lambda: LateCount("data"),
+    "late_replace": lambda: LateCount("replace"),
+    "late_none": lambda: LateCount("none"),
+    "parameter_count": ParameterCount,
+    "hooked": Hooked,
+    "own_gradient": OwnGradient,
+    "reentrant": Reentrant,
+    "transposed": lambda: Do("transposed", lambda x: x.t().contiguous().t()),
+    "narrowed": lambda: Do("narrowed", lambda x: torch.cat([x * 1.5, x[:, :2]], 1)[:, :WIDTH]),
+    "fourier": lambda: Do("fourier", fourier),
+}
+# Modules that all layers of a name hold together.
+SHARED: dict[str, Callable[[], nn.Module]] = {
+    "shared_linear": linear,
+    "shared_batch_norm": lambda: nn.BatchNorm1d(WIDTH),
+    "shared_count": lambda: LateCount("count"),
 }
 DRAWING: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Dropout(0.3),
@@ -246,6 +389,9 @@ PACKING: dict[str, Callable[[Tensor], Any]] = {
     "point": lambda x: Point(x, 0.5),
     "point_of_points": lambda x: (Point(x, Point(x * 3, "inner")), None),
     "scalar": lambda x: (x, x.mean(), 7),
+    "conjugates": lambda x: (x, imaginary(x), imaginary(x).conj()),
+    "one_conjugate": lambda x: (lambda z: (x, z, z.conj()))(imaginary(x)),
+    "real_part": lambda x: (lambda z: (x, z, z.real))(imaginary(x)),
 }
 
 
@@ -253,5 +399,6 @@ def merge(value: Any) -> Tensor:
     main, *rest = tensors_in(value)
     total = main
     for tensor in rest:
+        tensor = tensor.real * tensor.imag if tensor.is_complex() else tensor
         total = total + 0.5 * (tensor if tensor.dim() == 0 else tensor.mean(1, keepdim=True))
     return total

@@ -7,7 +7,7 @@ record of two rounds, which `compare` compares to the bit.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.nn import functional
 from gpipe_cli import GPipe
 from gpipe_cli.skip.tracker import DictionarySkipTracker, use_skip_tracker
 from tests.random_pipes.case import RandomPipe
-from tests.random_pipes.layers import merge, rebuilt, tensors_in
+from tests.random_pipes.layers import Late, merge, rebuilt, tensors_in
 
 ROUNDS = 2
 """A pipe observes its layers in the first call of a mode and relies on that in the second."""
@@ -49,6 +49,35 @@ def loss_of(output: Any, target: Tensor) -> Tensor:
     return functional.mse_loss(merge(output).to(target.dtype), target)
 
 
+class CountingLoss(nn.Module):
+    """A loss that depends on how often it was called, which it counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output: Any, target: Tensor) -> Tensor:
+        self.calls += 1
+        return loss_of(output, target) * (1 + 0.125 * self.calls.clone())
+
+
+def make_loss(case: RandomPipe) -> Callable[[Any, Tensor], Tensor]:
+    counting = CountingLoss()
+    losses: dict[str, Callable[[Any, Tensor], Tensor]] = {
+        "function": loss_of,
+        "module": counting,
+        "closure": lambda output, target: counting(output, target) * 2,
+        "sum": lambda output, target: loss_of(output, target) * target.numel(),
+    }
+    return losses[case.loss]
+
+
+def enter_round(model: nn.Module, round: int) -> None:
+    for module in model.modules():
+        if isinstance(module, Late):
+            module.round = round
+
+
 def make_input(case: RandomPipe, value: Any) -> tuple[Any, list[Tensor]]:
     """The input with the `requires_grad` of the case, and the leaves it was computed from."""
     if case.input_grad == "none":
@@ -57,11 +86,6 @@ def make_input(case: RandomPipe, value: Any) -> tuple[Any, list[Tensor]]:
     if case.input_grad == "leaf":
         return value, leaves
     return rebuilt(value, lambda tensor: tensor * 1.5), leaves
-
-
-def every_other_parameter(model: nn.Module) -> list[nn.Parameter]:
-    """Every other parameter that can be differentiated."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad][::2]
 
 
 def prepare(case: RandomPipe, model: nn.Module) -> dict[str, Tensor]:
@@ -98,10 +122,12 @@ def run_pipe(case: RandomPipe, *, whole: bool, devices: Sequence[torch.device] =
     record = RunRecord()
     with case.pipe(whole=whole, devices=devices) as pipe:
         before = prepare(case, pipe)
+        loss = make_loss(case)
         for round in range(ROUNDS):
             torch.manual_seed(round)
+            enter_round(pipe, round)
             try:
-                facts = _call_pipe(case, pipe, round)
+                facts = _call_pipe(case, pipe, round, loss)
             except BaseException as error:  # noqa: BLE001 - whatever it is, it is compared
                 record.errors.append(error)
                 return record
@@ -110,7 +136,9 @@ def run_pipe(case: RandomPipe, *, whole: bool, devices: Sequence[torch.device] =
     return record
 
 
-def _call_pipe(case: RandomPipe, pipe: GPipe, round: int) -> dict[str, Any]:
+def _call_pipe(
+    case: RandomPipe, pipe: GPipe, round: int, step_loss: Callable[[Any, Tensor], Tensor]
+) -> dict[str, Any]:
     def value_of(round: int) -> tuple[Any, list[Tensor]]:
         return make_input(case, rebuilt(case.value(round), lambda tensor: tensor.to(pipe.devices[0])))
 
@@ -119,7 +147,14 @@ def _call_pipe(case: RandomPipe, pipe: GPipe, round: int) -> dict[str, Any]:
     facts: dict[str, Any] = {"leaves": leaves}
     if case.call == "step":
         with caller_modes(case):
-            loss, output = pipe.step(value, target, loss_of, key=round, return_output=True)
+            loss, output = pipe.step(
+                value,
+                target,
+                step_loss,
+                key=round,
+                return_output=True,
+                reduction="sum" if case.loss == "sum" else "mean",
+            )
         return facts | {"loss": loss, "output": output}
     with caller_modes(case):
         output = pipe(value)
@@ -136,14 +171,6 @@ def _call_pipe(case: RandomPipe, pipe: GPipe, round: int) -> dict[str, Any]:
     elif case.call == "backward_twice":
         loss.backward(retain_graph=True)
         loss.backward()
-    elif case.call == "backward_inputs":
-        loss.backward(inputs=[*every_other_parameter(pipe), *leaves] or None)
-    elif case.call == "grad":
-        wanted = [*every_other_parameter(pipe), *leaves]
-        # Without any, the loss depends on nothing that can be differentiated, and backward says so.
-        facts["gradients"] = (
-            torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else loss.backward()
-        )
     else:
         loss.backward()
         loss_of(second, target).backward()
@@ -162,7 +189,7 @@ class PlainForward:
     @property
     def output(self) -> Any:
         """Joined, as a leaf that receives the gradient of the loss."""
-        columns = [torch.cat(column) if column[0].dim() else column[0] for column in self._columns()]
+        columns = [torch.cat(column) if len(column) > 1 else column[0] for column in self._columns()]
         needed = [any(tensor.requires_grad for tensor in column) for column in self._columns()]
         leaves = iter(
             [leaf.detach().requires_grad_(need) for leaf, need in zip(columns, needed, strict=True)]
@@ -172,9 +199,8 @@ class PlainForward:
     def _columns(self) -> list[tuple[Tensor, ...]]:
         return list(zip(*(tensors_in(output) for output in self.outputs), strict=True))
 
-    def backward(self, output: Any, inputs: Sequence[Tensor] | None = None, *, keep: bool = False) -> None:
+    def backward(self, joined: Sequence[Tensor | None], *, keep: bool = False) -> None:
         """From the gradients of the joined output, micro-batch by micro-batch."""
-        joined = [leaf.grad for leaf in tensors_in(output)]
         shares = [None if grad is None else grad.split(self.sizes) for grad in joined]
         for index, piece in enumerate(self.outputs):
             pairs = [
@@ -183,12 +209,7 @@ class PlainForward:
                 if share is not None and tensor.requires_grad
             ]
             if pairs:
-                entered = [leaf for leaf in tensors_in(self.inputs[index]) if leaf.requires_grad]
-                torch.autograd.backward(
-                    *map(list, zip(*pairs, strict=True)),
-                    retain_graph=keep,
-                    inputs=None if inputs is None else [*inputs, *entered],
-                )
+                torch.autograd.backward(*map(list, zip(*pairs, strict=True)), retain_graph=keep)
 
     def input_gradients(self) -> list[Tensor | None]:
         columns = zip(*(tensors_in(piece) for piece in self.inputs), strict=True)
@@ -206,11 +227,13 @@ class PlainRun:
     def __init__(self, case: RandomPipe) -> None:
         self.case = case
         self.model = case.model()
+        self.loss = make_loss(case)
         self.record = RunRecord()
 
     def run(self) -> RunRecord:
         before = prepare(self.case, self.model)
         for round in range(ROUNDS):
+            enter_round(self.model, round)
             facts = self._step(round) if self.case.call == "step" else self._call(round)
             if self.record.errors:
                 break
@@ -263,7 +286,8 @@ class PlainRun:
                 output = self._run(piece)
                 outputs.append(output)
                 with caller_modes(self.case, cache=False):
-                    loss = loss_of(output, target) * (len(target) / self.case.rows)
+                    weight = 1 if self.case.loss == "sum" else len(target) / self.case.rows
+                    loss = self.loss(output, target) * weight
                 losses.append(loss.detach())
                 if loss.requires_grad:
                     loss.backward()
@@ -289,40 +313,24 @@ class PlainRun:
             return facts
         for (each, some), forward in zip(values, forwards, strict=True):
             with self._recording_errors():
-                facts.setdefault("loss", self._backward(each, some, forward, round, facts))
+                facts.setdefault("loss", self._backward(each, some, forward, round))
         return facts
 
-    def _backward(
-        self, value: Any, leaves: list[Tensor], forward: PlainForward, round: int, facts: dict[str, Any]
-    ) -> Tensor:
+    def _backward(self, value: Any, leaves: list[Tensor], forward: PlainForward, round: int) -> Tensor:
         output = forward.output
         loss = loss_of(output, self.case.target(round))
-        loss.backward()
-        call, wanted = self.case.call, every_other_parameter(self.model)
-        if call == "grad":
-            facts["gradients"] = self._gradients(wanted, forward, output, value, leaves)
-            return loss.detach()
-        if call == "backward_twice":
-            forward.backward(output, keep=True)
+        # Not `.grad`: it would get the strides of the output, which the gradient itself need not have.
+        wanted = [leaf for leaf in tensors_in(output) if leaf.requires_grad]
+        if not wanted:
+            loss.backward()
+        found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+        joined = [next(found) if leaf.requires_grad else None for leaf in tensors_in(output)]
+        if self.case.call == "backward_twice":
+            forward.backward(joined, keep=True)
             self._backward_to_input(value, leaves, forward, keep=True)
-        forward.backward(output, wanted if call == "backward_inputs" and wanted + leaves else None)
+        forward.backward(joined)
         self._backward_to_input(value, leaves, forward)
         return loss.detach()
-
-    def _gradients(
-        self, wanted: list[nn.Parameter], forward: PlainForward, output: Any, value: Any, leaves: list[Tensor]
-    ) -> tuple[Tensor | None, ...]:
-        """autograd.grad leaves every .grad unchanged."""
-        saved = [parameter.grad for parameter in wanted]
-        for parameter in wanted:
-            parameter.grad = None
-        if wanted or leaves:
-            forward.backward(output, wanted)
-        self._backward_to_input(value, leaves, forward)
-        gradients = [leaf.grad for leaf in [*wanted, *leaves]]
-        for parameter, gradient in zip([*wanted, *leaves], [*saved, *(None for _ in leaves)], strict=True):
-            parameter.grad = gradient
-        return tuple(gradients)
 
     def _backward_to_input(
         self, value: Any, leaves: list[Tensor], forward: PlainForward, *, keep: bool = False
