@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +117,7 @@ class OffloadModel(OffloadedPipeBase):
             balance = solve(layer_bytes(sequence), min(num_slices, len(sequence))).balance
         parameters = SlicedParameters.of(sequence, balance)
         parameters.place_shared([self.device])
+        self._shared, self._is_in_host_memory = list(parameters.shared), False
         tier = CpuTier([self.device])
         tier.reserve(sum(layer_bytes(sequence)))
         self._prefetcher = SlicePrefetcher(parameters.store(tier), tier, self.device)
@@ -140,6 +141,8 @@ class OffloadModel(OffloadedPipeBase):
 
     @contextmanager
     def _parameters_in_host_memory(self) -> Iterator[None]:
+        if self._is_in_host_memory:
+            self._move_residents(self.device)
         # The caller's optimizer has updated the parameters in host memory since they were last loaded.
         self._prefetcher.invalidate()
         yield
@@ -150,6 +153,26 @@ class OffloadModel(OffloadedPipeBase):
         """End the threads that run and move slices."""
         super().close()
         self._prefetcher.close()
+
+    def cpu(self) -> Self:
+        """Move buffers and shared parameters to host memory, where the others are, until the model runs again."""
+        self._move_residents(self.offload_device)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        asked = [value for value in (*args, *kwargs.values()) if not isinstance(value, bool)]
+        names_cpu = len(asked) == 1 and isinstance(asked[0], str | torch.device)
+        return (
+            self.cpu() if names_cpu and torch.device(asked[0]).type == "cpu" else super().to(*args, **kwargs)
+        )
+
+    def _move_residents(self, device: torch.device) -> None:
+        """Move what stays on the device between calls; layers that share a tensor go on sharing it."""
+        for tensor in (*self._shared, *self.buffers()):
+            gradient, tensor.grad = tensor.grad, None
+            tensor.data = tensor.data.to(device)
+            tensor.grad = None if gradient is None else gradient.to(device)
+        self._is_in_host_memory = device != self.device
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> NoReturn:
         raise TypeError("OffloadModel decides where its parameters are; move or convert the model before")

@@ -75,7 +75,7 @@ class Skippable(nn.Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         self.module = self.module_class(*args, **kwargs)
-        self._namespaces: dict[str, Namespace] = {}
+        self._namespaces: dict[str, Namespace | None] = {}
 
     def isolate(self, namespace: Namespace | None, *, only: Iterable[str] | None = None) -> Self:
         """Put all skips of this layer, or `only` the named ones, into a namespace."""

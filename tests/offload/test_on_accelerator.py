@@ -285,3 +285,19 @@ def test_a_python_training_loop_sees_gradients_and_updates_parameters_in_host_me
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+def test_what_stays_on_the_device_can_be_read_on_the_cpu_and_goes_back_for_the_next_step(
+    accelerators: Devices,
+) -> None:
+    device = accelerators[0]
+    if not exchanges_memory(device):
+        pytest.skip("OffloadModel refuses this kind of device")
+    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    layers[2].weight = layers[0].weight
+    with OffloadModel(layers, device, num_slices=2) as model:
+        for _ in range(2):
+            model(torch.randn(8, 4, device=device)).square().sum().backward()
+            state = (*model.cpu().parameters(), *model.buffers())
+            assert {tensor.device.type for tensor in state} == {"cpu"}
+            assert all(parameter.grad is not None for parameter in model.parameters())
