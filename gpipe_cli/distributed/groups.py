@@ -4,6 +4,9 @@
 
 The last axis varies fastest: above, ranks 0 to 3 are the first replica. `torch.distributed.init_device_mesh` would make
 the same groups, but gives them torch's default timeout unless you pass options that only private classes of torch have.
+
+An accelerator has a backend of its own (NCCL, XCCL, ...), which torch or an extension of torch registers. Tensors on
+the CPU always go through gloo.
 """
 
 from __future__ import annotations
@@ -18,12 +21,13 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from gpipe_cli.distributed.backends import device_of, with_cpu_backend
+from gpipe_cli.accelerator.devices import current_device, is_accelerator
 from gpipe_cli.errors import ConfigError
 
 Axis = tuple[str, float]
 """Its name, and the number of processes along it: a whole number, which `world_size / 2` may be too."""
 PIPE, DATA, MODEL, GLOBAL = "pipe", "data", "model", "global"
+GLOO = "gloo"
 
 
 @final
@@ -163,3 +167,107 @@ def _default_group(caller: str) -> ProcessGroup:
     world = distributed.group.WORLD
     assert world is not None, "torch.distributed is initialized"
     return world
+
+
+def backends_for(device: torch.device) -> str:
+    """What `init_process_group` needs to know if the tensors of this process are on the device.
+
+    A device without a backend is refused. gloo would need a copy of every tensor on the CPU, and torch's schedules,
+    which send the tensors, make none.
+    """
+    if not is_accelerator(device):
+        return GLOO
+    cure = "use engine=threads, or devices=[cpu,...]"
+    try:
+        name = distributed.get_default_backend_for_device(device)
+    except ValueError as error:
+        raise ConfigError(
+            f"devices: torch.distributed has no backend for the type '{device.type}'; {cure}"
+        ) from error
+    if not distributed.is_backend_available(name):
+        raise ConfigError(
+            f"devices: '{device}' needs the backend {name}, which this build of torch does not have; {cure}"
+        )
+    return f"cpu:{GLOO},{device.type}:{name}"
+
+
+def with_cpu_backend(config: str) -> str | None:
+    """The backends of a group, such as `cuda:nccl`, and one for the CPU; None if the group has one."""
+    return None if "cpu" in _backends(config) else f"cpu:{GLOO},{config}"
+
+
+def device_of(group: ProcessGroup) -> torch.device:
+    """Where the tensors of a group are: the current accelerator if the group has a backend for it, else the CPU."""
+    device = current_device()
+    backend = _backends(distributed.get_backend_config(group)).get(device.type, GLOO)
+    # gloo is listed for some accelerators too, but supports few of the operations there.
+    return device if backend != GLOO else torch.device("cpu")
+
+
+def _backends(config: str) -> dict[str, str]:
+    """By device type, from a text such as `cpu:gloo,cuda:nccl`."""
+    pairs = (pair.partition(":") for pair in config.split(","))
+    return {device_type: name for device_type, _, name in pairs}
+
+
+@final
+@dataclass(frozen=True)
+class RankCoords:
+    """Where a rank stands in the mesh: its replica, its position in the pipe, and its partitions.
+
+    Partitions are dealt to the ranks of a pipe round robin, as `schedule.action` deals them to workers and torch's
+    schedules deal stages to ranks, unless an order of your own places them otherwise.
+    """
+
+    pipe: ProcessGroup
+    """The group of the ranks with the other partitions of this replica."""
+    data: ProcessGroup
+    """The group of the ranks with the same partitions of the other replicas."""
+    device: torch.device
+    workers: tuple[int, ...]
+    """The rank, in the pipe, of each partition of the whole model."""
+    rank: int
+    """In the pipe."""
+    ranks: int
+    replica: int
+    replicas: int
+
+    @classmethod
+    def of_groups(cls, workers: tuple[int, ...], devices: Sequence[torch.device]) -> RankCoords:
+        """From the groups that `setup_process_groups` created; `devices`: one per rank of a pipe."""
+        rank, ranks = get_group_rank(PIPE), get_group_size(PIPE)
+        if len(devices) != ranks:
+            raise ConfigError(
+                f"{len(devices)} devices for the {ranks} processes of a pipe; give one for each"
+            )
+        return cls(
+            get_group(PIPE),
+            get_group(DATA),
+            devices[rank],
+            workers,
+            rank=rank,
+            ranks=ranks,
+            replica=get_group_rank(DATA),
+            replicas=get_group_size(DATA),
+        )
+
+    @property
+    def partitions(self) -> int:
+        """Of the whole model."""
+        return len(self.workers)
+
+    @property
+    def own_partitions(self) -> list[int]:
+        return [partition for partition, rank in enumerate(self.workers) if rank == self.rank]
+
+    def rank_of(self, partition: int) -> int:
+        return self.workers[partition]
+
+    @property
+    def last_rank(self) -> int:
+        """The rank that has the output and the loss."""
+        return self.rank_of(self.partitions - 1)
+
+    @property
+    def has_output(self) -> bool:
+        return self.rank == self.last_rank

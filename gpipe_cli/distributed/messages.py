@@ -13,9 +13,6 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
-_DTYPES = (torch.float32, torch.int64, torch.uint8)
-_MAX_DIMENSIONS = 8
-
 
 def share_numbers(numbers: Tensor, source: int, group: ProcessGroup) -> Tensor:
     """The numbers of rank `source` of the group, as doubles; the other ranks pass as many, which are ignored."""
@@ -40,15 +37,11 @@ def gather_numbers(numbers: Tensor, group: ProcessGroup) -> Tensor:
 
 def share_tensor(tensor: Tensor | None, source: int, group: ProcessGroup) -> Tensor:
     """The tensor of rank `source` of the group, on the CPU; the other ranks pass None."""
-    header = torch.zeros(2 + _MAX_DIMENSIONS, dtype=torch.float64)
-    if tensor is not None:
-        tensor = tensor.to("cpu").contiguous()
-        header[: 2 + tensor.ndim] = torch.tensor([_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape])
-    dtype, dimensions, *sizes = map(int, share_numbers(header, source, group))
-    if tensor is None:
-        tensor = torch.empty(sizes[:dimensions], dtype=_DTYPES[dtype])
-    distributed.broadcast(tensor.view(-1), group=group, group_src=source)
-    return tensor
+    header = None if tensor is None else [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+    dtype, shape = share_json(header, source, group)
+    own = torch.empty(shape, dtype=getattr(torch, dtype)) if tensor is None else tensor.to("cpu").contiguous()
+    distributed.broadcast(own.view(-1), group=group, group_src=source)
+    return own
 
 
 def share_json(value: Any, source: int, group: ProcessGroup) -> Any:

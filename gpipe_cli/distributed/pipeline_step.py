@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.distributed.gradients import refusing_reducers
-from gpipe_cli.distributed.p2p_link import P2PLink
+from gpipe_cli.distributed.peer import P2PLink
 from gpipe_cli.errors import ConfigError, PeerError
 from gpipe_cli.pipeline.boundary import Gradients, GradSink, PartitionInput, enter
 from gpipe_cli.pipeline.context import MicroBatch
@@ -43,7 +43,7 @@ def forward_backward(
 ) -> Any:
     """Run every micro-batch through all processes; call it in each of them.
 
-    inputs: in the first process the batch; in the others what their function needs in addition, such as targets, or None.
+    inputs: in the first process the batch; in the others what their function needs besides, such as targets, or None.
     fwd_fn: in the last process it returns the mean loss of its micro-batch; with `forward_only`, anything.
     dtype: the dtype in which floating-point tensors are sent; None leaves them as they are.
     Returns the mean loss in the last process, or all rows with `forward_only`; None in the others.

@@ -24,13 +24,15 @@ from torch.distributed import ProcessGroup
 from gpipe_cli.accelerator.devices import accelerators, is_accelerator
 from gpipe_cli.accelerator.streams import set_current_device
 from gpipe_cli.balance.solver import solve
-from gpipe_cli.distributed.backends import GLOO, backends_for, device_of
 from gpipe_cli.distributed.gradients import average_gradients, clip_grad_norm_
 from gpipe_cli.distributed.groups import (
     DATA,
     GLOBAL,
+    GLOO,
     MODEL,
     PIPE,
+    backends_for,
+    device_of,
     get_group,
     get_group_rank,
     get_group_size,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
-from gpipe_cli.distributed.messages import gather_json
+from gpipe_cli.distributed.messages import gather_json, share_json
 from gpipe_cli.errors import GpipeError, PeerError
 
 
@@ -102,14 +102,4 @@ class World:
 
     def from_rank_zero(self, text: str) -> str:
         """The text of rank 0; the text of the other ranks is ignored."""
-        if self.size == 1:
-            return text
-        # frombuffer refuses an empty buffer.
-        encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        length = self._broadcast(torch.tensor([len(encoded)], dtype=torch.int64))
-        content = encoded if self.is_rank_zero else torch.empty(int(length), dtype=torch.uint8)
-        return bytes(self._broadcast(content).tolist()).decode()
-
-    def _broadcast(self, tensor: Tensor) -> Tensor:
-        distributed.broadcast(tensor, 0, group=self.group)
-        return tensor
+        return text if self.size == 1 else str(share_json(text, 0, self._group))

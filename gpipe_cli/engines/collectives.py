@@ -13,6 +13,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor, distributed, nn
 
+from gpipe_cli.distributed.groups import RankCoords
 from gpipe_cli.distributed.messages import (
     gather_numbers,
     share_json,
@@ -20,7 +21,6 @@ from gpipe_cli.distributed.messages import (
     share_tensor,
     sum_of_numbers,
 )
-from gpipe_cli.distributed.rank_coords import RankCoords
 from gpipe_cli.distributed.replica_shares import responsible_replicas
 from gpipe_cli.engines.protocol import StepFacts
 from gpipe_cli.engines.state import EngineState, parameter_of
