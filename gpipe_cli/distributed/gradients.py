@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from gpipe_cli.distributed.gradient_buckets import summed_gradients
 from gpipe_cli.distributed.groups import DATA, PIPE, device_of, get_group
-from gpipe_cli.distributed.messages import sum_of_numbers
+from gpipe_cli.distributed.world import sum_of_numbers
 from gpipe_cli.errors import ConfigError, NumericError
 from gpipe_cli.torch_internals.gradient_reducers import noticing_reducers
 

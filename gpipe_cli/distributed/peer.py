@@ -17,7 +17,7 @@ from torch import Tensor, distributed
 from torch.distributed import P2POp, ProcessGroup, Work
 
 from gpipe_cli.distributed.groups import PIPE, device_of, get_group
-from gpipe_cli.distributed.messages import decode, encode, share_numbers
+from gpipe_cli.distributed.world import decode, encode, share_numbers
 from gpipe_cli.pipeline.boundary import Gradients, PartitionInput
 from gpipe_cli.pipeline.microbatch import Value
 

@@ -19,8 +19,8 @@ from torch import Tensor, distributed, nn
 
 from gpipe_cli.distributed.gradient_buckets import make_buckets
 from gpipe_cli.distributed.groups import RankCoords
-from gpipe_cli.distributed.messages import gather_numbers, sum_of_numbers
 from gpipe_cli.distributed.replica_shares import responsible_replicas
+from gpipe_cli.distributed.world import gather_numbers, sum_of_numbers
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, Moments
 from gpipe_cli.pipeline.module_state import SavedBuffer
 from gpipe_cli.pipeline.tied import TiedParameters, Untied, accumulate
