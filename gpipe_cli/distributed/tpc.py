@@ -9,17 +9,13 @@ tpc.setup_process_groups([("data", world_size / 2), ("pipe", 2)])
 from __future__ import annotations
 
 import os
-import random
 import subprocess
-from collections import Counter
 from collections.abc import MutableMapping
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor, distributed, nn
-from torch.distributed import ProcessGroup
+from torch import distributed, nn
 
 from gpipe_cli.accelerator.devices import accelerators, is_accelerator
 from gpipe_cli.accelerator.streams import set_current_device
@@ -43,14 +39,12 @@ from gpipe_cli.distributed.groups import (
     setup_process_groups,
 )
 from gpipe_cli.distributed.pipeline_step import forward_backward, forward_eval
-from gpipe_cli.errors import ConfigError, PeerError
+from gpipe_cli.errors import PeerError
 from gpipe_cli.sequential import flatten_model
 
 __all__ = [
-    "NaiveDDP",
     "average_gradients",
     "clip_grad_norm_",
-    "fix_rand",
     "flatten_model",
     "forward_backward",
     "forward_eval",
@@ -69,8 +63,6 @@ __all__ = [
 ]
 
 Layers = TypeVar("Layers", list[nn.Module], nn.Sequential)
-FIRST_SEED = 2222
-"""TorchDistPackage's."""
 
 
 def setup_distributed(backend: str | None = None, port: int | None = None) -> tuple[int, int, int, str]:
@@ -132,23 +124,16 @@ def is_using_pp() -> bool:
     return is_mode_inited(PIPE)
 
 
-TENSOR = "tensor"
-get_tp_rank, get_tp_size = partial(get_group_rank, TENSOR), partial(get_group_size, TENSOR)
+get_tp_rank, get_tp_size = partial(get_group_rank, "tensor"), partial(get_group_size, "tensor")
 get_pp_rank, get_pp_size = partial(get_group_rank, PIPE), partial(get_group_size, PIPE)
 get_dp_rank, get_dp_size = partial(get_group_rank, DATA), partial(get_group_size, DATA)
 get_mp_rank, get_mp_size = partial(get_group_rank, MODEL), partial(get_group_size, MODEL)
-is_first_in_tensor_group, is_last_in_tensor_group = (
-    partial(is_first_in_group, TENSOR),
-    partial(is_last_in_group, TENSOR),
-)
-is_first_in_data_group, is_last_in_data_group = (
-    partial(is_first_in_group, DATA),
-    partial(is_last_in_group, DATA),
-)
-is_first_in_model_group, is_last_in_model_group = (
-    partial(is_first_in_group, MODEL),
-    partial(is_last_in_group, MODEL),
-)
+is_first_in_tensor_group = partial(is_first_in_group, "tensor")
+is_last_in_tensor_group = partial(is_last_in_group, "tensor")
+is_first_in_data_group = partial(is_first_in_group, DATA)
+is_last_in_data_group = partial(is_last_in_group, DATA)
+is_first_in_model_group = partial(is_first_in_group, MODEL)
+is_last_in_model_group = partial(is_last_in_group, MODEL)
 
 
 def test_comm() -> None:
@@ -156,10 +141,8 @@ def test_comm() -> None:
     for group in map(get_group, [*group_names(), GLOBAL]):
         reached = torch.ones(1, device=device_of(group))
         distributed.all_reduce(reached, group=group)
-        if int(reached) != distributed.get_world_size(group):
-            raise PeerError(
-                f"{int(reached)} of {distributed.get_world_size(group)} processes of a group took part"
-            )
+        if int(reached) != (size := distributed.get_world_size(group)):
+            raise PeerError(f"{int(reached)} of the {size} processes of a group took part")
 
 
 def partition_uniform(flat_sequence: Layers, extra_len: int = 0) -> Layers:
@@ -184,66 +167,3 @@ def partition_balanced(flat_sequence: Layers, sequence: object = None) -> Layers
     begin = sum(balance[: get_group_rank(PIPE)])
     own: Layers = flat_sequence[begin : begin + balance[get_group_rank(PIPE)]]  # type: ignore[assignment]
     return own
-
-
-def fix_rand(rank: int = 0) -> None:
-    """Seed Python, NumPy and torch, each process by its rank, and let cuDNN choose deterministic kernels."""
-    random.seed(FIRST_SEED + rank)
-    np.random.seed(FIRST_SEED + rank)
-    torch.manual_seed(FIRST_SEED + rank)
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
-
-
-@final
-class NaiveDDP(nn.Module):
-    """A module of which every process of a group has a replica, for any training loop, `forward_backward` included.
-
-    The replicas start with the state of one process. Each `num_grad_acc_iter`-th backward averages the gradients, or
-    `reduce_gradients` does if `sync` is true.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        sync: bool = False,
-        bucket_cap_mb: float = 25,
-        gradient_as_bucket_view: bool = False,
-        process_group: ProcessGroup | None = None,
-        dp_rank0: int = 0,
-        reduce_op: str = "avg",
-        num_grad_acc_iter: int = 1,
-    ) -> None:
-        """bucket_cap_mb, gradient_as_bucket_view: change nothing, since every gradient is sent on its own.
-        process_group: by default all processes.
-        dp_rank0: the global rank whose state the replicas start with.
-        reduce_op: "avg" or "sum".
-        """
-        super().__init__()
-        if reduce_op.lower() not in ("avg", "sum"):
-            raise ConfigError(f"reduce_op={reduce_op!r}: choose 'avg' or 'sum'")
-        self.module, self.group, self.sync = module, process_group, sync
-        self._divisor = 1 if reduce_op.lower() == "sum" else distributed.get_world_size(process_group)
-        self._iterations, self._backwards = num_grad_acc_iter, Counter[Tensor]()
-        for tensor in module.state_dict().values():
-            distributed.broadcast(tensor, dp_rank0, group=process_group)
-        for parameter in module.parameters():
-            if parameter.requires_grad and not sync:
-                parameter.register_post_accumulate_grad_hook(self._after_backward)  # type: ignore[no-untyped-call]
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.module(*inputs, **kwargs)
-
-    def reduce_gradients(self) -> None:
-        """Average the gradients if `sync` is true; otherwise backward has done so."""
-        for parameter in self.parameters():
-            if self.sync and parameter.grad is not None:
-                self._reduce(parameter.grad)
-
-    def _after_backward(self, parameter: Tensor) -> None:
-        self._backwards[parameter] += 1
-        if self._backwards[parameter] % self._iterations == 0 and parameter.grad is not None:
-            self._reduce(parameter.grad)
-
-    def _reduce(self, gradient: Tensor) -> None:
-        distributed.all_reduce(gradient, group=self.group)
-        gradient.div_(self._divisor)

@@ -18,13 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gpipe_cli.distributed import (
-    NaiveDDP,
     average_gradients,
     clip_grad_norm_,
     forward_backward,
     forward_eval,
     get_group,
-    get_ranks_in_group,
     is_last_in_pipeline_group,
     partition_uniform,
     setup_process_groups,
@@ -33,7 +31,7 @@ from gpipe_cli.errors import ConfigError
 from tests.distributed.forked_ranks import run_ranks
 
 MICRO_BATCHES = 4
-SHARES = {"even": [8, 8], "uneven": [9, 7], "sharded": [8, 8], "naive": [8, 8], "naive_sync": [8, 8]}
+SHARES = {"even": [8, 8], "uneven": [9, 7], "sharded": [8, 8]}
 """How many rows each replica has."""
 
 
@@ -60,33 +58,18 @@ def train(case: str, replica: int) -> dict[str, Tensor]:
     def fwd_fn(given: Any) -> Any:
         return loss_of(model(given[0]), given[1]) if last else model(given)
 
-    naive = None
-    if case.startswith("naive"):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1 + replica)  # NaiveDDP gives the others those of the first
-        group, first = get_group("data"), get_ranks_in_group("data")[0]
-        model = naive = NaiveDDP(
-            model,
-            sync="sync" in case,
-            process_group=group,
-            dp_rank0=first,
-            num_grad_acc_iter=MICRO_BATCHES,
-        )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):  # gradients of the first step are gone when the second begins
         inputs = [targets] if last else [samples]
         forward_backward(optimizer, fwd_fn, None, inputs, num_microbatches=MICRO_BATCHES)
         before = [parameter.grad for parameter in model.parameters()]
-        if naive is not None:
-            naive.reduce_gradients()
-        elif case != "sharded":
+        if case != "sharded":
             average_gradients(model.parameters(), rows=None if case == "even" else len(samples))
     assert all(
         gradient is parameter.grad for gradient, parameter in zip(before, model.parameters(), strict=True)
     )
     gradients = {
-        f"{case} {name.removeprefix('module.')}": getattr(
+        f"{case} {name}": getattr(
             parameter.grad, "full_tensor", lambda gradient=parameter.grad: gradient
         )().clone()
         for name, parameter in model.named_parameters()
