@@ -1,6 +1,6 @@
 """A model over several processes, from Python: one process per partition, replicated if there are more processes.
 
-from gpipe_cli.distributed import setup_process_groups, partition_uniform, forward_backward
+from gpipe_cli.distributed import forward_backward, partition_uniform, setup_distributed, tpc
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class OffloadedPipe(OffloadedPipeBase):
 
 @final
 class OffloadModel(OffloadedPipeBase):
-    """fairscale's class of that name, with its arguments and its error messages; any device will do.
+    """fairscale's class of that name, with its arguments and its error messages, not only for CUDA.
 
     Parameters, gradients and optimizer state are in host memory; one slice at a time is on the device.
     """
