@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import MutableMapping
 from functools import partial
 from typing import TypeVar
 
@@ -71,21 +70,21 @@ def setup_distributed(backend: str | None = None, port: int | None = None) -> tu
     backend: by default that of this machine's accelerators, or gloo; an accelerator becomes the current device.
     port: where processes that srun has started meet; torchrun sets its own.
     """
-    environment = os.environ
-    if "RANK" not in environment and "SLURM_PROCID" in environment:
-        _take_from_slurm(environment, port)
-    local_rank = int(environment.get("LOCAL_RANK", environment.get("RANK", 0)))
+    if "RANK" not in os.environ and "SLURM_PROCID" in os.environ:
+        _take_from_slurm(port)
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", 0)))
     present = accelerators()
     device = present[local_rank % len(present)] if present else torch.device("cpu")
     set_current_device(device)
     bound = device if is_accelerator(device) and backend != GLOO else None
     distributed.init_process_group(backend or backends_for(device), device_id=bound)
-    address, chosen_port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    address, chosen_port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return distributed.get_rank(), distributed.get_world_size(), chosen_port, address
 
 
-def _take_from_slurm(environment: MutableMapping[str, str], port: int | None) -> None:
+def _take_from_slurm(port: int | None) -> None:
     """Set what torchrun sets, in a process that srun has started."""
+    environment = os.environ
     for name, given in {"RANK": "PROCID", "WORLD_SIZE": "NTASKS", "LOCAL_RANK": "LOCALID"}.items():
         environment[name] = environment[f"SLURM_{given}"]
     # Jobs that share a node must not meet at one port.

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, Self, final
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.accelerator.devices import device_here
 from gpipe_cli.accelerator.streams import finish_queued
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.offload.prefetcher import SlicePrefetcher
@@ -110,7 +111,7 @@ class OffloadModel(OffloadedPipeBase):
         assert model is not None and device is not None, "checked above"
         sequence = model if isinstance(model, nn.Sequential) else nn.Sequential(*model)
         super().__init__(sequence.to(offload_device), num_microbatches, deferred_batch_norm=False)
-        self.device, self.offload_device = torch.device(device), torch.device(offload_device)
+        self.device, self.offload_device = device_here(device), torch.device(offload_device)
         self.checkpoint = "always" if checkpoint_activation else "never"
         balance = [1] * len(sequence)
         if sequence is model:

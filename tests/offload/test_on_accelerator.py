@@ -295,7 +295,10 @@ def test_what_stays_on_the_device_can_be_read_on_the_cpu_and_goes_back_for_the_n
         pytest.skip("OffloadModel refuses this kind of device")
     layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     layers[2].weight = layers[0].weight
-    with OffloadModel(layers, device, num_slices=2) as model:
+    with OffloadModel(layers, torch.device(device.type), num_slices=2) as model:
+        assert (
+            model.device.index is not None
+        )  # "cuda" alone is the current device; torch's streams need an index
         for _ in range(2):
             model(torch.randn(8, 4, device=device)).square().sum().backward()
             state = (*model.cpu().parameters(), *model.buffers())
