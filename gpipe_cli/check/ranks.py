@@ -16,7 +16,7 @@ from gpipe_cli.accelerator.devices import is_accelerator
 from gpipe_cli.check.children import TIMEOUT, can_start_children, run_in_children
 from gpipe_cli.check.row import Machine, Row, Verdict
 from gpipe_cli.check.timing import median_seconds
-from gpipe_cli.distributed.backends import backends_for
+from gpipe_cli.distributed.groups import backends_for
 from gpipe_cli.errors import ConfigError, GpipeError
 from gpipe_cli.launch.rank_files import RankFiles
 from gpipe_cli.launch.rank_setup import connect_ranks

@@ -7,17 +7,16 @@ forward then leave gradients unreduced, so a partition inside such a wrapper is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from gpipe_cli.distributed.backends import device_of
 from gpipe_cli.distributed.gradient_buckets import summed_gradients
-from gpipe_cli.distributed.groups import DATA, PIPE, get_group
-from gpipe_cli.distributed.messages import sum_of_numbers
+from gpipe_cli.distributed.groups import DATA, PIPE, device_of, get_group
+from gpipe_cli.distributed.world import sum_of_numbers
 from gpipe_cli.errors import ConfigError, NumericError
 from gpipe_cli.torch_internals.gradient_reducers import noticing_reducers
 
@@ -36,7 +35,7 @@ def average_gradients(parameters: Tensor | Iterable[Tensor], rows: int | None = 
     if any(hasattr(parameter, "full_tensor") for parameter in own):
         raise ConfigError(
             "average_gradients: these parameters are sharded, by fully_shard for example, "
-            "which averages gradients itself; leave average_gradients out"
+            "which averages gradients itself; remove average_gradients"
         )
     group = get_group(DATA)
     share = 1 / distributed.get_world_size(group)
@@ -53,19 +52,16 @@ def average_gradients(parameters: Tensor | Iterable[Tensor], rows: int | None = 
             parameter.grad.copy_(gradient)
 
 
-@contextmanager
-def refusing_reducers() -> Iterator[None]:
-    """Raise ConfigError where this thread, inside the block, calls a wrapper that gives wrong gradients in a pipe."""
-    with noticing_reducers(_refuse):
-        yield
-
-
 def _refuse(wrapper: nn.Module) -> None:
     raise ConfigError(
         f"fwd_fn: {type(wrapper).__name__} around the layers of a pipe gives wrong gradients, since several "
-        "micro-batches are under way at once; leave it out and call "
+        "micro-batches are under way at once; remove it and call "
         "gpipe_cli.distributed.average_gradients(model.parameters()) after forward_backward"
     )
+
+
+refusing_reducers = partial(noticing_reducers, _refuse)
+"""Raises ConfigError where this thread, inside the block, calls a wrapper that gives wrong gradients in a pipe."""
 
 
 def clip_grad_norm_(

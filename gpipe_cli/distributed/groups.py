@@ -4,27 +4,30 @@
 
 The last axis varies fastest: above, ranks 0 to 3 are the first replica. `torch.distributed.init_device_mesh` would make
 the same groups, but gives them torch's default timeout unless you pass options that only private classes of torch have.
+
+An accelerator has a backend of its own (NCCL, XCCL, ...), which torch or an extension of torch registers. Tensors on
+the CPU always go through gloo.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, final
+from typing import final
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 from torch.distributed import ProcessGroup
 
-from gpipe_cli.distributed.backends import device_of, with_cpu_backend
+from gpipe_cli.accelerator.devices import current_device, is_accelerator
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.sequential import by_list
 
-Axis = tuple[str, int]
-"""Its name, and the number of processes along it."""
-PIPE, DATA = "pipe", "data"
+Axis = tuple[str, float]
+"""Its name, and the number of processes along it: a whole number, which `world_size / 2` may be too."""
+PIPE, DATA, MODEL, GLOBAL = "pipe", "data", "model", "global"
+GLOO = "gloo"
 
 
 @final
@@ -49,15 +52,23 @@ _meshes: list[ProcessMesh] = []
 
 
 def setup_process_groups(axes: Sequence[Axis], *, timeout: timedelta | None = None) -> None:
-    """Create the groups of every axis; call it in every process, with the same axes."""
+    """Create the groups of every axis; call it in every process, with the same axes.
+
+    There are two more groups: `model` has the processes of a replica, which are those along all axes but `data`, and
+    `global` has all processes.
+    """
     world = _default_group("setup_process_groups")
-    _check(axes, distributed.get_world_size())
+    sizes = _checked(axes, distributed.get_world_size())
     rank = distributed.get_rank()
+    lines = {name: ranks_along(sizes, name) for name in sizes}
+    in_replica = [name for name in sizes if name != DATA]
+    if len(in_replica) > 1:
+        lines.setdefault(MODEL, ranks_along(sizes, *in_replica))
     # Numbers and text are sent from the CPU, whichever backend the caller chose for tensors. None: the same backends.
     backends = with_cpu_backend(distributed.get_backend_config())
     members = {}
-    for name, _ in axes:
-        for ranks in ranks_along(axes, name):
+    for name, groups in lines.items():
+        for ranks in groups:
             # torch requires every process to take part in the creation of every group.
             group = distributed.new_group(ranks, timeout=timeout, backend=backends)
             if rank in ranks:
@@ -66,17 +77,35 @@ def setup_process_groups(axes: Sequence[Axis], *, timeout: timedelta | None = No
         # Creates what a backend creates with its first operation. NCCL requires all processes of a group to take part
         # in that, and a send has only two.
         distributed.all_reduce(torch.zeros(1, device=device_of(member.group)), group=member.group)
+    if len(in_replica) == 1:
+        members.setdefault(MODEL, members[in_replica[0]])
     _meshes[:] = [ProcessMesh(world, members)]
 
 
+def group_names() -> list[str]:
+    """The names of the groups that `setup_process_groups` made; none before."""
+    is_current = bool(_meshes) and _meshes[0].world is distributed.group.WORLD
+    return list(_meshes[0].members) if is_current else []
+
+
 def get_group(name: str) -> ProcessGroup:
-    """The group of this process along an axis."""
+    """The group of this process along an axis, or its group `model` or `global`."""
     return _axis_group(name).group
 
 
 def get_ranks_in_group(name: str) -> list[int]:
-    """The global ranks of the group of this process along an axis, in order."""
+    """The global ranks of the group of this process, in ascending order."""
     return list(_axis_group(name).ranks)
+
+
+def get_group_rank(name: str) -> int:
+    """The position of this process in its group."""
+    return _axis_group(name).ranks.index(distributed.get_rank())
+
+
+def get_group_size(name: str) -> int:
+    """The number of processes in the group of this process."""
+    return len(_axis_group(name).ranks)
 
 
 def is_first_in_pipeline_group() -> bool:
@@ -89,32 +118,39 @@ def is_last_in_pipeline_group() -> bool:
     return _axis_group(PIPE).ranks[-1] == distributed.get_rank()
 
 
-def ranks_along(axes: Sequence[Axis], name: str) -> list[list[int]]:
-    """The groups of ranks along an axis: one list for each position on the other axes."""
-    names, sizes = [axis for axis, _ in axes], [size for _, size in axes]
-    mesh = torch.arange(math.prod(sizes)).view(sizes)
-    along = mesh.movedim(names.index(name), -1).reshape(-1, mesh.shape[names.index(name)])
-    groups: list[list[int]] = along.tolist()
+def ranks_along(sizes: Mapping[str, int], *names: str) -> list[list[int]]:
+    """The groups of ranks along some axes: one list for each position on the other axes."""
+    mesh = torch.arange(math.prod(sizes.values())).view(*sizes.values())
+    along = mesh.movedim([list(sizes).index(name) for name in names], list(range(-len(names), 0)))
+    groups: list[list[int]] = along.reshape(-1, math.prod(sizes[name] for name in names)).tolist()
     return groups
 
 
-def _check(axes: Sequence[Axis], world_size: int) -> None:
-    names = [name for name, _ in axes]
-    if not names or len(set(names)) < len(names):
+def _checked(axes: Sequence[Axis], world_size: int) -> dict[str, int]:
+    """The number of processes along each axis."""
+    if not axes or len({name for name, _ in axes}) < len(axes):
         raise ConfigError(f"process groups {axes}: name each axis once, such as [('data', 2), ('pipe', 4)]")
-    if any(size < 1 for _, size in axes):
+    for name, size in axes:
+        if not float(size).is_integer():
+            raise ConfigError(
+                f"process groups {axes}: {size!r} processes along '{name}'; give a whole number. There are "
+                f"{world_size} processes in all"
+            )
+    sizes = {name: int(size) for name, size in axes}
+    if min(sizes.values()) < 1:
         raise ConfigError(f"process groups {axes}: every axis needs at least one process")
-    if math.prod(size for _, size in axes) != world_size:
-        sizes = " x ".join(f"{name} {size}" for name, size in axes)
-        wanted = math.prod(size for _, size in axes)
+    if math.prod(sizes.values()) != world_size:
         raise ConfigError(
-            f"process groups {sizes} are {wanted} processes, there are {world_size}; "
-            "start as many as the sizes multiply to"
+            f"process groups {' x '.join(f'{name} {size}' for name, size in sizes.items())} are "
+            f"{math.prod(sizes.values())} processes, there are {world_size}; start as many as the sizes multiply to"
         )
+    return sizes
 
 
 def _axis_group(name: str) -> AxisGroup:
     world = _default_group(f"the group '{name}'")
+    if name == GLOBAL:
+        return AxisGroup(world, list(range(distributed.get_world_size())))
     if not _meshes or _meshes[0].world is not world:
         raise ConfigError(f"no group '{name}': call setup_process_groups first, in every process")
     members = _meshes[0].members
@@ -133,10 +169,105 @@ def _default_group(caller: str) -> ProcessGroup:
     return world
 
 
-Layers = TypeVar("Layers", list[nn.Module], nn.Sequential)
+def backends_for(device: torch.device) -> str:
+    """What `init_process_group` needs to know if the tensors of this process are on the device.
+
+    A device without a backend is refused. gloo would need a copy of every tensor on the CPU, and torch's schedules,
+    which send the tensors, make none.
+    """
+    if not is_accelerator(device):
+        return GLOO
+    cure = "use engine=threads, or devices=[cpu,...]"
+    try:
+        name = distributed.get_default_backend_for_device(device)
+    except ValueError as error:
+        raise ConfigError(
+            f"devices: torch.distributed has no backend for the type '{device.type}'; {cure}"
+        ) from error
+    if not distributed.is_backend_available(name):
+        raise ConfigError(
+            f"devices: '{device}' needs the backend {name}, which this build of torch does not have; {cure}"
+        )
+    return f"cpu:{GLOO},{device.type}:{name}"
 
 
-def partition_uniform(layers: Layers) -> Layers:
-    """The layers of this process, divided evenly over the group `pipe`: 11 layers over 4 processes are 3, 3, 3, 2."""
-    group = get_group(PIPE)
-    return by_list.partition_uniform(layers, distributed.get_world_size(group), distributed.get_rank(group))
+def with_cpu_backend(config: str) -> str | None:
+    """The backends of a group, such as `cuda:nccl`, and one for the CPU; None if the group has one."""
+    return None if "cpu" in _backends(config) else f"cpu:{GLOO},{config}"
+
+
+def device_of(group: ProcessGroup) -> torch.device:
+    """Where the tensors of a group are: the current accelerator if the group has a backend for it, else the CPU."""
+    device = current_device()
+    backend = _backends(distributed.get_backend_config(group)).get(device.type, GLOO)
+    # gloo is listed for some accelerators too, but supports few of the operations there.
+    return device if backend != GLOO else torch.device("cpu")
+
+
+def _backends(config: str) -> dict[str, str]:
+    """By device type, from a text such as `cpu:gloo,cuda:nccl`."""
+    pairs = (pair.partition(":") for pair in config.split(","))
+    return {device_type: name for device_type, _, name in pairs}
+
+
+@final
+@dataclass(frozen=True)
+class RankCoords:
+    """Where a rank stands in the mesh: its replica, its position in the pipe, and its partitions.
+
+    Partitions are dealt to the ranks of a pipe round robin, as `schedule.action` deals them to workers and torch's
+    schedules deal stages to ranks, unless an order of your own places them otherwise.
+    """
+
+    pipe: ProcessGroup
+    """The group of the ranks with the other partitions of this replica."""
+    data: ProcessGroup
+    """The group of the ranks with the same partitions of the other replicas."""
+    device: torch.device
+    workers: tuple[int, ...]
+    """The rank, in the pipe, of each partition of the whole model."""
+    rank: int
+    """In the pipe."""
+    ranks: int
+    replica: int
+    replicas: int
+
+    @classmethod
+    def of_groups(cls, workers: tuple[int, ...], devices: Sequence[torch.device]) -> RankCoords:
+        """From the groups that `setup_process_groups` created; `devices`: one per rank of a pipe."""
+        rank, ranks = get_group_rank(PIPE), get_group_size(PIPE)
+        if len(devices) != ranks:
+            raise ConfigError(
+                f"{len(devices)} devices for the {ranks} processes of a pipe; give one for each"
+            )
+        return cls(
+            get_group(PIPE),
+            get_group(DATA),
+            devices[rank],
+            workers,
+            rank=rank,
+            ranks=ranks,
+            replica=get_group_rank(DATA),
+            replicas=get_group_size(DATA),
+        )
+
+    @property
+    def partitions(self) -> int:
+        """Of the whole model."""
+        return len(self.workers)
+
+    @property
+    def own_partitions(self) -> list[int]:
+        return [partition for partition, rank in enumerate(self.workers) if rank == self.rank]
+
+    def rank_of(self, partition: int) -> int:
+        return self.workers[partition]
+
+    @property
+    def last_rank(self) -> int:
+        """The rank that has the output and the loss."""
+        return self.rank_of(self.partitions - 1)
+
+    @property
+    def has_output(self) -> bool:
+        return self.rank == self.last_rank

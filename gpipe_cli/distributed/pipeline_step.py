@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.distributed.gradients import refusing_reducers
-from gpipe_cli.distributed.p2p_link import P2PLink
+from gpipe_cli.distributed.peer import P2PLink
 from gpipe_cli.errors import ConfigError, PeerError
 from gpipe_cli.pipeline.boundary import Gradients, GradSink, PartitionInput, enter
 from gpipe_cli.pipeline.context import MicroBatch
 from gpipe_cli.pipeline.microbatch import Batch, Value, gather, micro_batches
 from gpipe_cli.pytree import flatten, unflatten
 
-Inputs = Tensor | Mapping[str, Tensor] | Sequence[Tensor | Mapping[str, Tensor]]
+Inputs = Tensor | Mapping[str, Tensor] | Sequence[Tensor | Mapping[str, Tensor]] | None
 Forward = Callable[[Any], Any]
 """Takes a single tensor or dict as it is, several as a list: what the previous process sent, then the inputs."""
 Backward = Callable[[Any, Any], object]
@@ -43,7 +43,7 @@ def forward_backward(
 ) -> Any:
     """Run every micro-batch through all processes; call it in each of them.
 
-    inputs: in the first process the batch; in the others what their function needs in addition, such as targets.
+    inputs: in the first process the batch; in the others what their function needs besides, such as targets, or None.
     fwd_fn: in the last process it returns the mean loss of its micro-batch; with `forward_only`, anything.
     dtype: the dtype in which floating-point tensors are sent; None leaves them as they are.
     Returns the mean loss in the last process, or all rows with `forward_only`; None in the others.
@@ -52,7 +52,7 @@ def forward_backward(
     if scatter_gather_tensors:
         raise ConfigError(
             "scatter_gather_tensors=True: divides tensors among the processes of a tensor-parallel group, "
-            "which gpipe does not have; leave it out"
+            "which gpipe does not have; remove it"
         )
     if num_microbatches < 1:
         raise ConfigError(f"num_microbatches={num_microbatches}: must be at least 1")
@@ -72,9 +72,8 @@ def forward_eval(fwd_fn: Forward, inputs: Inputs, dtype: torch.dtype | None = No
 
 def _prepare(link: P2PLink, forward: Forward, inputs: Inputs, count: int, dtype: torch.dtype | None) -> _Step:
     """Split the batch; the first process sends the number of rows, because the others may have no inputs to count."""
-    own = (
-        (inputs,) if isinstance(inputs, Tensor) or (isinstance(inputs, Mapping) and inputs) else tuple(inputs)
-    )
+    single = isinstance(inputs, Tensor) or (isinstance(inputs, Mapping) and inputs)
+    own = (inputs,) if single else tuple(inputs or ())
     batch = Batch(own, "inputs") if own else None
     # A collective, in which all processes learn whether the first has inputs: if not, all of them raise.
     rows = link.from_first(NO_INPUTS if batch is None else batch.rows)

@@ -18,9 +18,8 @@ from torch.distributed.pipelining import ScheduleGPipe
 from gpipe_cli.accelerator.memory import note_device
 from gpipe_cli.distributed.boundary_shapes import BoundarySpec, ShapeInference
 from gpipe_cli.distributed.gradient_buckets import GradientBuckets
-from gpipe_cli.distributed.rank_coords import RankCoords
-from gpipe_cli.distributed.replicas import Replicas
-from gpipe_cli.distributed.tied_gradients import TiedGradients
+from gpipe_cli.distributed.groups import RankCoords
+from gpipe_cli.distributed.replicas import Replicas, TiedGradients
 from gpipe_cli.distributed.torch_schedule import (
     Flush,
     TorchSchedule,

@@ -1,4 +1,4 @@
-"""Merges what replicas of a model changed besides gradients, so that they stay equal: batch-norm statistics.
+"""Merges what several ranks hold of one model, so that it stays equal: statistics, tied gradients, sharded updates.
 
 The loss of a replica is weighted by its share of all samples, so the sum of the replicas' gradients
 (`gradient_buckets`) is the gradient of the mean. A replica without samples, in a short last batch, adds nothing.
@@ -11,15 +11,18 @@ statistics of all replicas instead, as if one replica had processed all samples.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import final
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
-from gpipe_cli.distributed.messages import gather_numbers, sum_of_numbers
-from gpipe_cli.distributed.rank_coords import RankCoords
+from gpipe_cli.distributed.gradient_buckets import make_buckets
+from gpipe_cli.distributed.groups import RankCoords
+from gpipe_cli.distributed.replica_shares import responsible_replicas
+from gpipe_cli.distributed.world import gather_numbers, sum_of_numbers
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, Moments
+from gpipe_cli.pipeline.tied import TiedParameters, Untied, accumulate
 
 
 @final
@@ -108,3 +111,162 @@ def _merged(batch_norm: DeferredBatchNorm, of_replicas: Sequence[Tensor]) -> Mom
             moments = Moments(count, mean, deviation)
             merged = moments if merged is None else merged.merge(moments)
     return merged
+
+
+@final
+class TiedGradients:
+    """Sums the gradients of parameters that layers in several processes share.
+
+    Each process that uses such a parameter has a copy of it, and the copies must stay bitwise identical. So the
+    process of the first use sums the gradients of all uses in the order of the layers, as a single process would, and
+    sends the sum to the others.
+    """
+
+    def __init__(self, tied: TiedParameters, ranks: Sequence[int], coords: RankCoords) -> None:
+        """ranks: for each layer, the rank of its partition."""
+        self._coords = coords
+        self._ranks = ranks
+        self._shared = [(parameter, users) for parameter, users in tied.users if parameter.requires_grad]
+        self._between_ranks = any(len({ranks[user] for user in users}) > 1 for _, users in self._shared)
+        self.borrowed = [
+            parameter for parameter, users in self._shared if self._uses(users) and not self._owns(users)
+        ]
+        """Copies in this process whose owner is another process."""
+
+    def collect(self, untied: Sequence[Untied]) -> None:
+        """At its owner, give each shared parameter the sum of the gradients of all its uses."""
+        gradients = [
+            [of_layer.take_gradient(parameter) for of_layer in (untied[user] for user in users)]
+            for parameter, users in self._shared
+        ]
+        # All ranks agree first on which gradients exist: a receive of one that does not would never end. Then all walk
+        # the same list in the same order, so that each blocking send meets its receive.
+        present = self._present(gradients)
+        for (parameter, users), of_uses, has_gradient in zip(self._shared, gradients, present, strict=True):
+            total: Tensor | None = None
+            for user, gradient, is_present in zip(users, of_uses, has_gradient, strict=True):
+                if is_present:
+                    total = self._added_at_owner(total, parameter, users, user, gradient)
+            if total is not None:
+                accumulate(parameter, total)
+
+    def spread(self) -> None:
+        """Send each sum to the other processes that use the parameter."""
+        if not self._between_ranks:
+            return
+        has_gradient = self._present([[parameter.grad] for parameter, _ in self._shared])
+        for (parameter, users), (present,) in zip(self._shared, has_gradient, strict=True):
+            if not present:
+                continue
+            owner = self._ranks[users[0]]
+            for rank in sorted({self._ranks[user] for user in users} - {owner}):
+                if self._coords.rank == owner:
+                    assert parameter.grad is not None, "it has just said so"
+                    distributed.send(parameter.grad, group=self._coords.pipe, group_dst=rank)
+                elif self._coords.rank == rank:
+                    parameter.grad = self._received(parameter, owner)
+
+    def _added_at_owner(
+        self,
+        total: Tensor | None,
+        parameter: nn.Parameter,
+        users: Sequence[int],
+        user: int,
+        gradient: Tensor | None,
+    ) -> Tensor | None:
+        """At the owner, `total` plus the gradient of one use in whichever process; elsewhere None."""
+        rank, owner = self._ranks[user], self._ranks[users[0]]
+        if self._coords.rank == owner:
+            addend = self._received(parameter, rank) if rank != owner else gradient
+            assert addend is not None, "the ranks agreed that this use has a gradient"
+            # In the order of the layers, whichever process they are in: that order decides the bits.
+            return addend if total is None else total + addend
+        if self._coords.rank == rank:
+            assert gradient is not None, "the ranks agreed that this use has a gradient"
+            distributed.send(gradient.contiguous(), group=self._coords.pipe, group_dst=owner)
+        return None
+
+    def _received(self, parameter: nn.Parameter, source: int) -> Tensor:
+        # Sent as contiguous memory, so it must be received as such, whatever strides the parameter has.
+        buffer = torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
+        distributed.recv(buffer, group=self._coords.pipe, group_src=source)
+        return buffer
+
+    def _present(self, gradients: Sequence[Sequence[Tensor | None]]) -> list[list[bool]]:
+        """Which uses have a gradient, in whichever process: the loss may not depend on a use."""
+        flags = [[gradient is not None for gradient in of_uses] for of_uses in gradients]
+        if not self._between_ranks:
+            return flags
+        flat = torch.tensor([flag for of_uses in flags for flag in of_uses])
+        values = iter(sum_of_numbers(flat, self._coords.pipe).tolist())
+        return [[bool(next(values)) for _ in of_uses] for of_uses in flags]
+
+    def _uses(self, users: Sequence[int]) -> bool:
+        return any(self._ranks[user] == self._coords.rank for user in users)
+
+    def _owns(self, users: Sequence[int]) -> bool:
+        return self._ranks[users[0]] == self._coords.rank
+
+
+@final
+class ParameterShards:
+    """Which replica updates which parameters, and the exchange of what they updated (ZeRO-1: shard=optimizer).
+
+    Every replica has all parameters of its partitions and, after a step, all summed gradients. It has an optimizer for
+    its share of the parameters only, and sends these to the other replicas after the update. Each parameter is updated
+    as without shards, so the results are bitwise identical.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], coords: RankCoords) -> None:
+        """parameters: those that this process trains, in the same order in every replica."""
+        self._coords = coords
+        replicas = responsible_replicas([parameter.nbytes for parameter in parameters], coords.replicas)
+        by_replica = [
+            [parameter for parameter, replica in zip(parameters, replicas, strict=True) if replica == owner]
+            for owner in range(coords.replicas)
+        ]
+        self.own = by_replica[coords.replica]
+        """The parameters that this replica updates, in the order given."""
+        self.others = [
+            parameter
+            for replica, own in enumerate(by_replica)
+            if replica != coords.replica
+            for parameter in own
+        ]
+        self._rounds = list(zip_longest(*map(make_buckets, by_replica)))
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Give every replica the parameters of their owners; all replicas call it together."""
+        # A bucket of each owner at a time: all replicas send at once, and the copies stay small.
+        for buckets in self._rounds:
+            sent = [
+                (owner, bucket.parameters, self._flat(owner, bucket.parameters))
+                for owner, bucket in enumerate(buckets)
+                if bucket is not None
+            ]
+            works = [
+                distributed.broadcast(flat, group=self._coords.data, group_src=owner, async_op=True)
+                for owner, _, flat in sent
+            ]
+            for work, (owner, parameters, flat) in zip(works, sent, strict=True):
+                assert work is not None, "this process is a member of the group"
+                work.wait()
+                if owner != self._coords.replica:
+                    _unpack(flat, parameters)
+
+    def _flat(self, owner: int, parameters: Sequence[Tensor]) -> Tensor:
+        """What is sent or received for a bucket: a large parameter itself, small ones in one tensor."""
+        if len(parameters) == 1 and parameters[0].is_contiguous():
+            return parameters[0].detach().view(-1)
+        if owner == self._coords.replica:
+            return torch.cat([parameter.detach().flatten() for parameter in parameters])
+        return parameters[0].new_empty(sum(parameter.numel() for parameter in parameters))
+
+
+def _unpack(flat: Tensor, parameters: Sequence[Tensor]) -> None:
+    if len(parameters) == 1 and parameters[0].is_contiguous():  # it has been received in place
+        return
+    pieces = torch.split(flat, [parameter.numel() for parameter in parameters])
+    for parameter, piece in zip(parameters, pieces, strict=True):
+        parameter.copy_(piece.view_as(parameter))

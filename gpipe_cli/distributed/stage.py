@@ -23,7 +23,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from gpipe_cli.distributed.boundary_shapes import NO_TENSOR, BoundarySpec, TensorSpec, places_of
 from gpipe_cli.distributed.gradient_buckets import GradientBuckets
-from gpipe_cli.distributed.rank_coords import RankCoords
+from gpipe_cli.distributed.groups import RankCoords
 from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.boundary import Gradients, PartitionInput
 from gpipe_cli.pipeline.failures import add_note, failure_note

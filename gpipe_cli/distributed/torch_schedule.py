@@ -29,7 +29,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from gpipe_cli.distributed.boundary_shapes import BoundarySpec
 from gpipe_cli.distributed.gradient_buckets import GradientBuckets
-from gpipe_cli.distributed.rank_coords import RankCoords
+from gpipe_cli.distributed.groups import RankCoords
 from gpipe_cli.distributed.stage import Stage
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.batch_state import BatchState

@@ -1,11 +1,13 @@
 """All processes that run one command, and what they must agree on.
 
 A single process is a world of one, whose collectives return their argument. Ranks exchange numbers and text only, as
-tensors: nothing that a peer sends is executed.
+tensors on the CPU: nothing that a peer sends is executed. They travel over gloo whatever the device of the model is, so
+a process reads them without waiting for its device.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -15,7 +17,6 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
-from gpipe_cli.distributed.messages import gather_json
 from gpipe_cli.errors import GpipeError, PeerError
 
 
@@ -102,14 +103,69 @@ class World:
 
     def from_rank_zero(self, text: str) -> str:
         """The text of rank 0; the text of the other ranks is ignored."""
-        if self.size == 1:
-            return text
-        # frombuffer refuses an empty buffer.
-        encoded = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        length = self._broadcast(torch.tensor([len(encoded)], dtype=torch.int64))
-        content = encoded if self.is_rank_zero else torch.empty(int(length), dtype=torch.uint8)
-        return bytes(self._broadcast(content).tolist()).decode()
+        return text if self.size == 1 else str(share_json(text, 0, self._group))
 
-    def _broadcast(self, tensor: Tensor) -> Tensor:
-        distributed.broadcast(tensor, 0, group=self.group)
-        return tensor
+
+def share_numbers(numbers: Tensor, source: int, group: ProcessGroup) -> Tensor:
+    """The numbers of rank `source` of the group, as doubles; the other ranks pass as many, which are ignored."""
+    shared = _doubles(numbers)
+    distributed.broadcast(shared, group=group, group_src=source)
+    return shared
+
+
+def sum_of_numbers(numbers: Tensor, group: ProcessGroup) -> Tensor:
+    total = _doubles(numbers)
+    distributed.all_reduce(total, group=group)
+    return total
+
+
+def gather_numbers(numbers: Tensor, group: ProcessGroup) -> Tensor:
+    """One row per rank; all ranks pass equally many numbers."""
+    own = _doubles(numbers)
+    rows = own.new_empty(distributed.get_world_size(group), len(own))
+    distributed.all_gather(list(rows), own, group=group)
+    return rows
+
+
+def share_tensor(tensor: Tensor | None, source: int, group: ProcessGroup) -> Tensor:
+    """The tensor of rank `source` of the group, on the CPU; the other ranks pass None."""
+    header = None if tensor is None else [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+    dtype, shape = share_json(header, source, group)
+    own = torch.empty(shape, dtype=getattr(torch, dtype)) if tensor is None else tensor.to("cpu").contiguous()
+    distributed.broadcast(own.view(-1), group=group, group_src=source)
+    return own
+
+
+def share_json(value: Any, source: int, group: ProcessGroup) -> Any:
+    """The value of rank `source` of the group; the values that other ranks pass are ignored."""
+    text = encode(value)
+    length = int(share_numbers(torch.tensor([len(text)]), source, group))
+    if distributed.get_rank(group) != source:
+        text = torch.empty(length, dtype=torch.uint8)
+    distributed.broadcast(text, group=group, group_src=source)
+    return decode(text)
+
+
+def gather_json(value: Any, group: ProcessGroup) -> list[Any]:
+    """The values of all ranks of the group, by rank."""
+    text = encode(value)
+    lengths = [int(length) for length in gather_numbers(torch.tensor([len(text)]), group)]
+    # all_gather wants rows of one length.
+    padded = torch.cat([text, text.new_zeros(max(lengths) - len(text))])
+    rows = padded.new_empty(len(lengths), len(padded))
+    distributed.all_gather(list(rows), padded, group=group)
+    return [decode(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
+def encode(value: Any) -> Tensor:
+    """A JSON value as bytes."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def decode(text: Tensor) -> Any:
+    return json.loads(bytes(text.tolist()))
+
+
+def _doubles(numbers: Tensor) -> Tensor:
+    """A copy, because collectives write to their argument."""
+    return numbers.to("cpu", torch.float64, copy=True)

@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor, distributed, nn
 
-from gpipe_cli.distributed.messages import (
+from gpipe_cli.distributed.groups import RankCoords
+from gpipe_cli.distributed.replica_shares import responsible_replicas
+from gpipe_cli.distributed.world import (
     gather_numbers,
     share_json,
     share_numbers,
     share_tensor,
     sum_of_numbers,
 )
-from gpipe_cli.distributed.rank_coords import RankCoords
-from gpipe_cli.distributed.replica_shares import responsible_replicas
 from gpipe_cli.engines.protocol import StepFacts
 from gpipe_cli.engines.state import EngineState, parameter_of
 from gpipe_cli.torch_internals.loss_scale import agree_on_overflow
@@ -32,18 +32,26 @@ NonfiniteOutput = tuple[int, int]
 """A layer index and a micro-batch index."""
 
 
-class Collectives(Protocol):
+@final
+class SingleProcess:
+    """Says what each of the methods returns, of `RankCollectives` too."""
+
     def share_of(self, weight: float) -> float:
         """The fraction that `weight` is of the weights of all replicas."""
+        return 1.0
 
     def facts(self, own: StepFacts | None, *, measured: bool) -> StepFacts:
         """Facts summed over all replicas; `own` is None in a process without the last layer or without samples.
 
         measured: whether facts have sums; every process gives the same.
         """
+        assert own is not None, "a single process has the last layer"
+        return own
 
     def from_last_rank(self, tensor: Tensor | None) -> Tensor:
         """The tensor of the process with the last layer, on the CPU; the others pass None."""
+        assert tensor is not None, "a single process has the last layer"
+        return tensor.cpu()
 
     def facts_and_norms(
         self, own: StepFacts | None, norms: Tensor, *, measured: bool
@@ -52,54 +60,25 @@ class Collectives(Protocol):
 
         A norm of -1 stands for no gradient.
         """
+        return self.facts(own, measured=measured), norms
 
     def agree_on_overflow(self, scaler: torch.amp.GradScaler) -> None:
         """Make every process skip the update if the gradients of one overflowed."""
 
     def first_nonfinite_output(self, own: NonfiniteOutput | None) -> NonfiniteOutput | None:
         """The first over all processes."""
+        return own
 
     def last_name(self, names: Sequence[str]) -> str | None:
         """The last parameter name over all processes, in the order of the model's names."""
-
-    def peak_bytes(self, own: list[int | None]) -> list[int | None]:
-        """Of the devices of all processes of a pipe, from those of this process."""
-
-    def saved_part(self, own: EngineState) -> EngineState:
-        """Of the state of this process the tensors that it saves: each tensor is saved by one process."""
-
-
-@final
-class SingleProcess:
-    def share_of(self, weight: float) -> float:
-        return 1.0
-
-    def facts(self, own: StepFacts | None, *, measured: bool) -> StepFacts:
-        assert own is not None, "a single process has the last layer"
-        return own
-
-    def from_last_rank(self, tensor: Tensor | None) -> Tensor:
-        assert tensor is not None, "a single process has the last layer"
-        return tensor.cpu()
-
-    def facts_and_norms(
-        self, own: StepFacts | None, norms: Tensor, *, measured: bool
-    ) -> tuple[StepFacts, Tensor]:
-        return self.facts(own, measured=measured), norms
-
-    def agree_on_overflow(self, scaler: torch.amp.GradScaler) -> None:
-        pass
-
-    def first_nonfinite_output(self, own: NonfiniteOutput | None) -> NonfiniteOutput | None:
-        return own
-
-    def last_name(self, names: Sequence[str]) -> str | None:
         return names[-1] if names else None
 
     def peak_bytes(self, own: list[int | None]) -> list[int | None]:
+        """Of the devices of all processes of a pipe, from those of this process."""
         return own
 
     def saved_part(self, own: EngineState) -> EngineState:
+        """Of the state of this process the tensors that it saves: each tensor is saved by one process."""
         return own
 
 
@@ -253,6 +232,9 @@ class RankCollectives:
             for rank in set(ranks):
                 counts[rank] += 1
         return torch.tensor(positions, dtype=torch.int64)
+
+
+Collectives = SingleProcess | RankCollectives
 
 
 def _as_facts(numbers: Tensor, names: Sequence[str]) -> StepFacts:

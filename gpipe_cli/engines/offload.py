@@ -5,20 +5,16 @@ Parameters and optimizer state live in host memory or in a file, and come to the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, final
 
 from gpipe_cli.balance.solver import solve
-from gpipe_cli.engines.offload_engine import OffloadedParameters, OffloadEngine, make_tier, update_waits
+from gpipe_cli.engines.offload_engine import OffloadedParameters, OffloadEngine, offload_layers, update_waits
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.engines.step_meter import StepMeter
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.pipe import OffloadedPipe
-from gpipe_cli.offload.prefetcher import SlicePrefetcher
-from gpipe_cli.offload.sizing import DeviceDemand, boundary_bytes, device_demand, layer_bytes
-from gpipe_cli.offload.slices import SlicedParameters, put_parameters_on
+from gpipe_cli.offload.sizing import DeviceDemand, device_demand, layer_bytes
 from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
@@ -115,30 +111,22 @@ class Slicing:
             )
         return solve(self._costs(), self.slices or min(DEFAULT_SLICES, len(module))).balance
 
-    def offload(self, balance: Sequence[int]) -> tuple[OffloadedPipe, OffloadedParameters]:
+    def offload(self, balance: list[int]) -> tuple[OffloadedPipe, OffloadedParameters]:
         """Move the parameters to their tier, and return them with the pipe that runs the model from it."""
-        spec, (device,) = self.spec, self.spec.devices
-        assert spec.make_sample is not None, "an engine that offloads needs to know the sizes of activations"
-        recomputed = [self._recomputed] * len(balance)
-        reserve = partial(boundary_bytes, spec.module, balance, recomputed, spec.make_sample)
-        # Space is reserved before a parameter moves, so a disk that is too small fails with the model still intact.
-        tier = make_tier(self.to, spec, reserve)
-        value_of = put_parameters_on(device, spec.module, spec.value_of)
-        parameters = SlicedParameters.of(spec.module, balance)
-        parameters.place_shared([device], value_of)
-        slices = parameters.store(tier, value_of)
-        prefetcher = SlicePrefetcher(slices, tier, device, buffers=self._buffers, in_background=self.prefetch)
+        spec = replace(self.spec, balance=balance)
         assert isinstance(spec.checkpoint, str), "slices share one checkpoint mode"
+        workers = [0] * len(balance)
+        offloaded = offload_layers(self.to, spec, workers, buffers=self._buffers, in_background=self.prefetch)
         pipe = OffloadedPipe(
             spec.module,
             balance,
-            devices=[device],
-            stores=[prefetcher],
+            devices=spec.devices,
+            stores=offloaded.prefetchers,
             chunks=spec.chunks,
             checkpoint=spec.checkpoint,
             deferred_batch_norm=spec.deferred_batch_norm,
         )
-        return pipe, OffloadedParameters(tier, [prefetcher], list(parameters.shared))
+        return pipe, offloaded
 
     def demand(self) -> DeviceDemand:
         """What slices need on the device."""

@@ -26,11 +26,12 @@ from gpipe_cli.engines.update import ResidentParameters, SliceUpdate
 from gpipe_cli.engines.weight_average import exchange_weights, is_averaging, without_averages
 from gpipe_cli.errors import RunError
 from gpipe_cli.offload.prefetcher import SlicePrefetcher
-from gpipe_cli.offload.sizing import layer_bytes, optimizer_bytes
-from gpipe_cli.offload.slices import ALL_WEIGHTS, Part, Slice
+from gpipe_cli.offload.sizing import boundary_bytes, layer_bytes, optimizer_bytes
+from gpipe_cli.offload.slices import ALL_WEIGHTS, Part, Slice, SlicedParameters, put_parameters_on
 from gpipe_cli.offload.tiers import CpuTier, DiskTier, Tier
 from gpipe_cli.offload.transfers import Transfers
 from gpipe_cli.pytree import ModelInput
+from gpipe_cli.schedule.checkpoint import checkpoint_stops
 
 
 @final
@@ -49,15 +50,32 @@ class OffloadedParameters:
         self.tier.close()
 
 
-def make_tier(name: str, spec: EngineSpec, boundary_bytes: Callable[[], int]) -> Tier:
-    """Create a tier and reserve space for the whole training state, so that a full disk fails now, not in a step.
+def offload_layers(
+    to: str, spec: EngineSpec, workers: Sequence[int], *, buffers: int = 2, in_background: bool = True
+) -> OffloadedParameters:
+    """Move the parameters of every slice to a tier, and give each worker what brings them back.
 
-    boundary_bytes: the size of the inputs from which slices are recomputed.
+    workers: for each slice of `spec.balance`, which of the devices runs it.
     """
-    state = sum(layer_bytes(spec.module)) + sum(trained_bytes(spec))
-    tier = CpuTier(spec.devices) if name == "cpu" else DiskTier(spec.scratch)
-    tier.reserve(state if name == "cpu" else state + boundary_bytes())
-    return tier
+    assert spec.make_sample is not None, "an engine that offloads needs to know the sizes of activations"
+    module, balance, devices = spec.module, spec.balance, spec.devices
+    tier = CpuTier(devices) if to == "cpu" else DiskTier(spec.scratch)
+    # Space for the whole training state is reserved before a parameter moves, so a disk that is too small fails with
+    # the model still intact, and not in a step.
+    nbytes = sum(layer_bytes(module)) + sum(trained_bytes(spec))
+    if to != "cpu":  # the file has the inputs from which slices are recomputed too
+        recomputed = checkpoint_stops(spec.checkpoint, len(balance), spec.chunks)
+        nbytes += boundary_bytes(module, balance, recomputed, spec.make_sample)
+    tier.reserve(nbytes)
+    value_of = put_parameters_on(devices[0], module, spec.value_of)
+    parameters = SlicedParameters.of(module, balance)
+    parameters.place_shared([devices[worker] for worker in workers], value_of)
+    slices = parameters.store(tier, value_of)
+    prefetchers = []
+    for worker, device in enumerate(devices):
+        own = {index: slices[index] for index, owner in enumerate(workers) if owner == worker}
+        prefetchers.append(SlicePrefetcher(own, tier, device, buffers=buffers, in_background=in_background))
+    return OffloadedParameters(tier, prefetchers, list(parameters.shared))
 
 
 def update_waits(objective: TrainingObjective) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gpipe_cli.accelerator.counters import peak_bytes, reset_peaks
 from gpipe_cli.accelerator.memory import EVAL_CURE, STEP_CURE, report_out_of_memory
 from gpipe_cli.accelerator.streams import synchronize
-from gpipe_cli.distributed.parameter_shards import ParameterShards
+from gpipe_cli.distributed.replicas import ParameterShards
 from gpipe_cli.engines.collectives import Collectives, NonfiniteOutput, SingleProcess
 from gpipe_cli.engines.protocol import Batch, EngineSpec, StepFacts
 from gpipe_cli.engines.state import EngineState, OptimizerState, check_optimizer, load_module, module_state

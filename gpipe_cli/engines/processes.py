@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gpipe_cli.distributed.parameter_shards import ParameterShards
-from gpipe_cli.distributed.rank_coords import RankCoords
+from gpipe_cli.distributed.groups import RankCoords
 from gpipe_cli.distributed.rank_pipe import RankPipe
+from gpipe_cli.distributed.replicas import ParameterShards
 from gpipe_cli.distributed.torch_schedule import check_placement
 from gpipe_cli.engines.collectives import RankCollectives
 from gpipe_cli.engines.pipe_engine import PipeEngine

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
-from gpipe_cli.engines.offload_engine import OffloadedParameters, OffloadEngine, make_tier
+from gpipe_cli.engines.offload_engine import OffloadedParameters, OffloadEngine, offload_layers
 from gpipe_cli.engines.pipe_engine import PipeEngine
 from gpipe_cli.engines.protocol import Engine, EngineSpec, EngineTraits
 from gpipe_cli.engines.step_meter import StepMeter
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.offload.pipe import OffloadedPipe
-from gpipe_cli.offload.prefetcher import SlicePrefetcher
-from gpipe_cli.offload.sizing import boundary_bytes
-from gpipe_cli.offload.slices import SlicedParameters, put_parameters_on
 from gpipe_cli.offload.tiers import TIERS
 from gpipe_cli.pipeline.gpipe import GPipe, ThreadedPipe
 from gpipe_cli.schedule import traits
-from gpipe_cli.schedule.checkpoint import checkpoint_stops
 from gpipe_cli.torch_internals.tensor_memory import exchanges_memory
 
 TRAITS = EngineTraits(ignored_keys=frozenset({"data_parallel", "shard"}), has_timeline=True)
@@ -60,23 +55,11 @@ def offload_partitions(spec: EngineSpec, tier_name: str) -> OffloadedParameters:
     """Move the parameters of every partition to a tier, and give each worker what brings them back."""
     if tier_name not in TIERS:
         raise ConfigError(f"engine.offload={tier_name}: must be one of: {', '.join(TIERS)}, or null")
-    assert spec.make_sample is not None, "an engine that offloads needs to know the sizes of activations"
-    balance, devices = spec.balance, spec.devices
+    devices = spec.devices
     if len({device.type for device in devices}) > 1 and not all(map(exchanges_memory, devices)):
         raise ConfigError(
             f"engine.offload={tier_name}: torch cannot give a parameter memory of these devices in turn: "
             f"{', '.join(map(str, devices))}; give devices of one type, or engine.offload=null"
         )
-    recomputed = checkpoint_stops(spec.checkpoint, len(balance), spec.chunks)
-    reserve = partial(boundary_bytes, spec.module, balance, recomputed, spec.make_sample)
-    tier = make_tier(tier_name, spec, reserve)
-    value_of = put_parameters_on(devices[0], spec.module, None)
-    parameters = SlicedParameters.of(spec.module, balance)
-    workers = traits(spec.schedule).placement(len(balance), len(devices))
-    parameters.place_shared([devices[worker] for worker in workers], value_of)
-    slices = parameters.store(tier, value_of)
-    prefetchers = []
-    for worker, device in enumerate(devices):
-        own = {partition: slices[partition] for partition, owner in enumerate(workers) if owner == worker}
-        prefetchers.append(SlicePrefetcher(own, tier, device))
-    return OffloadedParameters(tier, prefetchers, list(parameters.shared))
+    workers = traits(spec.schedule).placement(len(spec.balance), len(devices))
+    return offload_layers(tier_name, spec, workers)

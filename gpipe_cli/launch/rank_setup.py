@@ -20,8 +20,7 @@ from torch.distributed import FileStore, Store  # type: ignore[attr-defined]  # 
 
 from gpipe_cli.accelerator.devices import is_accelerator
 from gpipe_cli.accelerator.streams import set_current_device
-from gpipe_cli.distributed.backends import backends_for
-from gpipe_cli.distributed.groups import setup_process_groups
+from gpipe_cli.distributed.groups import backends_for, setup_process_groups
 from gpipe_cli.distributed.world import World
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped, exit_code
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles

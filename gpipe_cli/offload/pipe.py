@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, Self, final
 
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.accelerator.devices import device_here
 from gpipe_cli.accelerator.streams import finish_queued
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.offload.prefetcher import SlicePrefetcher
@@ -91,7 +92,7 @@ class OffloadedPipe(OffloadedPipeBase):
 
 @final
 class OffloadModel(OffloadedPipeBase):
-    """fairscale's class of that name, with its arguments and its error messages; any device will do.
+    """fairscale's class of that name, with its arguments and its error messages, not only for CUDA.
 
     Parameters, gradients and optimizer state are in host memory; one slice at a time is on the device.
     """
@@ -110,13 +111,14 @@ class OffloadModel(OffloadedPipeBase):
         assert model is not None and device is not None, "checked above"
         sequence = model if isinstance(model, nn.Sequential) else nn.Sequential(*model)
         super().__init__(sequence.to(offload_device), num_microbatches, deferred_batch_norm=False)
-        self.device, self.offload_device = torch.device(device), torch.device(offload_device)
+        self.device, self.offload_device = device_here(device), torch.device(offload_device)
         self.checkpoint = "always" if checkpoint_activation else "never"
         balance = [1] * len(sequence)
         if sequence is model:
             balance = solve(layer_bytes(sequence), min(num_slices, len(sequence))).balance
         parameters = SlicedParameters.of(sequence, balance)
         parameters.place_shared([self.device])
+        self._shared, self._is_in_host_memory = list(parameters.shared), False
         tier = CpuTier([self.device])
         tier.reserve(sum(layer_bytes(sequence)))
         self._prefetcher = SlicePrefetcher(parameters.store(tier), tier, self.device)
@@ -140,6 +142,8 @@ class OffloadModel(OffloadedPipeBase):
 
     @contextmanager
     def _parameters_in_host_memory(self) -> Iterator[None]:
+        if self._is_in_host_memory:
+            self._move_residents(self.device)
         # The caller's optimizer has updated the parameters in host memory since they were last loaded.
         self._prefetcher.invalidate()
         yield
@@ -150,6 +154,26 @@ class OffloadModel(OffloadedPipeBase):
         """End the threads that run and move slices."""
         super().close()
         self._prefetcher.close()
+
+    def cpu(self) -> Self:
+        """Move buffers and shared parameters to host memory, where the others are, until the model runs again."""
+        self._move_residents(self.offload_device)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        asked = [value for value in (*args, *kwargs.values()) if not isinstance(value, bool)]
+        names_cpu = len(asked) == 1 and isinstance(asked[0], str | torch.device)
+        return (
+            self.cpu() if names_cpu and torch.device(asked[0]).type == "cpu" else super().to(*args, **kwargs)
+        )
+
+    def _move_residents(self, device: torch.device) -> None:
+        """Move what stays on the device between calls; layers that share a tensor go on sharing it."""
+        for tensor in (*self._shared, *self.buffers()):
+            gradient, tensor.grad = tensor.grad, None
+            tensor.data = tensor.data.to(device)
+            tensor.grad = None if gradient is None else gradient.to(device)
+        self._is_in_host_memory = device != self.device
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> NoReturn:
         raise TypeError("OffloadModel decides where its parameters are; move or convert the model before")

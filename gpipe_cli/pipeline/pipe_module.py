@@ -37,7 +37,9 @@ class PipeModule(nn.Module):
     def __init__(self, module: nn.Sequential, chunks: int, deferred_batch_norm: bool) -> None:
         super().__init__()
         if not isinstance(module, nn.Sequential):
-            raise TypeError("non-sequential module cannot be partitioned")
+            raise TypeError(
+                "non-sequential module cannot be partitioned; give nn.Sequential(*layers), or to_sequential(model, x)"
+            )
         self.chunks = int(chunks)
         if self.chunks <= 0:
             raise ValueError(f"number of chunks must be positive integer (chunks: {chunks})")

@@ -19,8 +19,7 @@ from gpipe_cli.accelerator.devices import accelerators, available_devices, is_ac
 from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.schema import RunConfig, TrainConfig, TrainedConfig
 from gpipe_cli.data.datasets import Data
-from gpipe_cli.distributed.backends import backends_for
-from gpipe_cli.distributed.rank_coords import RankCoords
+from gpipe_cli.distributed.groups import RankCoords, backends_for
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError

@@ -86,7 +86,7 @@ def partition_uniform(layers: Layers, partitions: int, index: int) -> Layers: ..
 def partition_uniform(layers: Layers, partitions: int, index: int | None = None) -> Layers | list[Layers]:
     """Divide layers into partitions whose lengths differ by at most one: 11 layers over 4 make 3, 3, 3, 2.
 
-    Return all partitions, or only that of `index`. In `gpipe_cli.distributed` the function takes the rank's own part.
+    Return all partitions, or only that of `index`. That of `gpipe_cli.distributed` divides as TorchDistPackage does.
     """
     if not 1 <= partitions <= len(layers):
         raise ConfigError(f"partitions={partitions}: must be from 1 to {len(layers)}, the number of layers")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from dataclasses import dataclass, field
-from typing import final
+from typing import NamedTuple, final
 
 _counter = itertools.count(1)
 
@@ -24,13 +24,16 @@ class Namespace:
     """Distinguishes namespaces that different processes created with the same number."""
 
 
-DEFAULT_NAMESPACE = Namespace(number=0, token="")
-
-
 @final
-@dataclass(frozen=True, order=True, slots=True)
-class SkipName:
-    """The full name of a skip."""
+class SkipName(NamedTuple):
+    """The full name of a skip. It unpacks: `for namespace, name in layer.stashable()`."""
 
-    namespace: Namespace
+    namespace: Namespace | None
+    """None for a skip that no layer has isolated."""
     name: str
+
+    def __lt__(self, other: SkipName) -> bool:  # type: ignore[override]  # only skip names are sorted together
+        return self._order() < other._order()
+
+    def _order(self) -> tuple[list[Namespace], str]:
+        return ([] if self.namespace is None else [self.namespace], self.name)

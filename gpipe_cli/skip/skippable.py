@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeAlias, final, runtime_chec
 
 from torch import Tensor, nn
 
-from gpipe_cli.skip.namespace import DEFAULT_NAMESPACE, Namespace, SkipName
+from gpipe_cli.skip.namespace import Namespace, SkipName
 from gpipe_cli.skip.tracker import load_skip, save_skip
 
 
@@ -75,9 +75,9 @@ class Skippable(nn.Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
         self.module = self.module_class(*args, **kwargs)
-        self._namespaces: dict[str, Namespace] = {}
+        self._namespaces: dict[str, Namespace | None] = {}
 
-    def isolate(self, namespace: Namespace, *, only: Iterable[str] | None = None) -> Self:
+    def isolate(self, namespace: Namespace | None, *, only: Iterable[str] | None = None) -> Self:
         """Put all skips of this layer, or `only` the named ones, into a namespace."""
         declared = self.stashable_names | self.poppable_names
         names = declared if only is None else _name_set("only", only)
@@ -86,56 +86,64 @@ class Skippable(nn.Module):
         self._namespaces.update(dict.fromkeys(names, namespace))
         return self
 
+    def namespaced(self, name: str) -> SkipName:
+        """The namespace of a skip of this layer, None unless it is isolated, and its name."""
+        return SkipName(self._namespaces.get(name), name)
+
     def stashable(self) -> list[SkipName]:
         """The skips that this layer stashes."""
-        return sorted(map(self._full_name, self.stashable_names))
+        return sorted(map(self.namespaced, self.stashable_names))
 
     def poppable(self) -> list[SkipName]:
         """The skips that this layer pops."""
-        return sorted(map(self._full_name, self.poppable_names))
+        return sorted(map(self.namespaced, self.poppable_names))
 
     def forward(self, input: Any) -> Any:
         unstashed, unpopped = set(self.stashable_names), set(self.poppable_names)
-        output = self.module(input)
-        # A forward without any yield is not a generator function: its return value is the output.
-        if isinstance(output, Generator):
-            output = self._run_commands(output, unstashed, unpopped)
+
+        def handle_stash(name: str, value: Tensor | None) -> None:
+            if name not in self.stashable_names:
+                raise RuntimeError(f"'{name}' has not been declared as stashable")
+            save_skip(self.namespaced(name), value)
+            unstashed.discard(name)
+
+        def handle_pop(name: str) -> Tensor | None:
+            if name not in self.poppable_names:
+                raise RuntimeError(f"'{name}' has not been declared as poppable")
+            unpopped.discard(name)
+            return load_skip(self.namespaced(name))
+
+        output = self.dispatch(input, handle_stash, handle_pop)
         for names, participle in ((unstashed, "stashed"), (unpopped, "popped")):
             if names:
                 listed = ", ".join(f"'{name}'" for name in sorted(names))
                 raise RuntimeError(f"{listed} must be {participle} but have not")
         return output
 
-    def _run_commands(self, commands: Commands, unstashed: set[str], unpopped: set[str]) -> Any:
-        """Answer each command until the forward returns, and remove its name from the set."""
+    def dispatch(
+        self,
+        input: Any,
+        handle_stash: Callable[[str, Tensor | None], object],
+        handle_pop: Callable[[str], Tensor | None],
+    ) -> Any:
+        """Run the module's own forward, and let two functions of yours carry out what it stashes and pops."""
+        output = self.module(input)
+        # A forward without any yield is not a generator function: its return value is the output.
+        if not isinstance(output, Generator):
+            return output
         answer: Tensor | None = None
         while True:
             try:
-                command = commands.send(answer)
+                command = output.send(answer)
             except StopIteration as stop:
                 return stop.value
             answer = None
             if isinstance(command, stash):
-                self._stash(command)
-                unstashed.discard(command.name)
+                handle_stash(command.name, command.value)
             elif isinstance(command, pop):
-                answer = self._pop(command)
-                unpopped.discard(command.name)
+                answer = handle_pop(command.name)
             else:
                 raise TypeError(f"{command!r} is not a command from @skippable")
-
-    def _stash(self, command: stash) -> None:
-        if command.name not in self.stashable_names:
-            raise RuntimeError(f"'{command.name}' has not been declared as stashable")
-        save_skip(self._full_name(command.name), command.value)
-
-    def _pop(self, command: pop) -> Tensor | None:
-        if command.name not in self.poppable_names:
-            raise RuntimeError(f"'{command.name}' has not been declared as poppable")
-        return load_skip(self._full_name(command.name))
-
-    def _full_name(self, name: str) -> SkipName:
-        return SkipName(self._namespaces.get(name, DEFAULT_NAMESPACE), name)
 
     def __repr__(self) -> str:
         return f"@skippable({self.module})"

@@ -1,4 +1,4 @@
-"""The seed's examples under gpipe's names, as what one process of a pipe does.
+"""TorchDistPackage's examples with its own names, as what one process of a pipe does.
 
 What each process finds goes to a file of tensors of its own; the test compares it with one process that has all.
 """
@@ -14,16 +14,13 @@ from torch import Tensor, distributed, nn
 
 from gpipe_cli.distributed import (
     clip_grad_norm_,
+    flatten_model,
     forward_backward,
     forward_eval,
-    get_group,
-    get_ranks_in_group,
-    is_first_in_pipeline_group,
-    is_last_in_pipeline_group,
     partition_uniform,
-    setup_process_groups,
+    test_comm,
+    tpc,
 )
-from gpipe_cli.sequential import flatten_model
 from gpipe_cli.vision import torchvision
 
 ROWS, MICRO_BATCHES, MAX_NORM = 10, 4, 0.5
@@ -54,20 +51,20 @@ criterion = nn.CrossEntropyLoss()
 def train_resnet(model: nn.Module, samples: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """Example: Train Resnet."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if not is_first_in_pipeline_group():
+    if not tpc.is_first_in_pipeline_group():
         targets = torch.empty_like(targets)
-    distributed.broadcast(targets, get_ranks_in_group("pipe")[0], get_group("pipe"))
+    distributed.broadcast(targets, tpc.get_ranks_in_group("pipe")[0], tpc.get_group("pipe"))
     inputs = []
-    if is_first_in_pipeline_group():
+    if tpc.is_first_in_pipeline_group():
         inputs.append(samples)
-    elif is_last_in_pipeline_group():
+    elif tpc.is_last_in_pipeline_group():
         inputs.append(targets)
 
     def bwd_fn(output_obj: Any, output_obj_grad: Any) -> None:
         output_obj.backward(output_obj_grad)
 
     def fwd_fn(inputs: Any) -> Any:
-        if not is_last_in_pipeline_group():
+        if not tpc.is_last_in_pipeline_group():
             return model(inputs)
         return criterion(model(inputs[0]), inputs[1])
 
@@ -92,14 +89,14 @@ def train_resnet(model: nn.Module, samples: Tensor, targets: Tensor) -> dict[str
 def evaluate_resnet(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
     """Example: Train Resnet -- Evaluation."""
     model.eval()
-    inputs = [images] if is_first_in_pipeline_group() else []
+    inputs = [images] if tpc.is_first_in_pipeline_group() else None
 
     def eval_fwd(img: Any) -> Any:
         return model(img)
 
     output = forward_backward(None, eval_fwd, None, inputs, num_microbatches=3, forward_only=True)
     at_once = forward_eval(eval_fwd, inputs)
-    if not is_last_in_pipeline_group():
+    if not tpc.is_last_in_pipeline_group():
         assert output is None and at_once is None
         return {}
     return {"output": output, "output at once": at_once}
@@ -160,10 +157,12 @@ def crossing_in(dtype: torch.dtype, position: int, last: bool) -> dict[str, Tens
 
 
 def both_examples(rank: int, size: int, folder: Path) -> None:
-    setup_process_groups([("data", 1), ("pipe", size)])
+    pp_size = size
+    tpc.setup_process_groups([("data", size / pp_size), ("pipe", pp_size)])
+    test_comm()
     samples, targets = batch()
     model = nn.Sequential(*partition_uniform(whole_model()))
-    last = is_last_in_pipeline_group()
+    last = tpc.is_last_in_pipeline_group()
     results = {
         **train_resnet(model, samples, targets),
         **evaluate_resnet(model, samples),

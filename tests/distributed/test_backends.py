@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import distributed
 
-from gpipe_cli.distributed.backends import backends_for, with_cpu_backend
+from gpipe_cli.distributed.groups import backends_for, with_cpu_backend
 from gpipe_cli.errors import ConfigError
 
 

@@ -203,7 +203,7 @@ def test_a_compiled_partition_stays_compiled(one_of_one: None) -> None:
 def test_sharded_parameters_are_not_averaged_twice(one_of_one: None) -> None:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     model = fully_shard(nn.Linear(4, 3), mesh=mesh)
-    with pytest.raises(ConfigError, match="averages gradients itself; leave average_gradients out"):
+    with pytest.raises(ConfigError, match="averages gradients itself; remove average_gradients"):
         average_gradients(model.parameters())
 
 

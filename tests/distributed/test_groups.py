@@ -28,18 +28,18 @@ def world(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_the_last_axis_runs_fastest() -> None:
-    axes = [("data", 2), ("pipe", 3)]
-    assert list(ranks_along(axes, "pipe")) == [[0, 1, 2], [3, 4, 5]]
-    assert list(ranks_along(axes, "data")) == [[0, 3], [1, 4], [2, 5]]
+    axes = {"data": 2, "pipe": 3}
+    assert ranks_along(axes, "pipe") == [[0, 1, 2], [3, 4, 5]]
+    assert ranks_along(axes, "data") == [[0, 3], [1, 4], [2, 5]]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_along_every_axis_each_process_is_in_one_group(sizes: list[int]) -> None:
-    axes = [(f"axis {index}", size) for index, size in enumerate(sizes)]
+    axes = {f"axis {index}": size for index, size in enumerate(sizes)}
     everybody = list(range(torch.Size(sizes).numel()))
     mesh = torch.arange(len(everybody)).reshape(sizes)
-    for index, (name, size) in enumerate(axes):
-        groups = list(ranks_along(axes, name))
+    for index, (name, size) in enumerate(axes.items()):
+        groups = ranks_along(axes, name)
         assert sorted(rank for line in groups for rank in line) == everybody
         assert {tuple(line) for line in groups} == set(
             map(tuple, mesh.movedim(index, -1).reshape(-1, size).tolist())
@@ -51,6 +51,37 @@ def test_a_process_knows_its_own_groups(world: None) -> None:
     assert get_ranks_in_group("pipe") == [4, 5, 6, 7] and get_ranks_in_group("data") == [1, 5]
     assert torch.distributed.get_process_group_ranks(get_group("pipe")) == [4, 5, 6, 7]
     assert not is_first_in_pipeline_group() and not is_last_in_pipeline_group()
+
+
+def test_sizes_may_be_quotients_that_are_whole_numbers(world: None) -> None:
+    """TorchDistPackage's example gives ("data", world_size / pp_size), a float, which raised a TypeError of torch."""
+    setup_process_groups([("pipe", 2), ("data", 8 / 2)])
+    assert get_ranks_in_group("pipe") == [1, 5] and get_ranks_in_group("data") == [4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("axes", "model"),
+    [
+        ([("data", 2), ("pipe", 2), ("tensor", 2)], [4, 5, 6, 7]),
+        ([("pipe", 2), ("data", 2), ("tensor", 2)], [0, 1, 4, 5]),
+        ([("data", 2), ("pipe", 4)], [4, 5, 6, 7]),
+        ([("pipe", 8)], list(range(8))),
+    ],
+)
+def test_the_group_model_has_the_processes_of_a_replica(
+    world: None, axes: list[tuple[str, int]], model: list[int]
+) -> None:
+    setup_process_groups(axes)
+    assert (
+        get_ranks_in_group("model") == torch.distributed.get_process_group_ranks(get_group("model")) == model
+    )
+
+
+def test_without_model_parallelism_there_is_no_group_model(world: None) -> None:
+    setup_process_groups([("data", 8)])
+    with pytest.raises(ConfigError, match="no group 'model'; setup_process_groups made data"):
+        get_group("model")
+    assert get_ranks_in_group("global") == list(range(8))
 
 
 @pytest.mark.parametrize(("world", "ends"), [(4, (True, False)), (7, (False, True))], indirect=["world"])
@@ -66,6 +97,11 @@ def test_the_ends_of_a_pipeline_know_it(world: None, ends: tuple[bool, bool]) ->
         ([("pipe", 8), ("pipe", 1)], "name each axis once"),
         ([], "name each axis once"),
         ([("data", 0), ("pipe", 8)], "every axis needs at least one process"),
+        (
+            [("data", 8 / 3), ("pipe", 3)],
+            r"2.666\d* processes along 'data'; give a whole number. There are 8",
+        ),
+        ([("data", float("nan")), ("pipe", 3)], "nan processes along 'data'; give a whole number"),
     ],
 )
 def test_axes_that_make_no_mesh_are_refused(world: None, axes: list[tuple[str, int]], says: str) -> None:

@@ -19,8 +19,7 @@ from torch import distributed
 from gpipe_cli.accelerator.devices import accelerators as accelerators_here
 from gpipe_cli.accelerator.streams import set_current_device
 from gpipe_cli.distributed import setup_process_groups
-from gpipe_cli.distributed.backends import backends_for
-from gpipe_cli.distributed.groups import DATA, PIPE
+from gpipe_cli.distributed.groups import DATA, PIPE, backends_for
 from tests.accelerator import simulator
 from tests.distributed.cases import Case, CaseResult, run
 from tests.distributed.staged import staged_through_the_cpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpipe_cli.distributed.rank_coords import RankCoords
+from gpipe_cli.distributed.groups import RankCoords
 from gpipe_cli.distributed.rank_pipe import RankPipe, keep_only
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from gpipe_cli.accelerator import streams
 from gpipe_cli.engines import offload
 from gpipe_cli.engines.protocol import EngineSpec, TrainingObjective
 from gpipe_cli.losses.measures import accuracy
-from gpipe_cli.offload import OffloadModel, staging, tiers
+from gpipe_cli.offload import OffloadModel, tiers
 from gpipe_cli.offload.prefetcher import SlicePrefetcher
 from gpipe_cli.offload.slices import Part, SlicedParameters
 from gpipe_cli.offload.tiers import CpuTier
@@ -43,7 +43,7 @@ def bytes_of(value: int, device: torch.device) -> torch.Tensor:
 
 def test_bytes_are_drained_to_a_file_when_they_have_come_from_the_device(device: torch.device) -> None:
     drained = []
-    staging.Staging().store(bytes_of(7, device), lambda host, _: drained.append(host.clone()))
+    tiers.Staging().store(bytes_of(7, device), lambda host, _: drained.append(host.clone()))
     assert torch.equal(drained[0], torch.full((BYTES,), 7, dtype=torch.uint8))
 
 
@@ -52,9 +52,9 @@ def test_a_staging_buffer_is_filled_again_when_the_device_has_read_it(
     device: torch.device, side_streams: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not side_streams:
-        for module in (streams, staging):
+        for module in (streams, tiers):
             monkeypatch.setattr(module, "has_side_streams", lambda device: False)
-    buffers = staging.Staging(count=1)
+    buffers = tiers.Staging(count=1)
     loaded = [torch.empty(BYTES, dtype=torch.uint8, device=device) for _ in range(3)]
     for value, memory in enumerate(loaded):
         buffers.load(memory, lambda host, _, value=value: host.fill_(value))

@@ -17,7 +17,7 @@ from gpipe_cli.engines.protocol import Engine, EngineSpec, TrainingObjective
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.losses.measures import accuracy
-from gpipe_cli.offload import OffloadModel, staging
+from gpipe_cli.offload import OffloadModel, tiers
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.torch_internals.tensor_memory import exchanges_memory
 from tests.accelerator import simulator
@@ -180,13 +180,13 @@ def test_a_file_costs_a_wait_for_each_piece_that_the_host_reads_or_overwrites(
 ) -> None:
     pieces: list[str] = []
     for name in ("load", "store"):
-        move = getattr(staging.Staging, name)
+        move = getattr(tiers.Staging, name)
 
         def counted(self: Any, memory: Tensor, work: Any, name: str = name, move: Any = move) -> None:
             pieces.append(name)
             move(self, memory, work)
 
-        monkeypatch.setattr(staging.Staging, name, counted)
+        monkeypatch.setattr(tiers.Staging, name, counted)
     with closing(offload.build(make_spec(tmp_path, simulated.devices[:1]), to="disk", slices=5)) as engine:
         for step in range(4):
             before = len(simulated.host_syncs())
@@ -210,7 +210,7 @@ def test_pinned_memory_is_allocated_once_and_in_sizes_that_torch_does_not_round_
         sizes.extend([tensor.nbytes] if kwargs.get("pin_memory") else [])
         return tensor
 
-    monkeypatch.setattr(staging.torch, "empty", counted)
+    monkeypatch.setattr(tiers.torch, "empty", counted)
     with closing(offload.build(make_spec(tmp_path, accelerators[:1]), to=to, slices=5)) as engine:
         for step in range(2):
             engine.train_step(batch(step), key=step, lr=0.1)
@@ -219,7 +219,7 @@ def test_pinned_memory_is_allocated_once_and_in_sizes_that_torch_does_not_round_
     assert len(sizes) == after_first_steps
     assert all(size & (size - 1) == 0 for size in sizes)
     if to == "disk":
-        assert sizes == [staging.STAGING_BYTES] * 2
+        assert sizes == [tiers.STAGING_BYTES] * 2
     else:
         state = sum(3 * parameter.nbytes for parameter in model().parameters())
         assert sum(sizes) < 1.5 * state
@@ -285,3 +285,22 @@ def test_a_python_training_loop_sees_gradients_and_updates_parameters_in_host_me
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+def test_what_stays_on_the_device_can_be_read_on_the_cpu_and_goes_back_for_the_next_step(
+    accelerators: Devices,
+) -> None:
+    device = accelerators[0]
+    if not exchanges_memory(device):
+        pytest.skip("OffloadModel refuses this kind of device")
+    layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    layers[2].weight = layers[0].weight
+    with OffloadModel(layers, torch.device(device.type), num_slices=2) as model:
+        assert (
+            model.device.index is not None
+        )  # "cuda" alone is the current device; torch's streams need an index
+        for _ in range(2):
+            model(torch.randn(8, 4, device=device)).square().sum().backward()
+            state = (*model.cpu().parameters(), *model.buffers())
+            assert {tensor.device.type for tensor in state} == {"cpu"}
+            assert all(parameter.grad is not None for parameter in model.parameters())

@@ -177,10 +177,50 @@ def test_arguments_are_refused_as_by_the_original(
         OffloadModel(**{"model": model(), "device": CPU, **arguments})
 
 
-def test_keyword_arguments_and_moves_are_refused() -> None:
-    offloaded = OffloadModel(model(), CPU)
-    with pytest.raises(TypeError, match=r"take no keyword arguments \(given: mask\)"):
-        offloaded(rows(), mask=rows())
-    with pytest.raises(TypeError, match="decides where its parameters are"):
-        offloaded.to(torch.float64)
+@pytest.mark.parametrize(
+    "to_cpu",
+    [
+        lambda model: model.cpu(),
+        lambda model: model.to("cpu"),
+        lambda model: model.to(device=CPU, non_blocking=True),
+    ],
+)
+def test_a_model_in_host_memory_can_be_asked_for_on_the_cpu_and_trains_on(to_cpu: Any) -> None:
+    """fairscale's own tests compare `offloaded.cpu()` with a plain model; it was refused as a move."""
+    sequence = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4))
+    sequence[3].weight = sequence[0].weight  # a shared parameter
+    plain, offloaded = copy.deepcopy(sequence), OffloadModel(sequence, CPU, CPU, num_slices=2)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, offloaded)]
+    for _ in range(2):
+        for each in (plain, offloaded):
+            each(rows()[:, :4]).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert to_cpu(offloaded) is offloaded
+        for (name, mine), theirs in zip(
+            offloaded.state_dict().items(), plain.state_dict().values(), strict=True
+        ):
+            assert mine.device.type == "cpu" and torch.allclose(mine, theirs), name
     offloaded.close()
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda model: model.to(torch.float64),
+        lambda model: model.to("cpu", torch.float64),
+        lambda model: model.to(torch.zeros(1, dtype=torch.float64)),
+        lambda model: model.to("meta"),
+        lambda model: model.half(),
+    ],
+)
+def test_moves_to_other_devices_and_conversions_are_refused(convert: Any) -> None:
+    message = "decides where its parameters are"
+    with OffloadModel(model(), CPU) as offloaded, pytest.raises(TypeError, match=message):
+        convert(offloaded)
+
+
+def test_keyword_arguments_are_refused() -> None:
+    message = r"take no keyword arguments \(given: mask\)"
+    with OffloadModel(model(), CPU) as offloaded, pytest.raises(TypeError, match=message):
+        offloaded(rows(), mask=rows())

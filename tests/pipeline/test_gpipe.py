@@ -101,9 +101,13 @@ def test_every_mistake_is_named(arguments: dict[str, object], error: type[Except
         GPipe(three_layers(), **{"balance": [1, 2], **arguments})
 
 
-def test_a_module_that_is_no_sequence_is_refused() -> None:
-    with pytest.raises(TypeError, match="non-sequential module cannot be partitioned"):
-        GPipe(nn.Linear(1, 1), [1])
+@pytest.mark.parametrize("module", [nn.Linear(1, 1), [nn.Linear(1, 1), nn.ReLU()]])
+def test_a_module_that_is_no_sequence_is_refused_with_how_to_make_one(module: Any) -> None:
+    """A list of layers, as DeepSpeed takes it, was refused as a "non-sequential module" without another word."""
+    with pytest.raises(
+        TypeError, match=r"non-sequential module cannot be partitioned; give nn.Sequential\(\*layers"
+    ):
+        GPipe(module, [1])
 
 
 def test_the_same_layer_twice_is_refused() -> None:

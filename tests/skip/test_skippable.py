@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
+from gpipe_cli.skip import Namespace, SkipName, Skippable, pop, skippable, stash, verify_skippables
 
 
 @skippable(stash=["skip"])
@@ -100,6 +100,59 @@ def test_only_the_names_given_are_isolated() -> None:
         ("a", False),
         ("b", True),
     ]
+
+
+class SkipsInTuple(nn.Module):
+    """A layer whose skips travel in its input and output: what a program makes of `dispatch` and `namespaced`."""
+
+    def __init__(self, layer: nn.Module, before: list[tuple[Any, str]], after: list[tuple[Any, str]]) -> None:
+        super().__init__()
+        self.layer, self.before, self.after = layer, before, after
+
+    def forward(self, given: Any) -> Any:
+        input, *values = given if self.before else (given,)
+        skips = dict(zip(self.before, values, strict=True))
+        if not isinstance(self.layer, Skippable):
+            return (self.layer(input), *values)
+        layer = self.layer
+
+        def handle_stash(name: str, value: Tensor | None) -> None:
+            namespace, name = layer.namespaced(name)
+            assert value is not None
+            skips[namespace, name] = value
+
+        output = layer.dispatch(input, handle_stash, lambda name: skips[layer.namespaced(name)])
+        return (output, *(skips[key] for key in self.after)) if self.after else output
+
+
+def test_a_program_can_carry_skips_itself_as_torchgpipe_s_timeline_benchmark_does() -> None:
+    """A skip name could not be unpacked, and layers had neither `namespaced` nor `dispatch`."""
+    outer = Namespace()
+    layers = [Begin().isolate(outer), nn.Tanh(), Begin(), End(), nn.Tanh(), End().isolate(outer)]
+    seats: dict[tuple[Any, str], None] = {}
+    in_tuples = []
+    for layer in layers:
+        before = list(seats)
+        if isinstance(layer, Skippable):
+            for namespace, name in layer.stashable():
+                seats[namespace, name] = None
+            for namespace, name in layer.poppable():
+                del seats[namespace, name]
+        in_tuples.append(SkipsInTuple(layer, before, list(seats)) if before or seats else layer)
+    input = torch.randn(4, 3)
+    assert torch.equal(nn.Sequential(*in_tuples)(input), nn.Sequential(*layers)(input))
+
+
+def test_the_namespace_of_a_skip_is_none_until_it_is_isolated() -> None:
+    layer, namespace = Begin(), Namespace()
+    assert layer.namespaced("skip") == (None, "skip")
+    assert list(layer.isolate(namespace).stashable()) == [(namespace, "skip")]
+    assert layer.isolate(None).namespaced("skip") == (None, "skip")
+
+
+def test_skips_without_a_namespace_sort_before_isolated_ones() -> None:
+    names = [SkipName(Namespace(), "a"), SkipName(None, "b"), SkipName(None, "a")]
+    assert sorted(names) == [names[2], names[1], names[0]]
 
 
 def test_skippables_may_be_nested_in_each_other_and_in_sequences() -> None:
