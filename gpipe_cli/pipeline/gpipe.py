@@ -16,7 +16,7 @@ from gpipe_cli.pipeline.action_loop import Recorder
 from gpipe_cli.pipeline.executor import Executor
 from gpipe_cli.pipeline.layer_logging import log_layer_times
 from gpipe_cli.pipeline.loss import LossFunction, Reduction, StepLoss
-from gpipe_cli.pipeline.microbatch import MiniBatch, Value
+from gpipe_cli.pipeline.microbatch import MiniBatch, Value, tensors_of
 from gpipe_cli.pipeline.partition import Partition
 from gpipe_cli.pipeline.partitioning import make_partitions, move_to_devices, partition_modules
 from gpipe_cli.pipeline.pipe_module import Output, PipeModule, refuse_hooks
@@ -25,6 +25,7 @@ from gpipe_cli.schedule.action import ScheduleTraits
 from gpipe_cli.schedule.checkpoint import Checkpoint, checked_checkpoint
 from gpipe_cli.schedule.own_orders import one_by_one
 from gpipe_cli.torch_internals.gradient_reducers import is_inside_ddp
+from gpipe_cli.torch_internals.thread_modes import active_transform
 
 _BALANCE_HINT = "Find one with gpipe_cli.balance, for example balance_by_time(module, sample, partitions=2)."
 
@@ -90,6 +91,12 @@ class PipeBase(PipeModule):
         return self._original_output(self._forward(input)) if self._layers else input
 
     def _mini_batch(self, input: Value, key: int | None = None) -> MiniBatch:
+        transform = active_transform(lambda: (*tensors_of(input), *self.parameters()))
+        if transform is not None:
+            raise RuntimeError(
+                f"{transform} does not go through a pipe, whose layers run in other threads. Apply it to the layers, "
+                "or to the module without a pipe"
+            )
         return MiniBatch.of(input, self.chunks, key, self.least_rows if self.training else 1)
 
     @abstractmethod

@@ -45,6 +45,11 @@ class Batch:
     def _count_rows(self, what: str, kind: str) -> int:
         rows: int | None = None
         for place, tensor in enumerate(self.tensors):
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                raise TypeError(
+                    f"{self._element(what, place)} has layout {tensor.layout} or is nested, and cannot be split into "
+                    "micro-batches. Pass a dense tensor"
+                )
             if place in self.whole:
                 continue
             if tensor.dim() == 0:

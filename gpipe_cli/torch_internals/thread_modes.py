@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
@@ -24,6 +26,22 @@ def current_saved_tensors_hooks() -> SavedTensorsHooks | None:
     """The innermost pair of torch.autograd.graph.saved_tensors_hooks: torch runs no other."""
     hooks: SavedTensorsHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
+
+
+def active_transform(tensors: Callable[[], Iterable[Tensor]]) -> str | None:
+    """What transforms or traces the code of this thread, which no other thread takes part in; None without any.
+
+    tensors: those that forward-mode AD may have given tangents.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func"
+    if torch.jit.is_tracing() or torch.compiler.is_compiling():  # type: ignore[attr-defined, no-untyped-call]
+        return "tracing"
+    if forward_ad._current_level < 0:
+        return None
+    unpacked = map(forward_ad.unpack_dual, tensors())
+    has_tangents = any(each.tangent is not None for each in unpacked)
+    return "forward-mode AD" if has_tangents else None
 
 
 @final
