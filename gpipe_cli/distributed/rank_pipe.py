@@ -35,7 +35,7 @@ from gpipe_cli.pipeline.layer import replica_key
 from gpipe_cli.pipeline.layer_logging import log_layer_times
 from gpipe_cli.pipeline.loss import StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value
-from gpipe_cli.pipeline.module_state import BufferState, SharedState, modules_of, tensors_in
+from gpipe_cli.pipeline.module_state import BufferState, SharedState, buffer_owners, modules_of, tensors_in
 from gpipe_cli.pipeline.partitioning import make_partitions, partition_modules
 from gpipe_cli.pipeline.tied import TiedParameters, Untied
 from gpipe_cli.schedule import ScheduleModule
@@ -109,7 +109,7 @@ class RankPipe(PipeBase):
     def _step(self, batch: MiniBatch, loss: StepLoss) -> None:
         rows, loss.total_weight = self._replicas.totals(batch.rows, loss.total_weight)
         batch = self._of_replica(batch)
-        before = BufferState(modules_of(self._own_modules)) if self._replicas.several else None
+        before = BufferState(buffer_owners(modules_of(self._own_modules))) if self._replicas.several else None
         untied = self._tied.untied()
         if self._gradient_buckets is not None:
             self._gradient_buckets.begin()

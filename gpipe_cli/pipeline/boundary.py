@@ -13,7 +13,7 @@ otherwise run nodes of another.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -25,6 +25,7 @@ from gpipe_cli.pipeline.layer import Layer
 from gpipe_cli.pipeline.microbatch import Value
 from gpipe_cli.pytree import Template, unflatten
 from gpipe_cli.torch_internals.autograd_engine import apply
+from gpipe_cli.torch_internals.autograd_graph import ACCUMULATE_GRAD, node_type
 from gpipe_cli.torch_internals.tensor_memory import (
     copy_memory,
     is_untracked_view,
@@ -119,20 +120,22 @@ def pack(
     """
     sources: Sequence[Tensor | None] = (*values, *skips) if skips else values
     sources = [tensor if tensor is None else _source(tensor) for tensor in sources]
-    present = [(place, tensor) for place, tensor in enumerate(sources) if tensor is not None]
     packed = PartitionInput(
         tuple([None if tensor is None else _handed_over(tensor, held) for tensor in sources]),
         tuple([tensor is not None and tensor.requires_grad for tensor in sources]),
         template,
         len(values),
-        frozenset(
-            [place for place, each in present if storage_of(each) in shared or storage_of(each) in held]
-        )
+        _places(sources, lambda each: storage_of(each) in shared or storage_of(each) in held)
         if shared or held
         else NOWHERE,
-        frozenset([place for place, each in present if is_view(each)]),
+        _places(sources, is_view),
     )
     return packed, sources
+
+
+def _places(tensors: Sequence[Tensor | None], wanted: Callable[[Tensor], bool]) -> frozenset[int]:
+    places = [place for place, tensor in enumerate(tensors) if tensor is not None and wanted(tensor)]
+    return frozenset(places) if places else NOWHERE
 
 
 def _source(tensor: Tensor) -> Tensor:
@@ -224,6 +227,9 @@ class _Entry(Function):
         return (None,) * (2 + len(gradients))
 
 
+_ENTRY = node_type(_Entry)
+
+
 def enter(inputs: Sequence[PartitionInput], sink: GradSink) -> list[Sequence[Tensor | None]]:
     """The tensors of each input as the partition's layers receive them; `sink` receives their gradients."""
     if len(inputs) == 1 and all(inputs[0].needs_grad):
@@ -263,31 +269,40 @@ def _edge(tensor: Tensor) -> GradientEdge:
 class GraphLeakDetector:
     """Detects a path from a partition's graph to the sink or to a parameter of another partition."""
 
-    def __init__(self, sink: GradSink, foreign: Collection[Tensor]) -> None:
-        """foreign: the parameters that only other partitions hold."""
+    def __init__(
+        self, sink: GradSink, holders: Mapping[Tensor, Sequence[int]], layers: Sequence[Layer]
+    ) -> None:
+        """holders: the positions of the layers that hold each parameter; layers: those of the partition."""
         self._sink = sink
-        self._foreign = foreign
-        self._visited: set[Any] = set()
+        self._holders = holders
+        self._own = range(layers[0].position, layers[-1].position + 1) if layers else range(0)
+        self._visited: set[Any] = {None}
 
     def check(self, layer: Layer, value: Any) -> None:
         """Raise if the graph of `value`, which `layer` returned, leads out of the partition."""
+        visited = self._visited
         nodes: list[Any] = [tensor.grad_fn for tensor in _tensors_in(value)]
         while nodes:
             node = nodes.pop()
-            if node is None or node in self._visited:
+            if node in visited:
                 continue
-            self._visited.add(node)
-            if self._is_foreign(node):
+            visited.add(node)
+            # Every node of the partition passes here, so it is told by its type: asking for attributes takes longer.
+            kind = type(node)
+            if (kind is _ENTRY and node.sink is not self._sink) or (
+                kind is ACCUMULATE_GRAD and self._is_foreign(node.variable)
+            ):
                 raise RuntimeError(
                     f"layer {layer!r} used a tensor of another partition or micro-batch that was not handed to it, "
                     "so its gradient would be lost. Hand it over with @skippable (see gpipe_cli.skip), or put both "
                     "layers into one partition"
                 )
-            nodes.extend(following for following, _ in node.next_functions)
+            nodes += [following for following, _ in node.next_functions]
 
-    def _is_foreign(self, node: Any) -> bool:
-        sink = getattr(node, "sink", self._sink)
-        return sink is not self._sink or getattr(node, "variable", None) in self._foreign
+    def _is_foreign(self, leaf: Tensor) -> bool:
+        """Whether only layers of other partitions hold a parameter."""
+        places = self._holders.get(leaf)
+        return places is not None and not any(place in self._own for place in places)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

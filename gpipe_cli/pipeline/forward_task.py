@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple, final
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from gpipe_cli.pipeline.boundary import GradSink, PartitionInput
@@ -32,7 +32,7 @@ class ForwardTask(NamedTuple):
     """In the last partition of a step."""
     untied: Sequence[Untied]
     """One per layer of the partition."""
-    holders: Mapping[nn.Parameter, Sequence[int]]
+    holders: Mapping[Tensor, Sequence[int]]
     """The positions of the layers that hold each parameter of the pipe."""
     written_inputs: set[int]
     """Places of the pipe's input tensors that layers write in place."""
@@ -56,8 +56,8 @@ class SavedForBackward:
     """The inputs to recompute from; None if the forward kept its graph."""
     fetch_inputs: tuple[Callable[[], PartitionInput] | None, ...] = ()
     """For each offloaded input, the function that brings it back; the input has no tensors until then."""
-    versions: tuple[list[list[int]], int] = ([], 0)
-    """Version counters of the inputs, and the sum of those of the parameters."""
+    versions: tuple[list[list[int]], list[int]] = ([], [])
+    """Version counters of the inputs and of the parameters."""
     writes_input: bool = False
     parameters: ModuleParameters = NO_PARAMETERS
     """Those that a checkpointed forward used."""

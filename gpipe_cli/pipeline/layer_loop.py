@@ -237,6 +237,8 @@ class _SharedTensors:
 
     @classmethod
     def of(cls, inputs: Sequence[PartitionInput]) -> _SharedTensors | None:
+        if not any(input.shared for input in inputs):
+            return None
         tensors = [input.tensors[place] for input in inputs for place in input.shared]
         return cls([tensor for tensor in tensors if tensor is not None]) if tensors else None
 

@@ -12,11 +12,12 @@ forward has no graph until recompute, so this file checks the version counters i
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, final
+from itertools import chain, compress
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from gpipe_cli.accelerator.devices import is_accelerator
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
 from gpipe_cli.pipeline.layer import Layer
-from gpipe_cli.torch_internals.tensor_memory import storage_of, version_of
+from gpipe_cli.torch_internals.tensor_memory import storage_of, version_of, versions_of
 
 _UNCHANGED = contextlib.nullcontext()
 
@@ -35,6 +36,11 @@ def tensors_in(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
         for name, tensor in chain(part._parameters.items(), part._buffers.items()):
             if tensor is not None:
                 yield part, name, tensor
+
+
+def buffer_owners(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those with buffers, except deferred batch norm: it commits its statistics after the forward."""
+    return [each for each in modules if each._buffers and not isinstance(each, DeferredBatchNorm)]
 
 
 def modules_of(layers: Sequence[nn.Module]) -> dict[nn.Module, None]:
@@ -58,12 +64,8 @@ class BufferState:
     def __init__(
         self, owners: Collection[nn.Module], copies: dict[Tensor, Tensor | None] | None = None
     ) -> None:
-        """owners: deferred batch norm is left out, because it commits its statistics after the forward.
-        copies: of tensors that have the same value now.
-        """
-        self.names = [
-            (owner, dict(owner._buffers)) for owner in owners if not isinstance(owner, DeferredBatchNorm)
-        ]
+        """copies: of tensors that have the same value now."""
+        self.names = [(owner, dict(owner._buffers)) for owner in owners]
         self.values: dict[Tensor, Tensor] = {}
         self.versions: dict[Tensor, int] = {}
         for _, named in self.names:
@@ -114,9 +116,8 @@ def _equal(first: Tensor, second: Tensor) -> bool:
 
 
 def _set_buffers(owner: nn.Module, named: dict[str, Tensor | None]) -> None:
-    if owner._buffers or named:
-        owner._buffers.clear()
-        owner._buffers.update(named)
+    owner._buffers.clear()
+    owner._buffers.update(named)
 
 
 @final
@@ -164,22 +165,34 @@ NOTHING_SHARED = SharedState()
 class PartitionState:
     """The buffers and parameters of one partition, from micro-batch to micro-batch."""
 
-    __slots__ = ("_at_begin", "_copies", "_layers", "_owners", "_shared", "_storages", "parameters")
+    __slots__ = (
+        "_at_begin",
+        "_copies",
+        "_layers",
+        "_modules",
+        "_owners",
+        "_shared",
+        "_storages",
+        "parameters",
+    )
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
         self._copies: dict[Tensor, Tensor | None] = {}
         """Of each buffer that kept its value when the layers ran last; None for one that did not."""
         self._at_begin: BufferState | None = None
-        self._owners: Collection[nn.Module] = ()
+        self._modules: Collection[nn.Module] = ()
+        self._owners: list[nn.Module] = []
+        """The modules that have buffers."""
         self._shared = NOTHING_SHARED
         self._storages: set[int] | None = None
         self.parameters = NO_PARAMETERS
 
     def begin(self, shared: SharedState, loss_modules: Sequence[nn.Module] = ()) -> None:
         """Look at the modules once per mini-batch. loss_modules: those of the loss, after the last layer."""
-        self._owners = modules_of([layer.module for layer in self._layers]) | dict.fromkeys(loss_modules)
-        self.parameters = ModuleParameters(self._owners)
+        self._modules = modules_of([layer.module for layer in self._layers]) | dict.fromkeys(loss_modules)
+        self._owners = buffer_owners(self._modules)
+        self.parameters = ModuleParameters(self._modules)
         self._shared, self._storages = shared, None
         held = {buffer for owner in self._owners for buffer in owner._buffers.values()}
         # The caller may have written a buffer since, in a way that no version counter shows.
@@ -211,11 +224,13 @@ class PartitionState:
         self._note_changes(before)
         self._refuse_shared_parameters(versions)
 
-    @contextlib.contextmanager
-    def separate(self) -> Iterator[None]:
+    def separate(self) -> contextlib.AbstractContextManager[None]:
         """Context manager around a forward that keeps its graph: inside, buffers that layers may change are copies."""
-        before = self._save()
-        versions = self._shared_versions()
+        return self._separate() if self._owners or self._shared.any else _UNCHANGED
+
+    @contextlib.contextmanager
+    def _separate(self) -> Iterator[None]:
+        before, versions = self._save(), self._shared_versions()
         copies: dict[Tensor | None, Tensor] = {
             buffer: copy
             for buffer, copy in before.values.items()
@@ -239,7 +254,7 @@ class PartitionState:
                 torch.autograd.graph.increment_version(buffer)
         self._refuse_shared_parameters(versions)
 
-    def refuse_written(self, parameters: ModuleParameters, versions: Sequence[tuple[int, int]]) -> None:
+    def refuse_written(self, parameters: ModuleParameters, versions: ParameterVersions) -> None:
         """Raise if a forward that is run twice wrote a parameter. versions: those before it."""
         for owner, name in parameters.written_since(versions):
             raise RuntimeError(
@@ -254,19 +269,26 @@ class PartitionState:
         buffers = (each for owner in self._owners for each in owner._buffers.values() if each is not None)
         return self._storages.union(storage_of(each) for each in buffers if each.layout is torch.strided)
 
-    def _shared_versions(self) -> list[tuple[int, int]]:
-        return self.parameters.versions() if self._shared.parameters else []
+    def _shared_versions(self) -> ParameterVersions | None:
+        return self.parameters.versions() if self._shared.parameters else None
 
-    def _refuse_shared_parameters(self, versions: Sequence[tuple[int, int]]) -> None:
+    def _refuse_shared_parameters(self, versions: ParameterVersions | None) -> None:
+        if versions is None:
+            return
         for owner, name in self.parameters.written_since(versions):
             if owner in self._shared.modules or owner._parameters.get(name) in self._shared.parameters:
                 self._shared.refuse_change(self._layer_of(owner), "parameter", name)
 
     def _note_changes(self, before: BufferState) -> list[Tensor]:
         """The buffers that a forward may have changed. Raise if it changed one that another partition holds."""
+        # A module whose first buffer the forward registered had none for recompute to start from.
+        owners = buffer_owners(self._modules)
+        if len(owners) > len(self._owners):
+            before.names += [(owner, {}) for owner in owners if owner not in self._owners]
+            self._owners = owners
         changed = []
         for buffer, copy in before.values.items():
-            if storage_of(buffer) in self._shared.buffers:
+            if self._shared.buffers and storage_of(buffer) in self._shared.buffers:
                 continue
             # Comparing values makes the host wait for an accelerator: there, any buffer may have changed.
             may_change = self._copies.get(buffer, copy) is None or is_accelerator(buffer.device)
@@ -300,47 +322,62 @@ class PartitionState:
         return next((f"layer {layer!r}" for layer in holders), "the loss")
 
 
+class ParameterVersions(NamedTuple):
+    """What changes if a parameter is written, as far as autograd counts it, or gets other memory."""
+
+    counters: list[int]
+    addresses: list[int]
+
+
 @final
 class ModuleParameters:
     """The parameters of some modules at one moment."""
 
-    __slots__ = ("_held",)
+    __slots__ = ("_dictionaries", "_modules", "_names", "_parameters")
 
-    def __init__(self, modules: Collection[nn.Module]) -> None:
-        self._held = [
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        held = [
             (module, name, parameter)
             for module in modules
             for name, parameter in module._parameters.items()
-            if parameter is not None
+            if parameter is not None and not parameter.is_inference()  # such a one has no version counter
         ]
+        self._modules = [module for module, _, _ in held]
+        self._names = [name for _, name, _ in held]
+        self._parameters = [parameter for _, _, parameter in held]
+        self._dictionaries = [module._parameters for module in self._modules]
 
     @property
     def any_trained(self) -> bool:
-        return any(parameter.requires_grad for _, _, parameter in self._held)
+        return any(parameter.requires_grad for parameter in self._parameters)
 
     def storages(self) -> set[int]:
-        return {storage_of(parameter) for _, _, parameter in self._held}
+        return set(map(storage_of, self._parameters))
 
-    def versions(self) -> list[tuple[int, int]]:
-        """What changes if one of the parameters is written, counted by autograd, or gets other memory."""
-        return [(version_of(parameter), parameter.data_ptr()) for _, _, parameter in self._held]
+    def versions(self) -> ParameterVersions:
+        return ParameterVersions(self.counters(), list(map(Tensor.data_ptr, self._parameters)))
 
-    def written_since(self, versions: Sequence[tuple[int, int]]) -> Iterator[tuple[nn.Module, str]]:
+    def counters(self) -> list[int]:
+        return versions_of(self._parameters)
+
+    def written_since(self, versions: ParameterVersions) -> list[tuple[nn.Module, str]]:
         """The parameters that were written or replaced."""
-        for (module, name, parameter), before in zip(self._held, versions, strict=False):
-            if (version_of(parameter), parameter.data_ptr()) != before or (
-                module._parameters.get(name) is not parameter
-            ):
-                yield module, name
+        now = self.versions()
+        if now == versions and all(self._in_place()):
+            return []
+        unchanged = zip(zip(*now, strict=True), zip(*versions, strict=True), self._in_place(), strict=True)
+        written = [not in_place or after != before for after, before, in_place in unchanged]
+        return list(compress(zip(self._modules, self._names, strict=True), written))
 
-    def total_version(self) -> int:
-        """A number that grows with every write that autograd counts."""
-        return sum([version_of(parameter) for _, _, parameter in self._held])
+    def _in_place(self) -> Iterator[bool]:
+        """Whether each module still has its parameter."""
+        return map(operator.is_, map(dict.get, self._dictionaries, self._names), self._parameters)
 
     def in_use(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: inside, the modules have these parameters even if others replaced them since."""
-        replaced = [each for each in self._held if each[0]._parameters.get(each[1]) is not each[2]]
-        return _swapped(replaced) if replaced else _UNCHANGED
+        if all(self._in_place()):
+            return _UNCHANGED
+        return _swapped(list(zip(self._modules, self._names, self._parameters, strict=True)))
 
 
 @contextlib.contextmanager

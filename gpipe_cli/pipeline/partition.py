@@ -95,7 +95,7 @@ class Partition:
             # Dropping the roots frees the graph.
             saved.roots, saved.node_numbers = (), ()
             saved.inputs, saved.buffers, saved.parameters = kept, buffers, self.state.parameters
-            saved.versions = ([input.versions() for input in kept], saved.parameters.total_version())
+            saved.versions = ([input.versions() for input in kept], saved.parameters.counters())
             saved.outputs = tuple(output.kinds() for output in outputs)
         return outputs, saved
 
@@ -109,7 +109,7 @@ class Partition:
         recomputing: bool = False,
     ) -> tuple[PartitionInput, ...]:
         """Run the layers; `saved` remembers their graph and whether they wrote their inputs."""
-        versions = _versions(inputs)
+        versions = [input.versions() for input in inputs]
         # Looking for paths that lead around the boundaries takes time: once per mini-batch.
         looks_for_leaks = task.micro_batch.index == 0 and task.batch.state.grad and not recomputing
         outputs = self._loop.run(
@@ -118,23 +118,21 @@ class Partition:
             task,
             checkpointing=checkpointing,
             recomputing=recomputing,
-            leak_detector=GraphLeakDetector(saved.sink, self._foreign(task)) if looks_for_leaks else None,
+            leak_detector=GraphLeakDetector(saved.sink, task.holders, self.layers)
+            if looks_for_leaks
+            else None,
         )
-        written = [before != after for before, after in zip(versions, _versions(inputs), strict=True)]
-        if any(written):
-            self._note_writes(inputs, written, saved)
+        if versions != [input.versions() for input in inputs]:
+            self._note_writes(inputs, versions, saved)
         return self._pack(outputs, inputs, saved)
 
-    def _foreign(self, task: ForwardTask) -> set[nn.Parameter]:
-        """The parameters that only layers of other partitions hold."""
-        own = {layer.position for layer in self.layers}
-        return {parameter for parameter, places in task.holders.items() if own.isdisjoint(places)}
-
     def _note_writes(
-        self, inputs: Sequence[PartitionInput], written: Sequence[bool], saved: SavedForBackward
+        self, inputs: Sequence[PartitionInput], versions: Sequence[Sequence[int]], saved: SavedForBackward
     ) -> None:
         """Remember which inputs the layers wrote in place; raise for a leaf of the caller that requires grad."""
         saved.writes_input = True
+        now = chain.from_iterable(input.versions() for input in inputs)
+        written = [before != after for before, after in zip(chain.from_iterable(versions), now, strict=True)]
         tensors = [tensor for input in inputs for tensor in input.tensors]
         views = [place in input.views for input in inputs for place in range(len(input.tensors))]
         changed = [(place, each) for place, each in enumerate(tensors) if each is not None and written[place]]
@@ -175,10 +173,10 @@ class Partition:
     def _check_unchanged(self, saved: SavedForBackward) -> None:
         """Compare autograd's version counters: raise if recompute could not repeat the forward, as autograd would."""
         assert saved.inputs is not None, "only a checkpointed forward can be recomputed"
-        input_versions, total_version = saved.versions
+        input_versions, counters = saved.versions
         if not saved.fetch_inputs and input_versions != [input.versions() for input in saved.inputs]:
             raise modified_in_place("its input", self.index)
-        if saved.parameters.total_version() != total_version:
+        if saved.parameters.counters() != counters:
             raise modified_in_place("a parameter", self.index)
 
     def backward(self, saved: SavedForBackward, gradients: Gradients, *, keep_graph: bool) -> Gradients:
@@ -230,17 +228,7 @@ class Partition:
         """One input for each destination; `saved` remembers where its gradients will arrive."""
         saved.node_numbers, saved.has_hooks = outputs.node_numbers, outputs.registered_hooks
         values, skips, with_value = outputs.values, outputs.skips, self._skips_with_value
-        leaving = [each for each in (*values, *skips) if each is not None]
-        shared = common_storages(leaving)
-        if shared and any(storage_of(each) in shared and is_stale_view(each) for each in leaving):
-            # Autograd gives such a view its node when it is used next, behind the boundary, and so it adds up the
-            # gradients in an order that only an unsplit graph can have.
-            raise shared_memory_written(f"partition {self.index}")
-        # What an operator computed has memory of its own; only a leaf or a view may have that of a parameter or buffer.
-        held = (
-            self.state.storages() if any(each.grad_fn is None or is_view(each) for each in leaving) else set()
-        )
-        shared = shared.union(*(input.shared_storages() for input in inputs))
+        shared, held = self._read_only_storages((*values, *skips) if skips else values, inputs)
         packed, sources = pack(values, outputs.template, skips[:with_value], shared, held)
         if len(self.sends) == with_value:
             saved.roots = roots_of(sources)
@@ -253,6 +241,26 @@ class Partition:
             sources.extend(skip_sources)
         saved.roots = roots_of(sources)
         return tuple(all_packed)
+
+    def _read_only_storages(
+        self, tensors: Sequence[Tensor | None], inputs: Sequence[PartitionInput]
+    ) -> tuple[set[int], set[int]]:
+        """The storages of tensors that leave the partition which no receiver may write.
+
+        First those that several tensors have in common, then those of the partition's parameters and buffers.
+        """
+        leaving = [tensor for tensor in tensors if tensor is not None]
+        shared = common_storages(leaving)
+        if shared and any(storage_of(each) in shared and is_stale_view(each) for each in leaving):
+            # Autograd gives such a view its node when it is used next, behind the boundary, and so it adds up the
+            # gradients in an order that only an unsplit graph can have.
+            raise shared_memory_written(f"partition {self.index}")
+        for input in inputs:
+            if input.shared:
+                shared |= input.shared_storages()
+        # What an operator computed has memory of its own; only a leaf or a view may have that of a parameter or buffer.
+        held = any(tensor.grad_fn is None or is_view(tensor) for tensor in leaving)
+        return shared, self.state.storages() if held else set()
 
 
 def _saved_for_backward(inputs: tuple[PartitionInput, ...], task: ForwardTask) -> SavedForBackward:
@@ -269,10 +277,6 @@ def _roots_with_gradients(saved: SavedForBackward, gradients: Gradients) -> list
         for root, gradient in zip(saved.roots, gradients, strict=True)
         if root is not None and gradient is not None
     ]
-
-
-def _versions(inputs: Sequence[PartitionInput]) -> list[int]:
-    return [version for input in inputs for version in input.versions()]
 
 
 def _distinct(neighbour: int, routes: Sequence[SkipRoute]) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from gpipe_cli.accelerator.copies import DeviceCopy, start_copy
-from gpipe_cli.pipeline.module_state import tensors_in
+from gpipe_cli.pipeline.module_state import modules_of, tensors_in
 from gpipe_cli.torch_internals.autograd_engine import run_backward
 from gpipe_cli.torch_internals.autograd_graph import has_hooks
 from gpipe_cli.torch_internals.tensor_memory import version_of
@@ -134,16 +134,21 @@ class TiedParameters:
         """devices: of each layer; empty if all layers are on one device.
         separate_hooked: whether layers also use parameters of their own in place of those that have hooks.
         """
-        self.holders: dict[nn.Parameter, list[int]] = {}
-        """The layers that hold each parameter."""
+        users: dict[nn.Parameter, list[int]] = {}
         for place, layer in enumerate(layers):
-            for parameter in layer.parameters():
-                self.holders.setdefault(parameter, []).append(place)
-        self.trained = [parameter for parameter in self.holders if parameter.requires_grad]
+            held = dict.fromkeys(
+                each for module in modules_of([layer]) for each in module._parameters.values()
+            )
+            for parameter in held:
+                if parameter is not None:
+                    users.setdefault(parameter, []).append(place)
+        self.holders: Mapping[Tensor, Sequence[int]] = dict(users.items())
+        """The layers that hold each parameter."""
+        self.trained = [parameter for parameter in users if parameter.requires_grad]
         """All parameters that require grad, shared or not, once each."""
         self.users = [
             (parameter, places)
-            for parameter, places in self.holders.items()
+            for parameter, places in users.items()
             if len(places) > 1 or (separate_hooked and has_hooks(parameter))
         ]
         """Each shared parameter and the layers that use it."""

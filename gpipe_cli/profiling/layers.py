@@ -24,7 +24,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value, moved, tensors_of
-from gpipe_cli.pipeline.module_state import BufferState, modules_of
+from gpipe_cli.pipeline.module_state import BufferState, buffer_owners, modules_of
 from gpipe_cli.pipeline.partitioning import move_to_devices
 from gpipe_cli.profiling.action_recorder import recording
 from gpipe_cli.sequential import layer_class, layer_names
@@ -252,7 +252,7 @@ def preserved(module: nn.Module, *, device: bool = False) -> Iterator[None]:
         raise ValueError("some parameter already has gradient")
     home = next((parameter.device for parameter in module.parameters()), None)
     modes = [(submodule, submodule.training) for submodule in module.modules()]
-    buffers = BufferState(modules_of([module]))
+    buffers = BufferState(buffer_owners(modules_of([module])))
     module.train()
     try:
         yield

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import CheckpointFunction
 
 from gpipe_cli.torch_internals.tensor_memory import is_view
@@ -70,8 +70,18 @@ def is_python_function(node: Node) -> bool:
     return isinstance(node, _PythonFunction)
 
 
+def node_type(function: type[torch.autograd.Function]) -> type:
+    """The type of the nodes that a function leaves in a graph."""
+    kind: type = function._backward_cls
+    return kind
+
+
+ACCUMULATE_GRAD = type(get_gradient_edge(torch.zeros(0, requires_grad=True)).node)
+"""The type of the nodes that stand for leaves."""
+
+
 def is_reentrant_checkpoint(node: Node) -> bool:
-    return isinstance(node, CheckpointFunction._backward_cls)
+    return isinstance(node, node_type(CheckpointFunction))
 
 
 def output_edges(node: Node) -> list[GradientEdge]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,9 @@ ALIGNMENT = 64
 instructions at its edges, and give other bits."""
 
 
+_COUNTER = operator.attrgetter("_version")
+
+
 def storage_of(tensor: Tensor) -> int:
     """A number shared by a tensor and its views. Another tensor may get it once they are all freed."""
     return int(tensor.untyped_storage()._cdata)
@@ -20,6 +24,11 @@ def storage_of(tensor: Tensor) -> int:
 
 def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    """The version counters of tensors that are no inference tensors, such as parameters that are trained."""
+    return list(map(_COUNTER, tensors))
 
 
 def is_view(tensor: Tensor) -> bool:

@@ -35,7 +35,8 @@ def active_transform(tensors: Callable[[], Iterable[Tensor]]) -> str | None:
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a transform of torch.func"
-    if torch.jit.is_tracing() or torch.compiler.is_compiling():  # type: ignore[attr-defined, no-untyped-call]
+    # Not torch.jit.is_tracing, which takes a quarter of a millisecond.
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_compiling():
         return "tracing"
     if forward_ad._current_level < 0:
         return None
