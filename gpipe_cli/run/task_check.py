@@ -11,16 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.config.schema import CostConfig, EvalConfig, ModelConfig
+from gpipe_cli.config.schema import CostConfig, EvalConfig, ModelConfig, TrainConfig
 from gpipe_cli.errors import ConfigError, DataError
-from gpipe_cli.losses.measures import main_scores, predicts_numbers
+from gpipe_cli.losses.measures import Measure, main_scores, predicts_numbers
 from gpipe_cli.losses.token_cross_entropy import TokenCrossEntropy
 from gpipe_cli.pipeline.layer_check import LayerMisfit, check_first_layer, output_without_storage
 from gpipe_cli.pytree import ModelInput, flatten, map_tensors
 from gpipe_cli.run.data import BatchLoader
+from gpipe_cli.run.metrics import metrics_of
 from gpipe_cli.run.training_step import make_loss
 from gpipe_cli.sequential import original_output
 from gpipe_cli.sequential.without_storage import meta_like
+from gpipe_cli.training.snapshot.manager import monitor_error
 
 _TOLERANCE = 1e-3
 """Of the sum of probabilities."""
@@ -51,6 +53,24 @@ def check_task(settings: ModelConfig, loader: BatchLoader, model: nn.Sequential)
         if type(loss).__module__.startswith("gpipe_cli."):
             loss(output, map_tensors(meta_like, target))  # raises DataError if the shapes do not fit
         _check_class_count(loader, scores.shape[-1 if isinstance(loss, TokenCrossEntropy) else 1])
+    if isinstance(settings, TrainConfig) and settings.snapshot.monitor not in (None, "loss"):
+        _check_monitor(settings, metrics_of(loss), output, target)
+
+
+def _check_monitor(settings: TrainConfig, measure: Measure, output: Any, target: Tensor) -> None:
+    """Raise ConfigError for a metric that the loss does not measure; one that cannot measure zeros shows it later."""
+    try:
+        measured = {"loss", *measure(map_tensors(_zeros, output), target)}
+    except ConfigError:
+        raise
+    except Exception:  # noqa: BLE001 - a loss of yours may reject what no model computes
+        return
+    if settings.snapshot.monitor not in measured:
+        raise monitor_error(settings.snapshot.monitor, measured)
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def _check_class_count(loader: BatchLoader, scores: int) -> None:
