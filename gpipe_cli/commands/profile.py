@@ -20,6 +20,7 @@ from gpipe_cli.profiling.layers import LayerProfile, Sample, frozen_layers, prof
 from gpipe_cli.profiling.partition_memory import activation_bytes
 from gpipe_cli.profiling.timeline import BalanceGain
 from gpipe_cli.report.model_tables import flop_rows, layer_rows, layers_csv, print_layers, print_partitions
+from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.document import PAGE
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.timeline import trace_json
@@ -46,10 +47,13 @@ def run(settings: ProfileConfig, job: Job) -> Summary:
 
 def _profile(settings: ProfileConfig, job: Job) -> Summary:
     check_run_dir(settings.run_dir, job.number)
-    parts = build_parts(settings, job.overrides, storage=settings.measure and not job.dry_run)
+    parts = build_parts(
+        settings, job.overrides, storage=settings.measure, if_it_fits=settings.measure and job.dry_run
+    )
     parts.made.print_notes()
     parts = partition_for_timeline(settings, parts)
     if job.dry_run:
+        _print_origin(parts)
         if not job.json:
             print_partitions(parts.partitions)
         return {"partitions": parts.partitions, "command": job.line}
@@ -90,6 +94,7 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
     if timeline is not None:
         write_text(directory / "trace.json", trace_json(timeline.steps, timeline.ideal, timeline.row_names))
     write_report(directory)
+    _print_origin(parts)
     if job.shows_result:
         print_layers(rows, sort=settings.sort, top=settings.top)
         if timeline is not None:
@@ -97,6 +102,11 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
         facts_ = {key: value for key, value in summary.items() if key not in TABLES}
         print_facts("", {**facts_, "run_dir": str(directory), "report": str(directory / PAGE)})
     return {**summary, "run_dir": str(directory)}
+
+
+def _print_origin(parts: RunParts) -> None:
+    if parts.partitioning.origin:
+        print_status(parts.partitioning.description)
 
 
 def _balance_gain(layers: Sequence[LayerProfile], parts: RunParts, sample: Sample) -> BalanceGain:
