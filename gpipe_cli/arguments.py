@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from gpipe_cli.config.options import known_keys
-from gpipe_cli.config.overrides import JOBS_KEY, take_jobs
+from gpipe_cli.config.overrides import ANY_CHARACTER, JOBS_KEY, check_given_once, override_key, take_jobs
 from gpipe_cli.config.schema import GROUPS
 from gpipe_cli.errors import ConfigError, or_list
+from gpipe_cli.report.formatting import hidden_character, no_hidden
 
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 CFG_PARTS = ("job", "hydra", "all")
@@ -116,11 +117,25 @@ def flag_names(command: str = "", *, configured: bool) -> list[str]:
     return [name for flag in flags_of(command, configured=configured) for name in flag.names]
 
 
+class _GivenOnce(argparse.Action):
+    """Takes the value of a flag, and refuses a second one that differs."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        before = getattr(namespace, self.dest)
+        if before not in (None, values):
+            raise ConfigError(f"{option_string}: given as {before} and as {values}; give it once")
+        setattr(namespace, self.dest, values)
+
+
 def parse(arguments: list[str], *, configured: bool = True, command: str = "") -> Invocation:
+    # The words of a script are quoted in it, and `checks` judges those that name files.
+    for word in arguments if command != "launch-script" else ():
+        if override_key(word) not in ANY_CHARACTER and (hidden := hidden_character(word)):
+            raise ConfigError(f"{override_key(word)}: {no_hidden(hidden)}")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flag in flags_of(command, configured=configured):
-        switch: dict[str, Any] = {} if flag.metavar else {"action": "store_true"}
-        parser.add_argument(*flag.names, **switch, **flag.options)
+        action: Any = _GivenOnce if flag.metavar else "store_true"
+        parser.add_argument(*flag.names, action=action, **flag.options)
     # argparse would take any word after --info for its topic.
     following = [*arguments, ""][1:]
     words = [
@@ -143,6 +158,7 @@ def parse(arguments: list[str], *, configured: bool = True, command: str = "") -
             raise ConfigError(f"unknown flag {name}; {cure}")
     rest, jobs = take_jobs(rest) if configured else (rest, 1)
     overrides = [*rest, *([] if by is None else [f"balance={by}"])]
+    check_given_once(overrides)
     invocation = Invocation(tuple(overrides), tuple(arguments), jobs, **values)
     _check_combinations(invocation)
     return invocation

@@ -94,6 +94,11 @@ def exit_code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, GpipeError) else 1
 
 
+def is_long_name(error: BaseException) -> bool:
+    """Whether the system refuses a path because a name in it is too long."""
+    return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`did you mean 'chunks'?`, or an empty string if no name is close."""
     candidates = list(known)

@@ -31,7 +31,10 @@ def config_errors(command: str) -> Iterator[None]:
             f"{error.override}: cannot be read ({_first_line(error)}); if the value is text, put it in quotes that the "
             f"shell leaves alone: \"{key}='{value}'\""
         ) from error
-    except (HydraException, OmegaConfBaseException, ValueError, ArithmeticError) as error:
+    except (
+        *(HydraException, OmegaConfBaseException, AssertionError, AttributeError),
+        *(ArithmeticError, LookupError, TypeError, ValueError),
+    ) as error:
         raise ConfigError(_describe(error, command)) from error
     except RecursionError as error:
         raise ConfigError("configuration: references are nested too deeply, or contain themselves") from error

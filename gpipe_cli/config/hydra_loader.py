@@ -140,7 +140,13 @@ class GuardedLoader(ConfigLoaderImpl):
         )
         tree = self._compose_config_from_defaults_list(defaults=defaults.defaults, repo=repo)
         OmegaConf.set_struct(tree, True)
-        self._apply_overrides_to_config(defaults.config_overrides, tree)
+        for override in defaults.config_overrides:
+            try:
+                self._apply_overrides_to_config([override], tree)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"{override.input_line}: {_list_above(override.key_or_group, tree)}"
+                ) from error
         return tree, defaults.overrides.known_choices
 
     def _load_single_config(self, default: Any, repo: Any) -> ConfigResult:
@@ -196,6 +202,14 @@ class GuardedLoader(ConfigLoaderImpl):
             if len(files) > 1:
                 path = user_source.file(config_path)
                 raise ConfigError(f"{path}: gpipe has a config of this name; rename yours")
+
+
+def _list_above(key: str, tree: DictConfig) -> str:
+    """What to do about a key below a list, where OmegaConf looks for an index."""
+    parts = key.split(".")
+    above = [".".join(parts[:count]) for count in range(1, len(parts))]
+    found = next((name for name in above if OmegaConf.is_list(OmegaConf.select(tree, name))), None)
+    return f"{found} is a list; set it as a whole, {found}=[...]" if found else "cannot be set"
 
 
 def _raw_target(config: Any, group: str) -> Any:
