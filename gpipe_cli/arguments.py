@@ -44,7 +44,8 @@ FLAGS = (
     Flag(("--by",), "balance by X; short for balance=X", "X"),
     Flag(("--json",), "print the result as one JSON document on stdout", plain=True),
     Flag(
-        ("--dry-run",), "check everything and show partitions and their memory, without training or writing"
+        ("--dry-run",),
+        "check everything and show the run's partitions and memory; no training, no run directory",
     ),
     Flag(("--debug",), "show the full traceback of an error", plain=True),
     Flag(("-m", "--multirun"), "run a sweep: every combination of comma-separated values"),
