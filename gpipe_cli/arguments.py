@@ -118,16 +118,6 @@ def flag_names(command: str = "", *, configured: bool) -> list[str]:
     return [name for flag in flags_of(command, configured=configured) for name in flag.names]
 
 
-class _GivenOnce(argparse.Action):
-    """Takes the value of a flag, and refuses a second one that differs."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        before = getattr(namespace, self.dest)
-        if before not in (None, values):
-            raise ConfigError(f"{option_string}: given as {before} and as {values}; give it once")
-        setattr(namespace, self.dest, values)
-
-
 def parse(arguments: list[str], *, configured: bool = True, command: str = "") -> Invocation:
     # The words of a script are quoted in it, and `checks` judges those that name files.
     for word in arguments if command != "launch-script" else ():
@@ -135,8 +125,8 @@ def parse(arguments: list[str], *, configured: bool = True, command: str = "") -
             raise ConfigError(f"{override_key(word)}: {no_hidden(hidden)}")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flag in flags_of(command, configured=configured):
-        action: Any = _GivenOnce if flag.metavar else "store_true"
-        parser.add_argument(*flag.names, action=action, **flag.options)
+        switch: dict[str, Any] = {} if flag.metavar else {"action": "store_true"}
+        parser.add_argument(*flag.names, **switch, **flag.options)
     # argparse would take any word after --info for its topic.
     following = [*arguments, ""][1:]
     words = [

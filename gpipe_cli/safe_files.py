@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.errors import ConfigError, ResourceError, RunError, is_long_name
+from gpipe_cli.errors import ResourceError, RunError
 
 DEEPEST = 32
 """Levels of nesting in JSON; nothing that gpipe writes has ten."""
@@ -45,8 +45,7 @@ def writing(path: Path) -> Iterator[None]:
     except UnsafeFile as error:
         raise RunError(f"{path}: {error}") from error
     except OSError as error:
-        kind = ConfigError if is_long_name(error) else ResourceError
-        raise kind(f"{path}: cannot be written: {error}") from error
+        raise ResourceError(f"{path}: cannot be written: {error}") from error
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY, *, base: Path | None = None) -> int:

@@ -163,7 +163,6 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("train --by time balance=size", 2, "balance: given as size and as time; give it once"),
     ("train recipe=digits recipe=unet_speed", 2, "recipe: given as digits and as unet_speed; give it once"),
     ("train -m chunks=2,4 chunks=8", 2, "chunks: given as 2,4 and as 8; give it once"),
-    ("train --config-dir a --config-dir b", 2, "--config-dir: given as a and as b; give it once"),
     ("export run=a run=b", 2, "run: given as a and as b; give it once"),
     *(
         (f"train {word}", 2, f"{word}: choose an option by its name; ")
@@ -216,7 +215,7 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     ("train plan.budget=5", 2, "plan.budget: has no effect without plan=auto; remove it"),
     ("train plan.cache=false", 2, "plan.cache: has no effect without plan=auto or schedule=auto; remove it"),
     ("train plan.verify_budget=5", 2, "plan.verify_budget: has no effect without gpipe plan verify=true"),
-    ("plan plan.verify_budget=5", 2, "plan.verify_budget: has no effect without verify=true; remove it"),
+    ("plan plan.verify_budget=5", 2, "plan.verify_budget: has no effect without gpipe plan verify=true"),
     ("train log=3", 2, "log=3: holds several keys"),
     ("train model.num_classes=ten", 2, "model.num_classes=ten: expected a whole number"),
     ("train data=mnist data.root=nowhere", 3, "nowhere"),

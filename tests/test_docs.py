@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -144,6 +145,17 @@ def test_the_navigation_names_every_page_once_and_nothing_else() -> None:
 @pytest.mark.parametrize("name", GENERATED)
 def test_a_generated_file_is_what_the_code_generates_now(name: str) -> None:
     assert text_of(DOCS / name) == GENERATED[name](), "run `python -m make_docs`"
+
+
+def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", text_of(TOP / "README.md"), flags=re.DOTALL)
+    (tmp_path / "readme.py").write_text(block, encoding="utf-8")
+    layers = {name: torch.nn.Linear(4, 4) for name in "abcd"}
+    batch = {"input": torch.randn(16, 4), "target": torch.randn(16, 4), "loss_fn": torch.nn.MSELoss()}
+    ran = runpy.run_path(str(tmp_path / "readme.py"), {**layers, **batch})
+    gradients = [parameter.grad for parameter in ran["model"].parameters()]
+    assert len(gradients) == 8 and all(gradient is not None for gradient in gradients)
+    ran["model"].close()
 
 
 def test_every_test_that_the_promises_rest_on_exists() -> None:
@@ -297,7 +309,9 @@ def shortened(words: list[str]) -> list[str]:
     else:
         quick = {"plan": ["batch_size=8"], "profile": ["seconds=0"]}.get(command, [])
     measures = {"--by", "time"} <= set(overrides) or {"balance=time", "recipe=digits"} & set(overrides)
-    if measures or (command == "profile" and not any(word.startswith("balance=") for word in overrides)):
+    if measures or (
+        command == "profile" and not any(word.startswith(("balance=", "engine=")) for word in words)
+    ):
         quick = [*quick, "balance.seconds=0"]
     if any("plan" in word for word in words):
         quick = [*quick, "plan.budget=0.1", *(["plan.verify_budget=0.1"] if "verify=true" in words else [])]

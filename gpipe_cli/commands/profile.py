@@ -20,7 +20,6 @@ from gpipe_cli.profiling.layers import LayerProfile, Sample, frozen_layers, prof
 from gpipe_cli.profiling.partition_memory import activation_bytes
 from gpipe_cli.profiling.timeline import BalanceGain
 from gpipe_cli.report.model_tables import flop_rows, layer_rows, layers_csv, print_layers, print_partitions
-from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.document import PAGE
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.timeline import trace_json
@@ -53,7 +52,7 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
     parts.made.print_notes()
     parts = partition_for_timeline(settings, parts)
     if job.dry_run:
-        _print_origin(parts)
+        parts.partitioning.print_origin()
         if not job.json:
             print_partitions(parts.partitions)
         return {"partitions": parts.partitions, "command": job.line}
@@ -94,7 +93,7 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
     if timeline is not None:
         write_text(directory / "trace.json", trace_json(timeline.steps, timeline.ideal, timeline.row_names))
     write_report(directory)
-    _print_origin(parts)
+    parts.partitioning.print_origin()
     if job.shows_result:
         print_layers(rows, sort=settings.sort, top=settings.top)
         if timeline is not None:
@@ -102,11 +101,6 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
         facts_ = {key: value for key, value in summary.items() if key not in TABLES}
         print_facts("", {**facts_, "run_dir": str(directory), "report": str(directory / PAGE)})
     return {**summary, "run_dir": str(directory)}
-
-
-def _print_origin(parts: RunParts) -> None:
-    if parts.partitioning.origin:
-        print_status(parts.partitioning.description)
 
 
 def _balance_gain(layers: Sequence[LayerProfile], parts: RunParts, sample: Sample) -> BalanceGain:

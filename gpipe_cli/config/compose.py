@@ -25,7 +25,14 @@ from omegaconf.resolvers import oc
 
 from gpipe_cli.config.checks import check, check_numbers
 from gpipe_cli.config.composition_errors import config_errors
-from gpipe_cli.config.hydra_loader import CUSTOM, HYDRA_NODE, GuardedLoader, check_hydra_choices, open_hydra
+from gpipe_cli.config.hydra_loader import (
+    CUSTOM,
+    HYDRA_NODE,
+    GuardedLoader,
+    check_hydra_choices,
+    notes_on_replaced,
+    open_hydra,
+)
 from gpipe_cli.config.options import list_options, takes_recipes
 from gpipe_cli.config.overrides import (
     escape_references,
@@ -35,7 +42,6 @@ from gpipe_cli.config.overrides import (
     sets_key,
     without_keys,
 )
-from gpipe_cli.config.replaced_target import notes_on_replaced
 from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
     GROUPS,
@@ -267,18 +273,14 @@ def _check_allow(settings: ModelConfig, overrides: Sequence[str]) -> None:
 
 def _check_plan_keys(settings: ModelConfig, overrides: Sequence[str]) -> None:
     """Refuse limits of a search that does not take place."""
+    used = {
+        "plan.verify_budget": (isinstance(settings, PlanConfig) and settings.verify, "gpipe plan verify=true")
+    }
     if isinstance(settings, TrainConfig):
-        searched = settings.schedule.name == AUTO
-        used = {
-            "plan.budget": ("plan=auto", settings.plan.auto),
-            "plan.cache": ("plan=auto or schedule=auto", settings.plan.auto or searched),
-            "plan.verify_budget": ("gpipe plan verify=true", False),
-        }
-    elif isinstance(settings, PlanConfig):
-        used = {"plan.verify_budget": ("verify=true", settings.verify)}
-    else:
-        return
-    for key, (needed, is_used) in used.items():
+        used["plan.budget"] = (settings.plan.auto, "plan=auto")
+        searches = settings.plan.auto or settings.schedule.name == AUTO
+        used["plan.cache"] = (searches, "plan=auto or schedule=auto")
+    for key, (is_used, needed) in used.items():
         if sets_key(overrides, key) and not is_used:
             raise ConfigError(f"{key}: has no effect without {needed}; remove it")
 

@@ -38,7 +38,6 @@ from gpipe_cli.profiling.layers import has_values
 from gpipe_cli.report.model_tables import partition_rows
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.base_weights import BaseWeights
-from gpipe_cli.run.batch_rows import LEAST_ROWS, with_least_rows
 from gpipe_cli.run.chosen_order import (
     choose_order,
     has_own_order,
@@ -58,7 +57,7 @@ from gpipe_cli.run.data import BatchLoader, make_loader
 from gpipe_cli.run.metrics import metrics_of
 from gpipe_cli.run.model import ConfiguredModel, build_deferred, build_without_storage, make_model
 from gpipe_cli.run.optimizer import optimizer_factory, parameter_groups
-from gpipe_cli.run.task_check import check_task
+from gpipe_cli.run.task_check import LEAST_ROWS, check_task, with_least_rows
 from gpipe_cli.run.training_step import (
     autocast_of,
     checkpoint_mode,
@@ -94,9 +93,9 @@ class Partitioning:
     def balance(self) -> list[int]:
         return self.balanced.layers
 
-    @property
-    def description(self) -> str:
-        return f"balance {self.balance}: {self.origin}"
+    def print_origin(self, write: Callable[[str], None] = print_status) -> None:
+        if self.origin:
+            write(f"balance {self.balance}: {self.origin}")
 
     @property
     def workers(self) -> tuple[int, ...]:

@@ -68,6 +68,23 @@ def test_the_command_that_a_run_prints_names_its_directory(tiny: Gpipe, name: st
     assert tiny(*shlex.split(lines["export"])[1:], "out=weights.safetensors").code == 0
 
 
+def test_epochs_that_steps_of_a_file_override_are_reported_or_refused(tiny: Gpipe, gpipe: Gpipe) -> None:
+    """`gpipe train recipe=x epochs=5` ignored the epochs without a word if the recipe had steps."""
+    Path("own/recipes").mkdir(parents=True)
+    Path("own/recipes/mine.yaml").write_text("# @package _global_\nsteps: 1\n", encoding="utf-8")
+    says = "epochs has no effect, because a file sets steps=1, which overrides it; add steps=null"
+    trained = tiny("train", "recipe=mine", "--config-dir", "own", "epochs=2", "run_dir=run")
+    assert trained.code == 0 and says in trained.err.splitlines()
+    resumed = gpipe("train", "resume=run", "epochs=2", "allow=[tiny_for_tests]")
+    assert (resumed.code, resumed.err) == (2, f"gpipe: error: {says}\n")
+    again = gpipe(
+        "train", "resume=run", "epochs=2", "steps=null", "allow=[tiny_for_tests]", "--dry-run", "--json"
+    )
+    assert again.json["steps"] == 8
+    Path("my.yaml").write_text("steps: 1\n", encoding="utf-8")
+    assert tiny("train", "config=my.yaml", "epochs=3", "--dry-run", "--json").json["steps"] == 12
+
+
 def test_a_broken_pipe_inside_a_layer_is_an_error(tiny: Gpipe) -> None:
     """`gpipe ls | head` ends with 0 on a broken pipe; a training run that died of one must not."""
     answer = tiny("train", "model._target_=tiny_for_tests.piped", "steps=1")

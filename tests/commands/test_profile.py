@@ -29,6 +29,15 @@ def test_a_profile_has_a_row_per_layer_on_stdout_and_on_disk(gpipe: Gpipe) -> No
         assert [row["name"] for row in csv.DictReader(file)] == [row["name"] for row in summary["layers"]]
 
 
+def test_a_profile_divides_the_model_as_training_does(gpipe: Gpipe) -> None:
+    """It divided into equal numbers of layers, found that uneven, and advised what training does anyway."""
+    for command in ("train", "profile"):
+        assert (
+            "\nbalance:\n  _target_: gpipe_cli.balance.time.balance\n" in gpipe(command, "--cfg", "job").out
+        )
+    assert "balance [" in gpipe("profile", *QUICK, "--dry-run").err
+
+
 def test_rows_are_sorted_and_limited_as_configured(gpipe: Gpipe) -> None:
     title, heading, *lines = gpipe("profile", *QUICK, "sort=memory", "top=3").out.splitlines()
     assert title == "3 of 10 layers (top=null shows them all)"
