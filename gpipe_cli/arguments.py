@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from gpipe_cli.config.options import known_keys
-from gpipe_cli.config.overrides import JOBS_KEY, take_jobs
+from gpipe_cli.config.overrides import ANY_CHARACTER, JOBS_KEY, check_given_once, override_key, take_jobs
 from gpipe_cli.config.schema import GROUPS
 from gpipe_cli.errors import ConfigError, or_list
+from gpipe_cli.report.formatting import hidden_character, no_hidden
 
 INFO_TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 CFG_PARTS = ("job", "hydra", "all")
@@ -43,7 +44,8 @@ FLAGS = (
     Flag(("--by",), "balance by X; short for balance=X", "X"),
     Flag(("--json",), "print the result as one JSON document on stdout", plain=True),
     Flag(
-        ("--dry-run",), "check everything and show partitions and their memory, without training or writing"
+        ("--dry-run",),
+        "check everything and show the run's partitions and memory; no training, no run directory",
     ),
     Flag(("--debug",), "show the full traceback of an error", plain=True),
     Flag(("-m", "--multirun"), "run a sweep: every combination of comma-separated values"),
@@ -117,6 +119,10 @@ def flag_names(command: str = "", *, configured: bool) -> list[str]:
 
 
 def parse(arguments: list[str], *, configured: bool = True, command: str = "") -> Invocation:
+    # The words of a script are quoted in it, and `checks` judges those that name files.
+    for word in arguments if command != "launch-script" else ():
+        if override_key(word) not in ANY_CHARACTER and (hidden := hidden_character(word)):
+            raise ConfigError(f"{override_key(word)}: {no_hidden(hidden)}")
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flag in flags_of(command, configured=configured):
         switch: dict[str, Any] = {} if flag.metavar else {"action": "store_true"}
@@ -143,6 +149,7 @@ def parse(arguments: list[str], *, configured: bool = True, command: str = "") -
             raise ConfigError(f"unknown flag {name}; {cure}")
     rest, jobs = take_jobs(rest) if configured else (rest, 1)
     overrides = [*rest, *([] if by is None else [f"balance={by}"])]
+    check_given_once(overrides)
     invocation = Invocation(tuple(overrides), tuple(arguments), jobs, **values)
     _check_combinations(invocation)
     return invocation

@@ -13,7 +13,7 @@ from typing import TextIO
 from gpipe_cli import __version__
 from gpipe_cli.arguments import Invocation, parse
 from gpipe_cli.completion import complete
-from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped, exit_code, or_list
+from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped, exit_code, is_long_name, or_list
 from gpipe_cli.help import COMMANDS, command_help, overview
 from gpipe_cli.process_lifetime import remove_abandoned_folders
 from gpipe_cli.redaction import redacted
@@ -115,6 +115,12 @@ def _fail(error: BaseException, *, debug: bool) -> int:
         import traceback
 
         traceback.print_exception(error)
+    if is_long_name(error) and not getattr(
+        error, "__notes__", ()
+    ):  # a layer's error has a note with its place
+        error = ConfigError(
+            f"{getattr(error, 'filename', '')}: the name is too long for a file; give a shorter one"
+        )
     if isinstance(error, KeyboardInterrupt):
         line = "stopped by Ctrl-C"
     elif isinstance(error, Stopped):

@@ -89,9 +89,16 @@ def exit_code(error: BaseException) -> int:
     """The exit code for an error. The code of a SystemExit is ignored: a layer's exit(0) is not a success."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
+    if is_long_name(error) or is_long_name(error.__cause__):
+        return ConfigError.exit_code
     if isinstance(error, OSError) and error.errno in RESOURCE_ERRNOS:
         return ResourceError.exit_code
     return error.exit_code if isinstance(error, GpipeError) else 1
+
+
+def is_long_name(error: BaseException | None) -> bool:
+    """Whether the system refuses a path because a name in it is too long."""
+    return isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

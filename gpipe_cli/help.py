@@ -263,8 +263,16 @@ def _groups(command: str) -> list[str]:
             ]
             rows.setdefault(group, f"{field.meaning} Options: {', '.join(names)}.")
     if takes_recipes(command):
-        names = [option.name for option in list_options("recipes")]
-        rows["recipe"] = f"A complete, tested run. Options: {', '.join(names) or 'none yet'}."
+        recipes = {
+            devices: [
+                option.name for option in list_options("recipes") if ("devices" in option.facts) is devices
+            ]
+            for devices in (False, True)
+        }
+        rows["recipe"] = (
+            f"A complete run. Tested on two CPU cores: {', '.join(recipes[False])}. Benchmarks of torchgpipe for eight "
+            f"GPUs, not run by us: {', '.join(recipes[True])}."
+        )
         small = [option.name for option in list_options(f"recipes/{SMALL}")]
         rows[SCALE_KEY] = f"full, or small to try a recipe on two CPU cores: {', '.join(small)}."
     return _table(rows)

@@ -158,8 +158,9 @@ def _recipes() -> list[str]:
     takers = ", ".join(command for command in SCHEMAS if takes_recipes(command))
     return [
         "## Recipes",
-        f"Complete, tested runs for `gpipe {takers}`: `recipe=<name>`. Copy one with `gpipe cp recipe/<name> <file>`. "
-        "`recipe.scale=small` trains a recipe for several GPUs at a size for two CPU cores.",
+        f"Complete runs for `gpipe {takers}`: `recipe=<name>`. Copy one with `gpipe cp recipe/<name> <file>`. Those "
+        "for two CPU cores are tested. Those for 8 GPUs are torchgpipe's benchmarks, with the figures that torchgpipe "
+        "published; we have not run them. `recipe.scale=small` trains them at a size for two CPU cores: it is tested.",
         table(
             ["recipe", "what it is"],
             [[code(recipe.name), recipe.description] for recipe in list_options("recipes")],

@@ -69,7 +69,8 @@ def label(text: str, x: float, y: float, css_class: str = "") -> Html:
 
 def legend(phases: Iterable[str], right: float) -> Iterable[Html]:
     """The colors of these phases, right-aligned."""
-    meanings = {phase: meaning for phase, meaning in LEGEND.items() if phase in set(phases)}
+    shown = set(phases)
+    meanings = {phase: meaning for phase, meaning in LEGEND.items() if phase in shown}
     widths = {phase: 6 * len(meaning) + 36 for phase, meaning in meanings.items()}
     x = right - sum(widths.values())
     for phase, meaning in meanings.items():

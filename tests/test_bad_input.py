@@ -156,6 +156,66 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
         "checkpoint=['always', 'never', 'never']: checkpoint has 3 modes for 2 partitions; give one for each",
     ),
     ("plan checkpoint=[always,never]", 2, "gpipe plan finds a mode for each partition; leave it out"),
+    ("train chunks=2 chunks=4", 2, "chunks: given as 2 and as 4; give it once"),
+    ("train +optimizer.lr=1 optimizer.lr=2", 2, "optimizer.lr: given as 1 and as 2; give it once"),
+    ("train devices=2 devices=[cpu,cpu]", 2, "devices: given as 2 and as [cpu,cpu]; give it once"),
+    ("train model=gpt model=mlp", 2, "model: given as gpt and as mlp; give it once"),
+    ("train --by time balance=size", 2, "balance: given as size and as time; give it once"),
+    ("train recipe=digits recipe=unet_speed", 2, "recipe: given as digits and as unet_speed; give it once"),
+    ("train -m chunks=2,4 chunks=8", 2, "chunks: given as 2,4 and as 8; give it once"),
+    ("export run=a run=b", 2, "run: given as a and as b; give it once"),
+    *(
+        (f"train {word}", 2, f"{word}: choose an option by its name; ")
+        for word in (
+            "schedule=${oc.decode:'1'}",
+            "schedule=${oc.decode:'[1]'}",
+            "model=${seed}",
+            "recipe=${oc.env:HOME}",
+            "logger=null",
+            "optimizer=[sgd]",
+        )
+    ),
+    *(
+        (f"train {word}", 2, f"{name} is a list; set it as a whole, {name}=[...]")
+        for word, name in (
+            ("optimizer.groups.a=1", "optimizer.groups"),
+            ("optimizer.groups.a.b.c=1", "optimizer.groups"),
+            ("optimizer.betas.x=1", "optimizer.betas"),
+            ("freeze.a.b=1", "freeze"),
+            ("++allow.a.b=1", "allow"),
+        )
+    ),
+    *(
+        (line.replace("LONG", "x" * 300), 2, "name")
+        for line in (
+            *(
+                "train config=LONG",
+                "train resume=LONG",
+                "train run_dir=LONG resume=auto",
+                "profile run_dir=LONG",
+            ),
+            *("eval run=LONG", "eval snapshot=LONG", "eval weights=LONG.pth", "predict run=LONG input=a"),
+            *("generate run=LONG", "export snapshot=LONG", "report LONG", "report . out=LONG", "runs LONG"),
+            *("cp run/LONG a.yaml", "cp recipe/digits LONG.yaml", "train --config-dir LONG"),
+            *("train --config-name LONG", "train data=image_folder data.root=LONG"),
+            *("train model=mlp model.weights=LONG.pth", "plan page=LONG", "check run_dir=LONG"),
+        )
+    ),
+    (
+        "train model=mlp snapshot.monitor=top2",
+        2,
+        "snapshot.monitor=top2: this run does not measure it; choose",
+    ),
+    ("train model=mlp snapshot.monitor=top2 --dry-run", 2, "choose one of: loss, top1, top5"),
+    (
+        "train model=gpt snapshot.monitor=top1 steps=1",
+        2,
+        "choose one of: bits_per_token, loss, token_accuracy",
+    ),
+    ("train plan.budget=5", 2, "plan.budget: has no effect without plan=auto; remove it"),
+    ("train plan.cache=false", 2, "plan.cache: has no effect without plan=auto or schedule=auto; remove it"),
+    ("train plan.verify_budget=5", 2, "plan.verify_budget: has no effect without gpipe plan verify=true"),
+    ("plan plan.verify_budget=5", 2, "plan.verify_budget: has no effect without gpipe plan verify=true"),
     ("train log=3", 2, "log=3: holds several keys"),
     ("train model.num_classes=ten", 2, "model.num_classes=ten: expected a whole number"),
     ("train data=mnist data.root=nowhere", 3, "nowhere"),
@@ -379,6 +439,9 @@ SETTINGS: list[tuple[str, str]] = [
         "profile timeline=true measure=false",
         "timeline=true: runs the model, but measure=false runs nothing",
     ),
+    ("train balance.seconds=-3", "balance.seconds=-3: must be at least 0"),
+    ("train data=synthetic data.seed=-3", "data.seed=-3: must be at least 0"),
+    ("train plan.budget=0", "plan.budget=0.0: must be positive"),
     ("profile steps=0", "steps=0: must be at least 1"),
     ("profile sort=tme", "sort=tme: did you mean 'time'?"),
 ]

@@ -25,7 +25,7 @@ def shortened(line: str) -> list[str]:
     words = shlex.split(line)[1:]
     if words[0] == "train" and "--dry-run" not in words:
         words = [word for word in words if not word.startswith("steps=")]
-        words += ["steps=2" if any(word.startswith("resume=") for word in words) else "steps=1", "threads=1"]
+        words += ["steps=2" if any(word.startswith("resume=") for word in words) else "steps=1"]
     return words
 
 
@@ -64,7 +64,7 @@ def test_the_commands_on_weights_and_freezing_print_what_the_page_shows(gpipe: C
     for line in commands(FREEZING):
         words = [word for word in shlex.split(line)[1:] if not word.startswith(("steps=", "epochs="))]
         resumes = any(word.startswith("resume=") for word in words)
-        short = [f"steps={2 if resumes else 1}", "threads=1"] if words[0] == "train" else []
+        short = [f"steps={2 if resumes else 1}"] if words[0] == "train" else []
         answer = gpipe(*words, *short)
         assert answer.code == 0, (line, answer.err)
         printed += answer.err

@@ -36,7 +36,7 @@ def make_images() -> None:
 def shortened(line: str) -> list[str]:
     """Fewer steps do not change whether the commands fit together."""
     words = shlex.split(line)[1:]
-    return [*words, "steps=1", "batch_size=4", "chunks=2", "threads=1"] if words[0] == "train" else words
+    return [*words, "steps=1", "batch_size=4", "chunks=2"] if words[0] == "train" else words
 
 
 @pytest.mark.slow

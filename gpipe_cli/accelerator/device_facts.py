@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+
 import torch
 
 from gpipe_cli.accelerator.devices import is_accelerator
@@ -21,6 +26,14 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int] | None:
     except (RuntimeError, NotImplementedError):  # a kind of device without such a counter
         return None
     return free, total
+
+
+def free_host_bytes() -> int:
+    """The memory of this machine that processes can still get, its disk cache included; all of it if unknown."""
+    with suppress(OSError):
+        if match := re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
+            return 1024 * int(match[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def has_peer_access(source: torch.device, destination: torch.device) -> bool | None:

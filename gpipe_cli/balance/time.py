@@ -65,14 +65,22 @@ def balance(
         raise ConfigError(f"balance.measure={measure}: must be auto or always")
     require_layers(len(module), partitions)
     usable = profiles if profiles is not None else ProfileCache(None)
-    layers: Sequence[TimedLayer] | None = usable.stored_times(module, sample, seconds) if cache else None
+    repeats = MOST_REPEATS if measure == "always" else measured_repeats(trained_micro_batches)
+    layers: Sequence[TimedLayer] | None = None
+    if cache:
+        layers = usable.stored_times(module, sample, seconds, repeats)
     unit = "ms"
     if layers is None and measure == "always":
         layers = usable.measured_times(module, sample, seconds)
     elif layers is None:
-        layers, unit = _measured_or_estimated(usable, module, sample, seconds, trained_micro_batches)
+        layers, unit = _measured_or_estimated(usable, module, sample, seconds, repeats)
     spec = spec or PipelineSpec("gpipe", partitions, micro_batches=1)
     return balance_times(layers, spec, frozen_layers(module, sample), within, unit)
+
+
+def measured_repeats(trained: int | None) -> int:
+    """How often the layers run to be measured for so many trained micro-batches; fewer than `LEAST_REPEATS`: never."""
+    return MOST_REPEATS if trained is None else min(MOST_REPEATS, int(MEASURED_SHARE * trained))
 
 
 def balance_times(
@@ -103,14 +111,13 @@ def balance_times(
 
 
 def _measured_or_estimated(
-    profiles: ProfileCache, module: nn.Sequential, sample: Sample, seconds: float, trained: int | None
+    profiles: ProfileCache, module: nn.Sequential, sample: Sample, seconds: float, repeats: int
 ) -> tuple[Sequence[TimedLayer], str]:
     """The times of all layers and their unit."""
-    repeats = MOST_REPEATS if trained is None else min(MOST_REPEATS, int(MEASURED_SHARE * trained))
-    if not has_values(module):
-        reason = "this process has no values of the parameters"
-    elif repeats < LEAST_REPEATS:
+    if repeats < LEAST_REPEATS:
         reason = "the run is too short to gain from a measurement"
+    elif not has_values(module):
+        reason = "this process has no values of the parameters"
     else:
         try:
             return profiles.measured_times(module, sample, seconds, repeats), "ms"

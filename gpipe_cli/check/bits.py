@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.accelerator.devices import device_name
 from gpipe_cli.check.row import Machine, Row, Verdict
-from gpipe_cli.check.small_model import small_batch, small_model
+from gpipe_cli.check.workload import small_batch, small_model
 from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe, ThreadedPipe
 from gpipe_cli.pipeline.partitioning import move_to_devices
 from gpipe_cli.schedule import ScheduleModule, names, traits, zero_bubble_v

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from gpipe_cli.accelerator.copies import start_copy
 from gpipe_cli.check.children import can_start_children, run_in_children
 from gpipe_cli.check.row import Machine, Row, Verdict
-from gpipe_cli.check.small_model import small_batch, small_model
+from gpipe_cli.check.workload import small_batch, small_model
 from gpipe_cli.launch.rank_files import RankFiles
 from gpipe_cli.pipeline.gpipe import GPipe
 from gpipe_cli.torch_internals.cuda_sanitizer import find_races, offers_sanitizer

@@ -25,11 +25,10 @@ from gpipe_cli.check.ranks import check_ranks
 from gpipe_cli.check.row import Check, Machine, Row, Verdict, run_check, worst
 from gpipe_cli.check.speed import check_speed
 from gpipe_cli.errors import ConfigError, GpipeError
-from gpipe_cli.report.check_rows import print_check_rows
 from gpipe_cli.report.environment import environment
 from gpipe_cli.report.output import print_status
 from gpipe_cli.report.page.document import PAGE
-from gpipe_cli.report.tables import print_facts
+from gpipe_cli.report.tables import print_check_rows, print_facts
 from gpipe_cli.run.summary import write_report
 from gpipe_cli.training.run_directory import check_run_dir, make_run_directory, write_json
 

@@ -27,13 +27,13 @@ from gpipe_cli.report.page.document import check_replaceable
 from gpipe_cli.report.page.plan_page import plan_page
 from gpipe_cli.report.tables import print_facts
 from gpipe_cli.report.timeline import print_step_timeline
-from gpipe_cli.run.batch_rows import with_least_rows
 from gpipe_cli.run.components import check_components
 from gpipe_cli.run.data import make_loader
 from gpipe_cli.run.estimated_devices import estimated_devices
 from gpipe_cli.run.job import Job, Summary
 from gpipe_cli.run.model import build_without_storage, make_model
 from gpipe_cli.run.planning import Planned, Planner
+from gpipe_cli.run.task_check import with_least_rows
 from gpipe_cli.run.timeline import as_step
 from gpipe_cli.run.training_step import make_loss
 from gpipe_cli.training.run_directory import write_text

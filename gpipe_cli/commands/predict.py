@@ -17,13 +17,12 @@ from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.launch.rank_setup import is_main_process, is_rank
 from gpipe_cli.report.model_tables import print_partitions
 from gpipe_cli.report.output import print_status, print_text
-from gpipe_cli.report.predictions import csv_text, print_predictions
+from gpipe_cli.report.tables import csv_text, print_predictions
 from gpipe_cli.run.components import starts_ranks
 from gpipe_cli.run.data import make_loader
 from gpipe_cli.run.inference_spec import SEGMENTATION, InferenceSpec
 from gpipe_cli.run.job import Job, Summary
-from gpipe_cli.run.masks import MaskFolder
-from gpipe_cli.run.prediction import Predictor, Row, check_out, open_inputs
+from gpipe_cli.run.prediction import MaskFolder, Predictor, Row, check_out, open_inputs
 from gpipe_cli.run.prediction_input import find_files
 from gpipe_cli.run.ranks import connect, run_in_ranks, settings_for_rank
 from gpipe_cli.run.snapshot_choice import ChosenSnapshot

@@ -46,10 +46,13 @@ def run(settings: ProfileConfig, job: Job) -> Summary:
 
 def _profile(settings: ProfileConfig, job: Job) -> Summary:
     check_run_dir(settings.run_dir, job.number)
-    parts = build_parts(settings, job.overrides, storage=settings.measure and not job.dry_run)
+    parts = build_parts(
+        settings, job.overrides, storage=settings.measure, if_it_fits=settings.measure and job.dry_run
+    )
     parts.made.print_notes()
     parts = partition_for_timeline(settings, parts)
     if job.dry_run:
+        parts.partitioning.print_origin()
         if not job.json:
             print_partitions(parts.partitions)
         return {"partitions": parts.partitions, "command": job.line}
@@ -90,6 +93,7 @@ def _profile(settings: ProfileConfig, job: Job) -> Summary:
     if timeline is not None:
         write_text(directory / "trace.json", trace_json(timeline.steps, timeline.ideal, timeline.row_names))
     write_report(directory)
+    parts.partitioning.print_origin()
     if job.shows_result:
         print_layers(rows, sort=settings.sort, top=settings.top)
         if timeline is not None:

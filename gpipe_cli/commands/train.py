@@ -265,8 +265,7 @@ def _record_start(
         recorder.print_status(f"ema={settings.ema:g}: evaluations and snapshots use the averaged weights")
     if warning is not None:
         recorder.print_status(warning)
-    if partitioning.origin:
-        recorder.print_status(f"balance {partitioning.balance}: {partitioning.origin}")
+    partitioning.print_origin(recorder.print_status)
     for row, cost in zip(partitions, partitioning.balanced.sums, strict=True):
         recorder.log.write(
             "partition %(partition)d on %(device)s: layers %(first)s to %(last)s (%(layers)d), "
@@ -299,6 +298,7 @@ def _dry_run(settings: TrainConfig, job: Job, parts: RunParts, steps: int) -> Su
         )
         memory = [{**asdict(estimate), "total_bytes": estimate.total_bytes} for estimate in estimates]
     parts.made.print_notes()
+    parts.partitioning.print_origin()
     if not job.json:
         if layers:
             print_layers(layers, sort="order", top=None)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gpipe_cli.config.options import list_options
+from gpipe_cli.config.overrides import ANY_CHARACTER
 from gpipe_cli.config.parameter_groups import group_problems
 from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
@@ -29,6 +30,7 @@ from gpipe_cli.config.schema import (
 from gpipe_cli.config.targets import add_current_folder, allows_module
 from gpipe_cli.errors import ConfigError, RunError, or_list
 from gpipe_cli.plan.devices import DEVICES, PRECISIONS, is_elsewhere
+from gpipe_cli.report.formatting import hidden_character, no_hidden
 from gpipe_cli.schedule import names, traits
 from gpipe_cli.schedule.checkpoint import MODES
 from gpipe_cli.schedule.own_orders import FILE, OWN_ORDERS, may_share_devices
@@ -58,11 +60,13 @@ AT_LEAST = {
     "snapshot.keep": 1,
     "model.num_classes": 1,
     "seed": 0,
+    "data.seed": 0,
     "top": 1,
     "tokens": 1,
     "top_k": 1,
     "temperature": 0,
     "seconds": 0,
+    "balance.seconds": 0,
 }
 AT_MOST = dict.fromkeys(("threads", "devices", "partitions", "data_parallel"), 1024)
 """Limits on threads, workers and processes, above the cores of the largest machines and the GPUs of a large job."""
@@ -90,7 +94,7 @@ def check_numbers(plain: Mapping[Any, Any]) -> None:
 
 def _problems(settings: ModelConfig) -> Iterator[str]:
     flat = dict(flatten(asdict(settings), elements=True))
-    yield from _numbers(flat)
+    yield from _values(flat)
     # torch itself decides about tf32, so a run has no such precision; only an estimate does.
     if isinstance(settings, PlanConfig) and settings.precision not in CHOICES["precision"]:
         if settings.precision not in PRECISIONS:
@@ -157,7 +161,7 @@ def _prediction(settings: PredictConfig) -> Iterator[str]:
         yield "out: give a path, or leave it out"
 
 
-def _numbers(flat: Mapping[str, Any]) -> Iterator[str]:
+def _values(flat: Mapping[str, Any]) -> Iterator[str]:
     for key, least in AT_LEAST.items():
         if isinstance(flat.get(key), int | float) and flat[key] < least:
             yield f"{key}={flat[key]}: must be at least {least}"
@@ -166,7 +170,7 @@ def _numbers(flat: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}={flat[key]}: must be at most {most}"
     for key in POSITIVE:
         if flat.get(key) is not None and not flat[key] > 0:
-            yield f"{key}={flat[key]}: must be positive, or null for none"
+            yield f"{key}={flat[key]}: must be positive{'' if key.startswith('plan.') else ', or null for none'}"
     if flat.get("seed", 0) > LARGEST_SEED:
         yield f"seed={flat['seed']}: must be at most {LARGEST_SEED}"
     if flat.get("ema") is not None and not 0 < flat["ema"] < 1:
@@ -177,6 +181,14 @@ def _numbers(flat: Mapping[str, Any]) -> Iterator[str]:
     for key, value in flat.items():
         if isinstance(value, float) and not math.isfinite(value):
             yield f"{key}={value}: must be finite"
+        if isinstance(value, str) and _may_name_file(key) and (hidden := hidden_character(value)):
+            yield f"{key}: {no_hidden(hidden)}"
+
+
+def _may_name_file(key: str) -> bool:
+    """Of the components, only models and data read files."""
+    group = key.partition(".")[0]
+    return key not in ANY_CHARACTER and (group in ("model", "data") or group not in COMPONENT_GROUPS)
 
 
 def _choices(flat: Mapping[str, Any]) -> Iterator[str]:

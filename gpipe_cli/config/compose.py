@@ -25,27 +25,38 @@ from omegaconf.resolvers import oc
 
 from gpipe_cli.config.checks import check, check_numbers
 from gpipe_cli.config.composition_errors import config_errors
-from gpipe_cli.config.hydra_loader import CUSTOM, HYDRA_NODE, GuardedLoader, check_hydra_choices, open_hydra
+from gpipe_cli.config.hydra_loader import (
+    CUSTOM,
+    HYDRA_NODE,
+    GuardedLoader,
+    check_hydra_choices,
+    notes_on_replaced,
+    open_hydra,
+)
 from gpipe_cli.config.options import list_options, takes_recipes
 from gpipe_cli.config.overrides import (
     escape_references,
+    group_to_recipe,
     override_group,
     override_key,
+    sets_key,
     without_keys,
 )
-from gpipe_cli.config.replaced_target import notes_on_replaced
 from gpipe_cli.config.schema import (
     COMPONENT_GROUPS,
     GROUPS,
     NO_EFFECT,
     SCHEMAS,
     ModelConfig,
+    PlanConfig,
+    TrainConfig,
     TrainedConfig,
 )
 from gpipe_cli.config.targets import check_targets
 from gpipe_cli.config.yaml_files import check_references
 from gpipe_cli.errors import ConfigError, or_list
 from gpipe_cli.redaction import remember
+from gpipe_cli.schedule.own_orders import AUTO
 
 
 @final
@@ -116,8 +127,11 @@ class Composition:
         ]
         own = _without_hydra(tree)
         settings = settings_of(own, self.request.command, self.request.overrides)
+        _check_plan_keys(settings, overrides)
         plain: Any = OmegaConf.to_container(own)
-        notes = notes_on_replaced(plain, chosen, overrides)
+        notes = [*notes_on_replaced(plain, chosen, overrides)]
+        if note := overridden_epochs(settings, overrides):
+            notes.append(note)
         self._composed[overrides] = JobConfig(tuple(recorded), own, choices, settings, tuple(notes))
 
     def digest(self, without: Sequence[str]) -> str:
@@ -257,6 +271,28 @@ def _check_allow(settings: ModelConfig, overrides: Sequence[str]) -> None:
             raise ConfigError(f"allow={settings.allow}: {package!r} is not a package name")
 
 
+def _check_plan_keys(settings: ModelConfig, overrides: Sequence[str]) -> None:
+    """Refuse limits of a search that does not take place."""
+    used = {
+        "plan.verify_budget": (isinstance(settings, PlanConfig) and settings.verify, "gpipe plan verify=true")
+    }
+    if isinstance(settings, TrainConfig):
+        used["plan.budget"] = (settings.plan.auto, "plan=auto")
+        searches = settings.plan.auto or settings.schedule.name == AUTO
+        used["plan.cache"] = (searches, "plan=auto or schedule=auto")
+    for key, (is_used, needed) in used.items():
+        if sets_key(overrides, key) and not is_used:
+            raise ConfigError(f"{key}: has no effect without {needed}; remove it")
+
+
+def overridden_epochs(settings: ModelConfig, overrides: Sequence[str]) -> str | None:
+    """A line about `epochs` that have no effect, because a recipe or the run to resume has `steps`."""
+    steps = settings.steps if isinstance(settings, TrainConfig) else None
+    if steps is None or sets_key(overrides, "steps") or not sets_key(overrides, "epochs"):
+        return None
+    return f"epochs has no effect, because a file sets steps={steps}, which overrides it; add steps=null"
+
+
 def _loader(hydra: Hydra) -> GuardedLoader:
     loader = hydra.config_loader
     assert isinstance(loader, GuardedLoader)
@@ -331,11 +367,16 @@ def _check_override(override: Override) -> None:
         raise ConfigError(f"{line}: gpipe does not accept keys of Hydra; leave it out")
     if override.is_sweep_override() and not override.is_discrete_sweep():
         raise ConfigError(f"{line}: a sweep needs single values, such as a,b or range(1,5)")
-    if key in GROUPS and isinstance(override.value(), int | float | list | dict):
+    if key not in (*GROUPS, "recipes") or override.is_delete() or override.is_sweep_override():
+        return
+    value = override.value()
+    # Hydra would resolve a reference, to whatever it may be.
+    if not isinstance(value, str) or "${" in value:
         manual = f"balance=manual balance.layers={override.get_value_element_as_str()}"
         names = [option.name for option in list_options(key)]
-        cure = manual if key == "balance" else or_list("", names)
-        raise ConfigError(f"{line}: choose an option by its name; {cure}")
+        cure = manual if key == "balance" and isinstance(value, list) else or_list("", names)
+        shown = "".join(group_to_recipe([str(line)]))
+        raise ConfigError(f"{shown}: choose an option by its name; {cure}")
 
 
 def _sweep_values(override: Override) -> list[str]:

@@ -15,6 +15,8 @@ from gpipe_cli.config.overrides import SCALE_KEY, SMALL
 from gpipe_cli.config.schema import GROUPS
 from gpipe_cli.errors import ConfigError, did_you_mean, or_list
 
+UNPREPARED = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+"""What both raise where they did not expect a value."""
 TYPE_NAMES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "text"}
 
 
@@ -31,7 +33,7 @@ def config_errors(command: str) -> Iterator[None]:
             f"{error.override}: cannot be read ({_first_line(error)}); if the value is text, put it in quotes that the "
             f"shell leaves alone: \"{key}='{value}'\""
         ) from error
-    except (HydraException, OmegaConfBaseException, ValueError, ArithmeticError) as error:
+    except (HydraException, OmegaConfBaseException, *UNPREPARED) as error:
         raise ConfigError(_describe(error, command)) from error
     except RecursionError as error:
         raise ConfigError("configuration: references are nested too deeply, or contain themselves") from error

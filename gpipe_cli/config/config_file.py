@@ -81,8 +81,10 @@ def _existing(name: str) -> Path:
 def _is_replaced(word: str, others: Sequence[str]) -> bool:
     """Whether the command line sets the key itself, a key above it, or the option of its group."""
     key, group = override_key(word), override_group(word)
+    given = {override_key(other) for other in others}
     return bool(
-        any(f"{key}.".startswith(f"{override_key(other)}.") for other in others)
+        any(f"{key}.".startswith(f"{other}.") for other in given)
+        or (key == "steps" and "epochs" in given)  # the file's steps would override them
         or (group in GROUPS and _option_given(group, others))
     )
 

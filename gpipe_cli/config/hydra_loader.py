@@ -32,8 +32,8 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from hydra.version import setbase
 from omegaconf import Container, DictConfig, OmegaConf, open_dict
 
-from gpipe_cli.config.options import conf_dir, resources_dir
-from gpipe_cli.config.replaced_target import KEPT_KEYS
+from gpipe_cli.config.options import conf_dir, list_options, resources_dir
+from gpipe_cli.config.overrides import sets_key
 from gpipe_cli.config.schema import COMPONENT_GROUPS, SCHEMAS
 from gpipe_cli.config.yaml_files import parse_yaml, read_config_text
 from gpipe_cli.errors import ConfigError
@@ -49,6 +49,9 @@ DEFAULT_CHOICES = {
 HYDRA_CONFIGS = frozenset(
     {"hydra/config", *(f"{group}/{option}" for group, option in DEFAULT_CHOICES.items())}
 )
+KEPT_KEYS = {"optimizer": ("lr",)}
+"""Keys that a component has whatever its `_target_`. The others may mean something else to another one, as
+weight_decay does to Adam, so they are left out."""
 
 
 class YamlFolder(ConfigSource):
@@ -140,7 +143,13 @@ class GuardedLoader(ConfigLoaderImpl):
         )
         tree = self._compose_config_from_defaults_list(defaults=defaults.defaults, repo=repo)
         OmegaConf.set_struct(tree, True)
-        self._apply_overrides_to_config(defaults.config_overrides, tree)
+        for override in defaults.config_overrides:
+            try:
+                self._apply_overrides_to_config([override], tree)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"{override.input_line}: {_list_above(override.key_or_group, tree)}"
+                ) from error
         return tree, defaults.overrides.known_choices
 
     def _load_single_config(self, default: Any, repo: Any) -> ConfigResult:
@@ -196,6 +205,14 @@ class GuardedLoader(ConfigLoaderImpl):
             if len(files) > 1:
                 path = user_source.file(config_path)
                 raise ConfigError(f"{path}: gpipe has a config of this name; rename yours")
+
+
+def _list_above(key: str, tree: DictConfig) -> str:
+    """What to do about a key below a list, where OmegaConf looks for an index."""
+    parts = key.split(".")
+    above = [".".join(parts[:count]) for count in range(1, len(parts))]
+    found = next((name for name in above if OmegaConf.is_list(OmegaConf.select(tree, name))), None)
+    return f"{found} is a list; set it as a whole, {found}=[...]" if found else "cannot be set"
 
 
 def _raw_target(config: Any, group: str) -> Any:
@@ -285,3 +302,25 @@ def print_info(hydra: Hydra, topic: str | None, config_name: str, overrides: lis
         hydra.hydra_help(config_name, get_args_parser(), Namespace(overrides=[]))
     else:
         hydra.show_info(topic, config_name=config_name, overrides=overrides)
+
+
+def notes_on_replaced(
+    tree: Mapping[str, Any], choices: Mapping[str, Any], overrides: Sequence[str]
+) -> Iterator[str]:
+    """A line for each replaced option of which something is kept though nobody gave it: that, and what is left out.
+
+    choices: the option of each group before it was replaced.
+    """
+    for group, kept in KEPT_KEYS.items():
+        node, choice = tree.get(group) or {}, choices.get(group)
+        for option in list_options(group):
+            if option.name != choice or option.target == node.get("_target_"):
+                continue
+            others = [key for key in option.keys if not sets_key(overrides, f"{group}.{key}")]
+            values = ", ".join(f"{key}={node.get(key)}" for key in others if key in kept)
+            left_out = ", ".join(key for key in others if key not in kept)
+            if values and sets_key(overrides, f"{group}._target_"):
+                yield (
+                    f"{group}._target_={node.get('_target_')}: keeps {values} of {group}={choice} and leaves out "
+                    f"its {left_out}; give those that you want"
+                )

@@ -29,6 +29,8 @@ _PIECE = re.compile(
 _NEEDS_NO_QUOTES = re.compile(r"(?:\$\{[^}]*\}|\\.|[\w/\-+.$%*@?|:\\ \t])*", re.ASCII)
 TEXT_KEYS = ("prompt",)
 """Keys whose value is any text: nothing in it is a list, a sweep, a reference or a quote."""
+ANY_CHARACTER = (*TEXT_KEYS, "data.delimiter")
+"""Keys whose value may contain line breaks, tabs and invisible characters."""
 _ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 """Outside quotes the pair means the second character alone, inside quotes it means both."""
 
@@ -46,6 +48,16 @@ def override_group(word: str) -> str:
 def sets_key(overrides: Iterable[str], key: str) -> bool:
     """Whether an override sets the key, or a key below it."""
     return any(f"{override_key(word)}.".startswith(f"{key}.") for word in overrides)
+
+
+def check_given_once(words: Iterable[str]) -> None:
+    """Refuse a key with two values: one of them would have no effect. `~key +key=value` replaces a key."""
+    given: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        before = given.setdefault(override_key(word), value) if equals and word[0] != "~" else value
+        if before != value:
+            raise ConfigError(f"{key}: given as {before} and as {value}; give it once")
 
 
 def without_keys(overrides: Iterable[str], keys: Collection[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The search for an order of a pipeline whose balance is known: every placement of its partitions, and the best order.
+"""The search for an order of a pipeline whose balance is known: every placement of its partitions, and the best plans.
 
 Partitions are dealt to the devices in turn or, where each device has two, also there and back: the first device then
 has the first and the last partition. Pure Python.
@@ -6,12 +6,17 @@ has the first and the last partition. Pure Python.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import final
 
 from gpipe_cli.errors import ConfigError
+from gpipe_cli.plan.costs import LayerCosts
+from gpipe_cli.plan.prediction import Prediction
+from gpipe_cli.plan.search import BestBalance, RankedPlan
+from gpipe_cli.plan.search_space import PlanShape
+from gpipe_cli.plan.step_time import step_ms
 from gpipe_cli.schedule.files import FixedOrder
 from gpipe_cli.schedule.own_orders import AUTO, similar_schedule
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
@@ -30,6 +35,12 @@ SHARES = (1 / 3, 0.5, 0.75, 1.0, 1.5, 2.0)
 LEAST_GAIN = 0.01
 """A split backward or another placement must shorten the step by this share to be preferred to a simpler order:
 costs are not known more precisely."""
+SEARCHED_PLANS = 3
+"""How many of the best pipelines get an order of their own; each takes about a second."""
+CONSIDERED_PLANS = 5
+"""Orders are searched for pipelines among so many of the best plans, however many the user wants to see."""
+MOST_ACTIONS = 20_000
+"""Of a pipeline that gets an order."""
 
 
 @final
@@ -128,3 +139,65 @@ def _memory(
     for cost, worker in zip(costs, workers, strict=True):
         left[worker] -= cost.resident_bytes
     return tuple(max(1.0, bytes) for bytes in left)
+
+
+@final
+@dataclass(frozen=True)
+class OrderPlanner:
+    problems_of: Callable[[Prediction, LayerCosts], list[SearchProblem]]
+    """The search for an order of a plan's balance."""
+    predict: Callable[[RankedPlan, LayerCosts, float | None], Prediction]
+    cores: int | None
+
+    def added_to(
+        self, plans: Sequence[Prediction], costs: Callable[[PlanShape], LayerCosts], *, only: bool
+    ) -> list[Prediction]:
+        """The plans, best first, and with them those with a searched order that beat the same balance's best schedule.
+
+        only: leave out every other pipeline; ConfigError if a considered plan is one, but no order was found.
+        """
+        pipelines = _pipelines(plans)
+        searched = [
+            found
+            for plan in pipelines
+            if (found := self._searched(plan, costs(plan.shape))) is not None
+            and (only or found.step_ms <= plan.step_ms * (1 - LEAST_GAIN))
+        ]
+        if only and not searched and any(plan.shape.devices > 1 for plan in plans[:CONSIDERED_PLANS]):
+            reason = "no order of the best pipelines fits the memory of the devices"
+            if not pipelines:
+                reason = f"the best pipelines have more than {MOST_ACTIONS:,} actions, too many to search"
+            raise ConfigError(f"schedule={AUTO}: {reason}; leave it out")
+        fixed = [plan for plan in plans if plan.shape.devices == 1 or not only]
+        return sorted([*fixed, *searched], key=lambda plan: plan.step_ms)
+
+    def memory_curve(
+        self, plans: Sequence[Prediction], costs: Callable[[PlanShape], LayerCosts]
+    ) -> list[MemoryPoint]:
+        """The bubble against memory of the best pipeline; empty if there is none."""
+        for plan in _pipelines(plans)[:1]:
+            return bubble_by_memory(self.problems_of(plan, costs(plan.shape)), plan.shape.spec(self.cores))
+        return []
+
+    def _searched(self, plan: Prediction, costs: LayerCosts) -> Prediction | None:
+        try:
+            found = search_order(self.problems_of(plan, costs))
+        except ConfigError:
+            # No order fits: the plan divides the memory of a device among its partitions in another way.
+            return None
+        shape = replace(plan.shape, schedule=found.schedule)
+        spec = shape.spec(self.cores)
+        step = step_ms(spec, costs, plan.balance)
+        bound = min(step, found.result.bound + costs.update_ms(plan.balance, spec))
+        best = BestBalance(plan.balance, plan.shape.checkpoint, step, bound)
+        return self.predict(RankedPlan(shape, best), costs, None)
+
+
+def _pipelines(plans: Sequence[Prediction]) -> list[Prediction]:
+    """Those among the considered plans, each balance once; an order does not depend on the schedule it replaces."""
+    chosen: dict[object, Prediction] = {}
+    for plan in plans[:CONSIDERED_PLANS]:
+        shape = plan.shape
+        if shape.devices > 1 and shape.actions <= MOST_ACTIONS:
+            chosen.setdefault((plan.balance, shape.devices, shape.chunks, shape.checkpoint), plan)
+    return list(chosen.values())[:SEARCHED_PLANS]

@@ -310,5 +310,12 @@ def advice(plans: Sequence[Prediction]) -> str:
         return f"train without a pipeline: one device is quickest here{slower}"
     cures = CURES | CURES_OF_ANY_BATCH_SIZE if best.chose_batch_size else CURES
     cure = cures[best.limit.name]
-    gain = f"{plain.slower_than(best):.2f} times as fast as without a pipeline; " if plain else ""
-    return f"{gain}{cure}"
+    if plain is None:
+        return cure
+    gain, devices = plain.slower_than(best), best.shape.devices
+    if gain > devices:
+        return (
+            f"the times disagree: on {devices} device(s) no pipeline is {gain:.2f} times as fast as without one; run "
+            f"it again when nothing else runs here; {cure}"
+        )
+    return f"{gain:.2f} times as fast as without a pipeline; {cure}"

@@ -76,12 +76,16 @@ class ProfileCache:
         stored = self.stored_times(module, sample, seconds)
         return self.measured_times(module, sample, seconds) if stored is None else stored
 
-    def stored_times(self, module: nn.Sequential, sample: Sample, seconds: float) -> list[LayerTimes] | None:
-        """The times of an earlier measurement, if there is one that still holds."""
+    def stored_times(
+        self, module: nn.Sequential, sample: Sample, seconds: float, repeats: int = MOST_REPEATS
+    ) -> list[LayerTimes] | None:
+        """The times of an earlier measurement, at least as long as `measured_times` would take, if they still hold."""
         runs = has_values(module)
         if runs and not self._reuse:
             return None
-        stored = self._store.load(fingerprint(module, sample), len(module), 2, seconds)
+        key = fingerprint(module, sample)
+        found = (self._store.load(one, len(module), 2, seconds) for one in (key, key | {"repeats": repeats}))
+        stored = next(filter(None, found), None)
         if stored is None:
             return None
         layers = [LayerTimes(*row) for row in stored.numbers]
@@ -102,12 +106,11 @@ class ProfileCache:
         layers = layer_times(module, sample, seconds=seconds, most_repeats=repeats, is_late=self._is_late)
         took = time.perf_counter() - began
         self.origin = "; ".join([f"layers measured in {took:.1f} s", *self.outdated])
-        key = fingerprint(module, sample)
-        # A measurement that ended early serves runs that ask for no more.
+        # A measurement that ended early serves runs of the same length only, such as the one after its dry run.
         ended_early = repeats < MOST_REPEATS and took < seconds
+        key = fingerprint(module, sample) | ({"repeats": repeats} if ended_early else {})
         if not self._is_late():
-            numbers = [astuple(layer) for layer in layers]
-            self._store.save(key, took if ended_early else seconds, load, numbers)
+            self._store.save(key, seconds, load, [astuple(layer) for layer in layers])
         return layers
 
     def phases(

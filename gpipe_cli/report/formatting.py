@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,8 @@ COUNT_UNITS = (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3))
 BYTE_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 INVISIBLE = ("Cc", "Cf", "Cs", "Co")
 """Unicode categories: control, format, surrogate, private use. They can move a cursor or reverse text."""
+_LINE_BREAK = re.compile(r" *[\t-\r\x1c-\x1f\x85\u2028\u2029]\s*")
+"""White space with a line break or a tab in it."""
 
 
 def format_value(name: str, value: Any) -> str:
@@ -43,13 +46,23 @@ def _with_unit(value: float, units: Sequence[tuple[str, int]], space: str = "") 
 
 
 def one_line(text: str) -> str:
-    """Remove invisible characters and fold white space, so that no name can move the cursor of a terminal."""
+    """Remove invisible characters and line breaks, so that no name can move the cursor of a terminal."""
     visible = (
         character
         for character in text
         if character.isspace() or unicodedata.category(character) not in INVISIBLE
     )
-    return " ".join("".join(visible).split())
+    # Other spaces stay as they are: the line may be a command that names a file.
+    return _LINE_BREAK.sub(" ", "".join(visible)).strip()
+
+
+def hidden_character(text: str) -> str | None:
+    """The first character that `one_line` removes or changes: a line that shows such a name cannot be used again."""
+    return next((char for char in text if char != " " and one_line(f"a{char}a") != f"a{char}a"), None)
+
+
+def no_hidden(character: str) -> str:
+    return f"contains the character {character!a}, which a terminal does not show; remove it"
 
 
 def printable(text: str) -> str:

@@ -1,7 +1,9 @@
-"""Results as tables on stdout: pairs of name and value, and rows that fit the width of the terminal."""
+"""Results as tables on stdout: pairs of name and value, rows that fit the width of the terminal, and predictions."""
 
 from __future__ import annotations
 
+import csv
+import io
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,6 +19,9 @@ PIPE_WIDTH = 500
 COLUMN_GAP = 2
 FOLDED = ("overrides", "result", "description")
 """Columns whose text is folded on a narrow terminal."""
+CHECK_COLORS = {"ok": "green", "note": "yellow", "problem": "bold red", "skipped": "dim"}
+TO_DO = "to do: "
+Rows = Sequence[Mapping[str, Any]]
 
 
 def print_facts(title: str, facts: Mapping[str, Any]) -> None:
@@ -70,3 +75,87 @@ def show(*parts: RenderableType, soft_wrap: bool = False) -> None:
         console.print(*parts, sep="\n", soft_wrap=soft_wrap)
     sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
     sys.stdout.flush()
+
+
+def print_check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The rows of `gpipe check`. What to do follows on a line of its own, so that it can be long."""
+    if sys.stdout.isatty():
+        show(_check_table(rows))
+        return
+    width = max((len(row["name"]) for row in rows), default=0)
+    for row in rows:
+        sys.stdout.write(f"{row['verdict']:<7}  {row['name']:<{width}}  {one_line(row['result'])}\n")
+        if row["to_do"]:
+            sys.stdout.write(f"{'':<9}{TO_DO}{one_line(row['to_do'])}\n")
+
+
+def _check_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("verdict", "check"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("result", overflow="fold")
+    for row in rows:
+        result = Text(one_line(row["result"]))
+        if row["to_do"]:
+            result.append(f"\n{TO_DO}{one_line(row['to_do'])}", style="bold")
+        table.add_row(
+            Text(row["verdict"], style=CHECK_COLORS.get(row["verdict"], "")), Text(row["name"]), result
+        )
+    return table
+
+
+def csv_text(rows: Rows) -> str:
+    """One line per prediction; columns of the second class are `class_2` and so on."""
+    columns, lines = _flat(rows)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([columns, *lines])
+    return text.getvalue()
+
+
+def print_predictions(rows: Rows) -> None:
+    """The likeliest class, or the most frequent one of a mask, in columns of its own; the others in the last column."""
+    if any("outputs" in row for row in rows):
+        columns, lines = _flat(rows)
+        print_rows(_title(rows), columns, lines)
+        return
+    measure = "share" if any("share" in entry for row in rows for entry in row["classes"]) else "probability"
+    has_masks = any("mask" in row for row in rows)
+    table = []
+    for row in rows:
+        best, *others = row["classes"]
+        then = ", ".join(f"{entry['class']} {_percent(entry[measure])}" for entry in others)
+        masks = [row.get("mask")] if has_masks else []
+        file = f"{row['file']}:{row['line']}" if "line" in row else row["file"]
+        table.append((file, *masks, best["class"], _percent(best[measure]), then))
+    columns = ["file", *(["mask"] if has_masks else []), "class", measure, "then"]
+    print_rows(_title(rows), columns, table, optional=("then",))
+
+
+def _title(rows: Rows) -> str:
+    return f"{len(rows)} prediction{'' if len(rows) == 1 else 's'}"
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f} %"
+
+
+def _flat(rows: Rows) -> tuple[list[str], list[list[Any]]]:
+    """The names of the columns, and the values of each row."""
+    records = []
+    for row in rows:
+        record = {name: row[name] for name in ("file", "line", "mask") if name in row}
+        outputs = row.get("outputs", [])
+        record |= {
+            _column("prediction", place, len(outputs) > 1): output for place, output in enumerate(outputs)
+        }
+        for place, entry in enumerate(row.get("classes", [])):
+            values = {name: value for name, value in entry.items() if name != "index"}
+            record |= {_column(name, place, place > 0): value for name, value in values.items()}
+        records.append(record)
+    columns = list(dict.fromkeys(name for record in records for name in record))
+    return columns, [[record.get(name) for name in columns] for record in records]
+
+
+def _column(name: str, place: int, numbered: bool) -> str:
+    return f"{name}_{place + 1}" if numbered else name

@@ -13,20 +13,21 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from gpipe_cli.config.overrides import sets_key
-from gpipe_cli.config.schema import ScheduleConfig, TrainConfig
+from gpipe_cli.config.schema import PlanSearchConfig, ScheduleConfig, TrainConfig
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.launch.rank_setup import is_rank
 from gpipe_cli.plan.prediction import OFFLOAD, advice
 from gpipe_cli.report.output import print_status
-from gpipe_cli.run.batch_rows import with_least_rows
 from gpipe_cli.run.components import check_components, engine_name, manual_balance, traits_of_engine
 from gpipe_cli.run.data import make_loader
 from gpipe_cli.run.job import Job
 from gpipe_cli.run.model import make_model
 from gpipe_cli.run.planning import Planner
+from gpipe_cli.run.task_check import with_least_rows
 from gpipe_cli.schedule.own_orders import AUTO
 
+NO_PLAN = PlanSearchConfig()
 PLANS = 5
 """How many plans to keep: the advice compares the best one with the run on a single device, if that is among them."""
 
@@ -75,12 +76,7 @@ def with_best_plan(settings: TrainConfig, job: Job) -> tuple[TrainConfig, Job]:
         keys["device_memory"] = best.device_memory
     tree = copy.deepcopy(job.tree)
     OmegaConf.set_struct(tree, False)
-    for key, value in {**keys, "schedule.name": shape.schedule_name, "plan.auto": False}.items():
+    for key, value in {**keys, "schedule.name": shape.schedule_name, "plan": NO_PLAN}.items():
         OmegaConf.update(tree, key, value, merge=False)
-    settings = replace(
-        settings,
-        **keys,
-        schedule=ScheduleConfig(shape.schedule_name),
-        plan=replace(settings.plan, auto=False),
-    )
+    settings = replace(settings, **keys, schedule=ScheduleConfig(shape.schedule_name), plan=NO_PLAN)
     return settings, replace(job, tree=tree)

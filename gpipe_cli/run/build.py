@@ -10,12 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gpipe_cli.accelerator.device_facts import free_host_bytes
 from gpipe_cli.accelerator.devices import default_partitions, resolve_devices, set_threads
 from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.balance.memory_objective import MemoryObjective
 from gpipe_cli.balance.result import BalanceResult
+from gpipe_cli.balance.time import LEAST_REPEATS, measured_repeats
 from gpipe_cli.config.instantiate import accepted_arguments, instantiate
-from gpipe_cli.config.schema import CostConfig, EngineConfig, ModelConfig, RunConfig, TrainConfig
+from gpipe_cli.config.schema import (
+    CostConfig,
+    EngineConfig,
+    ModelConfig,
+    ProfileConfig,
+    RunConfig,
+    TrainConfig,
+)
 from gpipe_cli.config.targets import add_current_folder
 from gpipe_cli.data.datasets import Data
 from gpipe_cli.distributed.world import World
@@ -29,7 +38,6 @@ from gpipe_cli.profiling.layers import has_values
 from gpipe_cli.report.model_tables import partition_rows
 from gpipe_cli.report.output import print_status
 from gpipe_cli.run.base_weights import BaseWeights
-from gpipe_cli.run.batch_rows import LEAST_ROWS, with_least_rows
 from gpipe_cli.run.chosen_order import (
     choose_order,
     has_own_order,
@@ -49,7 +57,7 @@ from gpipe_cli.run.data import BatchLoader, make_loader
 from gpipe_cli.run.metrics import metrics_of
 from gpipe_cli.run.model import ConfiguredModel, build_deferred, build_without_storage, make_model
 from gpipe_cli.run.optimizer import optimizer_factory, parameter_groups
-from gpipe_cli.run.task_check import check_task
+from gpipe_cli.run.task_check import LEAST_ROWS, check_task, with_least_rows
 from gpipe_cli.run.training_step import (
     autocast_of,
     checkpoint_mode,
@@ -64,6 +72,7 @@ from gpipe_cli.schedule.files import FixedOrder
 from gpipe_cli.schedule.own_orders import AUTO, FILE, OWN_ORDERS, may_share_devices, one_by_one
 from gpipe_cli.schedule.pipeline_spec import PipelineSpec
 from gpipe_cli.torch_internals.deferred_values import DeferredValues
+from gpipe_cli.values import format_bytes
 
 MEASURE_CURE = "try more chunks, a smaller batch_size, or balance=size, which runs nothing"
 
@@ -83,6 +92,10 @@ class Partitioning:
     @property
     def balance(self) -> list[int]:
         return self.balanced.layers
+
+    def print_origin(self, write: Callable[[str], None] = print_status) -> None:
+        if self.origin:
+            write(f"balance {self.balance}: {self.origin}")
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -127,6 +140,7 @@ def build_parts(
     overrides: Sequence[str],
     *,
     storage: bool = True,
+    if_it_fits: bool = False,
     initial_weights: bool = True,
     deferred: bool = False,
     print_notes: bool = True,
@@ -135,6 +149,7 @@ def build_parts(
 ) -> RunParts:
     """Check every component, then build data, model and partitions; without `storage` the model has no values.
 
+    if_it_fits: the model has values only if the run measures it, and if this machine has memory for it.
     initial_weights: as for `make_model`.
     deferred: the large tensors of the model get memory and values later.
     print_notes: print what the user should know about the data.
@@ -166,13 +181,28 @@ def build_parts(
     elif storage and deferred:
         model, values = build_deferred(make)
     else:
-        model = make() if storage else build_without_storage(make)
+        model = make() if storage and not if_it_fits else build_without_storage(make)
+        is_measured = measured_repeats(_trained_micro_batches(settings, loader)) >= LEAST_REPEATS
+        if if_it_fits and is_measured and _fits_in_memory(model):
+            model = make()
     check_task(settings, loader, model)
     loader = with_least_rows(settings, loader, model)
     for note in loader.notes if print_notes else ():
         print_status(note)
     partitioning = partition_model(settings, model, loader, order)
     return RunParts(loader, model, partitioning, made[-1], stored, values)
+
+
+def _fits_in_memory(model: nn.Sequential) -> bool:
+    """Whether the CPU can hold the values of a model, their gradients and as much again; print it if not."""
+    needed = 3 * sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    if needed <= (free := free_host_bytes()):
+        return True
+    print_status(
+        f"measuring the layers would take {format_bytes(needed)}, and {format_bytes(free)} are free here: the "
+        "partitions below are estimated, and may differ from those of the run"
+    )
+    return False
 
 
 @report_out_of_memory("balancing the model", MEASURE_CURE)
@@ -263,8 +293,9 @@ def _balance(
     limited = isinstance(settings, CostConfig) and settings.device_memory is not None
     offered: dict[str, Any] = {"module": model, "layer_count": len(model), "partitions": spec.partitions}
     memory = None
-    # `gpipe balance` measures now; a run may reuse earlier measurements.
-    profiles = ProfileCache(default_folder(), reuse=isinstance(settings, RunConfig), say=print_status)
+    # `gpipe balance` measures now; a run, or a profile of it, may reuse earlier measurements.
+    reuse = isinstance(settings, RunConfig | ProfileConfig)
+    profiles = ProfileCache(default_folder(), reuse=reuse, say=print_status)
     with ExitStack() as contexts:
         if limited or takes & {"sample", "memory"}:
             sample = make_sample(settings, loader)

@@ -25,8 +25,7 @@ from gpipe_cli.plan.bound import MemoryFit
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.links import Link
 from gpipe_cli.plan.measured import MicroBatchSize
-from gpipe_cli.plan.order_plans import CONSIDERED_PLANS, OrderPlanner
-from gpipe_cli.plan.order_search import MemoryPoint
+from gpipe_cli.plan.order_search import CONSIDERED_PLANS, MemoryPoint, OrderPlanner
 from gpipe_cli.plan.prediction import Prediction, best_and_plain, predict
 from gpipe_cli.plan.search import RankedPlan, SearchResult, search, simplest_of_equals
 from gpipe_cli.plan.search_space import (

@@ -174,6 +174,9 @@ def build_parts_in_ranks(
         settings = _with_balance(settings, shared["balance"])
         order = order_from_text(shared["order"]) if shared["order"] else None
     without_running = job.dry_run or starts_ranks(settings)
+    # A dry run shows what the run will do, so it measures what the run measures.
+    has_partitions = traits_of_engine(settings).has_partitions
+    measures = job.dry_run and has_partitions and measures_layers(settings) and not starts_ranks(settings)
     # A launcher only compares names and shapes with those of the trained weights.
     loads_weights = isinstance(settings, TrainedConfig) and not starts_ranks(settings)
     runs_model = needs_values(settings) or (order is None and has_own_order(settings))
@@ -182,6 +185,7 @@ def build_parts_in_ranks(
         settings,
         job.overrides,
         storage=needs_storage or not without_running,
+        if_it_fits=measures and not needs_storage,
         initial_weights=initial_weights,
         deferred=is_rank() and not runs_model,
         print_notes=world.is_rank_zero and job.rank is None,  # a launcher has printed them for its ranks

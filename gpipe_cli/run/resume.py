@@ -23,7 +23,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from gpipe_cli.config.compose import settings_of
+from gpipe_cli.config.compose import overridden_epochs, settings_of
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.state import EngineState, with_trained
@@ -106,6 +106,8 @@ def load_resumed_run(
     tree = with_overrides(saved, job.tree, job.overrides, LAUNCH_KEYS)
     new_settings = settings_of(tree, job.command, job.overrides)
     assert isinstance(new_settings, TrainConfig)
+    if problem := overridden_epochs(new_settings, job.overrides):
+        raise ConfigError(problem)
     # Of the processes of a job, rank 0 warns, once all ranks have looked.
     warn = not is_rank() and (job.dry_run or not starts_ranks(new_settings))
     snapshot = _load_snapshot(settings, directory, on_demand=reads_on_demand(new_settings), warn=warn)

@@ -16,8 +16,7 @@ from gpipe_cli.schedule import names, order, traits, v_blocks, zero_bubble, zero
 from gpipe_cli.schedule.action import Order
 from gpipe_cli.schedule.list_schedule import Policy, Scheduled, list_schedule
 from gpipe_cli.schedule.own_orders import one_by_one
-from gpipe_cli.schedule.search_problem import SearchProblem
-from gpipe_cli.schedule.step_bound import step_bound
+from gpipe_cli.schedule.search_problem import SearchProblem, step_bound
 from gpipe_cli.schedule.whole_backwards import with_whole_backwards
 
 EFFORT = 300_000

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from gpipe_cli.config.overrides import quoted
 
 Gpipe = Callable[..., Any]
 
@@ -32,10 +36,53 @@ def test_a_run_that_fails_says_why_in_its_log(tiny: Gpipe, tmp_path: Path) -> No
     assert "ERROR the run ends here" in log.read_text() and "ZeroDivisionError" in log.read_text()
 
 
-def test_names_with_control_characters_never_reach_the_terminal(tiny: Gpipe, tmp_path: Path) -> None:
-    answer = tiny("train", "steps=1", "run_dir='a\x1b[31mb'")
-    assert answer.code == 0 and (tmp_path / "a\x1b[31mb").is_dir()
-    assert "\x1b" not in answer.out + answer.err
+@pytest.mark.parametrize("name", ["a\x07b", "a\x1b[31mb", "a\nb", "a\u202eb", "a\udc80b"])
+def test_a_name_that_a_printed_command_cannot_repeat_is_refused_before_anything_is_written(
+    tiny: Gpipe, tmp_path: Path, name: str
+) -> None:
+    """`gpipe train run_dir=$'a\\x07b'` trained, and none of the commands that it printed found the run."""
+    before = {path.name for path in tmp_path.iterdir()}
+    Path("my.yaml").write_text(json.dumps({"run_dir": name.replace("\udc80", "\x80")}))
+    script = ["launch-script", "slurm", "nodes=2", "gpus_per_node=1", "time_limit=1h", f"run_dir='{name}'"]
+    for words in (["train", f"run_dir={name}"], ["train", "config=my.yaml"], script):
+        answer = tiny(*words)
+        assert answer.code == 2 and answer.err.count("\n") == 1
+        assert "run_dir: contains the character '\\" in answer.err
+    others = (
+        ["runs", name],
+        ["report", name],
+        ["export", f"run={name}"],
+        ["cp", "model/mlp", f"{name}.yaml"],
+    )
+    for words in others:
+        answer = tiny(*words)
+        assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert {path.name for path in tmp_path.iterdir()} == {*before, "my.yaml"}
+
+
+@pytest.mark.parametrize("name", ["a  b", "a b ", "日本　語", "R&D", "it's"])
+def test_the_command_that_a_run_prints_names_its_directory(tiny: Gpipe, name: str) -> None:
+    """Two spaces in a name became one in the printed command."""
+    answer = tiny("train", "steps=1", f"run_dir={quoted(name)}")
+    lines = dict(line.split(maxsplit=1) for line in answer.out.splitlines())
+    assert tiny(*shlex.split(lines["export"])[1:], "out=weights.safetensors").code == 0
+
+
+def test_epochs_that_steps_of_a_file_override_are_reported_or_refused(tiny: Gpipe, gpipe: Gpipe) -> None:
+    """`gpipe train recipe=x epochs=5` ignored the epochs without a word if the recipe had steps."""
+    Path("own/recipes").mkdir(parents=True)
+    Path("own/recipes/mine.yaml").write_text("# @package _global_\nsteps: 1\n", encoding="utf-8")
+    says = "epochs has no effect, because a file sets steps=1, which overrides it; add steps=null"
+    trained = tiny("train", "recipe=mine", "--config-dir", "own", "epochs=2", "run_dir=run")
+    assert trained.code == 0 and says in trained.err.splitlines()
+    resumed = gpipe("train", "resume=run", "epochs=2", "allow=[tiny_for_tests]")
+    assert (resumed.code, resumed.err) == (2, f"gpipe: error: {says}\n")
+    again = gpipe(
+        "train", "resume=run", "epochs=2", "steps=null", "allow=[tiny_for_tests]", "--dry-run", "--json"
+    )
+    assert again.json["steps"] == 8
+    Path("my.yaml").write_text("steps: 1\n", encoding="utf-8")
+    assert tiny("train", "config=my.yaml", "epochs=3", "--dry-run", "--json").json["steps"] == 12
 
 
 def test_a_broken_pipe_inside_a_layer_is_an_error(tiny: Gpipe) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 Gpipe = Callable[..., Any]
-QUICK = ("seconds=0", "data.size=8", "batch_size=8", "chunks=2")
+QUICK = ("seconds=0", "balance.seconds=0", "data.size=8", "batch_size=8", "chunks=2")
 
 
 def test_a_profile_has_a_row_per_layer_on_stdout_and_on_disk(gpipe: Gpipe) -> None:
@@ -18,7 +18,8 @@ def test_a_profile_has_a_row_per_layer_on_stdout_and_on_disk(gpipe: Gpipe) -> No
     summary = answer.json
     assert summary["micro_batch"] == 4
     assert [row["index"] for row in summary["layers"]] == list(range(10))
-    assert [row["partition"] for row in summary["layers"]] == [0, 0, 0, 1, 1, 1, 2, 2, 3, 3]
+    partitions = [row["partition"] for row in summary["layers"]]
+    assert partitions == sorted(partitions) and {*partitions} == {0, 1, 2, 3}
     assert sum(row["share"] for row in summary["layers"]) == pytest.approx(1)
     assert summary["predicted_step_ms"] > 0 and 0 <= summary["predicted_bubble"] < 1
     assert 1 <= summary["predicted_speedup"] <= 4
@@ -26,6 +27,15 @@ def test_a_profile_has_a_row_per_layer_on_stdout_and_on_disk(gpipe: Gpipe) -> No
     assert json.loads((directory / "profile.json").read_text())["layers"] == summary["layers"]
     with (directory / "profile.csv").open(newline="") as file:
         assert [row["name"] for row in csv.DictReader(file)] == [row["name"] for row in summary["layers"]]
+
+
+def test_a_profile_divides_the_model_as_training_does(gpipe: Gpipe) -> None:
+    """It divided into equal numbers of layers, found that uneven, and advised what training does anyway."""
+    for command in ("train", "profile"):
+        assert (
+            "\nbalance:\n  _target_: gpipe_cli.balance.time.balance\n" in gpipe(command, "--cfg", "job").out
+        )
+    assert "balance [" in gpipe("profile", *QUICK, "--dry-run").err
 
 
 def test_rows_are_sorted_and_limited_as_configured(gpipe: Gpipe) -> None:

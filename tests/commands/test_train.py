@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from gpipe_cli.profiling import cache
 from gpipe_cli.profiling.cache import Drift
+from gpipe_cli.profiling.layers import LayerTimes
 
 Gpipe = Callable[..., Any]
 Gpipe = Callable[..., Any]
@@ -235,6 +236,38 @@ def test_a_dry_run_shows_the_partitions_and_writes_nothing(tiny: Gpipe, tmp_path
     assert not (tmp_path / "runs").exists()
     out = tiny("train", "--dry-run").out
     assert "memory, estimated" in out and "7x4x6x6" in out and "steps  8" in out
+
+
+def test_a_dry_run_shows_the_partitions_that_the_run_trains_with(
+    tiny: Gpipe, gpipe: Gpipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It estimated the times from FLOPs, without a word, where the run measured them: [5, 5] instead of [7, 3]."""
+    slow_start = [LayerTimes(9.0 if index == 0 else 1.0, 1.0) for index in range(8)]
+    monkeypatch.setattr(cache, "layer_times", lambda *_, **__: slow_start)
+    words = ("epochs=14", "threads=1")
+    dry = tiny("train", *words, "--dry-run", "--json")
+    assert [row["layers"] for row in dry.json["partitions"]] == [2, 6]
+    assert dry.err.startswith("balance [2, 6]: layers measured in ")
+    assert not Path("runs").exists()
+    trained = tiny("train", *words, "run_dir=run", "--json")
+    assert trained.json["partitions"] and "balance [2, 6]: " in trained.err
+    allow = "allow=[tiny_for_tests]"
+    resumed = gpipe("train", "resume=run", "epochs=15", allow, "--dry-run", "--json")
+    assert [row["layers"] for row in resumed.json["partitions"]] == [2, 6]
+    short = tiny("train", "steps=1", "balance.cache=false", "--dry-run")
+    assert "estimated from FLOPs, since the run is too short" in short.err
+
+
+def test_a_dry_run_that_has_to_estimate_prints_that_the_run_may_differ(huge: Gpipe) -> None:
+    answer = huge("train", "--dry-run", "epochs=200")
+    assert answer.code == 0, answer.err
+    would_take, balance = answer.err.splitlines()
+    assert re.fullmatch(
+        r"measuring the layers would take .*iB, and .*iB are free here: the partitions below are estimated, and may "
+        r"differ from those of the run",
+        would_take,
+    )
+    assert "estimated from FLOPs, since this process has no values of the parameters" in balance
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from gpipe_cli.schedule import order
 from make_docs.__main__ import DOCS, PAGES
 from make_docs.run_pictures import visible_lines
 from make_docs.schedules import EXAMPLES, Example, draw
+from make_docs.svg import LEGEND
 
 SVG = "{http://www.w3.org/2000/svg}"
 DIAGRAMS = {name: make for name, make in PAGES.items() if name.endswith(".svg")} | {
@@ -34,6 +35,18 @@ def test_every_action_has_its_bar(example: Example) -> None:
     recomputed = example.chunks * example.partitions_per_worker if example.recomputes else 0
     # Each row has one more bar in the background, which shows the idle time.
     assert sorted(bars.values()) == sorted(len(own) + recomputed + 1 for own in actions)
+
+
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
+def test_the_legend_has_every_phase_of_its_diagram(example: Example) -> None:
+    """The phases were a generator that the first look exhausted, so that every legend had `forward` alone."""
+    root = ElementTree.fromstring(draw(example))
+    texts = {text.text for text in root.iter(f"{SVG}text")}
+    bars = [rect for rect in root.iter(f"{SVG}rect") if rect.attrib["height"] == "24"]
+    drawn = {phase for rect in bars for phase in rect.attrib["class"].split() if phase in LEGEND}
+    assert (
+        {phase for phase, meaning in LEGEND.items() if meaning in texts} == drawn >= {"forward", "backward"}
+    )
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zero-bubble"])

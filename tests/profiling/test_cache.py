@@ -96,6 +96,16 @@ def test_times_that_take_as_long_now_are_confirmed(
     assert f" confirmed: layer '0' took {ratio:.2f} x the cached time" in profiles.origin
 
 
+def test_a_measurement_that_ended_early_serves_a_run_of_the_same_length_only(
+    tmp_path: Path, measured: list[float]
+) -> None:
+    """A dry run measured as briefly as its run would, and the run then measured again."""
+    ProfileCache(tmp_path).measured_times(make_module(), SAMPLE, seconds=100, repeats=9)
+    assert ProfileCache(tmp_path).stored_times(make_module(), SAMPLE, 100, 9) is not None
+    assert ProfileCache(tmp_path).stored_times(make_module(), SAMPLE, 100, 10) is None
+    assert ProfileCache(tmp_path).stored_times(make_module(), SAMPLE, 100) is None
+
+
 @pytest.mark.parametrize(("load", "noted"), [(1.5, " (load 1.5 per core)"), (None, "")])
 def test_the_cache_notes_how_busy_the_machine_was(
     tmp_path: Path,

@@ -24,8 +24,13 @@ def build(num_classes: int, pooled: bool = True) -> nn.Sequential:
 @pytest.fixture
 def normed(tiny: Gpipe, tmp_path: Path) -> Gpipe:
     (tmp_path / "normed_for_tests.py").write_text(NORMED, encoding="utf-8")
-    words = ("model._target_=normed_for_tests.build", "allow=[normed_for_tests]", "batch_size=8")
-    return lambda command, *more: tiny(command, *words, *more)
+    words = ("model._target_=normed_for_tests.build", "allow=[normed_for_tests]")
+
+    def run(command: str, *more: str) -> Any:
+        size = () if any(word.startswith("batch_size=") for word in more) else ("batch_size=8",)
+        return tiny(command, *words, *size, *more)
+
+    return run
 
 
 def test_a_last_batch_of_six_in_four_chunks_becomes_three_micro_batches_of_two(normed: Gpipe) -> None:

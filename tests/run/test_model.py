@@ -74,7 +74,7 @@ def test_a_module_that_decides_on_values_stays_whole_or_is_listed_as_a_layer(
 def test_a_list_of_layers_divides_the_blocks_of_a_resnet(gpipe: Callable[..., Any]) -> None:
     items = "conv1,bn1,relu,maxpool,layer1,layer2,layer3,layer4,avgpool,{call:torch.flatten,start_dim:1},fc"
     target = "model._target_=torchvision.models.resnet18"
-    answer = gpipe("train", target, f"model.layers=[{items}]", "--dry-run", "--json")
+    answer = gpipe("train", target, f"model.layers=[{items}]", "balance=uniform", "--dry-run", "--json")
     assert answer.code == 0, answer.err
     assert [row["layers"] for row in answer.json["partitions"]] == [8, 7]
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import base64
+import io
 import re
-import struct
-import zlib
 
 PREFIX = "data:image/png;base64,"
 MAX_URI = 2**17
@@ -15,18 +14,11 @@ BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 
 def png_uri(pixels: bytes, width: int, height: int) -> str:
     """The address of an image; pixels: red, green and blue, row by row."""
-    row = 3 * width
-    assert len(pixels) == row * height
-    # A filter type, 0 for none, precedes each row.
-    rows = b"".join(b"\0" + pixels[begin : begin + row] for begin in range(0, len(pixels), row))
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)  # 8 bits per channel, RGB
-    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(rows, 9)), (b"IEND", b"")]
-    content = b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(kind, data) for kind, data in chunks)
-    return PREFIX + base64.b64encode(content).decode()
+    from PIL import Image  # not needed to read a page's data
 
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    content = io.BytesIO()
+    Image.frombytes("RGB", (width, height), pixels).save(content, "PNG", optimize=True)
+    return PREFIX + base64.b64encode(content.getvalue()).decode()
 
 
 def as_png_uri(value: object) -> str:

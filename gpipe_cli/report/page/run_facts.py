@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, final
 
 from gpipe_cli.errors import RunError
-from gpipe_cli.report.page.check_section import CheckRow, read_check_rows
 from gpipe_cli.report.page.curves import MetricCurve, read_curves
+from gpipe_cli.report.page.html import Html, join, table, tag
 from gpipe_cli.report.page.predictions import Predictions, TextSample, read_predictions, read_text_sample
 from gpipe_cli.report.page.run_files import (
     RunFiles,
@@ -37,6 +37,8 @@ PACKAGE_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 MAX_PARTITIONS = 1024
 MAX_BARS = 20_000
 """A timeline of more bars would show nothing."""
+VERDICTS = ("ok", "note", "problem", "skipped")
+MAX_ROWS = 1000
 
 
 @final
@@ -304,3 +306,42 @@ def _requote(line: str) -> str:
     except ValueError:
         return ""
     return shlex.join(words) if words and words[0] == "gpipe" else ""
+
+
+@final
+@dataclass(frozen=True)
+class CheckRow:
+    name: str
+    verdict: str
+    """Empty if the file has none that gpipe knows."""
+    result: str
+    to_do: str
+
+
+def read_check_rows(check: Mapping[str, Any]) -> tuple[CheckRow, ...]:
+    """The rows of a check.json; empty if there is none."""
+    return tuple(
+        CheckRow(
+            as_text(row.get("name")),
+            verdict if (verdict := as_text(row.get("verdict"))) in VERDICTS else "",
+            as_text(row.get("result")),
+            as_text(row.get("to_do")),
+        )
+        for row in as_rows(check.get("rows"))[:MAX_ROWS]
+    )
+
+
+def verdict_counts(rows: Sequence[CheckRow]) -> dict[str, int]:
+    """How many rows have each verdict, for the verdicts that occur."""
+    counted = Counter(row.verdict for row in rows)
+    return {verdict: counted[verdict] for verdict in VERDICTS if counted[verdict]}
+
+
+def check_table(rows: Sequence[CheckRow]) -> Html:
+    return table("checks", ("verdict", "check", "result"), (_cells(row) for row in rows))
+
+
+def _cells(row: CheckRow) -> tuple[Html, str, Html]:
+    to_do = tag("p", {"class": "to-do"}, row.to_do) if row.to_do else None
+    verdict = tag("span", {"class": f"verdict {row.verdict}".rstrip()}, row.verdict or "-")
+    return verdict, row.name, join([row.result, to_do])

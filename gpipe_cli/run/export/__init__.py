@@ -1,1 +1,1 @@
-"""The formats of `gpipe export`, one file each: `write(snapshot, out)` returns facts about what it wrote."""
+"""The directories that `gpipe export` writes for the libraries of Hugging Face."""

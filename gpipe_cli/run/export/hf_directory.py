@@ -1,6 +1,7 @@
 """format=hf: a directory that `from_pretrained` loads, with configuration, weights and tokenizer.
 
-transformers itself writes it, so the files have the names, shards and layout of published models.
+transformers itself writes it, so the files have the names, shards and layout of published models. format=peft: the
+adapter of a run, as a directory that `PeftModel.from_pretrained(base, directory)` loads.
 """
 
 from __future__ import annotations
@@ -8,25 +9,27 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError, ResourceError
 from gpipe_cli.huggingface import MAX_JSON_BYTES, load_config
 from gpipe_cli.models.hf import model as hf_model
+from gpipe_cli.models.hf.lora import ADAPTER, LoraSettings, lora_config
 from gpipe_cli.models.hf.tasks import CLASSIFICATION, model_class
 from gpipe_cli.models.weights import fitted_weights
-from gpipe_cli.run.base_weights import base_of_snapshot
+from gpipe_cli.run.base_weights import base_of_snapshot, check_base
 from gpipe_cli.run.saved_run import saved_config, weights_file
 from gpipe_cli.safe_files import read_regular
 from gpipe_cli.training.snapshot.contents import open_large_snapshot
 from gpipe_cli.training.snapshot.manifest import VerifiedSnapshot, run_directory_of
+from gpipe_cli.training.snapshot.tensors import encode
 
 TARGET = f"{hf_model.__name__}.build"
 MAX_SHARD = "5GB"
@@ -36,6 +39,15 @@ COPIED = """
     generation_config.json
 """
 """Files beside configuration and weights that belong to a model: tokenizer, preprocessing and generation."""
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""peft has the model as `base_model.model` of its own."""
+TASK_TYPES = {
+    "causal_lm": "CAUSAL_LM",
+    "seq2seq": "SEQ_2_SEQ_LM",
+    "sequence_classification": "SEQ_CLS",
+}
+"""peft's names; it has none for the other tasks, and needs none."""
 
 
 def write(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
@@ -59,6 +71,36 @@ def write(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
             (folder / file.name).write_bytes(read_regular(file, MAX_JSON_BYTES))
     files = list(out.iterdir())
     return {"bytes": sum(file.stat().st_size for file in files), "files": len(files)}
+
+
+def write_adapter(snapshot: VerifiedSnapshot, out: Path) -> dict[str, Any]:
+    """format=peft: write the adapter of the snapshot and its configuration; both, or nothing."""
+    trained = TrainedModel.of(snapshot, "peft")
+    settings = LoraSettings.of(trained.node.get("lora"))
+    base = base_of_snapshot(snapshot)
+    if settings is None or base is None:
+        raise ConfigError(
+            f"format=peft: {trained.run} has no adapter of a base model in files (model.lora.rank); give format=hf"
+        )
+    check_base(base, trained.node, snapshot.path, contents=False)
+    tensors = read_tensors(snapshot)
+    model, task = trained.without_values(tensors)
+    parameters = {name for name, _ in model.named_parameters()}
+    config = lora_config(model, settings, whole_modules(model, parameters & tensors.keys()))
+    config.base_model_name_or_path = str(trained.path)
+    config.inference_mode = True
+    config.task_type = TASK_TYPES.get(task)
+    # Buffers of the base are not among them: peft has no place for them in an adapter.
+    adapter = {
+        PREFIX + (name if name in parameters else _without_adapter_name(name)): tensor
+        for name, tensor in tensors.items()
+        if name in parameters or "lora_" in name
+    }
+    with whole_directory(out) as folder:
+        config.save_pretrained(str(folder))
+        with (folder / WEIGHTS).open("wb") as file:
+            file.writelines(encode(adapter))
+    return {"bytes": sum(file.stat().st_size for file in out.iterdir()), "base": str(trained.path)}
 
 
 @final
@@ -143,3 +185,18 @@ def _companions(directory: Path, tokenizer: Any) -> list[Path]:
         folders.append(Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent)
     files = (path for folder in folders for pattern in COPIED.split() for path in folder.glob(pattern))
     return sorted({path.name: path for path in files if path.is_file()}.values())
+
+
+def whole_modules(model: nn.Module, trained: Collection[str]) -> list[str]:
+    """The largest modules of which every parameter is among `trained`."""
+    modules: list[str] = []
+    for name, module in model.named_modules():
+        own = [f"{name}.{key}" for key, _ in module.named_parameters()]
+        inside = any(name.startswith(f"{outer}.") for outer in modules)
+        if name and own and not inside and all(key in trained for key in own):
+            modules.append(name)
+    return modules
+
+
+def _without_adapter_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != ADAPTER)

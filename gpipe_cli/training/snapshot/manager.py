@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -62,6 +62,11 @@ class Retention:
     def is_better(self, value: float, best: float) -> bool:
         assert self.monitor is not None, "there is a metric to compare"
         return value < best if lower_is_better(self.monitor) else value > best
+
+
+def monitor_error(monitor: str | None, measured: Iterable[str]) -> ConfigError:
+    names = ", ".join(sorted(measured))
+    return ConfigError(f"snapshot.monitor={monitor}: this run does not measure it; choose one of: {names}")
 
 
 def check_snapshot_space(run: Path, spec: TrainSpec, retention: Retention, size: int) -> str | None:
@@ -183,10 +188,7 @@ class SnapshotManager:
         metrics = {"loss", *fact.means}
         is_measured = isinstance(fact, EvalResult) or fact.measured
         if is_measured and self._retention.monitor not in {None, *metrics}:
-            raise ConfigError(
-                f"snapshot.monitor={self._retention.monitor}: this run does not measure it; "
-                f"choose one of: {', '.join(sorted(metrics))}"
-            )
+            raise monitor_error(self._retention.monitor, metrics)
         self.position = self.position.after(fact)
         if self._spec.evaluates_after(fact.step) and not isinstance(fact, EvalResult):
             return  # save after the evaluation, so that a resumed run need not repeat it
