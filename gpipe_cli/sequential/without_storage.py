@@ -86,33 +86,6 @@ def clone_with(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Modu
     return copy.deepcopy(model, memo)
 
 
-def tracing_clone(model: nn.Module) -> nn.Module:
-    """Copy a model with parameters and large buffers on the meta device, and small buffers with their values."""
-
-    def replace(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(meta_like(tensor).detach(), requires_grad=False)
-        is_small = tensor.numel() <= _SMALL and not tensor.is_meta
-        return tensor.detach().to("cpu", copy=True) if is_small else meta_like(tensor)
-
-    return clone_with(model, replace)
-
-
-def with_storage(module: nn.Module) -> nn.Module:
-    """Copy a module to the CPU; a tensor without storage gets small random values."""
-
-    def replace(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            copied = tensor.detach().to("cpu", copy=True)
-        elif tensor.is_floating_point():
-            copied = torch.randn(tensor.shape, dtype=tensor.dtype) / 8
-        else:
-            copied = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
-
-    return clone_with(module, replace)
-
-
 def meta_like(tensor: Tensor) -> Tensor:
     """A tensor, or parameter, of the same shape and dtype on the meta device."""
     meta = torch.empty_like(tensor, device="meta", requires_grad=False)

@@ -219,7 +219,7 @@ class _Merger:
             if indices
         ]
         # Only training is recorded in another dtype.
-        if len(by_mode) == 1 or by_mode[0] == by_mode[1] or isinstance(by_mode[0], DtypeOf):
+        if len(by_mode) == 1 or _same(by_mode[0], by_mode[1]) or isinstance(by_mode[0], DtypeOf):
             return by_mode[0]
         if any(isinstance(leaf, Ref | Attribute) for leaf in by_mode):
             raise ValueError("it uses other tensors in training than in evaluation")
@@ -276,14 +276,17 @@ def _fit_product(
 
 
 def _same(left: Any, right: Any) -> bool:
+    """Whether a function could not tell two arguments apart: 0, 0.0, -0.0 and False are four different ones."""
     if left is right:
         return True
     if isinstance(left, ReadDtype) and isinstance(right, ReadDtype):
         return left.dtype == right.dtype
     if type(left) is not type(right):
         return False
+    if isinstance(left, float | complex):
+        return repr(left) == repr(right)
     try:
-        return bool(left == right) or (left != left and right != right)
+        return bool(left == right)
     except (TypeError, ValueError, RuntimeError):  # such as arrays, whose comparison has no single answer
         return False
 

@@ -220,7 +220,7 @@ class _Builder:
         """Read `training` of the module in whose forward the call is, when the layer runs."""
         owner = "" if call is None else call.modules[-1]
         training = self._attribute(f"{owner}.training" if owner else "training")
-        if (leaf.training, leaf.evaluation) == (True, False):
+        if leaf.training is True and leaf.evaluation is False:
             return training
         choices = (self._argument(choice, call) for choice in (leaf.training, leaf.evaluation))
         return self._function(choose, (training, *choices), type(None))

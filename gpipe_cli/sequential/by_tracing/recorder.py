@@ -1,9 +1,9 @@
 """Run a model once and record what it does.
 
-The model is a clone without storage, so that a run takes no memory for weights. The sample has values: as long as a
-forward computes with nothing but the sample, sizes and small buffers (masks, positions), it computes for real, and
-Python decides on values as it would in training. Where such a tensor meets one without storage, the result has no
-storage either.
+Substitutes without storage stand for the model's parameters, so that a run takes no memory for weights. The sample has
+values: as long as a forward computes with nothing but the sample, sizes and small buffers (masks, positions), it
+computes for real, and Python decides on values as it would in training. Where such a tensor meets one without storage,
+the result has no storage either.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, final
@@ -39,9 +40,10 @@ from gpipe_cli.sequential.by_tracing.recording import (
     Value,
 )
 from gpipe_cli.sequential.by_tracing.sample import Inputs
+from gpipe_cli.sequential.by_tracing.substitutes import Substitutes
 from gpipe_cli.sequential.by_tracing.tree import located_tensors, map_tree, tensors_in
 from gpipe_cli.sequential.other_generators import generator_states
-from gpipe_cli.sequential.without_storage import meta_like, with_storage
+from gpipe_cli.sequential.without_storage import meta_like
 from gpipe_cli.torch_internals import module_calls
 from gpipe_cli.torch_internals.module_calls import intercept_calls, without_function_modes
 
@@ -71,16 +73,15 @@ _SIZED_BY_VALUES = {
 
 
 def record(
-    clone: nn.Module, original: nn.Module, leaves: Leaves, inputs: Inputs, results: MetaResults
+    model: nn.Module, substitutes: Substitutes, leaves: Leaves, inputs: Inputs, results: MetaResults
 ) -> Recording:
-    """Record a call of `clone`. A leaf that cannot run without storage runs as a copy of that of `original`."""
-    recorder = _Recorder(clone, original, leaves, results)
+    recorder = _Recorder(model, substitutes, leaves, results)
     recorder.add_inputs(inputs.tensors)
     random_states = generator_states()
     try:
         with intercept_calls(recorder.call_module, recorder.apply_function), recorder, torch.enable_grad():
-            output = clone(*inputs.args, **inputs.kwargs)
-        recorder.check_buffers(clone)
+            output = model(*inputs.args, **inputs.kwargs)
+        recorder.check_assignments()
         recording = recorder.recording(output)
     except (NotRecordable, ConfigError):
         raise
@@ -99,17 +100,21 @@ def record(
 
 @final
 class _Recorder(TorchFunctionMode):
-    def __init__(self, clone: nn.Module, original: nn.Module, leaves: Leaves, results: MetaResults) -> None:
+    def __init__(
+        self, model: nn.Module, substitutes: Substitutes, leaves: Leaves, results: MetaResults
+    ) -> None:
         super().__init__()
         self._results = results
-        self._original = original
+        self._model = model
+        self._substitutes = substitutes
         self._leaves = leaves
         # The first name of a module or tensor that has several.
-        self._paths = {module: path for path, module in clone.named_modules()}
+        self._paths = {module: path for path, module in model.named_modules()}
         self._attributes = {
-            id(tensor): path for path, tensor in (*clone.named_parameters(), *clone.named_buffers())
+            id(substitutes.of(tensor)): path
+            for path, tensor in (*model.named_parameters(), *model.named_buffers())
         }
-        devices = (tensor.device for tensor in original.parameters() if not tensor.is_meta)
+        devices = (tensor.device for tensor in model.parameters() if not tensor.is_meta)
         self._device = next(devices, torch.device("cpu"))
         self._autocast = _autocast_state()
         self._modules = [""]
@@ -118,6 +123,7 @@ class _Recorder(TorchFunctionMode):
         self._values: list[Value] = []
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []  # so that no tensor gets the id of a freed one
+        self._mark = object()  # on the tensors of this run
         self._dtype_reads: dict[torch.dtype, Ref | Attribute] = {}
         self._copies: dict[int, Tensor] = {}
         self._sized_by_values: set[int] = set()
@@ -144,11 +150,11 @@ class _Recorder(TorchFunctionMode):
         spans = list(self._memory.write_spans())
         return Recording(self._values, self._calls, self._replace(list(tensors)), template, spans)
 
-    def check_buffers(self, clone: nn.Module) -> None:
+    def check_assignments(self) -> None:
         """Refuse a forward that assigns to a buffer: layers repeat calls, and in-place writes, but no assignments."""
-        for path, buffer in clone.named_buffers():
+        for path, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
             module, _, name = path.rpartition(".")
-            if id(buffer) not in self._attributes and self._leaves.outermost(module) is None:
+            if tensor not in self._substitutes and self._leaves.outermost(module) is None:
                 raise NotRecordable(
                     module, None, f"it assigns to its buffer '{name}'; write in place, with {name}.copy_(...)"
                 )
@@ -157,7 +163,17 @@ class _Recorder(TorchFunctionMode):
 
     def call_module(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = self._paths.get(module)
-        if self._leaf_depth or path is None:
+        if self._leaf_depth:
+            return call(module, *args, **kwargs)
+        if path is None:
+            if any(
+                tensor not in self._substitutes for tensor in chain(module.parameters(), module.buffers())
+            ):
+                raise self._not_recordable(
+                    f"it calls a {type(module).__name__} that is not registered in the model, whose parameters and "
+                    "buffers the model thus lacks; create it in __init__ and keep it in an attribute, an nn.ModuleList "
+                    "or an nn.ModuleDict"
+                )
             return call(module, *args, **kwargs)
         # No finally blocks: after an error the last module says where it happened.
         self._modules.append(path)
@@ -165,6 +181,7 @@ class _Recorder(TorchFunctionMode):
             output = call(module, *args, **kwargs)
             self._modules.pop()
             return output
+        args, kwargs = self._substitutes.within((args, kwargs))
         with without_function_modes():
             before = Versions((args, kwargs))
         self._leaf_depth += 1
@@ -178,23 +195,23 @@ class _Recorder(TorchFunctionMode):
     def apply_function(self, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._leaf_depth:
             raise self._not_recordable("a torch.autograd.Function has a backward of its own")
+        args, kwargs = self._substitutes.within((args, kwargs))
         return apply(*args, **kwargs)
 
     def _call_leaf(
         self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a leaf without storage; if its forward needs values, call a copy with storage."""
+        """Call a leaf without storage; if its forward needs values, with copies of the model's tensors."""
         try:
             key = self._results.module_key(module)
             if key is None or not any(True for _ in module.parameters()):
                 return call(module, *args, **kwargs)
             return self._results.call(partial(call, module), args, kwargs, key)
         except (RuntimeError, NotImplementedError) as error:
-            copied = with_storage(self._original.get_submodule(self._modules[-1])).train(module.training)
             real_args, real_kwargs = map_tree(_with_values, (args, kwargs))
             try:
-                with torch.random.fork_rng(devices=[]):
-                    output = call(copied, *real_args, **real_kwargs)
+                with self._substitutes.with_values(module):
+                    output = call(module, *real_args, **real_kwargs)
             except Exception as error_with_values:
                 raise error_with_values from error
             return map_tree(_without_values, output)
@@ -206,7 +223,7 @@ class _Recorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        named = dict(kwargs or {})
+        args, named = self._substitutes.within((tuple(args), dict(kwargs or {})))
         attribute = _attribute_of(func)
         if attribute == "device" and args[0].is_meta:
             return self._device
@@ -294,8 +311,9 @@ class _Recorder(TorchFunctionMode):
         depends_on = self._dependencies(tensors)
         if is_module or call.is_random:
             depends_on |= {"parameters" if is_module else "random"}
-        self._memory.record(len(self._calls), tensors, written, tensors_in(output))
-        for access, tensor in located_tensors(output):
+        located = [(access, self._substitutes.of(tensor)) for access, tensor in located_tensors(output)]
+        self._memory.record(len(self._calls), tensors, written, [tensor for _, tensor in located])
+        for access, tensor in located:
             self._add_value(tensor, depends_on, access)
         call.values = self._values[call.first :]
         self._calls.append(call)
@@ -311,6 +329,7 @@ class _Recorder(TorchFunctionMode):
 
     def _add_value(self, tensor: Tensor, depends_on: frozenset[str], access: tuple[Any, ...]) -> None:
         self._alive.append(tensor)
+        tensor.recorded_by = self._mark  # type: ignore[attr-defined]
         self._numbers[id(tensor)] = len(self._values)
         # Whatever depends on parameters has no values here.
         requires_grad = tensor.is_meta and tensor.is_floating_point() and torch.is_grad_enabled()
@@ -322,12 +341,27 @@ class _Recorder(TorchFunctionMode):
 
     def _replacement(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return self._reference(leaf) or ConstantTensor(leaf)
+            return self._reference(leaf) or self._constant(leaf)
         if isinstance(leaf, torch.dtype):
             return ReadDtype(leaf, self._dtype_reads.get(leaf))
         return Device() if isinstance(leaf, torch.device) else leaf
 
+    def _constant(self, tensor: Tensor) -> ConstantTensor:
+        if getattr(tensor, "recorded_by", self._mark) is not self._mark:
+            raise self._not_recordable(
+                "it uses a tensor that an earlier call made, which layers do not keep; make it in every call, or keep "
+                "it in a buffer"
+            )
+        if tensor.requires_grad:
+            raise self._not_recordable(
+                "it uses a tensor that requires gradients but is not a parameter of the model; create it in __init__ "
+                "as an nn.Parameter, in an attribute or an nn.ParameterList"
+            )
+        # A frozen nn.Parameter would become a parameter of the layer that holds it.
+        return ConstantTensor(tensor.detach() if isinstance(tensor, nn.Parameter) else tensor)
+
     def _reference(self, tensor: Tensor) -> Ref | Attribute | None:
+        tensor = self._substitutes.of(tensor)
         if id(tensor) in self._numbers:
             return Ref(self._numbers[id(tensor)])
         path = self._attributes.get(id(tensor))
@@ -339,10 +373,10 @@ class _Recorder(TorchFunctionMode):
             self._dtype_reads[tensor.dtype] = source
 
     def _requires_grad(self, tensor: Tensor) -> bool:
-        """Nothing in the clone requires gradients. A parameter has the answer of the original's."""
+        """No substitute requires gradients. A parameter has its own answer."""
         source = self._reference(tensor)
         if isinstance(source, Attribute):
-            return bool(attrgetter(source.path)(self._original).requires_grad)
+            return bool(attrgetter(source.path)(self._model).requires_grad)
         if source is not None and "parameters" in self._values[source.number].depends_on:
             raise self._not_recordable("it asks whether a computed tensor requires gradients")
         return tensor.requires_grad

@@ -89,6 +89,8 @@ class ConstantTensor:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ConstantTensor) or self.tensor.is_meta or other.tensor.is_meta:
             return isinstance(other, ConstantTensor) and self.tensor is other.tensor
+        if self.tensor is other.tensor:  # which may hold NaN
+            return True
         return self.tensor.dtype == other.tensor.dtype and torch.equal(self.tensor, other.tensor)
 
     __hash__ = None  # type: ignore[assignment]

@@ -24,8 +24,8 @@ from gpipe_cli.sequential.by_tracing.leaves import Leaves
 from gpipe_cli.sequential.by_tracing.meta_results import MetaResults
 from gpipe_cli.sequential.by_tracing.recorder import record
 from gpipe_cli.sequential.by_tracing.recording import NotRecordable, Recording
-from gpipe_cli.sequential.by_tracing.sample import InputCheck, Range, Sample, Size, in_other_dtype
-from gpipe_cli.sequential.without_storage import clone_with, tracing_clone
+from gpipe_cli.sequential.by_tracing.sample import InputCheck, Range, Sample, Size
+from gpipe_cli.sequential.by_tracing.substitutes import Substitutes
 
 _BATCHES = (2, 3)
 _SHORT = 3
@@ -42,7 +42,7 @@ class Trace:
         self._model = model
         self._sample = sample
         self._leaves = leaves
-        self._clones = {False: tracing_clone(model)}
+        self._substitutes = {other: Substitutes(model, other_dtype=other) for other in (False, True)}
         self._results = MetaResults()
         self._recordings: dict[tuple[Any, ...], Recording] = {}
         self.ranges: dict[Size, Range] = {}
@@ -50,7 +50,7 @@ class Trace:
         self.programs: dict[bool, Program] = {}
         """By mode; the same object for both if they differ in a few arguments only."""
         # Random numbers differ between the recordings, but those of the caller go on as if there had been none.
-        with caches_disabled(self._clones[False]), torch.random.fork_rng(devices=[]):
+        with modes_restored(model), caches_disabled(model), torch.random.fork_rng(devices=[]):
             while not self._succeeds():
                 self._recordings.clear()
 
@@ -198,10 +198,12 @@ class Trace:
         key = (setting.training, setting.other_dtype, *sizes.items())
         if key not in self._recordings:
             inputs = self._sample.resized(setting.sizes, setting.other_dtype)
-            clone = self._clone(setting.other_dtype).train(setting.training)
+            substitutes = self._substitutes[setting.other_dtype]
             try:
-                with attributes_restored(clone):
-                    self._recordings[key] = record(clone, self._model, self._leaves, inputs, self._results)
+                with attributes_restored(self._model):
+                    self._recordings[key] = record(
+                        self._model.train(setting.training), substitutes, self._leaves, inputs, self._results
+                    )
             except (NotRecordable, ConfigError):
                 raise
             except Exception as error:
@@ -209,11 +211,6 @@ class Trace:
                     raise
                 raise ConfigError(self._input_error(error)) from error
         return self._recordings[key]
-
-    def _clone(self, other_dtype: bool) -> nn.Module:
-        if other_dtype not in self._clones:
-            self._clones[other_dtype] = clone_with(self._clones[False], in_other_dtype)
-        return self._clones[other_dtype]
 
     def _input_error(self, error: Exception) -> str:
         path = next(iter(getattr(error, "__notes__", ())), "")
@@ -236,13 +233,31 @@ class Trace:
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
     """Undo assignments to attributes, so that a forward that stores what it computes computes it again next time."""
-    before = {module: dict(vars(module)) for module in model.modules()}
+    # Outer before inner ones: what is in a table of a module, such as its buffers, is restored after the table itself.
+    tables = [table for module in model.modules() for table in _tables(module)]
+    before = [(table, table.copy()) for table in tables]
     try:
         yield
     finally:
-        for module, attributes in before.items():
-            vars(module).clear()
-            vars(module).update(attributes)
+        for table, content in before:
+            table.clear()
+            (table.extend if isinstance(table, list) else table.update)(content)
+
+
+def _tables(module: nn.Module) -> Iterator[Any]:
+    """A module's attributes, and the dicts, lists and sets among them."""
+    yield vars(module)
+    yield from (value for value in vars(module).values() if type(value) in (dict, list, set))
+
+
+@contextmanager
+def modes_restored(*roots: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for root in roots for module in root.modules()}
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 @contextmanager

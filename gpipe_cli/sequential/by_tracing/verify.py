@@ -17,7 +17,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.pytree import flatten, unflatten
 from gpipe_cli.sequential.by_tracing.graph import DecisionChanged
 from gpipe_cli.sequential.by_tracing.sample import Inputs, Sample, Size
-from gpipe_cli.sequential.by_tracing.trace import attributes_restored, caches_disabled
+from gpipe_cli.sequential.by_tracing.trace import attributes_restored, caches_disabled, modes_restored
 from gpipe_cli.sequential.sequence import Sequence
 
 _BATCH = 3
@@ -25,7 +25,7 @@ _BATCH = 3
 
 def check_modes(sequence: Sequence, model: nn.Module) -> None:
     """Refuse a model whose `train` does more than set the mode of every module: layers do not call it."""
-    with _modes_restored(model, sequence):
+    with modes_restored(model, sequence):
         for training in (True, False):
             wanted = {path: part.training for path, part in model.train(training).named_modules()}
             sequence.train(training)
@@ -133,7 +133,7 @@ def _same_values(one: Tensor, other: Tensor) -> bool:
 @contextmanager
 def _unchanged(model: nn.Module, sequence: Sequence) -> Iterator[None]:
     with (
-        _modes_restored(model, sequence),
+        modes_restored(model, sequence),
         attributes_restored(model),
         caches_disabled(model),
         torch.no_grad(),
@@ -162,13 +162,3 @@ def _buffers_restored(model: nn.Module) -> Iterator[None]:
         for module, name, buffer, values in before:
             setattr(module, name, buffer)  # a forward may have assigned another one
             buffer.copy_(values)
-
-
-@contextmanager
-def _modes_restored(*roots: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for root in roots for module in root.modules()}
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
