@@ -100,7 +100,7 @@ class Container(nn.Module):
 class _Placer:
     """Puts parts of a model into its layers, one layer after the other."""
 
-    def __init__(self, model: nn.Module, constants: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, constants: Mapping[str, Any]) -> None:
         self._model = model
         self._constants = constants
         self._persistent = frozenset(model.state_dict(keep_vars=True))

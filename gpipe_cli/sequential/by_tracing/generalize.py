@@ -152,7 +152,9 @@ def _check_arguments(expected: Any, actual: Any, setting: Setting, call: Call | 
         if isinstance(expression, DtypeOf) or isinstance(leaf, ReadDtype):
             continue
         if not _same(expression, leaf):
-            raise _differs(call, f"{expression} became {leaf} at other sizes")
+            raise _differs(
+                call, f"an argument that it computes was {leaf!r} at other sizes, not {expression!r}"
+            )
 
 
 def _check_alignment(one: Recording, other: Recording) -> None:
@@ -233,9 +235,8 @@ class _Merger:
             return DtypeOf(values[0].source)
         if all(isinstance(leaf, int) and not isinstance(leaf, bool) for leaf in values):
             return self._fit(leaves)
-        raise ValueError(
-            f"{values[0]!r} became {next(leaf for leaf in values if not _same(values[0], leaf))!r}"
-        )
+        other = next(leaf for leaf in values if not _same(values[0], leaf))
+        raise ValueError(f"an argument that it passes was {values[0]!r} in one call and {other!r} in another")
 
     def _fit(self, leaves: Mapping[int, int]) -> SizeExpression:
         corners = {
@@ -285,6 +286,10 @@ def _same(left: Any, right: Any) -> bool:
         return False
     if isinstance(left, float | complex):
         return repr(left) == repr(right)
+    if hasattr(left, "tobytes"):  # an array of NumPy
+        return bool(
+            left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+        )
     try:
         return bool(left == right)
     except (TypeError, ValueError, RuntimeError):  # such as arrays, whose comparison has no single answer

@@ -29,6 +29,17 @@ _METHODS: dict[Callable[..., Any], str] = {
 }
 """Not by `__name__`: that of some functions of torch.Tensor is the name of what they wrap."""
 
+_WRITTEN = {
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    *map(type, (None, ..., torch.float, torch.strided, torch.preserve_format)),
+}
+"""Types of arguments that generated code can write down. Any other object is an attribute of its layer."""
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -60,8 +71,8 @@ class GraphInfo:
     spans: list[WriteSpan]
     template: Template
     """Builds the model's output from the tensors that the graph returns."""
-    constants: dict[str, Tensor]
-    """Tensors that the graph reads as attributes although the model has none of that name."""
+    constants: dict[str, Any]
+    """What the graph reads as attributes although the model has none of that name: tensors and other objects."""
 
 
 def build_graph(program: Program, sample: Sample, prefix: str) -> GraphInfo:
@@ -123,7 +134,7 @@ class _Builder:
         self.graph = fx.Graph()
         self.values: dict[fx.Node, ValueInfo] = {}
         self.calls: dict[fx.Node, int] = {}
-        self.constants: dict[str, Tensor] = {}
+        self.constants: dict[str, Any] = {}
         self._program = program
         self._prefix = prefix
         self._nodes: dict[int, fx.Node] = {}
@@ -185,17 +196,19 @@ class _Builder:
             return self._nodes[leaf.number]
         if isinstance(leaf, Attribute):
             return self._attribute(leaf.path)
-        if isinstance(leaf, ConstantTensor):
-            name = f"{self._prefix}{len(self.constants)}"
-            self.constants[name] = leaf.tensor
-            return self._attribute(name)
         if isinstance(leaf, Device):
             return self._function(current_device, (), torch.device)
         if isinstance(leaf, DtypeOf):
             return self._function(getattr, (self._argument(leaf.source, call), "dtype"), torch.dtype)
         if isinstance(leaf, SizeExpression):
             return self._size(leaf)
-        return self._by_mode(leaf, call) if isinstance(leaf, ByMode) else leaf
+        if isinstance(leaf, ByMode):
+            return self._by_mode(leaf, call)
+        if type(leaf) in _WRITTEN:
+            return leaf
+        name = f"{self._prefix}{len(self.constants)}"
+        self.constants[name] = leaf.tensor if isinstance(leaf, ConstantTensor) else leaf
+        return self._attribute(name)
 
     def _attribute(self, path: str) -> fx.Node:
         if path not in self._attributes:

@@ -8,13 +8,11 @@ the result has no storage either.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -44,14 +42,10 @@ from gpipe_cli.sequential.by_tracing.substitutes import Substitutes
 from gpipe_cli.sequential.by_tracing.tree import located_tensors, map_tree, tensors_in
 from gpipe_cli.sequential.other_generators import generator_states
 from gpipe_cli.sequential.without_storage import meta_like
-from gpipe_cli.torch_internals import module_calls
 from gpipe_cli.torch_internals.module_calls import intercept_calls, without_function_modes
 
 _META = torch.device("meta")
 _OUTPUT_CURE = "a model must return tensors, in tuples, lists and dicts if there are several"
-_NOT_OF_THE_MODEL = tuple(
-    str(Path(file).parent) for file in (torch.__file__, __file__, module_calls.__file__)
-)
 _METADATA = """
     __hash__ __len__ __repr__ data_ptr dim element_size get_device is_complex is_conj is_contiguous is_floating_point
     is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed is_tensor ndimension nelement numel size
@@ -119,6 +113,7 @@ class _Recorder(TorchFunctionMode):
         self._autocast = _autocast_state()
         self._modules = [""]
         self._leaf_depth = 0
+        self._inside: set[int] = set()  # modules and tensors of the leaf that runs
         self._calls: list[Call] = []
         self._values: list[Value] = []
         self._numbers: dict[int, int] = {}
@@ -156,7 +151,7 @@ class _Recorder(TorchFunctionMode):
             module, _, name = path.rpartition(".")
             if tensor not in self._substitutes and self._leaves.outermost(module) is None:
                 raise NotRecordable(
-                    module, None, f"it assigns to its buffer '{name}'; write in place, with {name}.copy_(...)"
+                    module, None, f"it assigns to its '{name}'; write in place, with self.{name}.copy_(...)"
                 )
 
     # What nn.Module.__call__ and torch.autograd.Function.apply do during the run.
@@ -164,6 +159,8 @@ class _Recorder(TorchFunctionMode):
     def call_module(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = self._paths.get(module)
         if self._leaf_depth:
+            if path is not None and id(module) not in self._inside:
+                raise self._reaches_outside(f"'{path}'")
             return call(module, *args, **kwargs)
         if path is None:
             if any(
@@ -185,6 +182,7 @@ class _Recorder(TorchFunctionMode):
         with without_function_modes():
             before = Versions((args, kwargs))
         self._leaf_depth += 1
+        self._inside = {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
         output = self._call_leaf(call, module, args, kwargs)
         self._leaf_depth -= 1
         self._modules.pop()
@@ -194,7 +192,9 @@ class _Recorder(TorchFunctionMode):
 
     def apply_function(self, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._leaf_depth:
-            raise self._not_recordable("a torch.autograd.Function has a backward of its own")
+            raise self._not_recordable(
+                "it calls a torch.autograd.Function, whose backward no recording repeats; call it in a submodule"
+            )
         args, kwargs = self._substitutes.within((args, kwargs))
         return apply(*args, **kwargs)
 
@@ -203,11 +203,13 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         """Call a leaf without storage; if its forward needs values, with copies of the model's tensors."""
         try:
+            if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+                raise TypeError("scripted code takes no substitutes")
             key = self._results.module_key(module)
             if key is None or not any(True for _ in module.parameters()):
                 return call(module, *args, **kwargs)
             return self._results.call(partial(call, module), args, kwargs, key)
-        except (RuntimeError, NotImplementedError) as error:
+        except (RuntimeError, TypeError) as error:
             real_args, real_kwargs = map_tree(_with_values, (args, kwargs))
             try:
                 with self._substitutes.with_values(module):
@@ -223,6 +225,8 @@ class _Recorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if self._leaf_depth:
+            self._check_inside(tensors_in((args, kwargs)))
         args, named = self._substitutes.within((tuple(args), dict(kwargs or {})))
         attribute = _attribute_of(func)
         if attribute == "device" and args[0].is_meta:
@@ -239,11 +243,9 @@ class _Recorder(TorchFunctionMode):
         copies = Versions([self._copies.get(id(tensor), tensor) for tensor in before.tensors])
         try:
             output = self._execute(func, args, named)
-        except (RuntimeError, NotImplementedError) as error:
-            if not any(tensor.is_meta for tensor in before.tensors):
+        except (RuntimeError, TypeError) as error:
+            if not any(tensor.is_meta for tensor in before.tensors) or not _needs_values(func, args, named):
                 raise
-            # Either the function needs values, or it does not accept these shapes. The module that calls it will tell,
-            # when it runs whole.
             raise self._not_recordable(
                 f"it needs the values of tensors that the model computes ({error})"
             ) from error
@@ -305,7 +307,12 @@ class _Recorder(TorchFunctionMode):
         if not grad and (is_module or written):
             raise self._not_recordable("it calls modules, or writes in place, with gradients disabled")
         call = Call(
-            target, self._replace((args, kwargs)), tuple(self._modules), self._line(), grad, len(self._values)
+            target,
+            self._replace((args, kwargs)),
+            tuple(self._modules),
+            SourceLine.running(),
+            grad,
+            len(self._values),
         )
         call.writes = bool(written)
         depends_on = self._dependencies(tensors)
@@ -344,6 +351,10 @@ class _Recorder(TorchFunctionMode):
             return self._reference(leaf) or self._constant(leaf)
         if isinstance(leaf, torch.dtype):
             return ReadDtype(leaf, self._dtype_reads.get(leaf))
+        if isinstance(leaf, torch.Generator):
+            raise self._not_recordable(
+                "it draws from a generator of its own, which recomputation would not repeat; draw from torch's"
+            )
         return Device() if isinstance(leaf, torch.device) else leaf
 
     def _constant(self, tensor: Tensor) -> ConstantTensor:
@@ -381,15 +392,29 @@ class _Recorder(TorchFunctionMode):
             raise self._not_recordable("it asks whether a computed tensor requires gradients")
         return tensor.requires_grad
 
-    def _line(self) -> SourceLine:
-        """The innermost line that is neither torch's nor this file's."""
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_OF_THE_MODEL):
-            frame = frame.f_back
-        return SourceLine(frame.f_code.co_filename, frame.f_lineno)
+    def _check_inside(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor in self._substitutes and id(tensor) not in self._inside:
+                raise self._reaches_outside(f"'{self._attributes[id(self._substitutes.of(tensor))]}'")
+
+    def _reaches_outside(self, name: str) -> NotRecordable:
+        leaf, caller = self._modules[-1], self._modules[-2]
+        reason = f"'{leaf}' stays whole and uses {name}, which is not in it and may be in another layer"
+        return NotRecordable(caller, SourceLine.running(), reason)
 
     def _not_recordable(self, reason: str) -> NotRecordable:
-        return NotRecordable(self._modules[-1], self._line(), reason.partition("\n")[0])
+        return NotRecordable(self._modules[-1], SourceLine.running(), reason.partition("\n")[0])
+
+
+def _needs_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function that failed without storage works with it; otherwise it does not accept such arguments."""
+    real_args, real_kwargs = map_tree(_with_values, (args, kwargs))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            func(*real_args, **real_kwargs)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def _attribute_of(func: Callable[..., Any]) -> str | None:

@@ -6,14 +6,19 @@ Tensors appear as references, so that recordings of different runs can be compar
 from __future__ import annotations
 
 import linecache
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from inspect import unwrap
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from gpipe_cli.pytree import Template
+from gpipe_cli.torch_internals import module_calls
 
 Target: TypeAlias = str | Callable[..., Any]
 """The path of a module, or a torch function."""
@@ -23,6 +28,10 @@ _NAMES = """
     multinomial normal poisson rand rand_like randint randint_like randn randn_like randperm rrelu
 """
 _RANDOM = frozenset(_NAMES.split())
+
+_NOT_OF_THE_MODEL = tuple(
+    str(Path(file).parent) for file in (torch.__file__, __file__, module_calls.__file__)
+)
 
 
 @final
@@ -35,6 +44,26 @@ class SourceLine:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.number} `{linecache.getline(self.file, self.number).strip()}`"
+
+    @staticmethod
+    def running() -> SourceLine:
+        """The innermost line that runs now and is neither torch's nor the tracer's."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_OF_THE_MODEL):
+            frame = frame.f_back
+        return SourceLine(frame.f_code.co_filename, frame.f_lineno)
+
+    @staticmethod
+    def raising(error: BaseException) -> SourceLine | None:
+        """The innermost such line that an error comes from."""
+        frames = walk_tb(error.__traceback__)
+        lines = [SourceLine(frame.f_code.co_filename, number) for frame, number in frames]
+        return next((line for line in reversed(lines) if not line.file.startswith(_NOT_OF_THE_MODEL)), None)
+
+    @staticmethod
+    def defining(method: Callable[..., Any]) -> SourceLine | None:
+        code = getattr(unwrap(method), "__code__", None)
+        return None if code is None else SourceLine(code.co_filename, code.co_firstlineno)
 
 
 @final

@@ -10,7 +10,7 @@ A module that does not agree with this stays whole, if enough of the model is le
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any, final
@@ -20,11 +20,11 @@ from torch import nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.sequential.by_tracing.generalize import Program, Setting, check, check_modules, generalize
-from gpipe_cli.sequential.by_tracing.leaves import Leaves
+from gpipe_cli.sequential.by_tracing.leaves import Leaves, remedy
 from gpipe_cli.sequential.by_tracing.meta_results import MetaResults
 from gpipe_cli.sequential.by_tracing.recorder import record
-from gpipe_cli.sequential.by_tracing.recording import NotRecordable, Recording
-from gpipe_cli.sequential.by_tracing.sample import InputCheck, Range, Sample, Size
+from gpipe_cli.sequential.by_tracing.recording import NotRecordable, Recording, SourceLine
+from gpipe_cli.sequential.by_tracing.sample import InputCheck, Inputs, Range, Sample, Size, shapes_of
 from gpipe_cli.sequential.by_tracing.substitutes import Substitutes
 
 _BATCHES = (2, 3)
@@ -47,6 +47,8 @@ class Trace:
         self._recordings: dict[tuple[Any, ...], Recording] = {}
         self.ranges: dict[Size, Range] = {}
         self._lowest: dict[Size, int] = {}
+        self._disagreement: NotRecordable | None = None
+        """The last thing that the model did differently at another size."""
         self.programs: dict[bool, Program] = {}
         """By mode; the same object for both if they differ in a few arguments only."""
         # Random numbers differ between the recordings, but those of the caller go on as if there had been none.
@@ -97,7 +99,9 @@ class Trace:
         batch, *others = self._sample.sizes
         pairs: dict[Size, tuple[int, int]] = {batch: _BATCHES}
         # First of all: an input that the model does not accept is the first error.
-        self._record(Setting(True, {batch: _BATCHES[0]}), is_first=True)
+        first = Setting(True, {batch: _BATCHES[0]})
+        self._record(first)
+        self._check_side_effects(first)
         self.ranges = {size: Range(size.given, size.given) for size in others}
         for size in others:
             other = size.given - 1 if size.given > _SHORT else size.given + 1
@@ -112,7 +116,7 @@ class Trace:
         for size, numbers in pairs.items():
             self.ranges[size] = self._range(size, numbers, given)
         if not any(self._agrees({**given, batch: rows}) for rows in (1, _BATCHES[1] + 2)):
-            raise NotRecordable("", None, "it does something else for other batch sizes")
+            raise self._disagreement or NotRecordable("", None, "it accepts no other batch size")
 
     def _program_for(self, batch: Size, size: Size, other: int) -> Program | None:
         """A program in which a size varies; None if the model does something else when it changes."""
@@ -186,48 +190,82 @@ class Trace:
             try:
                 recording = self._record(setting)
                 (check_modules if only_modules else check)(program, setting, recording)
-            except NotRecordable:
+            except NotRecordable as error:
+                self._disagreement = error
                 return False
             except Exception:  # noqa: BLE001 - the model's own code refuses the size, in whatever way it likes
                 continue
             accepted += 1
         return accepted > 0
 
-    def _record(self, setting: Setting, *, is_first: bool = False) -> Recording:
+    def _check_side_effects(self, setting: Setting) -> None:
+        """Refuse a module that counts or collects something in Python: layers repeat what torch does, and no more.
+
+        What a first call stores and a second one keeps is a cache, which layers do without.
+        """
+        states = []
+        with attributes_restored(self._model):
+            for _ in range(2):
+                with suppress(
+                    NotRecordable
+                ):  # the second call may use a tensor that the first one has cached
+                    self._run(setting)
+                states.append(self._python_state())
+        for (path, name), value in states[1].items():
+            if states[0].get((path, name), value) != value:
+                raise NotRecordable(
+                    path,
+                    None,
+                    f"every call changes its attribute '{name}', which layers do not repeat; keep such a state in a "
+                    "buffer, and write it in place",
+                )
+
+    def _python_state(self) -> dict[tuple[str, str], Any]:
+        """The numbers and texts in attributes of modules that do not stay whole, and the lengths of containers."""
+        return {
+            (path, name): value if isinstance(value, int | float | str) else len(value)
+            for path, module in self._model.named_modules()
+            if self._leaves.outermost(path) is None
+            for name, value in vars(module).items()
+            if isinstance(value, int | float | str | list | dict | set)
+        }
+
+    def _record(self, setting: Setting) -> Recording:
         sizes = {size: number for size, number in setting.sizes.items() if number != size.given}
         key = (setting.training, setting.other_dtype, *sizes.items())
         if key not in self._recordings:
-            inputs = self._sample.resized(setting.sizes, setting.other_dtype)
-            substitutes = self._substitutes[setting.other_dtype]
-            try:
-                with attributes_restored(self._model):
-                    self._recordings[key] = record(
-                        self._model.train(setting.training), substitutes, self._leaves, inputs, self._results
-                    )
-            except (NotRecordable, ConfigError):
-                raise
-            except Exception as error:
-                if not is_first:
-                    raise
-                raise ConfigError(self._input_error(error)) from error
+            with attributes_restored(self._model):
+                self._recordings[key] = self._run(setting)
         return self._recordings[key]
 
-    def _input_error(self, error: Exception) -> str:
+    def _run(self, setting: Setting) -> Recording:
+        inputs = self._sample.resized(setting.sizes, setting.other_dtype)
+        substitutes = self._substitutes[setting.other_dtype]
+        model = self._model.train(setting.training)
+        try:
+            return record(model, substitutes, self._leaves, inputs, self._results)
+        except (NotRecordable, ConfigError):
+            raise
+        except Exception as error:
+            raise ConfigError(self._input_error(error, inputs, setting.training)) from error
+
+    def _input_error(self, error: Exception, inputs: Inputs, training: bool) -> str:
         path = next(iter(getattr(error, "__notes__", ())), "")
         where = f"'{path}'" if path else type(self._model).__name__
         reason = str(error).partition("\n")[0] or type(error).__name__
-        return f"{where} does not accept an input of shape {self._sample.shapes}: {reason}"
+        mode = "training" if training else "evaluation"
+        shapes = shapes_of(inputs.tensors.values())
+        return (
+            f"{where} does not accept an input of shape {shapes} in {mode}: {SourceLine.raising(error)}: {reason}; "
+            "it must accept any number of samples, in training and in evaluation"
+        )
 
     def _refusal(self, error: NotRecordable) -> str:
         module = self._model.get_submodule(error.path)
         subject = f"'{error.path}' ({type(module).__name__})" if error.path else type(module).__name__
-        cure = (
-            f"mark it as a leaf with model.leaves=[{error.path}], or give model.layers"
-            if error.path
-            else "give model.layers"
-        )
-        line = "" if error.line is None else f"{error.line}: "
-        return f"{subject} cannot be traced: {line}{error.reason}; {cure}"
+        line = error.line or SourceLine.defining(type(module).forward)
+        where = "" if line is None else f"{line}: "
+        return f"{subject} cannot be traced: {where}{error.reason}; {remedy(self._model, error.path)}"
 
 
 @contextmanager

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pytree import flatten, unflatten
 from gpipe_cli.sequential.by_tracing.graph import DecisionChanged
-from gpipe_cli.sequential.by_tracing.sample import Inputs, Sample, Size
+from gpipe_cli.sequential.by_tracing.leaves import remedy
+from gpipe_cli.sequential.by_tracing.recording import SourceLine
+from gpipe_cli.sequential.by_tracing.sample import Inputs, Sample, Size, shapes_of
 from gpipe_cli.sequential.by_tracing.trace import attributes_restored, caches_disabled, modes_restored
 from gpipe_cli.sequential.sequence import Sequence
 
@@ -31,9 +33,11 @@ def check_modes(sequence: Sequence, model: nn.Module) -> None:
             sequence.train(training)
             for path, part in model.named_modules():
                 if part.training != wanted[path]:
+                    owner = next((m for m in model.modules() if type(m).train is not nn.Module.train), model)
                     raise ConfigError(
-                        f"{type(model).__name__} cannot be traced: train({training}) leaves '{path}' in another mode, "
-                        "and layers do not call it; override train() in that module, or give model.layers"
+                        f"{type(model).__name__} cannot be traced: {SourceLine.defining(type(owner).train)}: "
+                        f"train({training}) leaves '{path}' in another mode, and layers do not call it; override "
+                        f"train() in that module, or {remedy(model, path)}"
                     )
 
 
@@ -83,13 +87,15 @@ def _compare(sequence: Sequence, model: nn.Module, inputs: Inputs, sample: Sampl
     if _equal(expected, actual):
         return
     mode = "training" if model.training else "evaluation"
-    shapes = " and ".join("x".join(map(str, tensor.shape)) for tensor in inputs.tensors.values())
+    shapes = shapes_of(inputs.tensors.values())
     pairs = zip(expected_outputs, actual_outputs, strict=False)
     differing = next((path for (path, left), (_, right) in pairs if not _equal(left, right)), None)
     where = "" if differing is None else f", first in '{differing}'"
+    around = "" if differing is None else differing.rpartition(".")[0]
+    line = SourceLine.defining(type(model.get_submodule(around)).forward)
     raise ConfigError(
-        f"{type(model).__name__} cannot be traced: for an input of shape {shapes} the traced layers return something "
-        f"else than the model in {mode}{where}; keep the module around it whole with model.leaves, or give model.layers"
+        f"{type(model).__name__} cannot be traced: {line}: for an input of shape {shapes} the traced layers return "
+        f"something else than the model in {mode}{where}; {remedy(model, around)}"
     )
 
 
@@ -101,7 +107,7 @@ def _run(
     handles = [
         part.register_forward_hook(lambda _module, _args, output, path=path: outputs.append((path, output)))
         for path, part in model.named_modules()
-        if next(part.children(), None) is None
+        if next(part.children(), None) is None and not isinstance(part, torch.jit.ScriptModule)
     ]
     try:
         with _same_random_numbers(), _buffers_restored(model):
