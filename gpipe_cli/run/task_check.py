@@ -15,7 +15,8 @@ from gpipe_cli.config.schema import CostConfig, EvalConfig, ModelConfig
 from gpipe_cli.errors import ConfigError, DataError
 from gpipe_cli.losses.measures import main_scores, predicts_numbers
 from gpipe_cli.losses.token_cross_entropy import TokenCrossEntropy
-from gpipe_cli.pipeline.layer_check import LayerMisfit, check_first_layer, output_without_storage
+from gpipe_cli.pipeline.layer_check import LayerMisfit, check_first_layer, output_without_storage, run_copy
+from gpipe_cli.profiling.layers import has_values
 from gpipe_cli.pytree import ModelInput, flatten, map_tensors
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.training_step import make_loss
@@ -106,7 +107,10 @@ def _output(settings: ModelConfig, model: nn.Sequential, input: ModelInput) -> A
             raise ConfigError(
                 f"model: {misfit}; {cure}choose data and a model that fit each other"
             ) from misfit
-        return None
+        try:  # with values, which a layer of yours may need
+            return original_output(model, run_copy(model, input)) if has_values(model) else None
+        except LayerMisfit:
+            return None
 
 
 def _accepts(model: nn.Sequential, input: ModelInput) -> bool:

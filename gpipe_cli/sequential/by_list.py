@@ -16,13 +16,16 @@ from difflib import get_close_matches
 from itertools import chain, pairwise
 from typing import Any, Literal, TypeAlias, TypeVar, final, overload
 
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.sequential.sequence import Sequence
 
 Item: TypeAlias = str | nn.Module | Callable[..., Any]
 """A submodule's dotted name, a module, or a function of the previous layer's output."""
+
+_MAX_NAMES = 10
+"""In a message."""
 
 Layers = TypeVar("Layers", bound=SequenceOf[Any] | nn.Sequential)
 
@@ -51,19 +54,24 @@ class _Layer:
 
 @overload
 def flatten_model(
-    model: nn.Module, layer_list: Iterable[Item], return_list: Literal[False] = False
+    model: nn.Module,
+    layer_list: Iterable[Item],
+    return_list: Literal[False] = False,
+    *,
+    allow_unused: bool = False,
 ) -> Sequence: ...
 @overload
 def flatten_model(
-    model: nn.Module, layer_list: Iterable[Item], return_list: Literal[True]
+    model: nn.Module, layer_list: Iterable[Item], return_list: Literal[True], *, allow_unused: bool = False
 ) -> list[nn.Module]: ...
 def flatten_model(
-    model: nn.Module, layer_list: Iterable[Item], return_list: bool = False
+    model: nn.Module, layer_list: Iterable[Item], return_list: bool = False, *, allow_unused: bool = False
 ) -> Sequence | list[nn.Module]:
     """Return the layers named in `layer_list` as a Sequence, or as a plain list.
 
-    Every nn.Sequential and nn.ModuleList among them is replaced by its members. Parts of the model that are not
-    listed are not in the result.
+    Every nn.Sequential and nn.ModuleList among them is replaced by its members.
+
+    allow_unused: whether the layers may leave out parameters and buffers of the model, which are then not trained.
     """
     paths = {module: path for path, module in model.named_modules()}
     listed = [
@@ -72,6 +80,8 @@ def flatten_model(
         for layer in _expanded(_layer(model, paths, item, position))
     ]
     layers = _distinct(listed)
+    if not allow_unused:
+        _check_complete(model, layers)
     if return_list:
         return [layer.module for layer in layers]
     sequence = Sequence([layer.module for layer in layers], paths=[layer.path for layer in layers])
@@ -151,6 +161,23 @@ def _distinct(layers: list[_Layer]) -> list[_Layer]:
             )
         holders.update(dict.fromkeys(layer.module.modules(), layer.path))
     return distinct
+
+
+def _check_complete(model: nn.Module, layers: list[_Layer]) -> None:
+    held = {id(tensor) for layer in layers for tensor in _tensors(layer.module)}
+    names = chain(model.named_parameters(), model.named_buffers())
+    unused = [name for name, tensor in names if id(tensor) not in held]
+    if unused:
+        more = f" and {len(unused) - _MAX_NAMES} more" if len(unused) > _MAX_NAMES else ""
+        raise ConfigError(
+            f"the layers leave out parameters or buffers of {type(model).__name__}: {', '.join(unused[:_MAX_NAMES])}"
+            f"{more}; list the modules that hold them, or allow it with model.allow_unused=true (allow_unused=True in "
+            "Python)"
+        )
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(), module.buffers())
 
 
 def _tensor_names(module: nn.Module) -> set[str]:

@@ -169,12 +169,13 @@ def _check_alignment(one: Recording, other: Recording) -> None:
         if structure_of(left.result) != structure_of(right.result):
             raise _diverged(left, right)
     if len(one.calls) != len(other.calls) or one.template != other.template:
-        raise NotRecordable("", None, "it returns something else, or calls more functions, at other sizes")
+        reason = "it returns something else, or calls more functions, at other sizes or in other calls"
+        raise NotRecordable("", None, reason)
 
 
 def _diverged(left: Call, right: Call) -> NotRecordable:
     common = [path for path, other in zip(left.modules, right.modules, strict=False) if path == other]
-    reason = f"it goes on differently at other sizes ({_name(left)} became {_name(right)})"
+    reason = f"it does not do the same at every size, or in every call ({_name(left)} became {_name(right)})"
     return NotRecordable(common[-1], left.line, reason)
 
 

@@ -211,7 +211,7 @@ class InputCheck:
                 f"({_listed(self.names)})"
             )
         constants = tuple(plain_values(template))
-        if constants != self.constants:
+        if repr(constants) != repr(self.constants):  # 1, 1.0 and True are equal, but not the same to a model
             raise ValueError(
                 f"the batch has {_listed(constants)} beside its tensors, but the model was traced with "
                 f"{_listed(self.constants)}; trace it with the same"

@@ -255,10 +255,12 @@ class Trace:
         reason = str(error).partition("\n")[0] or type(error).__name__
         mode = "training" if training else "evaluation"
         shapes = shapes_of(inputs.tensors.values())
-        return (
-            f"{where} does not accept an input of shape {shapes} in {mode}: {SourceLine.raising(error)}: {reason}; "
-            "it must accept any number of samples, in training and in evaluation"
-        )
+        cure = "it must accept any number of samples, in training and in evaluation"
+        lacks_padding = getattr(getattr(self._model, "config", None), "pad_token_id", 0) is None
+        if lacks_padding and "padding token" in reason:
+            cure = "set pad_token_id in the model's configuration (config.json), to the token that your data pads with"
+        line = SourceLine.raising(error)
+        return f"{where} does not accept an input of shape {shapes} in {mode}: {line}: {reason}; {cure}"
 
     def _refusal(self, error: NotRecordable) -> str:
         module = self._model.get_submodule(error.path)

@@ -79,15 +79,20 @@ def _have_values(model: nn.Module, sample: Sample) -> bool:
 
 
 def _compare(sequence: Sequence, model: nn.Module, inputs: Inputs, sample: Sample) -> None:
-    expected, expected_outputs = _run(model, model, *_copied((inputs.args, inputs.kwargs)))
+    mode = "training" if model.training else "evaluation"
+    shapes = shapes_of(inputs.tensors.values())
     try:
+        expected, expected_outputs = _run(model, model, *_copied((inputs.args, inputs.kwargs)))
         actual, actual_outputs = _run(sequence, model, *_copied(((sample.value_of(inputs),), {})))
     except DecisionChanged as error:
         raise ConfigError(f"{type(model).__name__} cannot be traced: {error}") from error
+    except Exception as error:  # the model's own code may raise anything
+        raise ConfigError(
+            f"{type(model).__name__} cannot be traced: {SourceLine.raising(error)}: for an input of shape {shapes} in "
+            f"{mode} it raises {type(error).__name__}: {error}; {remedy(model, '')}"
+        ) from error
     if _equal(expected, actual):
         return
-    mode = "training" if model.training else "evaluation"
-    shapes = shapes_of(inputs.tensors.values())
     pairs = zip(expected_outputs, actual_outputs, strict=False)
     differing = next((path for (path, left), (_, right) in pairs if not _equal(left, right)), None)
     where = "" if differing is None else f", first in '{differing}'"
