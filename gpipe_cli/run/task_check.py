@@ -108,9 +108,10 @@ def _output(settings: ModelConfig, model: nn.Sequential, input: ModelInput) -> A
                 f"model: {misfit}; {cure}choose data and a model that fit each other"
             ) from misfit
         try:  # with values, which a layer of yours may need
-            return original_output(model, run_copy(model, input)) if has_values(model) else None
+            output = run_copy(model, input) if has_values(model) else None
         except LayerMisfit:
             return None
+        return None if output is None else original_output(model, map_tensors(meta_like, output))
 
 
 def _accepts(model: nn.Sequential, input: ModelInput) -> bool:
