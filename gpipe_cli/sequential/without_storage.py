@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from types import CellType, FunctionType
 from typing import Any, final
 
 import torch
@@ -83,7 +84,30 @@ def clone_with(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Modu
     memo: dict[int, object] = {id(value): value for value in plain}
     for tensor in chain(model.parameters(), model.buffers(), (value for value in plain if value.is_meta)):
         memo[id(tensor)] = replace(tensor)
-    return copy.deepcopy(model, memo)
+    return copy_module(model, memo)
+
+
+def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """copy.deepcopy, which however lets functions in attributes go on to use the modules that were copied."""
+    copied = copy.deepcopy(module, memo)
+    for part in copied.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, FunctionType):
+                vars(part)[name] = _rebound(value, memo)
+    return copied
+
+
+def _rebound(function: FunctionType, memo: Mapping[int, Any]) -> FunctionType:
+    """The function with copies in its closure and defaults, of whatever was copied."""
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    closure = tuple(CellType(memo.get(id(content), content)) for content in cells)
+    defaults = tuple(memo.get(id(default), default) for default in function.__defaults__ or ())
+    bound = FunctionType(
+        function.__code__, function.__globals__, function.__name__, defaults, closure or None
+    )
+    named = function.__kwdefaults__ or {}
+    bound.__kwdefaults__ = {name: memo.get(id(default), default) for name, default in named.items()}
+    return bound
 
 
 def meta_like(tensor: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ Every parameter and buffer of the model ends up in a layer, used or not, so that
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, final
@@ -18,6 +17,7 @@ from gpipe_cli.sequential.by_tracing.layer import TracedLayer, segment_graph
 from gpipe_cli.sequential.by_tracing.leaves import Leaves
 from gpipe_cli.sequential.by_tracing.routes import Segment
 from gpipe_cli.sequential.by_tracing.sample import InputCheck
+from gpipe_cli.sequential.without_storage import copy_module
 from gpipe_cli.skip.namespace import Namespace
 from gpipe_cli.torch_internals.state_version import adopt_version
 
@@ -116,7 +116,7 @@ class _Placer:
         # the pipeline writes aliases of shared parameters into the partition's own modules.
         if any(self._layer_of.setdefault(part, layer) is not layer for part in module.modules()):
             tensors = [*module.parameters(), *module.buffers()]
-            module = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+            module = copy_module(module, {id(tensor): tensor for tensor in tensors})
         container.add_module(name, module)
 
     def place_attribute(self, layer: nn.Module, path: str) -> None:

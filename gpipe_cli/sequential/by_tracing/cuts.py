@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import accumulate, groupby, pairwise
 from operator import attrgetter
-from types import FunctionType
 from typing import final
 
 from torch import fx, nn
@@ -160,10 +159,7 @@ def _signature(flow: Dataflow, step: fx.Node) -> tuple[str, str, str]:
 def _buffer_obstacles(
     flows: Sequence[Dataflow], candidates: Sequence[tuple[int, ...]], model: nn.Module
 ) -> dict[int, str]:
-    """Rule out cuts between two calls of a module with buffers: two layers would update the same buffers.
-
-    Nor may two layers have a module with functions in its attributes: those of a copy would call the original.
-    """
+    """Rule out cuts between two calls of a module with buffers: two layers would update the same buffers."""
     calls: dict[str, list[int]] = defaultdict(list)  # for each module the candidates before its calls
     for flow, positions in zip(flows, zip(*candidates, strict=True), strict=True):
         for index, step in enumerate(flow.steps):
@@ -172,15 +168,8 @@ def _buffer_obstacles(
     obstacles: dict[int, str] = {}
     for path, indices in calls.items():
         first, last = min(indices), max(indices)
-        module = model.get_submodule(path)
-        functions = (
-            value
-            for part in module.modules()
-            for value in vars(part).values()
-            if isinstance(value, FunctionType)
-        )
-        if first < last and (next(module.buffers(), None) is not None or any(functions)):
-            reason = f"'{path}', which has buffers or functions of its own, is used on both sides"
+        if first < last and next(model.get_submodule(path).buffers(), None) is not None:
+            reason = f"'{path}', which has buffers, is used on both sides"
             obstacles |= dict.fromkeys(range(first, last), reason)
     return obstacles
 
