@@ -332,8 +332,8 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
     (
         f"train {BROKEN}.fails_in_evaluation",
         2,
-        'broken_models.py:70 `raise ValueError("trains only")`: trains only; it must accept any number of samples, in '
-        "training and in evaluation",
+        'broken_models.py:70 `raise ValueError("trains only")`: trains only; choose data that fits the model, which '
+        "must accept any number of samples in training and evaluation",
     ),
     (f"train {BROKEN}.traceable model.layers=[stem,gaet]", 2, "has no submodule 'gaet'; close names: gate"),
     (f"train {BROKEN}.traceable model.leaves=[gaet]", 2, "no submodule or class 'gaet'; close names: gate"),

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias, TypeVar, final, overload
 
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.sequential.sequence import Sequence
+from gpipe_cli.sequential.sequence import Sequence, named_tensors
 
 Item: TypeAlias = str | nn.Module | Callable[..., Any]
 """A submodule's dotted name, a module, or a function of the previous layer's output."""
@@ -85,7 +85,8 @@ def flatten_model(
     if return_list:
         return [layer.module for layer in layers]
     sequence = Sequence([layer.module for layer in layers], paths=[layer.path for layer in layers])
-    is_whole = _tensor_names(sequence) == _tensor_names(model)
+    names = {sequence.original_key(key) for key, _ in named_tensors(sequence)}
+    is_whole = names == {name for name, _ in named_tensors(model)}
     return Sequence(sequence, paths=sequence.paths, original=model) if is_whole else sequence
 
 
@@ -152,7 +153,7 @@ def _distinct(layers: list[_Layer]) -> list[_Layer]:
         shared = next((module for module in layer.module.modules() if module in holders), None)
         if shared is None:
             distinct.append(layer)
-        elif shared is layer.module and not _tensor_names(layer.module):
+        elif shared is layer.module and not [*named_tensors(layer.module)]:
             distinct.append(_Layer(layer.path, copy.deepcopy(layer.module)))
         else:
             raise ConfigError(
@@ -164,9 +165,8 @@ def _distinct(layers: list[_Layer]) -> list[_Layer]:
 
 
 def _check_complete(model: nn.Module, layers: list[_Layer]) -> None:
-    held = {id(tensor) for layer in layers for tensor in _tensors(layer.module)}
-    names = chain(model.named_parameters(), model.named_buffers())
-    unused = [name for name, tensor in names if id(tensor) not in held]
+    held = {id(tensor) for layer in layers for _, tensor in named_tensors(layer.module)}
+    unused = [name for name, tensor in named_tensors(model) if id(tensor) not in held]
     if unused:
         more = f" and {len(unused) - _MAX_NAMES} more" if len(unused) > _MAX_NAMES else ""
         raise ConfigError(
@@ -174,14 +174,3 @@ def _check_complete(model: nn.Module, layers: list[_Layer]) -> None:
             f"{more}; list the modules that hold them, or allow it with model.allow_unused=true (allow_unused=True in "
             "Python)"
         )
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    return chain(module.parameters(), module.buffers())
-
-
-def _tensor_names(module: nn.Module) -> set[str]:
-    members = chain(
-        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-    )
-    return {name for name, _ in members}

@@ -5,18 +5,17 @@ Every parameter and buffer of the model ends up in a layer, used or not, so that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
 
 from gpipe_cli.pytree import SINGLE
 from gpipe_cli.sequential.by_tracing.cuts import attribute_paths
-from gpipe_cli.sequential.by_tracing.layer import TracedLayer, segment_graph
+from gpipe_cli.sequential.by_tracing.layer import Segment, TracedLayer, segment_graph
 from gpipe_cli.sequential.by_tracing.leaves import Leaves
-from gpipe_cli.sequential.by_tracing.routes import Segment
 from gpipe_cli.sequential.by_tracing.sample import InputCheck
+from gpipe_cli.sequential.sequence import named_tensors
 from gpipe_cli.sequential.without_storage import copy_module
 from gpipe_cli.skip.namespace import Namespace
 from gpipe_cli.torch_internals.state_version import adopt_version
@@ -63,9 +62,9 @@ def _fill_layer(placer: _Placer, segments: Sequence[Segment], training: bool) ->
 
 def _place_unused(placer: _Placer, model: nn.Module, leaves: Leaves, layers: Sequence[TracedLayer]) -> None:
     """Place tensors that are never used, and the second names of those that are."""
-    layer_of = {name: layer for layer in layers for name, _ in _named_tensors(layer)}
-    layer_of_tensor = {id(tensor): layer for layer in layers for _, tensor in _named_tensors(layer)}
-    for name, tensor in _named_tensors(model):
+    layer_of = {name: layer for layer in layers for name, _ in named_tensors(layer)}
+    layer_of_tensor = {id(tensor): layer for layer in layers for _, tensor in named_tensors(layer)}
+    for name, tensor in named_tensors(model):
         if name in layer_of:
             continue
         layer = layer_of_tensor.get(id(tensor)) or _nearest(layer_of, name) or layers[0]
@@ -73,7 +72,7 @@ def _place_unused(placer: _Placer, model: nn.Module, leaves: Leaves, layers: Seq
         if leaf is not None:
             placer.place_module(layer, leaf)
         placer.place_attribute(layer, name)
-        layer_of |= {placed: layer for placed, _ in _named_tensors(layer)}
+        layer_of |= {placed: layer for placed, _ in named_tensors(layer)}
 
 
 def _nearest(layer_of: dict[str, TracedLayer], name: str) -> TracedLayer | None:
@@ -83,12 +82,6 @@ def _nearest(layer_of: dict[str, TracedLayer], name: str) -> TracedLayer | None:
             if placed.startswith(f"{name}."):
                 return layer
     return None
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return chain(
-        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-    )
 
 
 @final

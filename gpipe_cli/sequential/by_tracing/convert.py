@@ -19,8 +19,8 @@ from gpipe_cli.pytree import ModelInput
 from gpipe_cli.sequential.by_tracing.build import build_layers
 from gpipe_cli.sequential.by_tracing.cuts import CutPoint, Dataflow, choose_cuts, cut_points, used_paths
 from gpipe_cli.sequential.by_tracing.graph import build_graph
+from gpipe_cli.sequential.by_tracing.layer import Segment, segments_of
 from gpipe_cli.sequential.by_tracing.leaves import Leaves, remedy
-from gpipe_cli.sequential.by_tracing.routes import Segment, segments_of
 from gpipe_cli.sequential.by_tracing.sample import Sample
 from gpipe_cli.sequential.by_tracing.trace import Trace
 from gpipe_cli.sequential.by_tracing.verify import check_modes, is_right_at, verify

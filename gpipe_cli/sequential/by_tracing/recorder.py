@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from operator import attrgetter
 from typing import Any, final
 
@@ -22,13 +21,15 @@ from torch.overrides import TorchFunctionMode
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pytree import flatten
 from gpipe_cli.sequential.by_tracing.leaves import Leaves
-from gpipe_cli.sequential.by_tracing.memory_accesses import INPUTS, MemoryAccesses, Versions
-from gpipe_cli.sequential.by_tracing.meta_results import MetaResults
 from gpipe_cli.sequential.by_tracing.recording import (
+    INPUTS,
+    LEAVES_TORCH,
+    SIZED_BY_VALUES,
     Attribute,
     Call,
     ConstantTensor,
     Device,
+    MemoryAccesses,
     NotRecordable,
     ReadDtype,
     Recording,
@@ -36,9 +37,19 @@ from gpipe_cli.sequential.by_tracing.recording import (
     SourceLine,
     Target,
     Value,
+    Versions,
+    attribute_of,
+    is_mask,
+    reads_values,
 )
 from gpipe_cli.sequential.by_tracing.sample import Inputs
-from gpipe_cli.sequential.by_tracing.substitutes import Substitutes
+from gpipe_cli.sequential.by_tracing.substitutes import (
+    MetaResults,
+    Substitutes,
+    needs_values,
+    with_values,
+    without_values,
+)
 from gpipe_cli.sequential.by_tracing.tree import located_tensors, map_tree, tensors_in
 from gpipe_cli.sequential.other_generators import generator_states
 from gpipe_cli.sequential.without_storage import meta_like
@@ -46,24 +57,6 @@ from gpipe_cli.torch_internals.module_calls import intercept_calls, without_func
 
 _META = torch.device("meta")
 _OUTPUT_CURE = "a model must return tensors, in tuples, lists and dicts if there are several"
-_METADATA = """
-    __hash__ __len__ __repr__ data_ptr dim element_size get_device is_complex is_conj is_contiguous is_floating_point
-    is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed is_tensor ndimension nelement numel size
-    storage_offset stride
-"""
-_READS_NO_VALUES = frozenset(_METADATA.split())
-"""Functions of tensors that return numbers and lists but depend on shapes and types only."""
-
-_LEAVES_TORCH = frozenset({"numpy", "__array__", "__dlpack__"})
-"""Functions of tensors whose results are computed with outside torch, where nothing is recorded."""
-
-
-_SIZED_BY_VALUES = {
-    getattr(namespace, name)
-    for namespace in (torch, torch.Tensor)
-    for name in ("argwhere", "masked_select", "nonzero", "unique", "unique_consecutive")
-}
-"""Functions whose results have as many rows as the values of their input say."""
 
 
 def record(
@@ -163,14 +156,6 @@ class _Recorder(TorchFunctionMode):
                 raise self._reaches_outside(f"'{path}'")
             return call(module, *args, **kwargs)
         if path is None:
-            if any(
-                tensor not in self._substitutes for tensor in chain(module.parameters(), module.buffers())
-            ):
-                raise self._not_recordable(
-                    f"it calls a {type(module).__name__} that is not registered in the model, whose parameters and "
-                    "buffers the model thus lacks; create it in __init__ and keep it in an attribute, an nn.ModuleList "
-                    "or an nn.ModuleDict"
-                )
             return call(module, *args, **kwargs)
         # No finally blocks: after an error the last module says where it happened.
         self._modules.append(path)
@@ -210,13 +195,13 @@ class _Recorder(TorchFunctionMode):
                 return call(module, *args, **kwargs)
             return self._results.call(partial(call, module), args, kwargs, key)
         except (RuntimeError, TypeError) as error:
-            real_args, real_kwargs = map_tree(_with_values, (args, kwargs))
+            real_args, real_kwargs = map_tree(with_values, (args, kwargs))
             try:
                 with self._substitutes.with_values(module):
                     output = call(module, *real_args, **real_kwargs)
-            except Exception as error_with_values:
-                raise error_with_values from error
-            return map_tree(_without_values, output)
+            except Exception as errorwith_values:
+                raise errorwith_values from error
+            return map_tree(without_values, output)
 
     def __torch_function__(
         self,
@@ -228,7 +213,7 @@ class _Recorder(TorchFunctionMode):
         if self._leaf_depth:
             self._check_inside(tensors_in((args, kwargs)))
         args, named = self._substitutes.within((tuple(args), dict(kwargs or {})))
-        attribute = _attribute_of(func)
+        attribute = attribute_of(func)
         if attribute == "device" and args[0].is_meta:
             return self._device
         if self._leaf_depth:
@@ -244,23 +229,23 @@ class _Recorder(TorchFunctionMode):
         try:
             output = self._execute(func, args, named)
         except (RuntimeError, TypeError) as error:
-            if not any(tensor.is_meta for tensor in before.tensors) or not _needs_values(func, args, named):
+            if not any(tensor.is_meta for tensor in before.tensors) or not needs_values(func, args, named):
                 raise
             raise self._not_recordable(
                 f"it needs the values of tensors that the model computes ({error})"
             ) from error
         written = before.written() or [before.tensors[index] for index in copies.changed()]
         has_tensors = bool(tensors_in(output))
-        depends_on_values = attribute is None and _reads_values(func, output)
+        depends_on_values = attribute is None and reads_values(func, output)
         if args and id(args[0]) in self._sized_by_values:
             depends_on_values |= attribute == "shape" or func.__name__ in ("size", "numel", "__len__")
-        if func in _SIZED_BY_VALUES or (func is torch.Tensor.__getitem__ and _is_mask(args[1])):
+        if func in SIZED_BY_VALUES or (func is torch.Tensor.__getitem__ and is_mask(args[1])):
             self._sized_by_values.update(map(id, tensors_in(output)))
         if attribute is not None:
             func, args = getattr, (args[0], attribute)
         if has_tensors or written:
             self._add_call(func, args, named, output, before.tensors, written)
-        elif func.__name__ in _LEAVES_TORCH and self._dependencies(before.tensors):
+        elif func.__name__ in LEAVES_TORCH and self._dependencies(before.tensors):
             raise self._not_recordable("it computes with values of tensors outside torch")
         elif before.tensors and depends_on_values:
             self._add_call(func, args, named, output, before.tensors, [])
@@ -277,9 +262,9 @@ class _Recorder(TorchFunctionMode):
                 return self._copy_of(argument)
             return _META if isinstance(argument, torch.device) else argument
 
-        if func is torch.Tensor.__getitem__ and args[0].is_meta and _is_mask(args[1]):
+        if func is torch.Tensor.__getitem__ and args[0].is_meta and is_mask(args[1]):
             # The size of the result depends on the values of the mask, which are known.
-            return _without_values(_with_values(args[0])[args[1]])
+            return without_values(with_values(args[0])[args[1]])
         meta_args, meta_kwargs = map_tree(without_values, (tuple(args), kwargs))
         return self._results.call(func, meta_args, meta_kwargs)
 
@@ -365,8 +350,8 @@ class _Recorder(TorchFunctionMode):
             )
         if tensor.requires_grad:
             raise self._not_recordable(
-                "it uses a tensor that requires gradients but is not a parameter of the model; create it in __init__ "
-                "as an nn.Parameter, in an attribute or an nn.ParameterList"
+                "it uses a parameter, or a module with parameters, that is not registered in the model; create it in "
+                "__init__ and keep it in an attribute, an nn.ModuleList or an nn.ParameterList"
             )
         # A frozen nn.Parameter would become a parameter of the layer that holds it.
         return ConstantTensor(tensor.detach() if isinstance(tensor, nn.Parameter) else tensor)
@@ -406,45 +391,5 @@ class _Recorder(TorchFunctionMode):
         return NotRecordable(self._modules[-1], SourceLine.running(), reason.partition("\n")[0])
 
 
-def _needs_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a function that failed without storage works with it; otherwise it does not accept such arguments."""
-    real_args, real_kwargs = map_tree(_with_values, (args, kwargs))
-    try:
-        with torch.random.fork_rng(devices=[]):
-            func(*real_args, **real_kwargs)
-    except (RuntimeError, TypeError):
-        return False
-    return True
-
-
-def _attribute_of(func: Callable[..., Any]) -> str | None:
-    """The name of the tensor attribute that a function reads, such as "shape"; None for other functions."""
-    descriptor = getattr(func, "__self__", None)
-    return descriptor.__name__ if func.__name__ == "__get__" and descriptor is not None else None
-
-
-def _reads_values(func: Callable[..., Any], output: Any) -> bool:
-    return isinstance(output, bool | int | float | complex | list) and func.__name__ not in _READS_NO_VALUES
-
-
-def _is_mask(index: Any) -> bool:
-    tensors = tensors_in(index)
-    return any(tensor.dtype == torch.bool for tensor in tensors) and not any(
-        tensor.is_meta for tensor in tensors
-    )
-
-
 def _autocast_state() -> tuple[bool, ...]:
     return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda", "xpu"))
-
-
-def _with_values(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or not leaf.is_meta:
-        return leaf
-    return torch.ones(leaf.shape, dtype=leaf.dtype)
-
-
-def _without_values(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_like(leaf, device="meta", requires_grad=False)

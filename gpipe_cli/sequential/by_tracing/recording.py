@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import linecache
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from inspect import unwrap
 from pathlib import Path
@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from gpipe_cli.pytree import Template
+from gpipe_cli.sequential.by_tracing.tree import tensors_in
 from gpipe_cli.torch_internals import module_calls
+from gpipe_cli.torch_internals.tensor_memory import storage_of, version_of
 
 Target: TypeAlias = str | Callable[..., Any]
 """The path of a module, or a torch function."""
@@ -28,6 +30,25 @@ _NAMES = """
     multinomial normal poisson rand rand_like randint randint_like randn randn_like randperm rrelu
 """
 _RANDOM = frozenset(_NAMES.split())
+
+_METADATA = """
+    __hash__ __len__ __repr__ data_ptr dim element_size get_device is_complex is_conj is_contiguous is_floating_point
+    is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed is_tensor ndimension nelement numel size
+    storage_offset stride
+"""
+_READS_NO_VALUES = frozenset(_METADATA.split())
+"""Functions of tensors that return numbers and lists but depend on shapes and types only."""
+
+LEAVES_TORCH = frozenset({"numpy", "__array__", "__dlpack__"})
+"""Functions of tensors whose results are computed with outside torch, where nothing is recorded."""
+
+
+SIZED_BY_VALUES = {
+    getattr(namespace, name)
+    for namespace in (torch, torch.Tensor)
+    for name in ("argwhere", "masked_select", "nonzero", "unique", "unique_consecutive")
+}
+"""Functions whose results have as many rows as the values of their input say."""
 
 _NOT_OF_THE_MODEL = tuple(
     str(Path(file).parent) for file in (torch.__file__, __file__, module_calls.__file__)
@@ -194,3 +215,82 @@ class Recording:
     template: Template
     """Builds what the model returned from them."""
     spans: list[WriteSpan]
+
+
+INPUTS = -1
+"""The number that stands for a call that made the inputs."""
+
+
+@final
+class MemoryAccesses:
+    """Storages are told apart by address, so the caller keeps every tensor alive."""
+
+    def __init__(self) -> None:
+        self._copied: dict[int, int] = {}
+        self._created: dict[int, int] = {}
+        self._used: dict[int, list[int]] = {}
+        self._written: dict[int, int] = {}
+
+    def copy(self, copied: Tensor, original: Tensor) -> None:
+        """Let `copied` count as the memory of `original`."""
+        self._copied[storage_of(copied)] = self._storage(original)
+
+    def record(
+        self, call: int, inputs: Iterable[Tensor], written: Iterable[Tensor], outputs: Iterable[Tensor]
+    ) -> None:
+        for storage in map(self._storage, inputs):
+            self._used.setdefault(storage, []).append(call)
+        for storage in map(self._storage, written):
+            self._written[storage] = call
+        for storage in map(self._storage, outputs):
+            if storage not in self._used:  # otherwise a view of an input, or the model's own memory
+                self._created.setdefault(storage, call)
+
+    def write_spans(self) -> Iterator[WriteSpan]:
+        for storage, writer in self._written.items():
+            users = self._used[storage]
+            if storage in self._created:
+                yield WriteSpan(self._created[storage], writer)
+            else:
+                # The model's own memory: each reader must stay before or after the write, as it was.
+                yield WriteSpan(users[0], users[-1])
+
+    def _storage(self, tensor: Tensor) -> int:
+        storage = storage_of(tensor)
+        return self._copied.get(storage, storage)
+
+
+@final
+class Versions:
+    """The tensors in some arguments, and which of them have been written in place since.
+
+    autograd counts a tensor's in-place writes in its version, also on the meta device.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        self.tensors = tensors_in(arguments)
+        self._versions = [version_of(tensor) for tensor in self.tensors]
+
+    def changed(self) -> list[int]:
+        pairs = zip(self.tensors, self._versions, strict=True)
+        return [index for index, (tensor, version) in enumerate(pairs) if version_of(tensor) != version]
+
+    def written(self) -> list[Tensor]:
+        return [self.tensors[index] for index in self.changed()]
+
+
+def attribute_of(func: Callable[..., Any]) -> str | None:
+    """The name of the tensor attribute that a function reads, such as "shape"; None for other functions."""
+    descriptor = getattr(func, "__self__", None)
+    return descriptor.__name__ if func.__name__ == "__get__" and descriptor is not None else None
+
+
+def reads_values(func: Callable[..., Any], output: Any) -> bool:
+    return isinstance(output, bool | int | float | complex | list) and func.__name__ not in _READS_NO_VALUES
+
+
+def is_mask(index: Any) -> bool:
+    tensors = tensors_in(index)
+    return any(tensor.dtype == torch.bool for tensor in tensors) and not any(
+        tensor.is_meta for tensor in tensors
+    )

@@ -21,11 +21,10 @@ from torch import nn
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.sequential.by_tracing.generalize import Program, Setting, check, check_modules, generalize
 from gpipe_cli.sequential.by_tracing.leaves import Leaves, remedy
-from gpipe_cli.sequential.by_tracing.meta_results import MetaResults
 from gpipe_cli.sequential.by_tracing.recorder import record
 from gpipe_cli.sequential.by_tracing.recording import NotRecordable, Recording, SourceLine
 from gpipe_cli.sequential.by_tracing.sample import InputCheck, Inputs, Range, Sample, Size, shapes_of
-from gpipe_cli.sequential.by_tracing.substitutes import Substitutes
+from gpipe_cli.sequential.by_tracing.substitutes import MetaResults, Substitutes
 
 _BATCHES = (2, 3)
 _SHORT = 3
@@ -255,11 +254,11 @@ class Trace:
         reason = str(error).partition("\n")[0] or type(error).__name__
         mode = "training" if training else "evaluation"
         shapes = shapes_of(inputs.tensors.values())
-        cure = "it must accept any number of samples, in training and in evaluation"
+        cure = "choose data that fits the model, which must accept any number of samples in training and evaluation"
         lacks_padding = getattr(getattr(self._model, "config", None), "pad_token_id", 0) is None
         if lacks_padding and "padding token" in reason:
             cure = "set pad_token_id in the model's configuration (config.json), to the token that your data pads with"
-        line = SourceLine.raising(error)
+        line = SourceLine.raising(error) or SourceLine.defining(type(self._model).forward)
         return f"{where} does not accept an input of shape {shapes} in {mode}: {line}: {reason}; {cure}"
 
     def _refusal(self, error: NotRecordable) -> str:

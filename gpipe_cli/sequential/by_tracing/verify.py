@@ -19,6 +19,7 @@ from gpipe_cli.sequential.by_tracing.graph import DecisionChanged
 from gpipe_cli.sequential.by_tracing.leaves import remedy
 from gpipe_cli.sequential.by_tracing.recording import SourceLine
 from gpipe_cli.sequential.by_tracing.sample import Inputs, Sample, Size, shapes_of
+from gpipe_cli.sequential.by_tracing.substitutes import buffers_restored
 from gpipe_cli.sequential.by_tracing.trace import attributes_restored, caches_disabled, modes_restored
 from gpipe_cli.sequential.sequence import Sequence
 
@@ -115,7 +116,7 @@ def _run(
         if next(part.children(), None) is None and not isinstance(part, torch.jit.ScriptModule)
     ]
     try:
-        with _same_random_numbers(), _buffers_restored(model):
+        with _same_random_numbers(), buffers_restored(model):
             return module(*args, **kwargs), outputs
     finally:
         for handle in handles:
@@ -157,19 +158,3 @@ def _same_random_numbers() -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
-
-
-@contextmanager
-def _buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Put the values of buffers back, such as the statistics of batch norm."""
-    before = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    try:
-        yield
-    finally:
-        for module, name, buffer, values in before:
-            setattr(module, name, buffer)  # a forward may have assigned another one
-            buffer.copy_(values)
