@@ -33,8 +33,7 @@ from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.initial_weights import FILE, WEIGHTS_KEYS, check_weights_keys, load_initial_weights
 from gpipe_cli.sequential import Sequence, flatten_model, to_sequential
 from gpipe_cli.sequential.selection import FrozenParameters, freeze, tracks_statistics
-from gpipe_cli.sequential.unloaded import load_parameters
-from gpipe_cli.sequential.without_storage import drop_storage, without_storage
+from gpipe_cli.sequential.without_storage import drop_storage, load_parameters, without_storage
 from gpipe_cli.torch_internals.deferred_values import DeferredValues, NotDeferrable, tensors_in_attributes
 
 FEWER_PARAMETERS = "choose a smaller model, or keep it on disk with engine=offload engine.to=disk"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gpipe_cli.errors import RunError
 from gpipe_cli.huggingface import read_json
 from gpipe_cli.models.weights import head_refusal, listed, shape_text
-from gpipe_cli.sequential.unloaded import UnloadedParameter
+from gpipe_cli.sequential.without_storage import UnloadedParameter
 from gpipe_cli.tensor_files.header import BadTensors
 from gpipe_cli.tensor_files.tensor_file import TensorFile
 

@@ -26,7 +26,7 @@ from gpipe_cli.models.hf.tasks import (
     ignored_tokenizer,
     model_class,
 )
-from gpipe_cli.sequential.unloaded import UnloadedParameter
+from gpipe_cli.sequential.without_storage import UnloadedParameter
 from gpipe_cli.values import check_whole_number
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

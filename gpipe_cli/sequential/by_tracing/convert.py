@@ -16,10 +16,9 @@ from torch import nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pytree import ModelInput
-from gpipe_cli.sequential.by_tracing.build import build_layers
 from gpipe_cli.sequential.by_tracing.cuts import CutPoint, Dataflow, choose_cuts, cut_points, used_paths
 from gpipe_cli.sequential.by_tracing.graph import build_graph
-from gpipe_cli.sequential.by_tracing.layer import Segment, segments_of
+from gpipe_cli.sequential.by_tracing.layer import Segment, build_layers, segments_of
 from gpipe_cli.sequential.by_tracing.leaves import Leaves, remedy
 from gpipe_cli.sequential.by_tracing.sample import Sample
 from gpipe_cli.sequential.by_tracing.trace import Trace

@@ -18,9 +18,11 @@ from gpipe_cli.sequential.by_tracing.recording import (
     ReadDtype,
     Recording,
     Ref,
+    leaves_of,
+    map_tree,
+    structure_of,
 )
 from gpipe_cli.sequential.by_tracing.sample import Size
-from gpipe_cli.sequential.by_tracing.tree import leaves_of, map_tree, structure_of
 
 Terms: TypeAlias = tuple[tuple[tuple[Size, ...], int], ...]
 """Products of sizes with their factors; the empty product is 1."""

@@ -12,9 +12,18 @@ from torch import Tensor, fx
 
 from gpipe_cli.pytree import Template
 from gpipe_cli.sequential.by_tracing.generalize import ByMode, DtypeOf, Program, SizeExpression
-from gpipe_cli.sequential.by_tracing.recording import Attribute, Call, ConstantTensor, Device, Ref, WriteSpan
+from gpipe_cli.sequential.by_tracing.recording import (
+    Attribute,
+    Call,
+    ConstantTensor,
+    Device,
+    FieldName,
+    Ref,
+    WriteSpan,
+    leaves_of,
+    map_tree,
+)
 from gpipe_cli.sequential.by_tracing.sample import Sample, Size
-from gpipe_cli.sequential.by_tracing.tree import FieldName, leaves_of, map_tree
 
 _OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.__getitem__: operator.getitem,

@@ -40,7 +40,10 @@ from gpipe_cli.sequential.by_tracing.recording import (
     Versions,
     attribute_of,
     is_mask,
+    located_tensors,
+    map_tree,
     reads_values,
+    tensors_in,
 )
 from gpipe_cli.sequential.by_tracing.sample import Inputs
 from gpipe_cli.sequential.by_tracing.substitutes import (
@@ -50,7 +53,6 @@ from gpipe_cli.sequential.by_tracing.substitutes import (
     with_values,
     without_values,
 )
-from gpipe_cli.sequential.by_tracing.tree import located_tensors, map_tree, tensors_in
 from gpipe_cli.sequential.other_generators import generator_states
 from gpipe_cli.sequential.without_storage import meta_like
 from gpipe_cli.torch_internals.module_calls import intercept_calls, without_function_modes
