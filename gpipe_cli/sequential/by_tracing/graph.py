@@ -172,7 +172,7 @@ class _Builder:
         if call.reads_values:
             message = f"{call.line} went on with {call.result!r} when the model was traced"
             expected = map_tree(lambda leaf: self._argument(leaf, call), self._program.results[number])
-            self._function(check_decision, (node, expected, message), type(None))
+            self._function(check_decision, (node, expected, message, call.modules[-1]), type(None))
         for offset, value in enumerate(call.values):
             member = node
             for key in value.access:
@@ -274,9 +274,12 @@ def choose(training: bool, in_training: Any, in_evaluation: Any) -> Any:
     return in_training if training else in_evaluation
 
 
-def check_decision(result: Any, traced: Any, message: str) -> None:
+def check_decision(result: Any, traced: Any, message: str, path: str) -> None:
     if result != traced:
+        cure = (
+            f"keep '{path}' whole with model.leaves=[{path}]" if path else "move that code into a submodule"
+        )
         raise DecisionChanged(
-            f"{message}, and now it is {result!r}; keep the module that decides whole with model.leaves, or trace the "
-            "model with a sample for which it decides as for your data"
+            f"{message}, and now it is {result!r}; {cure}, or trace the model with a sample for which it decides as for "
+            "your data"
         )

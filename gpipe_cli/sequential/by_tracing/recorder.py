@@ -131,12 +131,16 @@ class _Recorder(TorchFunctionMode):
             self._values[-1] = replace(self._values[-1], requires_grad=False)
 
     def recording(self, output: Any) -> Recording:
+        where = SourceLine.defining(type(self._model).forward)
         try:
             tensors, template = flatten(output, "output")
         except TypeError as error:
-            raise ConfigError(f"the model's output is not supported: {error}; {_OUTPUT_CURE}") from error
+            raise ConfigError(
+                f"{where}: the model's output is not supported: {error}; {_OUTPUT_CURE}"
+            ) from error
         if not tensors:
-            raise ConfigError(f"the model returns a {type(output).__name__} without tensors; {_OUTPUT_CURE}")
+            kind = type(output).__name__
+            raise ConfigError(f"{where}: the model returns a {kind} without tensors; {_OUTPUT_CURE}")
         spans = list(self._memory.write_spans())
         return Recording(self._values, self._calls, self._replace(list(tensors)), template, spans)
 
