@@ -280,6 +280,6 @@ def check_decision(result: Any, traced: Any, message: str, path: str) -> None:
             f"keep '{path}' whole with model.leaves=[{path}]" if path else "move that code into a submodule"
         )
         raise DecisionChanged(
-            f"{message}, and now it is {result!r}; {cure}, or trace the model with a sample for which it decides as for "
-            "your data"
+            f"{message}, and now it is {result!r}; {cure}, or trace the model with a sample for which it decides "
+            "as for your data"
         )

@@ -149,9 +149,8 @@ class _Recorder(TorchFunctionMode):
         for path, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
             module, _, name = path.rpartition(".")
             if tensor not in self._substitutes and self._leaves.outermost(module) is None:
-                raise NotRecordable(
-                    module, None, f"it assigns to its '{name}'; write in place, with self.{name}.copy_(...)"
-                )
+                reason = f"it assigns to its '{name}'; write in place, with self.{name}.copy_(...)"
+                raise NotRecordable(module, None, reason)
 
     # What nn.Module.__call__ and torch.autograd.Function.apply do during the run.
 
@@ -159,7 +158,7 @@ class _Recorder(TorchFunctionMode):
         path = self._paths.get(module)
         if self._leaf_depth:
             if path is not None and id(module) not in self._inside:
-                raise self._reaches_outside(f"'{path}'")
+                raise self._reaches_outside(path)
             return call(module, *args, **kwargs)
         if path is None:
             return call(module, *args, **kwargs)
@@ -386,12 +385,12 @@ class _Recorder(TorchFunctionMode):
     def _check_inside(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             if tensor in self._substitutes and id(tensor) not in self._inside:
-                raise self._reaches_outside(f"'{self._attributes[id(self._substitutes.of(tensor))]}'")
+                path = self._attributes.get(id(self._substitutes.of(tensor)), "its tensors")
+                raise self._reaches_outside(path)
 
-    def _reaches_outside(self, name: str) -> NotRecordable:
-        leaf, caller = self._modules[-1], self._modules[-2]
-        reason = f"'{leaf}' stays whole and uses {name}, which is not in it and may be in another layer"
-        return NotRecordable(caller, SourceLine.running(), reason)
+    def _reaches_outside(self, path: str) -> NotRecordable:
+        reason = f"'{self._modules[-1]}' stays whole and uses '{path}', which may be in another layer"
+        return NotRecordable(self._modules[-2], SourceLine.running(), reason)
 
     def _not_recordable(self, reason: str) -> NotRecordable:
         return NotRecordable(self._modules[-1], SourceLine.running(), reason.partition("\n")[0])
