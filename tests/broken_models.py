@@ -61,3 +61,25 @@ class Scatter(nn.Module):
 
 def has_no_deterministic_kernel(num_classes: int = 10) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(3072, num_classes), Scatter())
+
+
+class TrainsOnly(Net):
+    def forward(self, input: Tensor) -> Any:
+        scores = super().forward(input)
+        if not self.training:
+            raise ValueError("trains only")
+        return scores, scores.mean()
+
+
+class WithLoss(Net):
+    def forward(self, input: Tensor) -> Any:
+        scores = super().forward(input)
+        return scores, scores.mean()
+
+
+def fails_in_evaluation(num_classes: int = 10) -> nn.Module:
+    return TrainsOnly(num_classes, nn.ReLU())
+
+
+def returns_its_loss(num_classes: int = 10) -> nn.Module:
+    return WithLoss(num_classes, nn.ReLU())

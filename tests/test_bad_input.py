@@ -363,13 +363,37 @@ COMMAND_LINES: list[tuple[str, int, str]] = [
         f"train {BROKEN}.looks_at_values",
         2,
         "/tests/broken_models.py:37 `if value.sum() > 0:`: it needs the values of tensors that the model computes "
-        "(Tensor.item() cannot be called on meta tensors); give model.layers",
+        "(Tensor.item() cannot be called on meta tensors); move that code into a submodule, which may then stay whole, "
+        "or list the layers in the order in which they run, in the form model.layers=[stem,gate,pool,head]",
     ),
     (
         f"train {BROKEN}.traceable model.layers=[stem,gate,pool,head]",
         2,
         "layer 'head' (Linear) does not take 2x4x2x2: mat1 and mat2 shapes cannot be multiplied (16x2 and "
         "16x10); model.layers must name everything that its forward does, in order",
+    ),
+    (
+        f"train {BROKEN}.traceable model.layers=[stem,gate,pool]",
+        2,
+        "the layers leave out parameters or buffers of Net: head.weight, head.bias; list the modules that hold them, "
+        "or allow it with model.allow_unused=true",
+    ),
+    (
+        f"train {BROKEN}.traceable model.allow_unused=true",
+        2,
+        "model.allow_unused=True: must be true or false, with a list in model.layers",
+    ),
+    (
+        f"train {BROKEN}.returns_its_loss",
+        3,
+        "got an output of type tuple and targets of shape [2]; let the model return the scores of all positions and "
+        "nothing else (see `Use a model that computes its own loss` in docs/how-to/your-own-model.md)",
+    ),
+    (
+        f"train {BROKEN}.fails_in_evaluation",
+        2,
+        'broken_models.py:70 `raise ValueError("trains only")`: trains only; choose data that fits the model, which '
+        "must accept any number of samples in training and evaluation",
     ),
     (f"train {BROKEN}.traceable model.layers=[stem,gaet]", 2, "has no submodule 'gaet'; close names: gate"),
     (f"train {BROKEN}.traceable model.leaves=[gaet]", 2, "no submodule or class 'gaet'; close names: gate"),

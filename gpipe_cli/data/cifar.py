@@ -93,6 +93,8 @@ def build(
 
 def _read(variant: _Variant, root: str, names: tuple[str, ...], size: int | None) -> ImageSamples:
     cure = f"unpack {variant.archive} from https://www.cs.toronto.edu/~kriz/cifar.html into {root}"
+    if pickled := sorted(Path(root).glob(variant.archive.replace("binary.tar.gz", "*py*"))):
+        cure = f"{pickled[0]} is pickled and can run code, so gpipe does not read it; {cure}"
     paths = [find_file(root, variant.folder, name, cure) for name in names]
     records = torch.cat([_records(path, variant) for path in paths])
     images = records[:, variant.labels :].reshape(-1, *_SHAPE)

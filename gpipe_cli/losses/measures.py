@@ -20,6 +20,10 @@ from gpipe_cli.values import IGNORED_LABEL
 Measure = Callable[[Any, Tensor], Mapping[str, float]]
 _NUMBER_LOSSES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 _CLASS_LOSSES = (nn.CrossEntropyLoss,)
+_ONE_TENSOR = (
+    "let the model return the scores of all positions and nothing else (see "
+    "`Use a model that computes its own loss` in docs/how-to/your-own-model.md)"
+)
 
 
 @runtime_checkable
@@ -47,10 +51,11 @@ def predicts_numbers(loss: object) -> bool | None:
 
 
 def scores_of(output: Any) -> Any:
-    """The scores in the output of a model of transformers, which calls them logits; any other output as it is."""
+    """The logits in the output of a model of transformers, and the tensor in (logits, None); else the output itself."""
     if isinstance(output, Mapping):
         return output.get("logits", output)
-    return getattr(output, "logits", output)
+    members = [member for member in output if member is not None] if type(output) in (tuple, list) else []
+    return members[0] if len(members) == 1 else getattr(output, "logits", output)
 
 
 def main_scores(output: Any) -> Any:
@@ -122,10 +127,14 @@ def check_shapes(loss: str, expected: str, output: Any, target: Tensor, *, fits:
     """Raise unless output and target fit the loss, before torch fails or, worse, broadcasts."""
     if fits:
         return
-    given = f"shape {list(output.shape)}" if isinstance(output, Tensor) else f"type {type(output).__name__}"
+    given, cure = f"type {type(output).__name__}", f"{_ONE_TENSOR}, or "
+    if isinstance(output, Tensor):
+        given = f"shape {list(output.shape)}"
+        # A model that predicts tokens may compute other positions than the last one only if it receives targets.
+        cure = cure if output.ndim == target.ndim + 1 == 3 else ""
     raise DataError(
-        f"loss={loss}: expects {expected}, got an output of {given} and targets of shape {list(target.shape)}; choose "
-        "another loss, see `gpipe ls losses`"
+        f"loss={loss}: expects {expected}, got an output of {given} and targets of shape {list(target.shape)}; {cure}"
+        "choose another loss, see `gpipe ls losses`"
     )
 
 

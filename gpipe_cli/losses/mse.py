@@ -8,7 +8,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from gpipe_cli.losses.measures import absolute_error, check_shapes
+from gpipe_cli.losses.measures import absolute_error, check_shapes, scores_of
 
 
 @final
@@ -18,9 +18,10 @@ class MeanSquaredError:
     predicts_numbers = True
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
+        output = scores_of(output)
         fits = isinstance(output, Tensor) and output.shape == target.shape
         check_shapes("mse", "numbers and targets of the same shape", output, target, fits=fits)
         return mse_loss(output, target.to(output.dtype))
 
-    def measure(self, output: Tensor, target: Tensor) -> Mapping[str, float]:
-        return absolute_error(output, target)
+    def measure(self, output: Any, target: Tensor) -> Mapping[str, float]:
+        return absolute_error(scores_of(output), target)

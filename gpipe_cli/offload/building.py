@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.offload.stored_tensors import StoredTensors
 from gpipe_cli.offload.tiers import Tier
-from gpipe_cli.sequential.unloaded import UnloadedParameter
+from gpipe_cli.sequential.without_storage import UnloadedParameter
 from gpipe_cli.torch_internals.deferred_values import DeferredValues, replace_value
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli.pipeline.context import is_recomputing
-from gpipe_cli.sequential.freezing import stays_in_eval_mode
+from gpipe_cli.sequential.selection import stays_in_eval_mode
 
 BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 _DIMENSIONS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}

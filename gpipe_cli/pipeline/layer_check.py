@@ -66,7 +66,7 @@ def check_fit(sequence: nn.Sequential, sample: ModelInput, cure: str) -> None:
     else:
         return
     try:
-        _run_copy(sequence, sample)
+        run_copy(sequence, sample)
     except LayerMisfit as misfit:
         raise ConfigError(f"{misfit}; {cure}") from misfit.__cause__
 
@@ -94,7 +94,7 @@ def layer_that_rejects_one_row(sequence: nn.Sequential, sample: ModelInput) -> s
     """
     one_row: ModelInput = map_tensors(lambda tensor: tensor[:1], sample)
     has_values = not any(tensor.is_meta for tensor in (*tensors_of(sample), *sequence.parameters()))
-    for run in (output_without_storage, _run_copy)[: 1 + has_values]:
+    for run in (output_without_storage, run_copy)[: 1 + has_values]:
         misfit = _misfit(run, sequence, one_row)
         if misfit is None:
             return None
@@ -131,7 +131,8 @@ def output_without_storage(sequence: nn.Sequential, sample: ModelInput) -> Any:
         return _run(sequence, layer_names(sequence), map_tensors(meta_like, sample), call)
 
 
-def _run_copy(sequence: nn.Sequential, sample: ModelInput) -> Any:
+def run_copy(sequence: nn.Sequential, sample: ModelInput) -> Any:
+    """The output of the last layer, computed with values; LayerMisfit if a layer raises."""
     return _run(copy.deepcopy(sequence).train(), layer_names(sequence), sample)
 
 

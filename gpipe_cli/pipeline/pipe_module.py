@@ -23,7 +23,7 @@ from gpipe_cli.pipeline.loss import LossFunction, Reduction, StepLoss
 from gpipe_cli.pipeline.microbatch import MiniBatch, Value, gather
 from gpipe_cli.pytree import flatten, unflatten
 from gpipe_cli.sequential import original_output
-from gpipe_cli.sequential.original_paths import find_original, layer_paths
+from gpipe_cli.sequential.sequence import find_original, layer_paths
 from gpipe_cli.skip.skippable import verify_skippables
 
 Output: TypeAlias = Value | dict[str, Tensor]

@@ -26,7 +26,7 @@ from gpipe_cli.accelerator.devices import device_name, is_accelerator
 from gpipe_cli.pipeline.microbatch import tensors_of
 from gpipe_cli.profiling.layers import Sample
 from gpipe_cli.sequential import layer_names
-from gpipe_cli.sequential.freezing import stays_in_eval_mode
+from gpipe_cli.sequential.selection import stays_in_eval_mode
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _VERSIONED = ("torch.", "torchvision.", "gpipe_cli.")

@@ -11,8 +11,7 @@ from torch import nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.models.weights import LoadedWeights, load_weights
-from gpipe_cli.sequential.unloaded import UnloadedParameter
-from gpipe_cli.sequential.without_storage import without_storage
+from gpipe_cli.sequential.without_storage import UnloadedParameter, without_storage
 from gpipe_cli.tensor_files.weights_file import read_weights
 
 FILE, NEW_HEAD = "weights", "new_head"

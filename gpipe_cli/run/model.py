@@ -1,6 +1,7 @@
 """Build the configured model as a sequence of layers: as it is, from a list of layers, or by tracing it.
 
 model.layers=[conv1, bn1, layer1, avgpool, {call: torch.flatten, start_dim: 1}, fc]
+model.allow_unused=true
 model.leaves=[encoder.attention]
 """
 
@@ -31,15 +32,16 @@ from gpipe_cli.run.base_weights import BaseWeights, base_weights
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.initial_weights import FILE, WEIGHTS_KEYS, check_weights_keys, load_initial_weights
 from gpipe_cli.sequential import Sequence, flatten_model, to_sequential
-from gpipe_cli.sequential.freezing import FrozenParameters, freeze, tracks_statistics
-from gpipe_cli.sequential.unloaded import load_parameters
-from gpipe_cli.sequential.without_storage import drop_storage, without_storage
+from gpipe_cli.sequential.selection import FrozenParameters, freeze, tracks_statistics
+from gpipe_cli.sequential.without_storage import drop_storage, load_parameters, without_storage
 from gpipe_cli.torch_internals.deferred_values import DeferredValues, NotDeferrable, tensors_in_attributes
 
 FEWER_PARAMETERS = "choose a smaller model, or keep it on disk with engine=offload engine.to=disk"
 SEQUENCE_KEYS = ("layers", "leaves")
 """Keys of `model` that say how to make a sequence of it."""
-OWN_KEYS = (*SEQUENCE_KEYS, *WEIGHTS_KEYS)
+UNUSED = "allow_unused"
+"""The key of `model` that lets `layers` leave out parameters."""
+OWN_KEYS = (*SEQUENCE_KEYS, UNUSED, *WEIGHTS_KEYS)
 """Keys of `model` that gpipe uses itself, unless the model's own target takes them."""
 
 # A list of layers is data from a config, so it may call only these functions of one tensor.
@@ -193,6 +195,8 @@ def check_own_keys(keys: Mapping[str, Any]) -> None:
     """Check the keys of `model` that gpipe uses before the model is built."""
     check_weights_keys(keys)
     for key, items in keys.items():
+        if key == UNUSED and (not isinstance(items, bool) or "layers" not in keys):
+            raise ConfigError(f"model.{key}={items}: must be true or false, with a list in model.layers")
         if key not in SEQUENCE_KEYS:
             continue
         if not isinstance(items, SequenceOf) or isinstance(items, str):
@@ -205,7 +209,7 @@ def as_sequence(model: nn.Module, keys: Mapping[str, Any], sample: Value) -> nn.
     """The model as a sequence; a model that is one stays as it is if no key asks for other layers."""
     if "layers" in keys:
         layers = [_layer(item, f"model.layers[{index}]") for index, item in enumerate(keys["layers"])]
-        sequence = flatten_model(model, layers)
+        sequence = flatten_model(model, layers, allow_unused=keys.get(UNUSED, False))
         check_fit(sequence, sample, "model.layers must name everything that its forward does, in order")
         return sequence
     if isinstance(model, nn.Sequential) and "leaves" not in keys:

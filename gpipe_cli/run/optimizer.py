@@ -27,7 +27,7 @@ from gpipe_cli.engines.weight_average import average_weights
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.profiling.optimizer_state import MakeOptimizer, NamedParameters
 from gpipe_cli.profiling.partition_memory import KeptState, whole_state
-from gpipe_cli.sequential.parameter_names import select_parameters
+from gpipe_cli.sequential.selection import select_parameters
 
 NORM, BIAS = "norm", "bias"
 """Words that stand for kinds of parameters, in any model."""

@@ -22,8 +22,10 @@ from gpipe_cli.pipeline.layer_check import (
     check_first_layer,
     layer_that_rejects_one_row,
     output_without_storage,
+    run_copy,
 )
 from gpipe_cli.pipeline.microbatch import micro_batches
+from gpipe_cli.profiling.layers import has_values
 from gpipe_cli.pytree import ModelInput, flatten, map_tensors
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.metrics import metrics_of
@@ -133,7 +135,11 @@ def _output(settings: ModelConfig, model: nn.Sequential, input: ModelInput) -> A
             raise ConfigError(
                 f"model: {misfit}; {cure}choose data and a model that fit each other"
             ) from misfit
-        return None
+        try:  # with values, which a layer of yours may need
+            output = run_copy(model, input) if has_values(model) else None
+        except LayerMisfit:
+            return None
+        return None if output is None else original_output(model, map_tensors(meta_like, output))
 
 
 def _accepts(model: nn.Sequential, input: ModelInput) -> bool:

@@ -13,16 +13,19 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, Literal, TypeAlias, TypeVar, final, overload
 
 from torch import nn
 
 from gpipe_cli.errors import ConfigError
-from gpipe_cli.sequential.sequence import Sequence
+from gpipe_cli.sequential.sequence import Sequence, named_tensors
 
 Item: TypeAlias = str | nn.Module | Callable[..., Any]
 """A submodule's dotted name, a module, or a function of the previous layer's output."""
+
+_MAX_NAMES = 10
+"""In a message."""
 
 Layers = TypeVar("Layers", bound=SequenceOf[Any] | nn.Sequential)
 
@@ -51,19 +54,24 @@ class _Layer:
 
 @overload
 def flatten_model(
-    model: nn.Module, layer_list: Iterable[Item], return_list: Literal[False] = False
+    model: nn.Module,
+    layer_list: Iterable[Item],
+    return_list: Literal[False] = False,
+    *,
+    allow_unused: bool = False,
 ) -> Sequence: ...
 @overload
 def flatten_model(
-    model: nn.Module, layer_list: Iterable[Item], return_list: Literal[True]
+    model: nn.Module, layer_list: Iterable[Item], return_list: Literal[True], *, allow_unused: bool = False
 ) -> list[nn.Module]: ...
 def flatten_model(
-    model: nn.Module, layer_list: Iterable[Item], return_list: bool = False
+    model: nn.Module, layer_list: Iterable[Item], return_list: bool = False, *, allow_unused: bool = False
 ) -> Sequence | list[nn.Module]:
     """Return the layers named in `layer_list` as a Sequence, or as a plain list.
 
-    Every nn.Sequential and nn.ModuleList among them is replaced by its members. Parts of the model that are not
-    listed are not in the result.
+    Every nn.Sequential and nn.ModuleList among them is replaced by its members.
+
+    allow_unused: whether the layers may leave out parameters and buffers of the model, which are then not trained.
     """
     paths = {module: path for path, module in model.named_modules()}
     listed = [
@@ -72,10 +80,13 @@ def flatten_model(
         for layer in _expanded(_layer(model, paths, item, position))
     ]
     layers = _distinct(listed)
+    if not allow_unused:
+        _check_complete(model, layers)
     if return_list:
         return [layer.module for layer in layers]
     sequence = Sequence([layer.module for layer in layers], paths=[layer.path for layer in layers])
-    is_whole = _tensor_names(sequence) == _tensor_names(model)
+    names = {sequence.original_key(key) for key, _ in named_tensors(sequence)}
+    is_whole = names == {name for name, _ in named_tensors(model)}
     return Sequence(sequence, paths=sequence.paths, original=model) if is_whole else sequence
 
 
@@ -142,7 +153,7 @@ def _distinct(layers: list[_Layer]) -> list[_Layer]:
         shared = next((module for module in layer.module.modules() if module in holders), None)
         if shared is None:
             distinct.append(layer)
-        elif shared is layer.module and not _tensor_names(layer.module):
+        elif shared is layer.module and not [*named_tensors(layer.module)]:
             distinct.append(_Layer(layer.path, copy.deepcopy(layer.module)))
         else:
             raise ConfigError(
@@ -153,8 +164,13 @@ def _distinct(layers: list[_Layer]) -> list[_Layer]:
     return distinct
 
 
-def _tensor_names(module: nn.Module) -> set[str]:
-    members = chain(
-        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-    )
-    return {name for name, _ in members}
+def _check_complete(model: nn.Module, layers: list[_Layer]) -> None:
+    held = {id(tensor) for layer in layers for _, tensor in named_tensors(layer.module)}
+    unused = [name for name, tensor in named_tensors(model) if id(tensor) not in held]
+    if unused:
+        more = f" and {len(unused) - _MAX_NAMES} more" if len(unused) > _MAX_NAMES else ""
+        raise ConfigError(
+            f"the layers leave out parameters or buffers of {type(model).__name__}: {', '.join(unused[:_MAX_NAMES])}"
+            f"{more}; list the modules that hold them, or allow it with model.allow_unused=true (allow_unused=True in "
+            "Python)"
+        )

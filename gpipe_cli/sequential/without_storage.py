@@ -1,10 +1,17 @@
-"""Models without storage: built that way because they are larger than memory, or copied to be traced and tried out."""
+"""Models without storage: built that way because they are larger than memory, or copied to be traced and tried out.
+
+Parameters may also have their values in files still: they are read where they are needed, one at a time. A model with
+such parameters is traced and balanced, and an engine then loads those of its own layers, each straight to its device.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
+from pathlib import Path
+from types import CellType, FunctionType
 from typing import Any, final
 
 import torch
@@ -83,34 +90,30 @@ def clone_with(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> nn.Modu
     memo: dict[int, object] = {id(value): value for value in plain}
     for tensor in chain(model.parameters(), model.buffers(), (value for value in plain if value.is_meta)):
         memo[id(tensor)] = replace(tensor)
-    return copy.deepcopy(model, memo)
+    return copy_module(model, memo)
 
 
-def tracing_clone(model: nn.Module) -> nn.Module:
-    """Copy a model with parameters and large buffers on the meta device, and small buffers with their values."""
-
-    def replace(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(meta_like(tensor).detach(), requires_grad=False)
-        is_small = tensor.numel() <= _SMALL and not tensor.is_meta
-        return tensor.detach().to("cpu", copy=True) if is_small else meta_like(tensor)
-
-    return clone_with(model, replace)
+def copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """copy.deepcopy, which however lets functions in attributes go on to use the modules that were copied."""
+    copied = copy.deepcopy(module, memo)
+    for part in copied.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, FunctionType):
+                vars(part)[name] = _rebound(value, memo)
+    return copied
 
 
-def with_storage(module: nn.Module) -> nn.Module:
-    """Copy a module to the CPU; a tensor without storage gets small random values."""
-
-    def replace(tensor: Tensor) -> Tensor:
-        if not tensor.is_meta:
-            copied = tensor.detach().to("cpu", copy=True)
-        elif tensor.is_floating_point():
-            copied = torch.randn(tensor.shape, dtype=tensor.dtype) / 8
-        else:
-            copied = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        return nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
-
-    return clone_with(module, replace)
+def _rebound(function: FunctionType, memo: Mapping[int, Any]) -> FunctionType:
+    """The function with copies in its closure and defaults, of whatever was copied."""
+    cells = (cell.cell_contents for cell in function.__closure__ or ())
+    closure = tuple(CellType(memo.get(id(content), content)) for content in cells)
+    defaults = tuple(memo.get(id(default), default) for default in function.__defaults__ or ())
+    bound = FunctionType(
+        function.__code__, function.__globals__, function.__name__, defaults, closure or None
+    )
+    named = function.__kwdefaults__ or {}
+    bound.__kwdefaults__ = {name: memo.get(id(default), default) for name, default in named.items()}
+    return bound
 
 
 def meta_like(tensor: Tensor) -> Tensor:
@@ -152,3 +155,59 @@ class _WithoutStorage(TorchFunctionMode):
         if func in _FILLERS and isinstance(filled, Tensor) and filled.is_meta:
             return filled
         return func(*args, **named)
+
+
+@final
+class UnloadedParameter(nn.Parameter):
+    """A parameter on the meta device, with the function that reads its value."""
+
+    read: Callable[[], Tensor]
+    files: frozenset[Path]
+    """The files that its value depends on."""
+
+    @staticmethod
+    def like(tensor: Tensor, read: Callable[[], Tensor], files: Iterable[Path] = ()) -> UnloadedParameter:
+        """A parameter of the tensor's shape, dtype and requires_grad."""
+        # Not empty_like: for a tensor of a subclass that would return the subclass again.
+        outline = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        parameter = UnloadedParameter(outline, tensor.requires_grad)
+        assert isinstance(parameter, UnloadedParameter)
+        parameter.read, parameter.files = read, frozenset(files)
+        return parameter
+
+    def load(self, device: torch.device) -> nn.Parameter:
+        """The parameter with its value, on a device."""
+        return nn.Parameter(self.read().to(device), self.requires_grad)
+
+
+def load_parameters(
+    modules: Iterable[nn.Module], device: torch.device, users: Iterable[nn.Module] | None = None
+) -> None:
+    """Load the parameters that `users` use, by default all, wherever else in the modules they are.
+
+    A parameter that is loaded already stays where it is.
+    """
+    modules = list(modules)
+    needed = {
+        parameter
+        for user in (modules if users is None else users)
+        for parameter in user.parameters()
+        if isinstance(parameter, UnloadedParameter)
+    }
+    if not needed:
+        return
+    loaded: dict[UnloadedParameter, nn.Parameter] = {}
+    for part in (part for module in modules for part in module.modules()):
+        for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            if isinstance(parameter, UnloadedParameter) and parameter in needed:
+                if parameter not in loaded:
+                    loaded[parameter] = parameter.load(device)
+                setattr(part, name, loaded[parameter])
+
+
+def read_from(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Let parameters that are not loaded yet take their values from `tensors`, by name, instead of from their files."""
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, UnloadedParameter) and name in tensors:
+            # A copy is aligned, which these tensors may not be: they may lie anywhere in the bytes of a file.
+            parameter.read = partial(tensors[name].to, parameter.dtype, copy=True)

@@ -84,6 +84,15 @@ def test_a_label_out_of_range_is_named(tmp_path: Path) -> None:
         cifar.build("cifar10", root=str(tmp_path))
 
 
+def test_the_pickled_version_is_not_read_and_the_error_names_the_binary_archive(tmp_path: Path) -> None:
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    message = (
+        r"cifar-10-batches-py is pickled and can run code, so gpipe does not read it; unpack cifar-10-binary"
+    )
+    with pytest.raises(DataError, match=message):
+        cifar.build("cifar10", root=str(tmp_path))
+
+
 def test_an_unknown_variant_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"data\.name=cifar1000: choose one of cifar10, cifar100"):
         cifar.build("cifar1000")

@@ -14,7 +14,7 @@ from gpipe_cli.losses.dice import Dice
 from gpipe_cli.losses.token_cross_entropy import TokenCrossEntropy
 from gpipe_cli.models import gpt, resnet, unet
 from gpipe_cli.pytree import ModelInput
-from gpipe_cli.sequential.freezing import freeze
+from gpipe_cli.sequential.selection import freeze
 from gpipe_cli.skip import pop, skippable, stash
 
 

@@ -191,9 +191,15 @@ def test_a_perfect_mask_has_no_dice_loss_and_a_wrong_one_nearly_all() -> None:
         ),
         (
             CrossEntropy(),
-            (torch.zeros(2, 3),),
+            (torch.zeros(2, 3), torch.zeros(())),
             torch.zeros(2).long(),
-            "got an output of type tuple and",
+            "got an output of type tuple and targets of shape [2]; let the model return the scores",
+        ),
+        (
+            TokenCrossEntropy(),
+            torch.zeros(2, 1, 11),
+            torch.zeros(2, 6).long(),
+            "an output of shape [2, 1, 11] and targets of shape [2, 6]; let the model return the scores of all",
         ),
         (TokenCrossEntropy(), torch.zeros(2, 3), torch.zeros(2).long(), "expects scores [samples, tokens,"),
         (Dice(), torch.zeros(2, 3), torch.zeros(2).long(), "a class for each pixel [samples, ...], got"),
@@ -208,6 +214,16 @@ def test_a_perfect_mask_has_no_dice_loss_and_a_wrong_one_nearly_all() -> None:
 def test_shapes_that_do_not_fit_are_refused(loss: Any, output: Any, target: Tensor, message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
         loss(output, target)
+
+
+@pytest.mark.parametrize("loss", [CrossEntropy(), TokenCrossEntropy(), MeanSquaredError()])
+def test_a_model_that_would_also_return_its_own_loss_returns_none_in_its_place(loss: Any) -> None:
+    """minGPT returns (logits, None) where it gets no targets."""
+    shape = {TokenCrossEntropy: (2, 6, 11), MeanSquaredError: (2, 6)}.get(type(loss), (2, 11, 6))
+    scores = torch.randn(shape)
+    target = torch.randn(2, 6) if isinstance(loss, MeanSquaredError) else torch.zeros(2, 6).long()
+    assert loss((scores, None), target) == loss(scores, target)
+    assert loss.measure((scores, None), target) == loss.measure(scores, target)
 
 
 def test_values_out_of_range_are_refused() -> None:

@@ -138,7 +138,8 @@ def test_other_models_are_refused_with_the_reason(name: str, reason: str) -> Non
 
 def test_images_that_a_model_does_not_accept_are_reported_with_the_layer() -> None:
     with pytest.raises(
-        ConfigError, match=r"'Mixed_6a.*' does not accept an input of shape 2x3x32x32: .*Kernel size"
+        ConfigError,
+        match=r"'Mixed_6a.*' does not accept an input of shape 2x3x32x32 in training: .*Kernel size",
     ):
         build("inception_v3", input_shape=(3, 32, 32))
     with pytest.raises(ConfigError, match=r"r3d_18: takes clips: .*has 3x8x8; .* data=synthetic_clips$"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed
@@ -62,9 +64,9 @@ def test_containers_are_expanded_and_a_layer_without_parameters_may_come_twice()
 
 def test_a_bare_list_is_given_on_request_and_a_part_of_a_model_is_a_sequence_too() -> None:
     original = Net()
-    layers = flatten_model(original, ["stem", torch.relu], return_list=True)
+    layers = flatten_model(original, ["stem", torch.relu], return_list=True, allow_unused=True)
     assert layers[0] is original.stem and repr(layers[1]) == "Call(relu)"
-    part = flatten_model(original, ["stem", "act"])
+    part = flatten_model(original, ["stem", "act"], allow_unused=True)
     assert list(part.state_dict()) == ["stem.weight", "stem.bias"]
 
 
@@ -84,6 +86,23 @@ def test_what_is_no_layer_and_what_is_listed_twice_is_refused() -> None:
         flatten_model(Net(), ["stem", "act", "stem"])
     with pytest.raises(ConfigError, match=r"layer 'blocks\.0\.0' is listed twice"):
         flatten_model(Net(), ["blocks", "blocks.0"])
+
+
+@pytest.mark.parametrize("return_list", [False, True])
+def test_a_list_that_leaves_out_parameters_or_buffers_is_refused(return_list: Any) -> None:
+    """A list that forgot the position embedding trained another model, and nobody noticed."""
+    with pytest.raises(
+        ConfigError, match=r"leave out .* of Net: head\.weight, head\.bias; list .* model\.allow_unused=true"
+    ):
+        flatten_model(Net(), ["stem", "blocks"], return_list)
+    model = Net()
+    model.register_buffer("scale", torch.ones(2))
+    with pytest.raises(ConfigError, match=r"of Net: scale; list the modules that hold them"):
+        flatten_model(model, ["stem", "blocks", "head", lambda x: x * model.scale], return_list)
+    tied = Net()
+    tied.other = nn.Linear(4, 2)
+    tied.other.weight, tied.other.bias = tied.head.weight, tied.head.bias
+    assert flatten_model(tied, ["stem", "blocks", "other"], return_list), "every tensor is in a layer"
 
 
 @given(st.integers(1, 40), st.integers(1, 40))

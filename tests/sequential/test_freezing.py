@@ -14,7 +14,7 @@ from gpipe_cli.errors import ConfigError
 from gpipe_cli.models import resnet
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm
 from gpipe_cli.sequential import to_sequential
-from gpipe_cli.sequential.freezing import freeze, keep_in_eval_mode, stays_in_eval_mode
+from gpipe_cli.sequential.selection import freeze, keep_in_eval_mode, stays_in_eval_mode
 from gpipe_cli.sequential.without_storage import meta_clone
 
 

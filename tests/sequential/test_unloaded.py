@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.sequential.unloaded import UnloadedParameter, load_parameters, read_from
+from gpipe_cli.sequential.without_storage import UnloadedParameter, load_parameters, read_from
 
 CPU = torch.device("cpu")
 

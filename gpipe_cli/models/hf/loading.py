@@ -1,22 +1,186 @@
-"""Build a model of transformers whose parameters are still in the files.
+"""Build a model of transformers whose parameters are still in the files of its directory.
 
 `from_pretrained` itself does it, with deferred tensors in place of those in the files: so names, conversions, ties,
-new heads and buffers are exactly those that transformers gives the model.
+new heads and buffers are exactly those that transformers gives the model. Between files and modules, transformers
+renames, splits, stacks and transposes tensors. What it does with a `DeferredTensor` is recorded: such a tensor is on
+the meta device and knows from which tensors of the files its value is to be computed, and how.
+
+Reading a file's header proves that the file is whole, so damage is found before anything is built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe_cli.errors import RunError
-from gpipe_cli.models.hf.deferred import DeferredTensor, StoredTensor
+from gpipe_cli.huggingface import read_json
 from gpipe_cli.models.weights import head_refusal, listed, shape_text
-from gpipe_cli.sequential.unloaded import UnloadedParameter
+from gpipe_cli.sequential.without_storage import UnloadedParameter
+from gpipe_cli.tensor_files.header import BadTensors
+from gpipe_cli.tensor_files.tensor_file import TensorFile
+
+
+class DeferredTensor(Tensor):  # not final: torch makes it an nn.Parameter by an attribute
+    compute: Callable[[], Tensor]
+    """Reads and computes the value."""
+    sources: frozenset[str]
+    """The names, in the files, of the tensors that the value depends on."""
+
+    @staticmethod
+    def of(
+        shape: Sequence[int], dtype: torch.dtype, name: str, compute: Callable[[], Tensor]
+    ) -> DeferredTensor:
+        tensor = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(DeferredTensor)
+        tensor.compute, tensor.sources = compute, frozenset({name})
+        return tensor
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        # Before the call: a function that works in place returns one of its arguments.
+        arguments = _later(args, named)
+        sources = frozenset().union(*(tensor.sources for tensor in _deferred([*args, *named.values()])))
+        result = super().__torch_function__(func, types, args, named)  # type: ignore[no-untyped-call]
+
+        def value() -> Any:
+            positional, by_name = arguments()
+            return func(*positional, **by_name)
+
+        several = isinstance(result, tuple | list)
+        for index, output in enumerate(result if several else [result]):
+            if isinstance(output, DeferredTensor):
+                output.compute = _member(value, index) if several else value
+                output.sources = sources
+        return result
+
+
+@final
+class StoredTensor:
+    """A tensor in a file, with the methods of safetensors' slices that transformers calls."""
+
+    def __init__(self, name: str, outline: Tensor, read: Callable[[], Tensor], file: Path) -> None:
+        self.name, self._outline, self._read, self.file = name, outline, read, file
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._outline.shape
+
+    def __getitem__(self, index: Any) -> StoredTensor:
+        assert index is Ellipsis, "transformers reads whole tensors"
+        return self
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> DeferredTensor:
+        """Of this dtype; on no device yet."""
+        read, kind = self._read, dtype or self._outline.dtype
+        return DeferredTensor.of(self.shape, kind, self.name, lambda: read().to(kind))
+
+
+def _member(value: Callable[[], Any], index: int) -> Callable[[], Tensor]:
+    return lambda: value()[index]
+
+
+def _later(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], tuple[list[Any], dict[str, Any]]]:
+    """The arguments with the values of deferred tensors, which are computed when this is called."""
+    positional, named = [_value(item) for item in args], {key: _value(item) for key, item in kwargs.items()}
+    return lambda: ([item() for item in positional], {key: item() for key, item in named.items()})
+
+
+def _value(item: Any) -> Callable[[], Any]:
+    if isinstance(item, DeferredTensor):
+        return item.compute
+    if isinstance(item, tuple | list):
+        kind, members = type(item), [_value(member) for member in item]
+        return lambda: kind(member() for member in members)
+    return lambda: item
+
+
+def _deferred(items: Iterable[Any]) -> Iterator[DeferredTensor]:
+    for item in items:
+        if isinstance(item, DeferredTensor):
+            yield item
+        elif isinstance(item, tuple | list):
+            yield from _deferred(item)
+
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """The tensors in the directory by their names in the files; nothing but headers is read yet."""
+    name = f"model.path={directory}"
+    if (directory / SINGLE).exists():
+        return _tensors_in(directory / SINGLE)
+    if not (directory / INDEX).exists():
+        pickled = sorted(path.name for pattern in PICKLED for path in directory.glob(pattern))
+        if pickled:
+            raise RunError(
+                f"{name}: has pickled weights only ({pickled[0]}), which can run code and which gpipe does not load; "
+                "load and save them with transformers (save_pretrained) in an environment you trust"
+            )
+        raise RunError(
+            f"{name}: has no weights ({SINGLE} or {INDEX}); add them, or give model.init=random to train from scratch"
+        )
+    tensors: dict[str, StoredTensor] = {}
+    for file, expected in _files(directory).items():
+        path = directory / file
+        if not path.exists():
+            raise RunError(f"{name}: {INDEX} names {file}, which is missing")
+        of_file = _tensors_in(path)
+        if missing := [key for key in expected if key not in of_file]:
+            raise RunError(f"{path}: has no tensor {missing[0]}, which {INDEX} says is in it")
+        tensors.update(of_file)
+    return tensors
+
+
+def _files(directory: Path) -> dict[str, list[str]]:
+    """The files that the index names, each with the tensors that should be in it."""
+    path = directory / INDEX
+    places = read_json(path).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise RunError(f"{path}: damaged: it has no weight_map")
+    files: dict[str, list[str]] = {}
+    for key, file in places.items():
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+            raise RunError(f"{path}: puts {key} in {file!r}, which is no safetensors file in this directory")
+        files.setdefault(file, []).append(key)
+    return files
+
+
+def _tensors_in(path: Path) -> dict[str, StoredTensor]:
+    try:
+        file = TensorFile(path)
+    except (BadTensors, OSError) as error:
+        raise RunError(f"{path}: damaged, or not a safetensors file: {error}") from error
+    return {
+        key: StoredTensor(key, outline, _reader(file, path, key), path)
+        for key, outline in file.outlines.items()
+    }
+
+
+def _reader(file: TensorFile, path: Path, key: str) -> Callable[[], Tensor]:
+    return partial(_read, file, path, key)
+
+
+def _read(file: TensorFile, path: Path, key: str) -> Tensor:
+    try:
+        return file.read(key)
+    except (BadTensors, OSError) as error:
+        raise RunError(f"{path}: changed or damaged since training began: {error}") from error
 
 
 @final

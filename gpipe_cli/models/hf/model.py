@@ -15,18 +15,18 @@ from torch import nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.huggingface import load_config, read_json
-from gpipe_cli.models.hf.checkpoint import stored_tensors
-from gpipe_cli.models.hf.data_checks import (
+from gpipe_cli.models.hf.loading import Loading, is_in_head, stored_tensors
+from gpipe_cli.models.hf.lora import LoraSettings, add_adapters
+from gpipe_cli.models.hf.tasks import (
+    CLASSIFICATION,
     check_context,
     check_input_shape,
     check_targets,
     check_vocabulary,
     ignored_tokenizer,
+    model_class,
 )
-from gpipe_cli.models.hf.loading import Loading, is_in_head
-from gpipe_cli.models.hf.lora import LoraSettings, add_adapters
-from gpipe_cli.models.hf.tasks import CLASSIFICATION, model_class
-from gpipe_cli.sequential.unloaded import UnloadedParameter
+from gpipe_cli.sequential.without_storage import UnloadedParameter
 from gpipe_cli.values import check_whole_number
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

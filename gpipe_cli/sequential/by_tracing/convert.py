@@ -14,12 +14,12 @@ from functools import partial
 
 from torch import nn
 
+from gpipe_cli.errors import ConfigError
 from gpipe_cli.pytree import ModelInput
-from gpipe_cli.sequential.by_tracing.build import build_layers
 from gpipe_cli.sequential.by_tracing.cuts import CutPoint, Dataflow, choose_cuts, cut_points, used_paths
 from gpipe_cli.sequential.by_tracing.graph import build_graph
-from gpipe_cli.sequential.by_tracing.leaves import Leaves
-from gpipe_cli.sequential.by_tracing.routes import Segment, segments_of
+from gpipe_cli.sequential.by_tracing.layer import Segment, build_layers, segments_of
+from gpipe_cli.sequential.by_tracing.leaves import Leaves, remedy
 from gpipe_cli.sequential.by_tracing.sample import Sample
 from gpipe_cli.sequential.by_tracing.trace import Trace
 from gpipe_cli.sequential.by_tracing.verify import check_modes, is_right_at, verify
@@ -56,13 +56,18 @@ def to_sequential(model: nn.Module, sample: ModelInput, leaves: Iterable[str] = 
     modules = dict(model.named_modules())
     for layer, name in zip(layers, names, strict=True):
         layer.traced_class = type(modules[name]).__name__ if name in modules else ""
-    sequence = Sequence(
-        layers,
-        paths=[""] * len(layers),
-        names=names,
-        original=model,
-        output_templates={mode: graphs[index].template for mode, index in templates.items()},
-    )
+    try:
+        sequence = Sequence(
+            layers,
+            paths=[""] * len(layers),
+            names=names,
+            original=model,
+            output_templates={mode: graphs[index].template for mode, index in templates.items()},
+        )
+    except ValueError as error:  # such as an attribute whose name a layer uses itself
+        raise ConfigError(
+            f"{type(model).__name__} cannot be traced: {error}; rename them, or {remedy(model, '')}"
+        ) from error
     check_modes(sequence, model)
     trace.raise_least(partial(is_right_at, sequence, model, inputs))
     layers[0].input_check = trace.input_check

@@ -186,8 +186,8 @@ def choose_cuts(points: Sequence[CutPoint], total_uses: int) -> list[CutPoint]:
     if inner and not legal:
         obstacles = ", ".join(sorted({point.obstacle for point in inner if point.obstacle})[:3])
         raise ConfigError(
-            f"the model cannot be cut anywhere: {obstacles}; pass only tensors and sizes between its modules, or give "
-            "model.layers"
+            f"the model cannot be cut anywhere: {obstacles}; pass only tensors and sizes between its modules, or list "
+            "the layers in the order in which they run, in the form model.layers=[first,second]"
         )
     narrow = _narrowest(legal)
     # The last of the cheapest, so that a function stays with the module before it.

@@ -18,9 +18,11 @@ from gpipe_cli.sequential.by_tracing.recording import (
     ReadDtype,
     Recording,
     Ref,
+    leaves_of,
+    map_tree,
+    structure_of,
 )
 from gpipe_cli.sequential.by_tracing.sample import Size
-from gpipe_cli.sequential.by_tracing.tree import leaves_of, map_tree, structure_of
 
 Terms: TypeAlias = tuple[tuple[tuple[Size, ...], int], ...]
 """Products of sizes with their factors; the empty product is 1."""
@@ -152,7 +154,9 @@ def _check_arguments(expected: Any, actual: Any, setting: Setting, call: Call | 
         if isinstance(expression, DtypeOf) or isinstance(leaf, ReadDtype):
             continue
         if not _same(expression, leaf):
-            raise _differs(call, f"{expression} became {leaf} at other sizes")
+            raise _differs(
+                call, f"an argument that it computes was {leaf!r} at other sizes, not {expression!r}"
+            )
 
 
 def _check_alignment(one: Recording, other: Recording) -> None:
@@ -167,12 +171,13 @@ def _check_alignment(one: Recording, other: Recording) -> None:
         if structure_of(left.result) != structure_of(right.result):
             raise _diverged(left, right)
     if len(one.calls) != len(other.calls) or one.template != other.template:
-        raise NotRecordable("", None, "it returns something else, or calls more functions, at other sizes")
+        reason = "it returns something else, or calls more functions, at other sizes or in other calls"
+        raise NotRecordable("", None, reason)
 
 
 def _diverged(left: Call, right: Call) -> NotRecordable:
     common = [path for path, other in zip(left.modules, right.modules, strict=False) if path == other]
-    reason = f"it goes on differently at other sizes ({_name(left)} became {_name(right)})"
+    reason = f"it does not do the same at every size, or in every call ({_name(left)} became {_name(right)})"
     return NotRecordable(common[-1], left.line, reason)
 
 
@@ -219,7 +224,7 @@ class _Merger:
             if indices
         ]
         # Only training is recorded in another dtype.
-        if len(by_mode) == 1 or by_mode[0] == by_mode[1] or isinstance(by_mode[0], DtypeOf):
+        if len(by_mode) == 1 or _same(by_mode[0], by_mode[1]) or isinstance(by_mode[0], DtypeOf):
             return by_mode[0]
         if any(isinstance(leaf, Ref | Attribute) for leaf in by_mode):
             raise ValueError("it uses other tensors in training than in evaluation")
@@ -233,9 +238,8 @@ class _Merger:
             return DtypeOf(values[0].source)
         if all(isinstance(leaf, int) and not isinstance(leaf, bool) for leaf in values):
             return self._fit(leaves)
-        raise ValueError(
-            f"{values[0]!r} became {next(leaf for leaf in values if not _same(values[0], leaf))!r}"
-        )
+        other = next(leaf for leaf in values if not _same(values[0], leaf))
+        raise ValueError(f"an argument that it passes was {values[0]!r} in one call and {other!r} in another")
 
     def _fit(self, leaves: Mapping[int, int]) -> SizeExpression:
         corners = {
@@ -276,14 +280,21 @@ def _fit_product(
 
 
 def _same(left: Any, right: Any) -> bool:
+    """Whether a function could not tell two arguments apart: 0, 0.0, -0.0 and False are four different ones."""
     if left is right:
         return True
     if isinstance(left, ReadDtype) and isinstance(right, ReadDtype):
         return left.dtype == right.dtype
     if type(left) is not type(right):
         return False
+    if isinstance(left, float | complex):
+        return repr(left) == repr(right)
+    if hasattr(left, "tobytes"):  # an array of NumPy
+        return bool(
+            left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+        )
     try:
-        return bool(left == right) or (left != left and right != right)
+        return bool(left == right)
     except (TypeError, ValueError, RuntimeError):  # such as arrays, whose comparison has no single answer
         return False
 

@@ -12,9 +12,18 @@ from torch import Tensor, fx
 
 from gpipe_cli.pytree import Template
 from gpipe_cli.sequential.by_tracing.generalize import ByMode, DtypeOf, Program, SizeExpression
-from gpipe_cli.sequential.by_tracing.recording import Attribute, Call, ConstantTensor, Device, Ref, WriteSpan
+from gpipe_cli.sequential.by_tracing.recording import (
+    Attribute,
+    Call,
+    ConstantTensor,
+    Device,
+    FieldName,
+    Ref,
+    WriteSpan,
+    leaves_of,
+    map_tree,
+)
 from gpipe_cli.sequential.by_tracing.sample import Sample, Size
-from gpipe_cli.sequential.by_tracing.tree import FieldName, leaves_of, map_tree
 
 _OPERATORS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.__getitem__: operator.getitem,
@@ -28,6 +37,17 @@ _METHODS: dict[Callable[..., Any], str] = {
     if callable(member)
 }
 """Not by `__name__`: that of some functions of torch.Tensor is the name of what they wrap."""
+
+_WRITTEN = {
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    *map(type, (None, ..., torch.float, torch.strided, torch.preserve_format)),
+}
+"""Types of arguments that generated code can write down. Any other object is an attribute of its layer."""
 
 
 @final
@@ -60,8 +80,8 @@ class GraphInfo:
     spans: list[WriteSpan]
     template: Template
     """Builds the model's output from the tensors that the graph returns."""
-    constants: dict[str, Tensor]
-    """Tensors that the graph reads as attributes although the model has none of that name."""
+    constants: dict[str, Any]
+    """What the graph reads as attributes although the model has none of that name: tensors and other objects."""
 
 
 def build_graph(program: Program, sample: Sample, prefix: str) -> GraphInfo:
@@ -123,7 +143,7 @@ class _Builder:
         self.graph = fx.Graph()
         self.values: dict[fx.Node, ValueInfo] = {}
         self.calls: dict[fx.Node, int] = {}
-        self.constants: dict[str, Tensor] = {}
+        self.constants: dict[str, Any] = {}
         self._program = program
         self._prefix = prefix
         self._nodes: dict[int, fx.Node] = {}
@@ -152,7 +172,7 @@ class _Builder:
         if call.reads_values:
             message = f"{call.line} went on with {call.result!r} when the model was traced"
             expected = map_tree(lambda leaf: self._argument(leaf, call), self._program.results[number])
-            self._function(check_decision, (node, expected, message), type(None))
+            self._function(check_decision, (node, expected, message, call.modules[-1]), type(None))
         for offset, value in enumerate(call.values):
             member = node
             for key in value.access:
@@ -185,17 +205,19 @@ class _Builder:
             return self._nodes[leaf.number]
         if isinstance(leaf, Attribute):
             return self._attribute(leaf.path)
-        if isinstance(leaf, ConstantTensor):
-            name = f"{self._prefix}{len(self.constants)}"
-            self.constants[name] = leaf.tensor
-            return self._attribute(name)
         if isinstance(leaf, Device):
             return self._function(current_device, (), torch.device)
         if isinstance(leaf, DtypeOf):
             return self._function(getattr, (self._argument(leaf.source, call), "dtype"), torch.dtype)
         if isinstance(leaf, SizeExpression):
             return self._size(leaf)
-        return self._by_mode(leaf, call) if isinstance(leaf, ByMode) else leaf
+        if isinstance(leaf, ByMode):
+            return self._by_mode(leaf, call)
+        if type(leaf) in _WRITTEN:
+            return leaf
+        name = f"{self._prefix}{len(self.constants)}"
+        self.constants[name] = leaf.tensor if isinstance(leaf, ConstantTensor) else leaf
+        return self._attribute(name)
 
     def _attribute(self, path: str) -> fx.Node:
         if path not in self._attributes:
@@ -220,7 +242,7 @@ class _Builder:
         """Read `training` of the module in whose forward the call is, when the layer runs."""
         owner = "" if call is None else call.modules[-1]
         training = self._attribute(f"{owner}.training" if owner else "training")
-        if (leaf.training, leaf.evaluation) == (True, False):
+        if leaf.training is True and leaf.evaluation is False:
             return training
         choices = (self._argument(choice, call) for choice in (leaf.training, leaf.evaluation))
         return self._function(choose, (training, *choices), type(None))
@@ -252,9 +274,12 @@ def choose(training: bool, in_training: Any, in_evaluation: Any) -> Any:
     return in_training if training else in_evaluation
 
 
-def check_decision(result: Any, traced: Any, message: str) -> None:
+def check_decision(result: Any, traced: Any, message: str, path: str) -> None:
     if result != traced:
+        cure = (
+            f"keep '{path}' whole with model.leaves=[{path}]" if path else "move that code into a submodule"
+        )
         raise DecisionChanged(
-            f"{message}, and now it is {result!r}; keep the module that decides whole with model.leaves, or trace the "
-            "model with a sample for which it decides as for your data"
+            f"{message}, and now it is {result!r}; {cure}, or trace the model with a sample for which it decides "
+            "as for your data"
         )

@@ -8,6 +8,7 @@ from typing import final
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.torch_internals.module_calls import runs_more_than_forward
@@ -42,10 +43,20 @@ class Leaves:
         if type(model).__module__.startswith(_OF_TORCH) and not runs_more_than_forward(model):
             self._whole.discard("")
         if "" in self._whole:
-            raise ConfigError(
-                f"{type(model).__name__} cannot be cut: it has no submodules, has hooks, or is compiled as a whole; "
-                "put hooks on its blocks and compile them instead"
+            reason = (
+                "has hooks or is compiled as a whole; put hooks on its blocks, and compile those, instead"
+                if runs_more_than_forward(model)
+                else "is a leaf itself; remove its class from model.leaves"
+                if type(model).__name__ in names or "" in names
+                else "has no submodules; write it as modules that call each other"
             )
+            raise ConfigError(f"{type(model).__name__} cannot be cut: it {reason}")
+        for path, parameter in model.named_parameters():
+            if is_lazy(parameter):
+                raise ConfigError(
+                    f"{type(model).__name__} cannot be traced: '{path}' gets its shape from the first batch; give the "
+                    "sizes of lazy modules, or call the model once on a batch before"
+                )
         self._sizes = {path: _size(module) for path, module in modules.items()}
 
     def include(self, path: str) -> bool:
@@ -65,6 +76,15 @@ class Leaves:
         parts = path.split(".") if path else []
         prefixes = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
         return next((prefix for prefix in prefixes if prefix in self._whole), None)
+
+
+def remedy(model: nn.Module, path: str) -> str:
+    """What helps against a module that cannot be traced, in the names of this model."""
+    listed = ",".join(name for name, _ in model.named_children())
+    layers = f"list the layers in the order in which they run, in the form model.layers=[{listed}]"
+    if not path:
+        return f"move that code into a submodule, which may then stay whole, or {layers}"
+    return f"keep it whole with model.leaves=[{type(model.get_submodule(path)).__name__}], or {layers}"
 
 
 def _is_leaf(module: nn.Module) -> bool:

@@ -1,19 +1,17 @@
 """Run a model once and record what it does.
 
-The model is a clone without storage, so that a run takes no memory for weights. The sample has values: as long as a
-forward computes with nothing but the sample, sizes and small buffers (masks, positions), it computes for real, and
-Python decides on values as it would in training. Where such a tensor meets one without storage, the result has no
-storage either.
+Substitutes without storage stand for the model's parameters, so that a run takes no memory for weights. The sample has
+values: as long as a forward computes with nothing but the sample, sizes and small buffers (masks, positions), it
+computes for real, and Python decides on values as it would in training. Where such a tensor meets one without storage,
+the result has no storage either.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -23,13 +21,15 @@ from torch.overrides import TorchFunctionMode
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pytree import flatten
 from gpipe_cli.sequential.by_tracing.leaves import Leaves
-from gpipe_cli.sequential.by_tracing.memory_accesses import INPUTS, MemoryAccesses, Versions
-from gpipe_cli.sequential.by_tracing.meta_results import MetaResults
 from gpipe_cli.sequential.by_tracing.recording import (
+    INPUTS,
+    LEAVES_TORCH,
+    SIZED_BY_VALUES,
     Attribute,
     Call,
     ConstantTensor,
     Device,
+    MemoryAccesses,
     NotRecordable,
     ReadDtype,
     Recording,
@@ -37,50 +37,40 @@ from gpipe_cli.sequential.by_tracing.recording import (
     SourceLine,
     Target,
     Value,
+    Versions,
+    attribute_of,
+    is_mask,
+    located_tensors,
+    map_tree,
+    reads_values,
+    tensors_in,
 )
 from gpipe_cli.sequential.by_tracing.sample import Inputs
-from gpipe_cli.sequential.by_tracing.tree import located_tensors, map_tree, tensors_in
+from gpipe_cli.sequential.by_tracing.substitutes import (
+    MetaResults,
+    Substitutes,
+    needs_values,
+    with_values,
+    without_values,
+)
 from gpipe_cli.sequential.other_generators import generator_states
-from gpipe_cli.sequential.without_storage import meta_like, with_storage
-from gpipe_cli.torch_internals import module_calls
+from gpipe_cli.sequential.without_storage import meta_like
 from gpipe_cli.torch_internals.module_calls import intercept_calls, without_function_modes
 
 _META = torch.device("meta")
 _OUTPUT_CURE = "a model must return tensors, in tuples, lists and dicts if there are several"
-_NOT_OF_THE_MODEL = tuple(
-    str(Path(file).parent) for file in (torch.__file__, __file__, module_calls.__file__)
-)
-_METADATA = """
-    __hash__ __len__ __repr__ data_ptr dim element_size get_device is_complex is_conj is_contiguous is_floating_point
-    is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed is_tensor ndimension nelement numel size
-    storage_offset stride
-"""
-_READS_NO_VALUES = frozenset(_METADATA.split())
-"""Functions of tensors that return numbers and lists but depend on shapes and types only."""
-
-_LEAVES_TORCH = frozenset({"numpy", "__array__", "__dlpack__"})
-"""Functions of tensors whose results are computed with outside torch, where nothing is recorded."""
-
-
-_SIZED_BY_VALUES = {
-    getattr(namespace, name)
-    for namespace in (torch, torch.Tensor)
-    for name in ("argwhere", "masked_select", "nonzero", "unique", "unique_consecutive")
-}
-"""Functions whose results have as many rows as the values of their input say."""
 
 
 def record(
-    clone: nn.Module, original: nn.Module, leaves: Leaves, inputs: Inputs, results: MetaResults
+    model: nn.Module, substitutes: Substitutes, leaves: Leaves, inputs: Inputs, results: MetaResults
 ) -> Recording:
-    """Record a call of `clone`. A leaf that cannot run without storage runs as a copy of that of `original`."""
-    recorder = _Recorder(clone, original, leaves, results)
+    recorder = _Recorder(model, substitutes, leaves, results)
     recorder.add_inputs(inputs.tensors)
     random_states = generator_states()
     try:
         with intercept_calls(recorder.call_module, recorder.apply_function), recorder, torch.enable_grad():
-            output = clone(*inputs.args, **inputs.kwargs)
-        recorder.check_buffers(clone)
+            output = model(*inputs.args, **inputs.kwargs)
+        recorder.check_assignments()
         recording = recorder.recording(output)
     except (NotRecordable, ConfigError):
         raise
@@ -99,25 +89,31 @@ def record(
 
 @final
 class _Recorder(TorchFunctionMode):
-    def __init__(self, clone: nn.Module, original: nn.Module, leaves: Leaves, results: MetaResults) -> None:
+    def __init__(
+        self, model: nn.Module, substitutes: Substitutes, leaves: Leaves, results: MetaResults
+    ) -> None:
         super().__init__()
         self._results = results
-        self._original = original
+        self._model = model
+        self._substitutes = substitutes
         self._leaves = leaves
         # The first name of a module or tensor that has several.
-        self._paths = {module: path for path, module in clone.named_modules()}
+        self._paths = {module: path for path, module in model.named_modules()}
         self._attributes = {
-            id(tensor): path for path, tensor in (*clone.named_parameters(), *clone.named_buffers())
+            id(substitutes.of(tensor)): path
+            for path, tensor in (*model.named_parameters(), *model.named_buffers())
         }
-        devices = (tensor.device for tensor in original.parameters() if not tensor.is_meta)
+        devices = (tensor.device for tensor in model.parameters() if not tensor.is_meta)
         self._device = next(devices, torch.device("cpu"))
         self._autocast = _autocast_state()
         self._modules = [""]
         self._leaf_depth = 0
+        self._inside: set[int] = set()  # modules and tensors of the leaf that runs
         self._calls: list[Call] = []
         self._values: list[Value] = []
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []  # so that no tensor gets the id of a freed one
+        self._mark = object()  # on the tensors of this run
         self._dtype_reads: dict[torch.dtype, Ref | Attribute] = {}
         self._copies: dict[int, Tensor] = {}
         self._sized_by_values: set[int] = set()
@@ -135,29 +131,36 @@ class _Recorder(TorchFunctionMode):
             self._values[-1] = replace(self._values[-1], requires_grad=False)
 
     def recording(self, output: Any) -> Recording:
+        where = SourceLine.defining(type(self._model).forward)
         try:
             tensors, template = flatten(output, "output")
         except TypeError as error:
-            raise ConfigError(f"the model's output is not supported: {error}; {_OUTPUT_CURE}") from error
+            raise ConfigError(
+                f"{where}: the model's output is not supported: {error}; {_OUTPUT_CURE}"
+            ) from error
         if not tensors:
-            raise ConfigError(f"the model returns a {type(output).__name__} without tensors; {_OUTPUT_CURE}")
+            kind = type(output).__name__
+            raise ConfigError(f"{where}: the model returns a {kind} without tensors; {_OUTPUT_CURE}")
         spans = list(self._memory.write_spans())
         return Recording(self._values, self._calls, self._replace(list(tensors)), template, spans)
 
-    def check_buffers(self, clone: nn.Module) -> None:
+    def check_assignments(self) -> None:
         """Refuse a forward that assigns to a buffer: layers repeat calls, and in-place writes, but no assignments."""
-        for path, buffer in clone.named_buffers():
+        for path, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
             module, _, name = path.rpartition(".")
-            if id(buffer) not in self._attributes and self._leaves.outermost(module) is None:
-                raise NotRecordable(
-                    module, None, f"it assigns to its buffer '{name}'; write in place, with {name}.copy_(...)"
-                )
+            if tensor not in self._substitutes and self._leaves.outermost(module) is None:
+                reason = f"it assigns to its '{name}'; write in place, with self.{name}.copy_(...)"
+                raise NotRecordable(module, None, reason)
 
     # What nn.Module.__call__ and torch.autograd.Function.apply do during the run.
 
     def call_module(self, call: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = self._paths.get(module)
-        if self._leaf_depth or path is None:
+        if self._leaf_depth:
+            if path is not None and id(module) not in self._inside:
+                raise self._reaches_outside(path)
+            return call(module, *args, **kwargs)
+        if path is None:
             return call(module, *args, **kwargs)
         # No finally blocks: after an error the last module says where it happened.
         self._modules.append(path)
@@ -165,9 +168,11 @@ class _Recorder(TorchFunctionMode):
             output = call(module, *args, **kwargs)
             self._modules.pop()
             return output
+        args, kwargs = self._substitutes.within((args, kwargs))
         with without_function_modes():
             before = Versions((args, kwargs))
         self._leaf_depth += 1
+        self._inside = {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
         output = self._call_leaf(call, module, args, kwargs)
         self._leaf_depth -= 1
         self._modules.pop()
@@ -177,27 +182,31 @@ class _Recorder(TorchFunctionMode):
 
     def apply_function(self, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self._leaf_depth:
-            raise self._not_recordable("a torch.autograd.Function has a backward of its own")
+            raise self._not_recordable(
+                "it calls a torch.autograd.Function, whose backward no recording repeats; call it in a submodule"
+            )
+        args, kwargs = self._substitutes.within((args, kwargs))
         return apply(*args, **kwargs)
 
     def _call_leaf(
         self, call: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a leaf without storage; if its forward needs values, call a copy with storage."""
+        """Call a leaf without storage; if its forward needs values, with copies of the model's tensors."""
         try:
+            if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
+                raise TypeError("scripted code takes no substitutes")
             key = self._results.module_key(module)
             if key is None or not any(True for _ in module.parameters()):
                 return call(module, *args, **kwargs)
             return self._results.call(partial(call, module), args, kwargs, key)
-        except (RuntimeError, NotImplementedError) as error:
-            copied = with_storage(self._original.get_submodule(self._modules[-1])).train(module.training)
-            real_args, real_kwargs = map_tree(_with_values, (args, kwargs))
+        except (RuntimeError, TypeError) as error:
+            real_args, real_kwargs = map_tree(with_values, (args, kwargs))
             try:
-                with torch.random.fork_rng(devices=[]):
-                    output = call(copied, *real_args, **real_kwargs)
-            except Exception as error_with_values:
-                raise error_with_values from error
-            return map_tree(_without_values, output)
+                with self._substitutes.with_values(module):
+                    output = call(module, *real_args, **real_kwargs)
+            except Exception as errorwith_values:
+                raise errorwith_values from error
+            return map_tree(without_values, output)
 
     def __torch_function__(
         self,
@@ -206,8 +215,10 @@ class _Recorder(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        named = dict(kwargs or {})
-        attribute = _attribute_of(func)
+        if self._leaf_depth:
+            self._check_inside(tensors_in((args, kwargs)))
+        args, named = self._substitutes.within((tuple(args), dict(kwargs or {})))
+        attribute = attribute_of(func)
         if attribute == "device" and args[0].is_meta:
             return self._device
         if self._leaf_depth:
@@ -222,26 +233,24 @@ class _Recorder(TorchFunctionMode):
         copies = Versions([self._copies.get(id(tensor), tensor) for tensor in before.tensors])
         try:
             output = self._execute(func, args, named)
-        except (RuntimeError, NotImplementedError) as error:
-            if not any(tensor.is_meta for tensor in before.tensors):
+        except (RuntimeError, TypeError) as error:
+            if not any(tensor.is_meta for tensor in before.tensors) or not needs_values(func, args, named):
                 raise
-            # Either the function needs values, or it does not accept these shapes. The module that calls it will tell,
-            # when it runs whole.
             raise self._not_recordable(
                 f"it needs the values of tensors that the model computes ({error})"
             ) from error
         written = before.written() or [before.tensors[index] for index in copies.changed()]
         has_tensors = bool(tensors_in(output))
-        depends_on_values = attribute is None and _reads_values(func, output)
+        depends_on_values = attribute is None and reads_values(func, output)
         if args and id(args[0]) in self._sized_by_values:
             depends_on_values |= attribute == "shape" or func.__name__ in ("size", "numel", "__len__")
-        if func in _SIZED_BY_VALUES or (func is torch.Tensor.__getitem__ and _is_mask(args[1])):
+        if func in SIZED_BY_VALUES or (func is torch.Tensor.__getitem__ and is_mask(args[1])):
             self._sized_by_values.update(map(id, tensors_in(output)))
         if attribute is not None:
             func, args = getattr, (args[0], attribute)
         if has_tensors or written:
             self._add_call(func, args, named, output, before.tensors, written)
-        elif func.__name__ in _LEAVES_TORCH and self._dependencies(before.tensors):
+        elif func.__name__ in LEAVES_TORCH and self._dependencies(before.tensors):
             raise self._not_recordable("it computes with values of tensors outside torch")
         elif before.tensors and depends_on_values:
             self._add_call(func, args, named, output, before.tensors, [])
@@ -258,9 +267,9 @@ class _Recorder(TorchFunctionMode):
                 return self._copy_of(argument)
             return _META if isinstance(argument, torch.device) else argument
 
-        if func is torch.Tensor.__getitem__ and args[0].is_meta and _is_mask(args[1]):
+        if func is torch.Tensor.__getitem__ and args[0].is_meta and is_mask(args[1]):
             # The size of the result depends on the values of the mask, which are known.
-            return _without_values(_with_values(args[0])[args[1]])
+            return without_values(with_values(args[0])[args[1]])
         meta_args, meta_kwargs = map_tree(without_values, (tuple(args), kwargs))
         return self._results.call(func, meta_args, meta_kwargs)
 
@@ -288,14 +297,20 @@ class _Recorder(TorchFunctionMode):
         if not grad and (is_module or written):
             raise self._not_recordable("it calls modules, or writes in place, with gradients disabled")
         call = Call(
-            target, self._replace((args, kwargs)), tuple(self._modules), self._line(), grad, len(self._values)
+            target,
+            self._replace((args, kwargs)),
+            tuple(self._modules),
+            SourceLine.running(),
+            grad,
+            len(self._values),
         )
         call.writes = bool(written)
         depends_on = self._dependencies(tensors)
         if is_module or call.is_random:
             depends_on |= {"parameters" if is_module else "random"}
-        self._memory.record(len(self._calls), tensors, written, tensors_in(output))
-        for access, tensor in located_tensors(output):
+        located = [(access, self._substitutes.of(tensor)) for access, tensor in located_tensors(output)]
+        self._memory.record(len(self._calls), tensors, written, [tensor for _, tensor in located])
+        for access, tensor in located:
             self._add_value(tensor, depends_on, access)
         call.values = self._values[call.first :]
         self._calls.append(call)
@@ -311,6 +326,7 @@ class _Recorder(TorchFunctionMode):
 
     def _add_value(self, tensor: Tensor, depends_on: frozenset[str], access: tuple[Any, ...]) -> None:
         self._alive.append(tensor)
+        tensor.recorded_by = self._mark  # type: ignore[attr-defined]
         self._numbers[id(tensor)] = len(self._values)
         # Whatever depends on parameters has no values here.
         requires_grad = tensor.is_meta and tensor.is_floating_point() and torch.is_grad_enabled()
@@ -322,12 +338,31 @@ class _Recorder(TorchFunctionMode):
 
     def _replacement(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return self._reference(leaf) or ConstantTensor(leaf)
+            return self._reference(leaf) or self._constant(leaf)
         if isinstance(leaf, torch.dtype):
             return ReadDtype(leaf, self._dtype_reads.get(leaf))
+        if isinstance(leaf, torch.Generator):
+            raise self._not_recordable(
+                "it draws from a generator of its own, which recomputation would not repeat; draw from torch's"
+            )
         return Device() if isinstance(leaf, torch.device) else leaf
 
+    def _constant(self, tensor: Tensor) -> ConstantTensor:
+        if getattr(tensor, "recorded_by", self._mark) is not self._mark:
+            raise self._not_recordable(
+                "it uses a tensor that an earlier call made, which layers do not keep; make it in every call, or keep "
+                "it in a buffer"
+            )
+        if tensor.requires_grad:
+            raise self._not_recordable(
+                "it uses a parameter, or a module with parameters, that is not registered in the model; create it in "
+                "__init__ and keep it in an attribute, an nn.ModuleList or an nn.ParameterList"
+            )
+        # A frozen nn.Parameter would become a parameter of the layer that holds it.
+        return ConstantTensor(tensor.detach() if isinstance(tensor, nn.Parameter) else tensor)
+
     def _reference(self, tensor: Tensor) -> Ref | Attribute | None:
+        tensor = self._substitutes.of(tensor)
         if id(tensor) in self._numbers:
             return Ref(self._numbers[id(tensor)])
         path = self._attributes.get(id(tensor))
@@ -339,53 +374,27 @@ class _Recorder(TorchFunctionMode):
             self._dtype_reads[tensor.dtype] = source
 
     def _requires_grad(self, tensor: Tensor) -> bool:
-        """Nothing in the clone requires gradients. A parameter has the answer of the original's."""
+        """No substitute requires gradients. A parameter has its own answer."""
         source = self._reference(tensor)
         if isinstance(source, Attribute):
-            return bool(attrgetter(source.path)(self._original).requires_grad)
+            return bool(attrgetter(source.path)(self._model).requires_grad)
         if source is not None and "parameters" in self._values[source.number].depends_on:
             raise self._not_recordable("it asks whether a computed tensor requires gradients")
         return tensor.requires_grad
 
-    def _line(self) -> SourceLine:
-        """The innermost line that is neither torch's nor this file's."""
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_OF_THE_MODEL):
-            frame = frame.f_back
-        return SourceLine(frame.f_code.co_filename, frame.f_lineno)
+    def _check_inside(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor in self._substitutes and id(tensor) not in self._inside:
+                path = self._attributes.get(id(self._substitutes.of(tensor)), "its tensors")
+                raise self._reaches_outside(path)
+
+    def _reaches_outside(self, path: str) -> NotRecordable:
+        reason = f"'{self._modules[-1]}' stays whole and uses '{path}', which may be in another layer"
+        return NotRecordable(self._modules[-2], SourceLine.running(), reason)
 
     def _not_recordable(self, reason: str) -> NotRecordable:
-        return NotRecordable(self._modules[-1], self._line(), reason.partition("\n")[0])
-
-
-def _attribute_of(func: Callable[..., Any]) -> str | None:
-    """The name of the tensor attribute that a function reads, such as "shape"; None for other functions."""
-    descriptor = getattr(func, "__self__", None)
-    return descriptor.__name__ if func.__name__ == "__get__" and descriptor is not None else None
-
-
-def _reads_values(func: Callable[..., Any], output: Any) -> bool:
-    return isinstance(output, bool | int | float | complex | list) and func.__name__ not in _READS_NO_VALUES
-
-
-def _is_mask(index: Any) -> bool:
-    tensors = tensors_in(index)
-    return any(tensor.dtype == torch.bool for tensor in tensors) and not any(
-        tensor.is_meta for tensor in tensors
-    )
+        return NotRecordable(self._modules[-1], SourceLine.running(), reason.partition("\n")[0])
 
 
 def _autocast_state() -> tuple[bool, ...]:
     return tuple(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda", "xpu"))
-
-
-def _with_values(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor) or not leaf.is_meta:
-        return leaf
-    return torch.ones(leaf.shape, dtype=leaf.dtype)
-
-
-def _without_values(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch.empty_like(leaf, device="meta", requires_grad=False)

@@ -5,15 +5,85 @@ Tensors appear as references, so that recordings of different runs can be compar
 
 from __future__ import annotations
 
+import dataclasses
 import linecache
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from inspect import unwrap
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
 
 from gpipe_cli.pytree import Template
+from gpipe_cli.torch_internals import module_calls
+from gpipe_cli.torch_internals.tensor_memory import storage_of, version_of
+
+_WITHOUT_TENSORS = frozenset({bool, float, int, str, type(None), torch.Size, torch.device, torch.dtype})
+"""Most arguments are of these types, so they are looked at first."""
+
+
+@final
+class FieldName(str):
+    """The name of a field of a dataclass, as opposed to a key of a dict."""
+
+
+def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Replace every leaf; a torch.Size becomes a tuple, and a dict of any kind a plain one."""
+    if isinstance(tree, tuple):
+        members = [map_tree(function, member) for member in tree]
+        return type(tree)(*members) if hasattr(tree, "_fields") else tuple(members)
+    if isinstance(tree, list):
+        return [map_tree(function, member) for member in tree]
+    if isinstance(tree, dict):
+        return {key: map_tree(function, member) for key, member in tree.items()}
+    if isinstance(tree, slice):
+        return slice(*(map_tree(function, bound) for bound in (tree.start, tree.stop, tree.step)))
+    return function(tree)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    leaves: list[Any] = []
+    map_tree(leaves.append, tree)
+    return leaves
+
+
+def structure_of(tree: Any) -> Any:
+    """The containers with None in place of every leaf, to compare."""
+    return map_tree(lambda _: None, tree)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    return [tensor for _, tensor in located_tensors(tree)]
+
+
+def located_tensors(tree: Any) -> list[tuple[tuple[Any, ...], Tensor]]:
+    """Each tensor and where it is: keys of containers, and names of a dataclass's fields."""
+    located: list[tuple[tuple[Any, ...], Tensor]] = []
+    _collect(tree, (), located)
+    return located
+
+
+def _collect(tree: Any, access: tuple[Any, ...], located: list[tuple[tuple[Any, ...], Tensor]]) -> None:
+    if type(tree) in _WITHOUT_TENSORS:
+        return
+    if isinstance(tree, Tensor):
+        located.append((access, tree))
+    elif isinstance(tree, tuple | list):
+        for index, member in enumerate(tree):
+            _collect(member, (*access, index), located)
+    elif isinstance(tree, dict):
+        for key, member in tree.items():
+            _collect(member, (*access, key), located)
+    elif isinstance(tree, slice):
+        _collect((tree.start, tree.stop, tree.step), access, located)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            _collect(getattr(tree, field.name), (*access, FieldName(field.name)), located)
+
 
 Target: TypeAlias = str | Callable[..., Any]
 """The path of a module, or a torch function."""
@@ -23,6 +93,29 @@ _NAMES = """
     multinomial normal poisson rand rand_like randint randint_like randn randn_like randperm rrelu
 """
 _RANDOM = frozenset(_NAMES.split())
+
+_METADATA = """
+    __hash__ __len__ __repr__ data_ptr dim element_size get_device is_complex is_conj is_contiguous is_floating_point
+    is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed is_tensor ndimension nelement numel size
+    storage_offset stride
+"""
+_READS_NO_VALUES = frozenset(_METADATA.split())
+"""Functions of tensors that return numbers and lists but depend on shapes and types only."""
+
+LEAVES_TORCH = frozenset({"numpy", "__array__", "__dlpack__"})
+"""Functions of tensors whose results are computed with outside torch, where nothing is recorded."""
+
+
+SIZED_BY_VALUES = {
+    getattr(namespace, name)
+    for namespace in (torch, torch.Tensor)
+    for name in ("argwhere", "masked_select", "nonzero", "unique", "unique_consecutive")
+}
+"""Functions whose results have as many rows as the values of their input say."""
+
+_NOT_OF_THE_MODEL = tuple(
+    str(Path(file).parent) for file in (torch.__file__, __file__, module_calls.__file__)
+)
 
 
 @final
@@ -35,6 +128,26 @@ class SourceLine:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.number} `{linecache.getline(self.file, self.number).strip()}`"
+
+    @staticmethod
+    def running() -> SourceLine:
+        """The innermost line that runs now and is neither torch's nor the tracer's."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_OF_THE_MODEL):
+            frame = frame.f_back
+        return SourceLine(frame.f_code.co_filename, frame.f_lineno)
+
+    @staticmethod
+    def raising(error: BaseException) -> SourceLine | None:
+        """The innermost such line that an error comes from."""
+        frames = walk_tb(error.__traceback__)
+        lines = [SourceLine(frame.f_code.co_filename, number) for frame, number in frames]
+        return next((line for line in reversed(lines) if not line.file.startswith(_NOT_OF_THE_MODEL)), None)
+
+    @staticmethod
+    def defining(method: Callable[..., Any]) -> SourceLine | None:
+        code = getattr(unwrap(method), "__code__", None)
+        return None if code is None else SourceLine(code.co_filename, code.co_firstlineno)
 
 
 @final
@@ -89,6 +202,8 @@ class ConstantTensor:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ConstantTensor) or self.tensor.is_meta or other.tensor.is_meta:
             return isinstance(other, ConstantTensor) and self.tensor is other.tensor
+        if self.tensor is other.tensor:  # which may hold NaN
+            return True
         return self.tensor.dtype == other.tensor.dtype and torch.equal(self.tensor, other.tensor)
 
     __hash__ = None  # type: ignore[assignment]
@@ -163,3 +278,82 @@ class Recording:
     template: Template
     """Builds what the model returned from them."""
     spans: list[WriteSpan]
+
+
+INPUTS = -1
+"""The number that stands for a call that made the inputs."""
+
+
+@final
+class MemoryAccesses:
+    """Storages are told apart by address, so the caller keeps every tensor alive."""
+
+    def __init__(self) -> None:
+        self._copied: dict[int, int] = {}
+        self._created: dict[int, int] = {}
+        self._used: dict[int, list[int]] = {}
+        self._written: dict[int, int] = {}
+
+    def copy(self, copied: Tensor, original: Tensor) -> None:
+        """Let `copied` count as the memory of `original`."""
+        self._copied[storage_of(copied)] = self._storage(original)
+
+    def record(
+        self, call: int, inputs: Iterable[Tensor], written: Iterable[Tensor], outputs: Iterable[Tensor]
+    ) -> None:
+        for storage in map(self._storage, inputs):
+            self._used.setdefault(storage, []).append(call)
+        for storage in map(self._storage, written):
+            self._written[storage] = call
+        for storage in map(self._storage, outputs):
+            if storage not in self._used:  # otherwise a view of an input, or the model's own memory
+                self._created.setdefault(storage, call)
+
+    def write_spans(self) -> Iterator[WriteSpan]:
+        for storage, writer in self._written.items():
+            users = self._used[storage]
+            if storage in self._created:
+                yield WriteSpan(self._created[storage], writer)
+            else:
+                # The model's own memory: each reader must stay before or after the write, as it was.
+                yield WriteSpan(users[0], users[-1])
+
+    def _storage(self, tensor: Tensor) -> int:
+        storage = storage_of(tensor)
+        return self._copied.get(storage, storage)
+
+
+@final
+class Versions:
+    """The tensors in some arguments, and which of them have been written in place since.
+
+    autograd counts a tensor's in-place writes in its version, also on the meta device.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        self.tensors = tensors_in(arguments)
+        self._versions = [version_of(tensor) for tensor in self.tensors]
+
+    def changed(self) -> list[int]:
+        pairs = zip(self.tensors, self._versions, strict=True)
+        return [index for index, (tensor, version) in enumerate(pairs) if version_of(tensor) != version]
+
+    def written(self) -> list[Tensor]:
+        return [self.tensors[index] for index in self.changed()]
+
+
+def attribute_of(func: Callable[..., Any]) -> str | None:
+    """The name of the tensor attribute that a function reads, such as "shape"; None for other functions."""
+    descriptor = getattr(func, "__self__", None)
+    return descriptor.__name__ if func.__name__ == "__get__" and descriptor is not None else None
+
+
+def reads_values(func: Callable[..., Any], output: Any) -> bool:
+    return isinstance(output, bool | int | float | complex | list) and func.__name__ not in _READS_NO_VALUES
+
+
+def is_mask(index: Any) -> bool:
+    tensors = tensors_in(index)
+    return any(tensor.dtype == torch.bool for tensor in tensors) and not any(
+        tensor.is_meta for tensor in tensors
+    )

@@ -7,7 +7,7 @@ together, such as the lengths of token ids and their mask; dimension 0 is the ba
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -62,10 +62,6 @@ class Sample:
         self.names = [_name(path) for path in self.paths]
         self.sizes = self._find_sizes()
 
-    @property
-    def shapes(self) -> str:
-        return " and ".join("x".join(map(str, tensor.shape)) for tensor in self.tensors)
-
     def _find_sizes(self) -> list[Size]:
         """The batch, then all others in the order of their dimensions."""
         rows = next((len(tensor) for tensor in self.tensors if tensor.dim()), 0)
@@ -115,6 +111,10 @@ class Sample:
             ((), value) if isinstance(value, dict) else (value if isinstance(value, tuple) else (value,), {})
         )
         return Inputs(args, kwargs, dict(zip(self.names, tensors, strict=True)))
+
+
+def shapes_of(tensors: Iterable[Tensor]) -> str:
+    return " and ".join("x".join(map(str, tensor.shape)) for tensor in tensors)
 
 
 def _paths(template: Template, path: tuple[Any, ...] = ()) -> Iterator[tuple[int, tuple[Any, ...]]]:
@@ -211,7 +211,7 @@ class InputCheck:
                 f"({_listed(self.names)})"
             )
         constants = tuple(plain_values(template))
-        if constants != self.constants:
+        if repr(constants) != repr(self.constants):  # 1, 1.0 and True are equal, but not the same to a model
             raise ValueError(
                 f"the batch has {_listed(constants)} beside its tensors, but the model was traced with "
                 f"{_listed(self.constants)}; trace it with the same"

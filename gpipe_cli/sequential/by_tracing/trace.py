@@ -10,7 +10,7 @@ A module that does not agree with this stays whole, if enough of the model is le
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any, final
@@ -20,12 +20,11 @@ from torch import nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.sequential.by_tracing.generalize import Program, Setting, check, check_modules, generalize
-from gpipe_cli.sequential.by_tracing.leaves import Leaves
-from gpipe_cli.sequential.by_tracing.meta_results import MetaResults
+from gpipe_cli.sequential.by_tracing.leaves import Leaves, remedy
 from gpipe_cli.sequential.by_tracing.recorder import record
-from gpipe_cli.sequential.by_tracing.recording import NotRecordable, Recording
-from gpipe_cli.sequential.by_tracing.sample import InputCheck, Range, Sample, Size, in_other_dtype
-from gpipe_cli.sequential.without_storage import clone_with, tracing_clone
+from gpipe_cli.sequential.by_tracing.recording import NotRecordable, Recording, SourceLine
+from gpipe_cli.sequential.by_tracing.sample import InputCheck, Inputs, Range, Sample, Size, shapes_of
+from gpipe_cli.sequential.by_tracing.substitutes import MetaResults, Substitutes
 
 _BATCHES = (2, 3)
 _SHORT = 3
@@ -42,15 +41,17 @@ class Trace:
         self._model = model
         self._sample = sample
         self._leaves = leaves
-        self._clones = {False: tracing_clone(model)}
+        self._substitutes = {other: Substitutes(model, other_dtype=other) for other in (False, True)}
         self._results = MetaResults()
         self._recordings: dict[tuple[Any, ...], Recording] = {}
         self.ranges: dict[Size, Range] = {}
         self._lowest: dict[Size, int] = {}
+        self._disagreement: NotRecordable | None = None
+        """The last thing that the model did differently at another size."""
         self.programs: dict[bool, Program] = {}
         """By mode; the same object for both if they differ in a few arguments only."""
         # Random numbers differ between the recordings, but those of the caller go on as if there had been none.
-        with caches_disabled(self._clones[False]), torch.random.fork_rng(devices=[]):
+        with modes_restored(model), caches_disabled(model), torch.random.fork_rng(devices=[]):
             while not self._succeeds():
                 self._recordings.clear()
 
@@ -97,7 +98,9 @@ class Trace:
         batch, *others = self._sample.sizes
         pairs: dict[Size, tuple[int, int]] = {batch: _BATCHES}
         # First of all: an input that the model does not accept is the first error.
-        self._record(Setting(True, {batch: _BATCHES[0]}), is_first=True)
+        first = Setting(True, {batch: _BATCHES[0]})
+        self._record(first)
+        self._check_side_effects(first)
         self.ranges = {size: Range(size.given, size.given) for size in others}
         for size in others:
             other = size.given - 1 if size.given > _SHORT else size.given + 1
@@ -112,7 +115,7 @@ class Trace:
         for size, numbers in pairs.items():
             self.ranges[size] = self._range(size, numbers, given)
         if not any(self._agrees({**given, batch: rows}) for rows in (1, _BATCHES[1] + 2)):
-            raise NotRecordable("", None, "it does something else for other batch sizes")
+            raise self._disagreement or NotRecordable("", None, "it accepts no other batch size")
 
     def _program_for(self, batch: Size, size: Size, other: int) -> Program | None:
         """A program in which a size varies; None if the model does something else when it changes."""
@@ -186,63 +189,114 @@ class Trace:
             try:
                 recording = self._record(setting)
                 (check_modules if only_modules else check)(program, setting, recording)
-            except NotRecordable:
+            except NotRecordable as error:
+                self._disagreement = error
                 return False
             except Exception:  # noqa: BLE001 - the model's own code refuses the size, in whatever way it likes
                 continue
             accepted += 1
         return accepted > 0
 
-    def _record(self, setting: Setting, *, is_first: bool = False) -> Recording:
+    def _check_side_effects(self, setting: Setting) -> None:
+        """Refuse a module that counts or collects something in Python: layers repeat what torch does, and no more.
+
+        What a first call stores and a second one keeps is a cache, which layers do without.
+        """
+        states = []
+        with attributes_restored(self._model):
+            for _ in range(2):
+                with suppress(
+                    NotRecordable
+                ):  # the second call may use a tensor that the first one has cached
+                    self._run(setting)
+                states.append(self._python_state())
+        for (path, name), value in states[1].items():
+            if states[0].get((path, name), value) != value:
+                raise NotRecordable(
+                    path,
+                    None,
+                    f"every call changes its attribute '{name}', which layers do not repeat; keep such a state in a "
+                    "buffer, and write it in place",
+                )
+
+    def _python_state(self) -> dict[tuple[str, str], Any]:
+        """The numbers and texts in attributes of modules that do not stay whole, and the lengths of containers."""
+        return {
+            (path, name): value if isinstance(value, int | float | str) else len(value)
+            for path, module in self._model.named_modules()
+            if self._leaves.outermost(path) is None
+            for name, value in vars(module).items()
+            if isinstance(value, int | float | str | list | dict | set)
+        }
+
+    def _record(self, setting: Setting) -> Recording:
         sizes = {size: number for size, number in setting.sizes.items() if number != size.given}
         key = (setting.training, setting.other_dtype, *sizes.items())
         if key not in self._recordings:
-            inputs = self._sample.resized(setting.sizes, setting.other_dtype)
-            clone = self._clone(setting.other_dtype).train(setting.training)
-            try:
-                with attributes_restored(clone):
-                    self._recordings[key] = record(clone, self._model, self._leaves, inputs, self._results)
-            except (NotRecordable, ConfigError):
-                raise
-            except Exception as error:
-                if not is_first:
-                    raise
-                raise ConfigError(self._input_error(error)) from error
+            with attributes_restored(self._model):
+                self._recordings[key] = self._run(setting)
         return self._recordings[key]
 
-    def _clone(self, other_dtype: bool) -> nn.Module:
-        if other_dtype not in self._clones:
-            self._clones[other_dtype] = clone_with(self._clones[False], in_other_dtype)
-        return self._clones[other_dtype]
+    def _run(self, setting: Setting) -> Recording:
+        inputs = self._sample.resized(setting.sizes, setting.other_dtype)
+        substitutes = self._substitutes[setting.other_dtype]
+        model = self._model.train(setting.training)
+        try:
+            return record(model, substitutes, self._leaves, inputs, self._results)
+        except (NotRecordable, ConfigError):
+            raise
+        except Exception as error:
+            raise ConfigError(self._input_error(error, inputs, setting.training)) from error
 
-    def _input_error(self, error: Exception) -> str:
+    def _input_error(self, error: Exception, inputs: Inputs, training: bool) -> str:
         path = next(iter(getattr(error, "__notes__", ())), "")
         where = f"'{path}'" if path else type(self._model).__name__
         reason = str(error).partition("\n")[0] or type(error).__name__
-        return f"{where} does not accept an input of shape {self._sample.shapes}: {reason}"
+        mode = "training" if training else "evaluation"
+        shapes = shapes_of(inputs.tensors.values())
+        cure = "choose data that fits the model, which must accept any number of samples in training and evaluation"
+        lacks_padding = getattr(getattr(self._model, "config", None), "pad_token_id", 0) is None
+        if lacks_padding and "padding token" in reason:
+            cure = "set pad_token_id in the model's configuration (config.json), to the token that your data pads with"
+        line = SourceLine.raising(error) or SourceLine.defining(type(self._model).forward)
+        return f"{where} does not accept an input of shape {shapes} in {mode}: {line}: {reason}; {cure}"
 
     def _refusal(self, error: NotRecordable) -> str:
         module = self._model.get_submodule(error.path)
         subject = f"'{error.path}' ({type(module).__name__})" if error.path else type(module).__name__
-        cure = (
-            f"mark it as a leaf with model.leaves=[{error.path}], or give model.layers"
-            if error.path
-            else "give model.layers"
-        )
-        line = "" if error.line is None else f"{error.line}: "
-        return f"{subject} cannot be traced: {line}{error.reason}; {cure}"
+        line = error.line or SourceLine.defining(type(module).forward)
+        where = "" if line is None else f"{line}: "
+        return f"{subject} cannot be traced: {where}{error.reason}; {remedy(self._model, error.path)}"
 
 
 @contextmanager
 def attributes_restored(model: nn.Module) -> Iterator[None]:
     """Undo assignments to attributes, so that a forward that stores what it computes computes it again next time."""
-    before = {module: dict(vars(module)) for module in model.modules()}
+    # Outer before inner ones: what is in a table of a module, such as its buffers, is restored after the table itself.
+    tables = [table for module in model.modules() for table in _tables(module)]
+    before = [(table, table.copy()) for table in tables]
     try:
         yield
     finally:
-        for module, attributes in before.items():
-            vars(module).clear()
-            vars(module).update(attributes)
+        for table, content in before:
+            table.clear()
+            (table.extend if isinstance(table, list) else table.update)(content)
+
+
+def _tables(module: nn.Module) -> Iterator[Any]:
+    """A module's attributes, and the dicts, lists and sets among them."""
+    yield vars(module)
+    yield from (value for value in vars(module).values() if type(value) in (dict, list, set))
+
+
+@contextmanager
+def modes_restored(*roots: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for root in roots for module in root.modules()}
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 @contextmanager

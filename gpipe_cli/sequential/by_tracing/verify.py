@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.pytree import flatten, unflatten
 from gpipe_cli.sequential.by_tracing.graph import DecisionChanged
-from gpipe_cli.sequential.by_tracing.sample import Inputs, Sample, Size
-from gpipe_cli.sequential.by_tracing.trace import attributes_restored, caches_disabled
+from gpipe_cli.sequential.by_tracing.leaves import remedy
+from gpipe_cli.sequential.by_tracing.recording import SourceLine
+from gpipe_cli.sequential.by_tracing.sample import Inputs, Sample, Size, shapes_of
+from gpipe_cli.sequential.by_tracing.substitutes import buffers_restored
+from gpipe_cli.sequential.by_tracing.trace import attributes_restored, caches_disabled, modes_restored
 from gpipe_cli.sequential.sequence import Sequence
 
 _BATCH = 3
@@ -25,15 +28,17 @@ _BATCH = 3
 
 def check_modes(sequence: Sequence, model: nn.Module) -> None:
     """Refuse a model whose `train` does more than set the mode of every module: layers do not call it."""
-    with _modes_restored(model, sequence):
+    with modes_restored(model, sequence):
         for training in (True, False):
             wanted = {path: part.training for path, part in model.train(training).named_modules()}
             sequence.train(training)
             for path, part in model.named_modules():
                 if part.training != wanted[path]:
+                    owner = next((m for m in model.modules() if type(m).train is not nn.Module.train), model)
                     raise ConfigError(
-                        f"{type(model).__name__} cannot be traced: train({training}) leaves '{path}' in another mode, "
-                        "and layers do not call it; override train() in that module, or give model.layers"
+                        f"{type(model).__name__} cannot be traced: {SourceLine.defining(type(owner).train)}: "
+                        f"train({training}) leaves '{path}' in another mode, and layers do not call it; override "
+                        f"train() in that module, or {remedy(model, path)}"
                     )
 
 
@@ -75,21 +80,28 @@ def _have_values(model: nn.Module, sample: Sample) -> bool:
 
 
 def _compare(sequence: Sequence, model: nn.Module, inputs: Inputs, sample: Sample) -> None:
-    expected, expected_outputs = _run(model, model, *_copied((inputs.args, inputs.kwargs)))
+    mode = "training" if model.training else "evaluation"
+    shapes = shapes_of(inputs.tensors.values())
     try:
+        expected, expected_outputs = _run(model, model, *_copied((inputs.args, inputs.kwargs)))
         actual, actual_outputs = _run(sequence, model, *_copied(((sample.value_of(inputs),), {})))
     except DecisionChanged as error:
         raise ConfigError(f"{type(model).__name__} cannot be traced: {error}") from error
+    except Exception as error:  # the model's own code may raise anything
+        raise ConfigError(
+            f"{type(model).__name__} cannot be traced: {SourceLine.raising(error)}: for an input of shape {shapes} in "
+            f"{mode} it raises {type(error).__name__}: {error}; {remedy(model, '')}"
+        ) from error
     if _equal(expected, actual):
         return
-    mode = "training" if model.training else "evaluation"
-    shapes = " and ".join("x".join(map(str, tensor.shape)) for tensor in inputs.tensors.values())
     pairs = zip(expected_outputs, actual_outputs, strict=False)
     differing = next((path for (path, left), (_, right) in pairs if not _equal(left, right)), None)
     where = "" if differing is None else f", first in '{differing}'"
+    around = "" if differing is None else differing.rpartition(".")[0]
+    line = SourceLine.defining(type(model.get_submodule(around)).forward)
     raise ConfigError(
-        f"{type(model).__name__} cannot be traced: for an input of shape {shapes} the traced layers return something "
-        f"else than the model in {mode}{where}; keep the module around it whole with model.leaves, or give model.layers"
+        f"{type(model).__name__} cannot be traced: {line}: for an input of shape {shapes} the traced layers return "
+        f"something else than the model in {mode}{where}; {remedy(model, around)}"
     )
 
 
@@ -101,10 +113,10 @@ def _run(
     handles = [
         part.register_forward_hook(lambda _module, _args, output, path=path: outputs.append((path, output)))
         for path, part in model.named_modules()
-        if next(part.children(), None) is None
+        if next(part.children(), None) is None and not isinstance(part, torch.jit.ScriptModule)
     ]
     try:
-        with _same_random_numbers(), _buffers_restored(model):
+        with _same_random_numbers(), buffers_restored(model):
             return module(*args, **kwargs), outputs
     finally:
         for handle in handles:
@@ -133,7 +145,7 @@ def _same_values(one: Tensor, other: Tensor) -> bool:
 @contextmanager
 def _unchanged(model: nn.Module, sequence: Sequence) -> Iterator[None]:
     with (
-        _modes_restored(model, sequence),
+        modes_restored(model, sequence),
         attributes_restored(model),
         caches_disabled(model),
         torch.no_grad(),
@@ -146,29 +158,3 @@ def _same_random_numbers() -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
-
-
-@contextmanager
-def _buffers_restored(model: nn.Module) -> Iterator[None]:
-    """Put the values of buffers back, such as the statistics of batch norm."""
-    before = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    try:
-        yield
-    finally:
-        for module, name, buffer, values in before:
-            setattr(module, name, buffer)  # a forward may have assigned another one
-            buffer.copy_(values)
-
-
-@contextmanager
-def _modes_restored(*roots: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for root in roots for module in root.modules()}
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

@@ -11,7 +11,8 @@ import torch
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.huggingface import transformers
 from gpipe_cli.models.hf.model import build
-from gpipe_cli.sequential.unloaded import UnloadedParameter, load_parameters
+from gpipe_cli.sequential import to_sequential
+from gpipe_cli.sequential.without_storage import UnloadedParameter, load_parameters
 from gpipe_cli.tensor_files.tensor_file import TensorFile
 from tests.models.hf.tiny_models import save_model, tiny_config
 
@@ -160,3 +161,15 @@ def test_a_head_of_another_size_is_replaced_only_if_asked_for(tmp_path: Path) ->
         assert torch.equal(
             model.bert.embeddings.word_embeddings.weight, stored.bert.embeddings.word_embeddings.weight
         )
+
+
+@pytest.mark.parametrize("kind", ["GPT2Config", "LlamaConfig"])
+def test_a_classifier_without_a_pad_token_is_refused_with_what_to_set(tmp_path: Path, kind: str) -> None:
+    """Tracing ran two rows where the sample had one, and the error spoke of one."""
+    path = save_model(tmp_path, "AutoModelForSequenceClassification", tiny_config(kind))
+    model = build(str(path), num_classes=2)
+    message = (
+        r"Classification does not accept an input of shape 2x8 in training: .*padding token.*; set pad_t"
+    )
+    with pytest.raises(ConfigError, match=message):
+        to_sequential(model, torch.ones(1, 8, dtype=torch.int64))

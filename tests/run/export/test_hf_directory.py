@@ -14,7 +14,7 @@ from gpipe_cli.engines.state import module_state
 from gpipe_cli.huggingface import transformers
 from gpipe_cli.models.hf.model import build
 from gpipe_cli.run.export import hf_directory
-from gpipe_cli.sequential.unloaded import load_parameters
+from gpipe_cli.sequential.without_storage import load_parameters
 from gpipe_cli.training.loop import Position
 from gpipe_cli.training.snapshot.manifest import snapshot_path
 from gpipe_cli.training.snapshot.record import TrainingRecord, versions

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpipe_cli.engines.state import module_state
 from gpipe_cli.huggingface import import_package, transformers
 from gpipe_cli.models.hf.model import build
-from gpipe_cli.sequential.unloaded import UnloadedParameter, load_parameters
+from gpipe_cli.sequential.without_storage import UnloadedParameter, load_parameters
 from gpipe_cli.training.loop import Position
 from gpipe_cli.training.snapshot.base_files import BaseFiles, digest_files
 from gpipe_cli.training.snapshot.manifest import snapshot_path

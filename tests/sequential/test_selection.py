@@ -9,7 +9,7 @@ from torch import nn
 
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.models import gpt, mlp, resnet
-from gpipe_cli.sequential.parameter_names import matches, select_parameters
+from gpipe_cli.sequential.selection import matches, select_parameters
 
 
 def selected(model: nn.Sequential, *patterns: str) -> list[str]:
