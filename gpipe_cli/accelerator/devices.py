@@ -1,4 +1,6 @@
-"""The devices of this machine: what `devices` and `threads` of a configuration or of a pipe stand for."""
+"""The devices of this machine: what `devices` and `threads` of a configuration or of a pipe stand for, what a device
+tells about itself, and the memory counters that torch's allocators keep for this process.
+"""
 
 from __future__ import annotations
 
@@ -162,3 +164,48 @@ def _configured_device(device: Any, devices: list[Any]) -> torch.device:
 
 def _shown(devices: list[Any]) -> str:
     return f"[{','.join(map(str, devices))}]"
+
+
+def compute_capability(device: torch.device) -> str | None:
+    """The version of the hardware's instruction set, such as 8.0; None where the kind of device has none."""
+    capability = getattr(torch.get_device_module(device), "get_device_capability", None)
+    value = capability(device) if is_accelerator(device) and capability is not None else None
+    return ".".join(map(str, value)) if isinstance(value, tuple) else None
+
+
+def free_and_total_bytes(device: torch.device) -> tuple[int, int] | None:
+    """The memory of an accelerator, counted over all processes; None where torch cannot ask for it."""
+    try:
+        free, total = torch.accelerator.get_memory_info(device)
+    except (RuntimeError, NotImplementedError):  # a kind of device without such a counter
+        return None
+    return free, total
+
+
+def has_peer_access(source: torch.device, destination: torch.device) -> bool | None:
+    """Whether copies between two accelerators avoid the host; None where torch cannot tell."""
+    ask = getattr(torch.get_device_module(source), "can_device_access_peer", None)
+    return None if ask is None else bool(ask(source, destination))
+
+
+PEAK = "allocated_bytes.all.peak"
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most bytes that tensors of this process took at once on the device since `reset_peaks`.
+
+    None on a CPU, and on a kind of accelerator whose allocator keeps no statistics, such as MPS.
+    """
+    if not is_accelerator(device):
+        return None
+    try:
+        peak = torch.accelerator.memory_stats(device).get(PEAK)
+    except (RuntimeError, NotImplementedError):
+        return None
+    return None if peak is None else int(peak)
+
+
+def reset_peaks(devices: Iterable[torch.device]) -> None:
+    """Count the peaks of `devices` from now on."""
+    for device in {device for device in devices if peak_bytes(device) is not None}:
+        torch.accelerator.reset_peak_memory_stats(device)

@@ -11,9 +11,17 @@ from typing import Any, final
 
 import torch
 
-from gpipe_cli.accelerator.counters import peak_bytes, reset_peaks
-from gpipe_cli.accelerator.device_facts import compute_capability, free_and_total_bytes, has_peer_access
-from gpipe_cli.accelerator.devices import available_cores, device_name, is_accelerator, reads_pinned_memory
+from gpipe_cli.accelerator.devices import (
+    available_cores,
+    compute_capability,
+    device_name,
+    free_and_total_bytes,
+    has_peer_access,
+    is_accelerator,
+    peak_bytes,
+    reads_pinned_memory,
+    reset_peaks,
+)
 from gpipe_cli.accelerator.streams import median_seconds
 from gpipe_cli.check.row import Machine, Row, Verdict, worst
 from gpipe_cli.report.environment import memory_gib, processor_name
