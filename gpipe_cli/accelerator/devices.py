@@ -5,7 +5,8 @@ tells about itself, and the memory counters that torch's allocators keep for thi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -142,6 +143,17 @@ def set_threads(threads: Any, devices: Sequence[torch.device]) -> int:
     count = intra_op_threads(devices, available_cores()) if threads == "auto" else int(threads)
     torch.set_num_threads(count)
     return count
+
+
+@contextmanager
+def use_threads(count: int) -> Iterator[None]:
+    """So many intra-op threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def intra_op_threads(devices: Sequence[torch.device], cores: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from gpipe_cli.accelerator.devices import available_cores
+from gpipe_cli.accelerator.devices import available_cores, use_threads
 from gpipe_cli.accelerator.streams import SideStream, has_side_streams, median_seconds, record_event
 from gpipe_cli.check.row import Machine, Row, Verdict
 from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe, ThreadedPipe
@@ -100,12 +100,8 @@ def judge_copies(device: torch.device, copying: float, computing: float, both: f
 def _threads_row() -> Row:
     if available_cores() < 2:
         return Row("overlap on cpu", Verdict.SKIPPED, "one core runs workers in turn")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with use_threads(1):
         return judge_threads(*time_two_threads(square_product(torch.device("cpu"))))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def time_two_threads(work: Callable[[], object]) -> tuple[float, float]:
@@ -145,10 +141,8 @@ def check_speed(machine: Machine) -> Iterator[Row]:
 
 def time_both(devices: Sequence[torch.device]) -> tuple[float, float]:
     """Seconds of a step on the first device alone, and of the same step in two partitions."""
-    threads = torch.get_num_threads()
     # Workers on a CPU have one thread each, so one device stands for one thread.
-    torch.set_num_threads(1)
-    try:
+    with use_threads(1):
         width = suitable_width(devices[0])
         alone = PlainPipe(heavy_model(width).to(devices[0]), chunks=CHUNKS, device=devices[0])
         seconds_alone = _step_seconds(alone, devices[:1], width)
@@ -163,8 +157,6 @@ def time_both(devices: Sequence[torch.device]) -> tuple[float, float]:
             step_timeout=STEP_TIMEOUT,
         ) as pipe:
             return seconds_alone, _step_seconds(pipe, devices, width)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _step_seconds(pipe: ThreadedPipe, devices: Sequence[torch.device], width: int) -> float:
