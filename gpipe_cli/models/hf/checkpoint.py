@@ -14,8 +14,7 @@ from torch import Tensor
 from gpipe_cli.errors import RunError
 from gpipe_cli.huggingface import read_json
 from gpipe_cli.models.hf.deferred import StoredTensor
-from gpipe_cli.tensor_files.header import BadTensors
-from gpipe_cli.tensor_files.tensor_file import TensorFile
+from gpipe_cli.tensor_files.tensor_file import BadTensors, TensorFile
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
