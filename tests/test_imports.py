@@ -75,7 +75,6 @@ ONLY_IN = {
 
 WITHOUT_TORCH = {
     "training.snapshot.durable",
-    "tensor_files.header",
     "training.snapshot.manifest",
     "schedule",
     "balance.solver",

@@ -1,9 +1,14 @@
-"""The devices of this machine: what `devices` and `threads` of a configuration or of a pipe stand for."""
+"""The devices of this machine: what `devices` and `threads` of a configuration or of a pipe stand for, what a device
+tells about itself, and the memory counters that torch's allocators keep for this process.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -142,6 +147,17 @@ def set_threads(threads: Any, devices: Sequence[torch.device]) -> int:
     return count
 
 
+@contextmanager
+def use_threads(count: int) -> Iterator[None]:
+    """So many intra-op threads inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def intra_op_threads(devices: Sequence[torch.device], cores: int) -> int:
     """How many each worker gets: all cores, or one if several workers share the CPU."""
     return 1 if sum(device.type == "cpu" for device in devices) > 1 else cores
@@ -162,3 +178,56 @@ def _configured_device(device: Any, devices: list[Any]) -> torch.device:
 
 def _shown(devices: list[Any]) -> str:
     return f"[{','.join(map(str, devices))}]"
+
+
+def compute_capability(device: torch.device) -> str | None:
+    """The version of the hardware's instruction set, such as 8.0; None where the kind of device has none."""
+    capability = getattr(torch.get_device_module(device), "get_device_capability", None)
+    value = capability(device) if is_accelerator(device) and capability is not None else None
+    return ".".join(map(str, value)) if isinstance(value, tuple) else None
+
+
+def free_and_total_bytes(device: torch.device) -> tuple[int, int] | None:
+    """The memory of an accelerator, counted over all processes; None where torch cannot ask for it."""
+    try:
+        free, total = torch.accelerator.get_memory_info(device)
+    except (RuntimeError, NotImplementedError):  # a kind of device without such a counter
+        return None
+    return free, total
+
+
+def free_host_bytes() -> int:
+    """The memory of this machine that processes can still get, its disk cache included; all of it if unknown."""
+    with suppress(OSError):
+        if match := re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
+            return 1024 * int(match[1])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def has_peer_access(source: torch.device, destination: torch.device) -> bool | None:
+    """Whether copies between two accelerators avoid the host; None where torch cannot tell."""
+    ask = getattr(torch.get_device_module(source), "can_device_access_peer", None)
+    return None if ask is None else bool(ask(source, destination))
+
+
+PEAK = "allocated_bytes.all.peak"
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most bytes that tensors of this process took at once on the device since `reset_peaks`.
+
+    None on a CPU, and on a kind of accelerator whose allocator keeps no statistics, such as MPS.
+    """
+    if not is_accelerator(device):
+        return None
+    try:
+        peak = torch.accelerator.memory_stats(device).get(PEAK)
+    except (RuntimeError, NotImplementedError):
+        return None
+    return None if peak is None else int(peak)
+
+
+def reset_peaks(devices: Iterable[torch.device]) -> None:
+    """Count the peaks of `devices` from now on."""
+    for device in {device for device in devices if peak_bytes(device) is not None}:
+        torch.accelerator.reset_peak_memory_stats(device)

@@ -88,7 +88,7 @@ def on_device(device: torch.device, error: BaseException) -> str:
 
 def _memory_of(device: torch.device, error: BaseException) -> str:
     """`cuda:1 (0.5GiB of 16GiB free)`; only the name if torch cannot tell how much is free."""
-    from gpipe_cli.accelerator.device_facts import free_and_total_bytes
+    from gpipe_cli.accelerator.devices import free_and_total_bytes
 
     # The message is older: by now temporaries of the operator that failed are free again.
     if match := FREE.search(str(error)):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import final
 
@@ -28,6 +30,21 @@ def synchronize(devices: Iterable[torch.device]) -> None:
     """Wait until the accelerators among `devices` have run everything that any thread has queued."""
     for device in {device for device in devices if is_accelerator(device)}:
         torch.accelerator.synchronize(device)
+
+
+def median_seconds(
+    work: Callable[[], object], devices: Collection[torch.device], *, repeats: int = 5
+) -> float:
+    """The time of `work` by the host's clock, until the devices have run it; the first call does not count."""
+    work()
+    synchronize(devices)
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        work()
+        synchronize(devices)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
 
 
 @functools.cache

@@ -18,7 +18,6 @@ from torch.nn.functional import cross_entropy
 from gpipe_cli.accelerator.determinism import deterministic_algorithms
 from gpipe_cli.accelerator.devices import device_name
 from gpipe_cli.check.row import Machine, Row, Verdict
-from gpipe_cli.check.workload import small_batch, small_model
 from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe, ThreadedPipe
 from gpipe_cli.pipeline.partitioning import move_to_devices
 from gpipe_cli.schedule import ScheduleModule, names, traits, zero_bubble_v
@@ -29,6 +28,8 @@ from gpipe_cli.schedule.own_orders import AUTO
 CHUNKS, SAMPLES = 4, 16
 KEY = 1
 DROPOUT = 0.1
+WIDTH, SIZE, CLASSES = 16, 8, 10
+"""The width of the tokens, the size of the images, and the number of classes."""
 STEP_TIMEOUT = 60.0
 """Seconds; a step takes milliseconds, but the first on a device loads its kernels."""
 TOLERANCE = 1e-3
@@ -172,3 +173,52 @@ def judge_against_cpu(device: torch.device, differing: Sequence[Difference]) -> 
 def _finite(number: float) -> float | None:
     """JSON has no infinity."""
     return number if math.isfinite(number) else None
+
+
+def small_model(blocks: int, *, dropout: float) -> nn.Sequential:
+    """Convolution, norms, dropout, attention and linear layers, two of them tied: 8 layers and the blocks.
+
+    The values of its parameters are always the same.
+    """
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    # In the first and in a last partition, as the embedding of a language model.
+    second.weight = first.weight
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, WIDTH, 3, padding=1, bias=False),  # batch norm takes the mean out: no gradient but noise
+        nn.BatchNorm2d(WIDTH),
+        nn.ReLU(inplace=True),
+        _Tokens(),
+        first,
+        *(
+            nn.TransformerEncoderLayer(
+                WIDTH, 2, 4 * WIDTH, dropout, activation="gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(blocks)
+        ),
+        _Mean(),
+        second,
+        nn.Linear(WIDTH, CLASSES),
+    ]
+    model = nn.Sequential(*layers)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+def small_batch(samples: int) -> tuple[Tensor, Tensor]:
+    """Images and their classes, always the same."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(samples, 3, SIZE, SIZE, generator=generator)
+    return images, torch.randint(CLASSES, (samples,), generator=generator)
+
+
+class _Tokens(nn.Module):
+    def forward(self, image: Tensor) -> Tensor:
+        return image.flatten(2).transpose(1, 2)
+
+
+class _Mean(nn.Module):
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens.mean(dim=1)

@@ -16,14 +16,10 @@ from typing import Any
 from gpipe_cli.accelerator.devices import default_partitions, resolve_devices
 from gpipe_cli.arguments import Invocation, parse_keys
 from gpipe_cli.check.bits import check_bits
-from gpipe_cli.check.device_list import check_devices
-from gpipe_cli.check.links import check_links
-from gpipe_cli.check.memory_counters import check_counters
-from gpipe_cli.check.overlap import check_overlap
-from gpipe_cli.check.races import check_races
-from gpipe_cli.check.ranks import check_ranks
+from gpipe_cli.check.devices import check_counters, check_devices, check_links
+from gpipe_cli.check.ranks import check_races, check_ranks
 from gpipe_cli.check.row import Check, Machine, Row, Verdict, run_check, worst
-from gpipe_cli.check.speed import check_speed
+from gpipe_cli.check.speed import check_overlap, check_speed
 from gpipe_cli.errors import ConfigError, GpipeError
 from gpipe_cli.report.environment import environment
 from gpipe_cli.report.output import print_status

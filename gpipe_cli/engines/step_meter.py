@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
-from gpipe_cli.accelerator.counters import peak_bytes
+from gpipe_cli.accelerator.devices import peak_bytes
 from gpipe_cli.engines.protocol import Utilization
 from gpipe_cli.pipeline.gpipe import ThreadedPipe
 from gpipe_cli.profiling.action_recorder import ActionRecorder

@@ -21,7 +21,7 @@ from gpipe_cli.accelerator.devices import is_accelerator
 from gpipe_cli.engines.collectives import Collectives, SingleProcess
 from gpipe_cli.errors import NumericError
 from gpipe_cli.offload.slices import Part, Slice
-from gpipe_cli.torch_internals.foreach_norm import foreach_norm
+from gpipe_cli.torch_internals.optimizers import foreach_norm
 
 NO_GRADIENT: Final = -1.0
 """Takes the place of a norm, which is never negative."""

@@ -21,8 +21,7 @@ from gpipe_cli.offload.slices import SlicedParameters
 from gpipe_cli.offload.stored_tensors import padded
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.layers import Sample
-from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes
-from gpipe_cli.profiling.update_memory import update_bytes
+from gpipe_cli.profiling.optimizer_state import MakeOptimizer, state_bytes, update_bytes
 from gpipe_cli.torch_internals.tensor_memory import ALIGNMENT
 from gpipe_cli.values import format_bytes
 

@@ -39,18 +39,6 @@ def convert_deferred_batch_norm(module: nn.Module) -> nn.Module:
     return module
 
 
-def commit_deferred_batch_norm(module: nn.Module) -> None:
-    """End a mini-batch: update the running statistics of every deferred batch norm in the module."""
-    for layer in deferred_batch_norms(module):
-        layer.commit()
-
-
-def discard_deferred_batch_norm(module: nn.Module) -> None:
-    """Forget a mini-batch that failed, so that its statistics do not mix with the next one's."""
-    for layer in deferred_batch_norms(module):
-        layer.discard()
-
-
 @contextlib.contextmanager
 def commit_or_discard(batch_norms: Sequence[DeferredBatchNorm]) -> Iterator[None]:
     """Run one mini-batch inside: commit the statistics at its end, or discard them if it raises."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from dataclasses import dataclass
 from typing import final
 
 import torch
 
-from gpipe_cli.accelerator.streams import synchronize
+from gpipe_cli.accelerator.streams import median_seconds
 
 SMALL, LARGE = 2**12, 2**24
 """Bytes: the time of a small copy is latency, the rest of a large one's bandwidth."""
-COPIES = 5
 
 
 @final
@@ -36,11 +33,4 @@ def measure_link(source: torch.device, destination: torch.device) -> Link:
 def _copy_seconds(bytes: int, source: torch.device, destination: torch.device) -> float:
     sent = torch.zeros(bytes, dtype=torch.uint8, device=source)
     received = torch.empty(bytes, dtype=torch.uint8, device=destination)
-    taken = []
-    for _ in range(COPIES + 1):  # the first one warms up
-        synchronize((source, destination))
-        begin = time.perf_counter()
-        received.copy_(sent)
-        synchronize((source, destination))
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken[1:])
+    return median_seconds(lambda: received.copy_(sent), (source, destination))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate, pairwise
@@ -18,7 +17,7 @@ from typing import final
 import torch
 from torch import nn
 
-from gpipe_cli.accelerator.devices import device_name, intra_op_threads, is_accelerator
+from gpipe_cli.accelerator.devices import device_name, intra_op_threads, is_accelerator, use_threads
 from gpipe_cli.balance.result import TimedLayer
 from gpipe_cli.balance.solver import solve
 from gpipe_cli.plan.costs import BackwardSplit, LayerCosts
@@ -229,13 +228,3 @@ def measure_costs(
 def device_kind(device: torch.device) -> str:
     """The same for devices that are equally fast."""
     return device_name(device) if is_accelerator(device) else device.type
-
-
-@contextmanager
-def use_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -11,13 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.accelerator.devices import intra_op_threads
+from gpipe_cli.accelerator.devices import intra_op_threads, use_threads
 from gpipe_cli.accelerator.streams import synchronize
 from gpipe_cli.pipeline.gpipe import GPipe, PlainPipe
 from gpipe_cli.pipeline.loss import LossFunction
 from gpipe_cli.pipeline.microbatch import Value, moved
 from gpipe_cli.pipeline.partitioning import move_to_devices
-from gpipe_cli.plan.measured import use_threads
 from gpipe_cli.plan.prediction import Prediction
 from gpipe_cli.profiling.layers import preserved
 

@@ -1,4 +1,4 @@
-"""What an optimizer will keep per parameter, and how many bytes that is, found by trying it on tiny parameters.
+"""What an optimizer will keep per parameter, and what its update needs, found by trying it on small parameters.
 
 No optimizer is known by name: each makes one update of parameters with a few elements, and the shapes of its state
 then tell how the state grows. Momenta have the parameter's shape, Adafactor's rows and columns a part of it.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+
+from gpipe_cli.torch_internals.live_bytes import LiveBytes
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]
@@ -26,6 +29,8 @@ StateBytes = Mapping[nn.Parameter, int]
 
 _SIDES = (2, 3, 5, 7, 11, 13, 17, 19)
 """The shape of a tiny parameter: different primes, so that each side of a state tensor can be told apart."""
+_SIDE = 64
+"""The side of the parameter whose update is measured: the scalars of an optimizer do not matter beside it."""
 
 
 @final
@@ -129,3 +134,32 @@ def _describe(value: Tensor, dimensions: int) -> _StateTensor:
     return _StateTensor(
         tuple(sides.index(side) for side in value.shape if side in sides), rest * value.element_size()
     )
+
+
+def update_bytes(make: MakeOptimizer, parameters: Iterable[nn.Parameter], device: torch.device) -> list[int]:
+    """For each parameter its share of what an update of all of them at once needs besides parameters and gradients.
+
+    Optimizers compute in temporaries, and the first update creates their state. Foreach kernels, the default on most
+    accelerators, have temporaries as large as all parameters together, so the trial runs on the device of the training.
+    """
+
+    @cache
+    def factor(dtype: torch.dtype) -> float:
+        return _update_factor(make, dtype, device)
+
+    return [
+        int(factor(parameter.dtype) * parameter.nbytes) if parameter.requires_grad else 0
+        for parameter in parameters
+    ]
+
+
+def _update_factor(make: MakeOptimizer, dtype: torch.dtype, device: torch.device) -> float:
+    parameter = nn.Parameter(torch.ones(_SIDE, _SIDE, dtype=dtype, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = make([("", parameter)])
+    peaks: list[int] = []
+    for _ in range(2):
+        with LiveBytes() as live:
+            optimizer.step()
+        peaks.append(live.peak)
+    return max(peaks) / int(parameter.nbytes)

@@ -29,8 +29,7 @@ from gpipe_cli.redaction import redacted
 from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.training_step import make_loss
 from gpipe_cli.safe_files import parse_json, read_regular
-from gpipe_cli.tensor_files.header import BadTensors
-from gpipe_cli.tensor_files.tensor_file import TensorFile
+from gpipe_cli.tensor_files.tensor_file import BadTensors, TensorFile
 from gpipe_cli.training.run_directory import write_text
 
 SPEC_FILE = "inference.json"

@@ -12,13 +12,12 @@ from typing import final
 import torch
 from torch import nn
 
-from gpipe_cli.accelerator.device_facts import free_and_total_bytes
-from gpipe_cli.accelerator.devices import available_cores, is_accelerator
+from gpipe_cli.accelerator.devices import available_cores, free_and_total_bytes, is_accelerator, use_threads
 from gpipe_cli.accelerator.memory import report_out_of_memory
 from gpipe_cli.config.schema import PlanConfig, TrainConfig
 from gpipe_cli.plan.costs import LayerCosts
 from gpipe_cli.plan.links import Link, measure_link
-from gpipe_cli.plan.measured import CostMeasurer, MicroBatchSize, use_threads
+from gpipe_cli.plan.measured import CostMeasurer, MicroBatchSize
 from gpipe_cli.profiling.cache import ProfileCache, default_folder
 from gpipe_cli.profiling.facts import ModelFacts
 from gpipe_cli.profiling.layers import Sample

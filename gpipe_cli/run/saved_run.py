@@ -20,8 +20,7 @@ from gpipe_cli.errors import ConfigError, RunError
 from gpipe_cli.models.weights import fitted_weights, load_weights
 from gpipe_cli.report.formatting import one_line
 from gpipe_cli.sequential.without_storage import placeholder, read_from
-from gpipe_cli.tensor_files.header import BadTensors
-from gpipe_cli.tensor_files.tensor_file import TensorFile
+from gpipe_cli.tensor_files.tensor_file import BadTensors, TensorFile
 from gpipe_cli.tensor_files.weights_file import read_weights
 from gpipe_cli.training.snapshot.contents import decode_tensors, open_large_snapshot
 from gpipe_cli.training.snapshot.file_names import BUFFERS, INDEX, MODEL, is_sharded

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-from gpipe_cli.accelerator.counters import peak_bytes, reset_peaks
+from gpipe_cli.accelerator.devices import peak_bytes, reset_peaks
 from gpipe_cli.balance.result import BalanceResult
 from gpipe_cli.config.schema import ProfileConfig
 from gpipe_cli.engines.offload import Slicing

@@ -48,10 +48,6 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def current_skip_tracker() -> SkipTracker:
-    return _current.tracker
-
-
 def save_skip(name: SkipName, value: Tensor | None) -> None:
     """Store a value for the layer that pops it."""
     if value is not None:

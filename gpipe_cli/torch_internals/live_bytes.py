@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from gpipe_cli.torch_internals.tensor_memory import storage_of
+
 
 @final
 class LiveBytes(TorchDispatchMode):
@@ -27,11 +29,11 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        given = {storage_of(tensor) for tensor in _tensors((args, kwargs))}
         result = function(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
-            number = _storage(tensor)
+            number = storage_of(tensor)
             # What an operator returns may be, or be a view of, what it was given.
             if number not in given and number not in self._live:
                 self._live[number] = storage.nbytes()
@@ -42,7 +44,3 @@ class LiveBytes(TorchDispatchMode):
 
 def _tensors(values: object) -> list[Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

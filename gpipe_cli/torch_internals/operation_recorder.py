@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from gpipe_cli.torch_internals.attention_flops import ATTENTION_ON_CPU
 from gpipe_cli.torch_internals.tensor_memory import storage_of
 
 Shape = tuple[int, ...]
@@ -203,3 +202,28 @@ def _convolution_backward(
     """As much as the forward for each of the gradients of input and weight; torch's formula forgets the groups."""
     places = (input if transposed else gradient)[2:]
     return 2 * gradient[0] * prod(places) * prod(weight) * sum(wanted[:2])
+
+
+def _attention(query: Shape, key: Shape, value: Shape, *rest: object, **options: object) -> int:
+    """The scores, then their product with the values: two matrix multiplications."""
+    return _pair(query, key) * (query[-1] + value[-1])
+
+
+def _attention_backward(
+    gradient: Shape, query: Shape, key: Shape, value: Shape, *rest: object, **options: object
+) -> int:
+    """The scores again, then the gradients of scores, values, queries and keys."""
+    return _pair(query, key) * (3 * query[-1] + 2 * value[-1])
+
+
+def _pair(query: Shape, key: Shape) -> int:
+    """A multiplication and an addition for each pair of query and key, per element of a row."""
+    batch, heads, queries, _ = query
+    return 2 * batch * heads * queries * key[-2]
+
+
+ATTENTION_ON_CPU: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+"""For `FlopCounterMode(custom_mapping=...)`, which counts only the kernels of CUDA. Those of the CPU are private."""

@@ -10,12 +10,15 @@ from torch import nn
 
 from gpipe_cli import GPipe
 from gpipe_cli.accelerator.devices import (
+    PEAK,
     available_devices,
     choose_devices,
     default_partitions,
     device_here,
     device_name,
+    peak_bytes,
     reads_pinned_memory,
+    reset_peaks,
     resolve_devices,
     set_threads,
 )
@@ -190,3 +193,31 @@ def test_a_device_is_named_by_the_module_of_its_type(monkeypatch: pytest.MonkeyP
 )
 def test_only_accelerators_read_pinned_memory(kinds: str, pinned: bool) -> None:
     assert reads_pinned_memory([torch.device(kind) for kind in kinds.split()]) == pinned
+
+
+def test_a_cpu_keeps_no_counters() -> None:
+    assert peak_bytes(torch.device("cpu")) is None
+    reset_peaks([torch.device("cpu")])
+
+
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError])
+def test_a_device_whose_allocator_keeps_none_is_not_an_error(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def refuse(device: Any) -> Any:
+        raise error("Allocator for mps is not a DeviceAllocator.")
+
+    monkeypatch.setattr(torch.accelerator, "memory_stats", refuse)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", refuse)
+    assert peak_bytes(torch.device("mps")) is None
+    reset_peaks([torch.device("mps")])
+
+
+def test_peaks_are_counted_from_a_reset_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = {torch.device("xpu:0"): 7, torch.device("xpu:1"): 9}
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: {PEAK: peaks[device]})
+    monkeypatch.setattr(
+        torch.accelerator, "reset_peak_memory_stats", lambda device: peaks.update({device: 0})
+    )
+    reset_peaks([torch.device("xpu:0")])
+    assert [peak_bytes(device) for device in peaks] == [0, 9]

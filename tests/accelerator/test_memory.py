@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gpipe_cli import GPipe
-from gpipe_cli.accelerator import device_facts, devices
+from gpipe_cli.accelerator import devices
 from gpipe_cli.accelerator.memory import STEP_CURE, note_device, report_out_of_memory
 from gpipe_cli.errors import ResourceError
 from gpipe_cli.pipeline import channels
@@ -70,7 +70,7 @@ FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capaci
 @pytest.fixture
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "accelerators", lambda: DEVICES)
-    monkeypatch.setattr(device_facts, "free_and_total_bytes", lambda device: (2**30, 2**34))
+    monkeypatch.setattr(devices, "free_and_total_bytes", lambda device: (2**30, 2**34))
 
 
 @pytest.mark.usefixtures("two_devices")
@@ -106,7 +106,7 @@ def test_a_device_that_a_note_has_named_is_not_named_again() -> None:
 
 def test_the_only_device_needs_no_name_in_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "accelerators", lambda: [torch.device("mps", 0)])
-    monkeypatch.setattr(device_facts, "free_and_total_bytes", lambda device: None)
+    monkeypatch.setattr(devices, "free_and_total_bytes", lambda device: None)
     text = "MPS backend out of memory (MPS allocated: 2.00 GiB). Tried to allocate 3.00 GB on private pool."
     says = re.escape("out of memory on mps:0: cannot allocate 3.00 GB; ")
     with pytest.raises(ResourceError, match=says), report_out_of_memory():

@@ -11,14 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_cli.check import links, overlap, speed, workload
+from gpipe_cli.check import devices, speed
 from gpipe_cli.check.bits import check_bits
-from gpipe_cli.check.device_list import check_devices
-from gpipe_cli.check.links import check_links
-from gpipe_cli.check.memory_counters import check_counters
-from gpipe_cli.check.overlap import check_overlap
+from gpipe_cli.check.devices import check_counters, check_devices, check_links
 from gpipe_cli.check.row import Machine, Verdict
-from gpipe_cli.check.speed import check_speed
+from gpipe_cli.check.speed import check_overlap, check_speed
 
 pytestmark = pytest.mark.accelerator
 Gpipe = Callable[..., Any]
@@ -26,9 +23,9 @@ Gpipe = Callable[..., Any]
 
 @pytest.fixture
 def machine(accelerators: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> Machine:
-    monkeypatch.setattr(links, "LARGE", 2**20)
-    monkeypatch.setattr(overlap, "COPIED", 2**20)
-    monkeypatch.setattr(workload, "WIDTHS", (64,))
+    monkeypatch.setattr(devices, "LARGE", 2**20)
+    monkeypatch.setattr(speed, "COPIED", 2**20)
+    monkeypatch.setattr(speed, "WIDTHS", (64,))
     return Machine.of(accelerators)
 
 
@@ -62,7 +59,7 @@ def test_copies_arrive_unchanged_over_every_link(machine: Machine) -> None:
     rows = list(check_links(machine))
     measured = [link for row in rows for link in row.figures["links"]]
     count = len(machine.devices)
-    assert len(measured) == 4 * count + len(list(links.pairs_to_measure(machine.devices)))
+    assert len(measured) == 4 * count + len(list(devices.pairs_to_measure(machine.devices)))
     assert all(link["intact"] and link["gb_per_second"] > 0 and link["latency_us"] > 0 for link in measured)
     assert Verdict.PROBLEM not in {row.verdict for row in rows}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpipe_cli.schedule import ScheduleModule, zero_bubble_v
 from gpipe_cli.schedule.files import FixedOrder
-from gpipe_cli.schedule.whole_backwards import joined
+from gpipe_cli.schedule.search import joined
 
 THERE_AND_BACK = "there and back"
 """In place of the name of a schedule."""

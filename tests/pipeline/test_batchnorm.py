@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from gpipe_cli.pipeline.batchnorm import (
     DeferredBatchNorm,
-    commit_deferred_batch_norm,
+    commit_or_discard,
     convert_deferred_batch_norm,
-    discard_deferred_batch_norm,
+    deferred_batch_norms,
 )
 from gpipe_cli.pipeline.context import MicroBatch, Running
 
@@ -26,9 +26,14 @@ def deferred(original: nn.Module) -> nn.Module:
     return convert_deferred_batch_norm(copy.deepcopy(original))
 
 
+def commit(module: nn.Module) -> None:
+    with commit_or_discard(list(deferred_batch_norms(module))):
+        pass
+
+
 def run(layer: nn.Module, batch: Tensor, sizes: list[int]) -> Tensor:
     output = torch.cat([layer(micro_batch) for micro_batch in batch.split(sizes)])
-    commit_deferred_batch_norm(layer)
+    commit(layer)
     return output
 
 
@@ -101,7 +106,7 @@ def test_recomputation_changes_no_statistics_and_repeats_the_output() -> None:
     output = parts(batch)
     with Running(MicroBatch(0, 4), recomputing=True):
         assert torch.equal(parts(batch), output)
-    commit_deferred_batch_norm(parts)
+    commit(parts)
     whole = nn.BatchNorm1d(2)
     whole(batch)
     assert_same_buffers(parts, whole, relative=1e-6)
@@ -110,16 +115,18 @@ def test_recomputation_changes_no_statistics_and_repeats_the_output() -> None:
 def test_nothing_reaches_the_buffers_before_the_commit_nor_after_a_discard() -> None:
     parts = deferred(nn.Sequential(nn.BatchNorm1d(2)))
     before = copy.deepcopy(parts.state_dict())
-    parts(torch.randn(4, 2))
-    discard_deferred_batch_norm(parts)
-    commit_deferred_batch_norm(parts)
+    batch_norms = list(deferred_batch_norms(parts))
+    with pytest.raises(ZeroDivisionError), commit_or_discard(batch_norms):
+        parts(torch.randn(4, 2))
+        _ = 1 / 0
+    commit(parts)
     for name, value in parts.state_dict().items():
         assert torch.equal(value, before[name]), name
 
 
 def test_a_commit_without_micro_batches_changes_nothing() -> None:
     parts = deferred(nn.BatchNorm1d(2))
-    commit_deferred_batch_norm(parts)
+    commit(parts)
     assert parts.num_batches_tracked == 0
 
 
@@ -130,7 +137,7 @@ def test_neither_buffers_nor_what_waits_for_the_commit_hold_a_graph() -> None:
     pending = parts.pending
     assert not pending.mean.requires_grad
     assert not pending.deviation.requires_grad
-    commit_deferred_batch_norm(parts)
+    commit(parts)
     assert not any(buffer.requires_grad for buffer in parts.buffers())
 
 
@@ -140,7 +147,7 @@ def test_evaluation_is_plain_batch_norm() -> None:
     parts = deferred(whole.eval())
     batch = torch.randn(4, 3, 2, 2)
     assert torch.equal(parts(batch), whole(batch))
-    commit_deferred_batch_norm(parts)
+    commit(parts)
     assert_same_buffers(parts, whole)
 
 
@@ -199,7 +206,7 @@ def test_half_precision_merges_in_single_precision() -> None:
     parts = deferred(nn.BatchNorm1d(2, dtype=torch.bfloat16))
     parts(torch.randn(8, 2, dtype=torch.bfloat16))
     assert parts.pending.mean.dtype == torch.float32
-    commit_deferred_batch_norm(parts)
+    commit(parts)
     assert parts.running_mean.dtype == torch.bfloat16
 
 
@@ -221,5 +228,5 @@ def test_one_value_per_channel_is_refused_as_in_torch_and_not_remembered() -> No
     parts = deferred(nn.BatchNorm1d(2))
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         parts(torch.randn(1, 2))
-    commit_deferred_batch_norm(parts)
+    commit(parts)
     assert parts.num_batches_tracked == 0

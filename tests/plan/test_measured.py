@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe
-from gpipe_cli.plan.measured import CostMeasurer, MicroBatchSize, use_threads
+from gpipe_cli.accelerator.devices import use_threads
+from gpipe_cli.plan.measured import CostMeasurer, MicroBatchSize
 from gpipe_cli.profiling import layers, phase_times
 from gpipe_cli.profiling.cache import ProfileCache
 from gpipe_cli.profiling.layers import Sample

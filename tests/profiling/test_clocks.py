@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe
-from gpipe_cli.check import timing
+from gpipe_cli.accelerator import streams
 from gpipe_cli.plan import verified
 from gpipe_cli.profiling import action_recorder, phase_times
 from gpipe_cli.profiling.action_recorder import ActionRecorder
@@ -70,8 +70,8 @@ def test_steps_of_a_plan(simulated: Simulator, idle_when_read: Watch) -> None:
 
 def test_repeated_work(simulated: Simulator, idle_when_read: Watch) -> None:
     tensor = torch.zeros(8, device=simulated.devices[0])
-    idle = idle_when_read(timing)
-    timing.median_seconds(lambda: tensor.add_(1), simulated.devices[:1], repeats=2)
+    idle = idle_when_read(streams)
+    streams.median_seconds(lambda: tensor.add_(1), simulated.devices[:1], repeats=2)
     assert idle == [True] * 4
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpipe_cli.skip import Namespace, SkipName
-from gpipe_cli.skip.tracker import DictionarySkipTracker, current_skip_tracker, use_skip_tracker
+from gpipe_cli.skip.tracker import DictionarySkipTracker, load_skip, save_skip, use_skip_tracker
 
 NAME = SkipName(Namespace(), "skip")
 
@@ -29,20 +29,30 @@ def test_none_can_be_stored() -> None:
 
 
 def test_the_previous_tracker_is_restored_after_an_error() -> None:
-    before = current_skip_tracker()
     temporary = DictionarySkipTracker()
     with pytest.raises(ZeroDivisionError), use_skip_tracker(temporary):
-        assert current_skip_tracker() is temporary
+        save_skip(NAME, None)
         _ = 1 / 0
-    assert current_skip_tracker() is before
+    with pytest.raises(RuntimeError, match="has not been stashed"):
+        load_skip(NAME)
+    assert temporary.load(NAME) is None
 
 
 def test_each_thread_has_its_own_tracker() -> None:
-    trackers = [current_skip_tracker()]
+    messages: list[str] = []
+
+    def load() -> None:
+        try:
+            load_skip(NAME)
+        except RuntimeError as error:
+            messages.append(str(error))
+        save_skip(NAME, None)
+
     with use_skip_tracker(DictionarySkipTracker()):
-        threads = [threading.Thread(target=lambda: trackers.append(current_skip_tracker())) for _ in range(2)]
-        for thread in threads:
+        save_skip(NAME, None)
+        for _ in range(2):
+            thread = threading.Thread(target=load)
             thread.start()
-        for thread in threads:
             thread.join()
-    assert len(set(map(id, trackers))) == 3
+        assert load_skip(NAME) is None
+    assert messages == ["'skip' has not been stashed"] * 2

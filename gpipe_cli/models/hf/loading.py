@@ -23,8 +23,7 @@ from gpipe_cli.errors import RunError
 from gpipe_cli.huggingface import read_json
 from gpipe_cli.models.weights import head_refusal, listed, shape_text
 from gpipe_cli.sequential.without_storage import UnloadedParameter
-from gpipe_cli.tensor_files.header import BadTensors
-from gpipe_cli.tensor_files.tensor_file import TensorFile
+from gpipe_cli.tensor_files.tensor_file import BadTensors, TensorFile
 
 
 class DeferredTensor(Tensor):  # not final: torch makes it an nn.Parameter by an attribute

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from gpipe_cli.engines.state import EngineState
 from gpipe_cli.errors import ConfigError, RunError
-from gpipe_cli.tensor_files.header import BadTensors
-from gpipe_cli.tensor_files.tensor_file import TensorFile
+from gpipe_cli.tensor_files.tensor_file import BadTensors, TensorFile
 from gpipe_cli.training.snapshot import tensors
 from gpipe_cli.training.snapshot.file_names import BUFFERS, FILES, MODEL, OPTIMIZER, kind_of
 from gpipe_cli.training.snapshot.manifest import MANIFEST, Manifest, VerifiedSnapshot, snapshot_step

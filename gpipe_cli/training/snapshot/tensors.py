@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpipe_cli.tensor_files.header import TensorEntry, read_header
-from gpipe_cli.tensor_files.tensor_file import DTYPES
+from gpipe_cli.tensor_files.tensor_file import DTYPES, TensorEntry, read_header
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gpipe_cli.tensor_files.header import BadTensors
-from gpipe_cli.tensor_files.tensor_file import DTYPES
+from gpipe_cli.tensor_files.tensor_file import DTYPES, BadTensors
 from gpipe_cli.training.snapshot.tensors import decode, encode, unsupported_reason
 
 

@@ -1,7 +1,9 @@
-"""How fast tensors move between devices, and between devices and the host; and whether they arrive unchanged."""
+"""Which devices there are, how much of their memory is free, whether their counters follow what is allocated, how fast
+tensors move between devices and the host, and whether they arrive unchanged."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import permutations
@@ -9,11 +11,27 @@ from typing import Any, final
 
 import torch
 
-from gpipe_cli.accelerator.device_facts import has_peer_access
-from gpipe_cli.accelerator.devices import reads_pinned_memory
+from gpipe_cli.accelerator.devices import (
+    available_cores,
+    compute_capability,
+    device_name,
+    free_and_total_bytes,
+    has_peer_access,
+    is_accelerator,
+    peak_bytes,
+    reads_pinned_memory,
+    reset_peaks,
+)
+from gpipe_cli.accelerator.streams import median_seconds
 from gpipe_cli.check.row import Machine, Row, Verdict, worst
-from gpipe_cli.check.timing import median_seconds
+from gpipe_cli.report.environment import memory_gib, processor_name
+from gpipe_cli.report.formatting import format_value
 
+LEAST_FREE = 0.5
+"""The share of a device's memory below which other processes seem to use it."""
+SIZE = 64 * 2**20
+"""Bytes of the tensor that is counted; the allocators of accelerators round such sizes by less than SLACK."""
+SLACK = 2 * 2**20
 LARGE, SMALL = 64 * 2**20, 4 * 2**10
 """Bytes of the copies that bandwidth and latency are measured with."""
 MOST_IN_PAIRS = 8
@@ -23,6 +41,86 @@ SLOW_HOST_LINK = 3.0
 SLOW_SHARE = 0.75
 """Of the host's links: direct copies between two devices are at least as fast, apart from noise."""
 CPU = torch.device("cpu")
+
+
+def check_devices(machine: Machine) -> Iterator[Row]:
+    for device in machine.devices:
+        yield _accelerator(device) if is_accelerator(device) else _cpu(device)
+
+
+def _accelerator(device: torch.device) -> Row:
+    name, capability = device_name(device), compute_capability(device)
+    free, total = free_and_total_bytes(device) or (None, None)
+    parts = [name] if capability is None else [name, f"compute capability {capability}"]
+    if free is None or total is None:
+        parts.append("torch cannot count its memory")
+    else:
+        parts.append(f"{format_value('bytes', free)} of {format_value('bytes', total)} free")
+    in_use = free is not None and total is not None and free < LEAST_FREE * total
+    return Row(
+        f"device {device}",
+        Verdict.NOTE if in_use else Verdict.OK,
+        ", ".join(parts),
+        {"device": name, "capability": capability, "free_bytes": free, "total_bytes": total},
+        "other processes use this device; end them, or leave it out of devices=[...]" if in_use else "",
+    )
+
+
+def _cpu(device: torch.device) -> Row:
+    cores, memory = available_cores(), memory_gib()
+    figures = {
+        "device": processor_name(),
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+        "memory_gib": memory,
+    }
+    of_all = "" if cores == os.cpu_count() else f" of {os.cpu_count()}"
+    size = "" if memory is None else f", {memory} GiB of memory"
+    result = f"{processor_name() or 'CPU'}, {cores}{of_all} cores{size}"
+    if cores > 1:
+        return Row(f"device {device}", Verdict.OK, result, figures)
+    to_do = "one core runs workers in turn: give the process a second one for a pipeline that gains time"
+    return Row(f"device {device}", Verdict.NOTE, result, figures, to_do)
+
+
+def check_counters(machine: Machine) -> Iterator[Row]:
+    for device in machine.accelerators:
+        counts = count_allocation(device)
+        if counts is None:
+            yield Row(
+                f"memory counters of {device}", Verdict.SKIPPED, "torch counts no memory on this device"
+            )
+        else:
+            yield judge_counters(device, *counts)
+    if not machine.accelerators:
+        yield Row("memory counters", Verdict.SKIPPED, "a CPU has none: gpipe estimates memory there")
+
+
+def count_allocation(device: torch.device) -> tuple[int, int, int] | None:
+    """By how many bytes the counters rose: with the tensor, after it was freed, and at the peak; None without any."""
+    reset_peaks([device])
+    before = peak_bytes(device)
+    if before is None:
+        return None
+    tensor = torch.empty(SIZE, dtype=torch.uint8, device=device)
+    held = torch.accelerator.memory_allocated(device)
+    del tensor
+    after, peak = torch.accelerator.memory_allocated(device), peak_bytes(device)
+    return held - before, after - before, (peak or 0) - before
+
+
+def judge_counters(device: torch.device, held: int, after: int, peak: int) -> Row:
+    counted = [abs(held - SIZE) <= SLACK, abs(after) <= SLACK, abs(peak - SIZE) <= SLACK]
+    size, *shown = (format_value("bytes", number) for number in (SIZE, held, after, peak))
+    result = f"a tensor of {size} counts {shown[0]}, its peak {shown[2]}, after it is freed {shown[1]}"
+    figures = {"allocated_bytes": SIZE, "held_bytes": held, "freed_bytes": after, "peak_bytes": peak}
+    if all(counted):
+        return Row(f"memory counters of {device}", Verdict.OK, result, figures)
+    to_do = (
+        "gpipe cannot measure memory on this device: unset PYTORCH_NO_CUDA_MEMORY_CACHING and replaced allocators, and "
+        "trust the estimates of gpipe profile instead"
+    )
+    return Row(f"memory counters of {device}", Verdict.PROBLEM, result, figures, to_do)
 
 
 @final

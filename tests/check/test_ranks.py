@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from gpipe_cli.check import children, races, ranks
-from gpipe_cli.check.races import check_races, judge_races
-from gpipe_cli.check.ranks import check_ranks, judge_exchange
+from gpipe_cli.check import ranks
+from gpipe_cli.check.ranks import (
+    check_races,
+    check_ranks,
+    exchange_tensors,
+    judge_exchange,
+    judge_races,
+    run_in_children,
+)
 from gpipe_cli.check.row import Machine, Verdict
 from gpipe_cli.errors import Interrupted, PeerError
 from gpipe_cli.launch.rank_group import RankGroup, RanksFailed
@@ -76,14 +82,13 @@ def test_values_that_arrive_changed_are_a_problem() -> None:
 def test_ctrl_c_while_children_run_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RankGroup, "run", failing(RanksFailed(Interrupted("stopped at once"), None)))
     with pytest.raises(KeyboardInterrupt):
-        children.run_in_children("ranks", [CPU])
+        run_in_children(exchange_tensors, [CPU])
 
 
 @pytest.mark.parametrize("check", [check_ranks, check_races])
 def test_a_system_without_supervision_skips_the_check(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (ranks, races):
-        monkeypatch.setattr(module, "can_start_children", lambda: False)
-    monkeypatch.setattr(races, "offers_sanitizer", lambda device: True)
+    monkeypatch.setattr(ranks, "can_start_children", lambda: False)
+    monkeypatch.setattr(ranks, "offers_sanitizer", lambda device: True)
     (row,) = check(Machine.of([GPU, torch.device("cuda", 1)]))
     assert row.verdict is Verdict.SKIPPED and "on Linux only" in row.result
 
@@ -116,5 +121,5 @@ def test_the_report_of_the_sanitizer_is_judged(
 @pytest.mark.slow
 def test_children_that_hang_are_ended_and_named() -> None:
     with pytest.raises(PeerError, match=r"rank 0 \(cpu\).*within step_timeout=0.01 seconds"):
-        children.run_in_children("ranks", [CPU, CPU], timeout=0.01)
+        run_in_children(exchange_tensors, [CPU, CPU], timeout=0.01)
     assert children_of_checks() == []

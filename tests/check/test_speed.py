@@ -1,15 +1,20 @@
-"""Checks of time and counters: their judgement of figures, and that they run at all; no figure decides a test."""
+"""Checks of overlap and speed-up: their judgement of figures, and that they run at all; no figure decides a test."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from gpipe_cli.check import memory_counters, overlap, speed, workload
-from gpipe_cli.check.memory_counters import SIZE, check_counters, judge_counters
-from gpipe_cli.check.overlap import check_overlap, judge_copies, judge_threads
+from gpipe_cli.check import speed
 from gpipe_cli.check.row import Machine, Verdict
-from gpipe_cli.check.speed import IDEAL, check_speed, judge_speed
+from gpipe_cli.check.speed import (
+    IDEAL,
+    check_overlap,
+    check_speed,
+    judge_copies,
+    judge_speed,
+    judge_threads,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ON_CPU = Machine.of([CPU])
@@ -17,11 +22,11 @@ ON_CPU = Machine.of([CPU])
 
 @pytest.fixture(autouse=True)
 def little_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workload, "WIDTHS", (8,))
+    monkeypatch.setattr(speed, "WIDTHS", (8,))
 
 
 def test_two_threads_of_a_cpu_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap, "available_cores", lambda: 2)
+    monkeypatch.setattr(speed, "available_cores", lambda: 2)
     threads = torch.get_num_threads()
     (row,) = check_overlap(ON_CPU)
     assert row.name == "overlap on cpu" and row.figures["one_thread_ms"] > 0
@@ -37,8 +42,7 @@ def test_two_partitions_on_a_cpu_are_timed_against_one(monkeypatch: pytest.Monke
 
 
 def test_one_core_has_nothing_to_overlap_or_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (overlap, speed):
-        monkeypatch.setattr(module, "available_cores", lambda: 1)
+    monkeypatch.setattr(speed, "available_cores", lambda: 1)
     assert [row.verdict for check in (check_overlap, check_speed) for row in check(ON_CPU)] == [
         Verdict.SKIPPED,
         Verdict.SKIPPED,
@@ -84,34 +88,3 @@ def test_a_speed_up_below_what_the_schedule_allows_is_a_note(devices: list[torch
         and cure in row.to_do
         and row.result.startswith("1.10: a step takes 1000.0 ms")
     )
-
-
-def test_a_cpu_has_no_memory_counters() -> None:
-    (row,) = check_counters(ON_CPU)
-    assert row.verdict is Verdict.SKIPPED and row.result.startswith("a CPU has none")
-
-
-def test_an_accelerator_without_memory_counters_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_counters, "count_allocation", lambda device: None)
-    (row,) = check_counters(Machine.of([GPU]))
-    assert (row.verdict, row.result) == (Verdict.SKIPPED, "torch counts no memory on this device")
-
-
-@pytest.mark.parametrize(
-    ("counts", "verdict"),
-    [
-        ((SIZE, 0, SIZE), Verdict.OK),
-        ((SIZE + 512, 0, SIZE + 512), Verdict.OK),
-        ((0, 0, 0), Verdict.PROBLEM),
-        ((SIZE, SIZE, SIZE), Verdict.PROBLEM),
-        ((SIZE, 0, 0), Verdict.PROBLEM),
-    ],
-)
-def test_counters_that_do_not_follow_an_allocation_are_a_problem(
-    counts: tuple[int, int, int], verdict: Verdict, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory_counters, "count_allocation", lambda device: counts)
-    (row,) = check_counters(Machine.of([GPU]))
-    assert row.verdict is verdict and row.name == "memory counters of cuda:0"
-    assert ("estimates of gpipe profile" in row.to_do) == (verdict is Verdict.PROBLEM)
-    assert judge_counters(GPU, *counts) == row
