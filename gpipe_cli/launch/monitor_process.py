@@ -27,8 +27,8 @@ from gpipe_cli.launch.interfaces import listen_on
 from gpipe_cli.launch.monitor_link import Hub, Spoke
 from gpipe_cli.launch.rank_files import RankFiles
 from gpipe_cli.launch.rank_states import RankStates, RankStatus
-from gpipe_cli.launch.stalls import AwakeClock, is_suspended, process_state
-from gpipe_cli.process_lifetime import temporary_folder
+from gpipe_cli.launch.stalls import is_suspended, process_state
+from gpipe_cli.process_lifetime import AwakeClock, temporary_folder
 from gpipe_cli.report.output import print_status
 from gpipe_cli.safe_files import open_regular
 from gpipe_cli.torch_internals import torchrun

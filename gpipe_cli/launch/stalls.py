@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,25 +10,8 @@ from typing import final
 from gpipe_cli.errors import StepTimeout
 from gpipe_cli.launch.heartbeat import NOT_IN_STEP
 
-LONGEST_TICK = 1.0
-"""The most seconds one tick adds to the clock: after a longer gap this process itself was suspended (Ctrl-Z)."""
 SUSPENDED = -1.0
 """Takes the place of the heartbeat of a rank that is suspended outside a step."""
-
-
-@final
-class AwakeClock:
-    """Counts the seconds in which this process was not suspended, so that a pause of the whole run does not count."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._ticked_at = time.monotonic()
-
-    def tick(self) -> float:
-        now = time.monotonic()
-        self.seconds += min(now - self._ticked_at, LONGEST_TICK)
-        self._ticked_at = now
-        return self.seconds
 
 
 @final
