@@ -25,6 +25,7 @@ from gpipe_cli.errors import GpipeError, PeerError
 from gpipe_cli.launch.heartbeat import Heartbeats
 from gpipe_cli.launch.interfaces import listen_on
 from gpipe_cli.launch.monitor_link import Hub, Spoke
+from gpipe_cli.launch.outcome import write_outcome
 from gpipe_cli.launch.rank_files import RankFiles
 from gpipe_cli.launch.rank_states import RankStates, RankStatus
 from gpipe_cli.launch.stalls import is_suspended, process_state
@@ -32,7 +33,6 @@ from gpipe_cli.process_lifetime import AwakeClock, temporary_folder
 from gpipe_cli.report.output import print_status
 from gpipe_cli.safe_files import open_regular
 from gpipe_cli.torch_internals import torchrun
-from gpipe_cli.training.run_directory import write_outcome
 
 POLL_SECONDS = 0.25
 BEAT_SECONDS = 0.5
@@ -166,7 +166,7 @@ class _Monitor:
         if run is None:
             return
         if rank == 0:
-            write_outcome(run, verdict, str(verdict))
+            write_outcome(run, verdict)
         log = run / (f"logs/rank-{rank}.log" if rank else "train.log")
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR the run ends here: {verdict}\n"
         with suppress(OSError):  # a full disk; the line is on the console
