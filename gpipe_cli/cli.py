@@ -6,6 +6,7 @@ Command modules are imported when they are called, so that help, completion and 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -125,8 +126,14 @@ def _configured(command: str, invocation: Invocation, number: int | None, began:
         composition = compose(request, multirun=invocation.multirun)
         for note in notes if not torchrun.follows() else ():
             print_status(note)
-        jobs = Jobs(command, invocation, composition, time.monotonic() if began is None else began)
+        jobs = Jobs(command, invocation, composition, _job_start() if began is None else began)
         return Sweep(jobs).run() if invocation.multirun else jobs.run_single(number)
+
+
+def _job_start() -> float:
+    """When the job of a launch script began, by the monotonic clock; for any other command, now."""
+    start = os.environ.get("GPIPE_JOB_START")  # in seconds since 1970
+    return time.monotonic() - (max(0.0, time.time() - float(start)) if start else 0.0)
 
 
 def _hydra_completion(command: str, words: list[str]) -> None:

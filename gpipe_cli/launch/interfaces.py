@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import ipaddress
+import select
 import socket
 import struct
+import time
 
 from gpipe_cli.errors import ConfigError
 
@@ -14,6 +16,7 @@ _SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
 _ADDRESS = slice(20, 24)
 """Of the IPv4 address in a struct ifreq."""
 BACKLOG = 1024
+RETRY_SECONDS = 0.5
 
 
 def address_of_interface(name: str) -> str | None:
@@ -57,6 +60,18 @@ def listen_on(host: str, port: int) -> socket.socket | None:
             return None
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return listener
+
+
+def wait_for_listener(host: str, port: int, seconds: float) -> None:
+    """Wait until a process listens there; OSError if none does in time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.create_connection((host, port), max(1.0, deadline - time.monotonic())).close()
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+            select.select([], [], [], RETRY_SECONDS)
 
 
 def resolve(
