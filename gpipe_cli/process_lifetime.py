@@ -47,12 +47,17 @@ def die_with_parent(parent: int) -> None:
 
     A killed parent cannot end its children, and a child that is stuck or waits for another never notices.
     """
+    signal_with_parent(parent, signal.SIGKILL)
+
+
+def signal_with_parent(parent: int, number: int) -> None:
+    """Have the kernel send a signal to this process when its parent ends."""
     # The kernel watches the thread that forked us, not the whole parent: start children from a thread that lives on.
     with suppress(OSError, AttributeError):  # only Linux has prctl
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     # The parent may have died before prctl took effect, in which case no signal ever comes.
     if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 @contextmanager

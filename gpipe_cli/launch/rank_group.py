@@ -84,7 +84,7 @@ class RankGroup:
         if supervisor.stall is not None:
             assert self.step_timeout is not None, "without it, no rank counts as stalled"
             names = [f"rank {rank} ({self.descriptions[rank]})" for rank in supervisor.stall.ranks]
-            return supervisor.stall.error(names, self.step_timeout)
+            return supervisor.stall.error(" and ".join(names), self.step_timeout)
         return root_cause(
             [
                 RankExit(

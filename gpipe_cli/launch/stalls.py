@@ -22,11 +22,9 @@ class Stall:
     suspended: bool
     """Whether a signal holds them."""
 
-    def error(self, names: Collection[str], step_timeout: float) -> StepTimeout:
+    def error(self, names: str, step_timeout: float) -> StepTimeout:
         state = "stopped (SIGSTOP, or a debugger)" if self.suspended else "in a step that does not end"
-        return StepTimeout(
-            f"{' and '.join(names)}: {state}; no answer within step_timeout={step_timeout:g} seconds"
-        )
+        return StepTimeout(f"{names}: {state}; no answer within step_timeout={step_timeout:g} seconds")
 
 
 @final
