@@ -296,6 +296,19 @@ def test_another_engine_resumes_a_run_whose_keys_it_does_not_use(
     assert ("starting again at step 0" in answer.err) == (not has_snapshot)
 
 
+def test_another_number_of_replicas_is_told_to_change_bits(tiny: Gpipe, gpipe: Gpipe, tmp_path: Path) -> None:
+    """The line named the change without a word about results."""
+    assert tiny("train", "run_dir=run", "steps=1").code == 0
+    saved = tmp_path / "run" / "config.yaml"  # as three replicas would have left it
+    text = saved.read_text().replace("data_parallel: 1", "data_parallel: 3")
+    saved.write_text(text.replace("gpipe_cli.engines.threads", "gpipe_cli.engines.processes"))
+    answer = gpipe("train", "resume=run", ALLOW, "engine=threads", "steps=2")
+    assert answer.code == 0, answer.err
+    line = "replicas: 3 -> 1: gradients are summed in another order, so results may differ in the last bits"
+    assert line in answer.err.splitlines()
+    assert "replicas:" not in gpipe("train", "resume=run", ALLOW, "partitions=1", "steps=3").err
+
+
 def test_only_one_process_at_a_time_writes_to_a_run(tiny: Gpipe, gpipe: Gpipe, tmp_path: Path) -> None:
     tiny("train", *WORDS, "run_dir=run", "steps=1")
     held, release = os.pipe(), os.pipe()
