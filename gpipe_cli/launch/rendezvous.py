@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
-from gpipe_cli.errors import ConfigError, PeerError
+from gpipe_cli.errors import ConfigError, GpipeError, PeerError
 from gpipe_cli.launch.interfaces import (
     address_for_others,
     address_towards,
@@ -49,6 +49,13 @@ def entry_point() -> HandlerOf:
 
 
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    try:
+        return make_handler(parameters)
+    except GpipeError as error:
+        _end_torchrun(error)
+
+
+def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
@@ -74,7 +81,8 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
         )
     except (OSError, DistError) as error:
         cure = "start the run on that host too, or check that this one reaches it"
-        _give_up(f"{host}:{port}: {one_line(str(error))}, for join_timeout={seconds} seconds; {cure}")
+        reason = f"{host}:{port}: {one_line(str(error))}, for join_timeout={seconds} seconds; {cure}"
+        raise PeerError(reason) from error
     # Ranks inherit the environment. The store that torchrun would share with them listens on all interfaces, and keeps
     # the keys of failed attempts. Without it, rank 0 of every attempt makes a new one.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -122,7 +130,7 @@ def _meet(
             if holds_store:  # the store ends with this process: let the others read who is missing
                 handler.shutdown()
                 store.wait([f"{entry}/knows" for entry in waiting], timedelta(seconds=LINGER_SECONDS))
-        _give_up(reason)
+        _end_torchrun(PeerError(reason))
 
 
 def _missing(parameters: RendezvousParameters, joined: Sequence[Sequence[str]]) -> str:
@@ -145,9 +153,8 @@ def _is_host(given: str, name: str, address: str) -> bool:
     return given.partition(".")[0] == name.partition(".")[0]
 
 
-def _give_up(reason: str) -> NoReturn:
-    """End torchrun, which would print a traceback."""
-    error = PeerError(reason)
+def _end_torchrun(error: GpipeError) -> NoReturn:
+    """Print one line and exit; torchrun would print a traceback."""
     print_status(f"gpipe: error: {error}")
     leave_exit_code(error)
     raise SystemExit(error.exit_code)

@@ -25,7 +25,7 @@ from gpipe_cli.launch.interfaces import (
 )
 from gpipe_cli.launch.outcome import EXIT_CODE_FILE
 from gpipe_cli.launch.rank_monitor import choose_interface
-from gpipe_cli.launch.rendezvous import create_handler, entry_point
+from gpipe_cli.launch.rendezvous import create_handler, entry_point, make_handler
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_ranks_use_the_interface_that_leads_to_rank_0_unless_the_user_named_one(
 @pytest.mark.parametrize("endpoint", ["", ":29500", "10.0.0.1:x"])
 def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=f"--rdzv-endpoint={endpoint}: give the address of one host"):
-        create_handler(parameters(endpoint))
+        make_handler(parameters(endpoint))
 
 
 def test_a_name_that_means_loopback_here_is_refused_for_several_hosts(
@@ -106,7 +106,7 @@ def test_a_name_that_means_loopback_here_is_refused_for_several_hosts(
     with pytest.raises(
         ConfigError, match=r"node0: is 127\.0\.1\.1 here, which no other host reaches; give torchrun"
     ):
-        create_handler(parameters("node0:29500", nodes=2))
+        make_handler(parameters("node0:29500", nodes=2))
     with pytest.raises(ConfigError, match="which no other host reaches"):
         address_for_others("node0")
 
@@ -163,6 +163,10 @@ def test_a_host_that_waits_in_vain_prints_who_has_joined_and_ends_torchrun(
         "(torchrun --rdzv-conf join_timeout=...)\n"
     )
     assert (ended.value.code, capsys.readouterr().err, code.read_text()) == (7, line, "7")
+    given.endpoint = "no such name:1"
+    with pytest.raises(SystemExit) as ended:
+        create_handler(given)
+    assert ended.value.code == 2 and "no such name: no such host" in capsys.readouterr().err
     given.endpoint = f"192.0.2.77:{port}"
     monkeypatch.setattr(socket, "create_connection", fail_to_connect)
     with pytest.raises(SystemExit):
