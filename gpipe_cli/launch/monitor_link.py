@@ -16,8 +16,14 @@ from contextlib import suppress
 from typing import Any, final
 
 from gpipe_cli.errors import GpipeError, PeerError
-from gpipe_cli.launch.rank_states import DIED, MISSED_SECONDS, RankStates, RankStatus, Surroundings
-from gpipe_cli.launch.root_cause import ERRORS_BY_EXIT_CODE
+from gpipe_cli.launch.rank_states import (
+    DIED,
+    ERRORS_BY_EXIT_CODE,
+    MISSED_SECONDS,
+    RankStates,
+    RankStatus,
+    Surroundings,
+)
 
 LONGEST_LINE = 2**16
 READ_BYTES = 2**16

@@ -27,8 +27,14 @@ from gpipe_cli.launch.interfaces import interface_of_address, listen_on, unanswe
 from gpipe_cli.launch.monitor_link import Hub, Spoke
 from gpipe_cli.launch.outcome import leave_exit_code, write_outcome
 from gpipe_cli.launch.rank_files import RankFiles
-from gpipe_cli.launch.rank_states import MISSED_SECONDS, RankStates, RankStatus, Surroundings
-from gpipe_cli.launch.stalls import is_suspended, process_state
+from gpipe_cli.launch.rank_states import (
+    MISSED_SECONDS,
+    RankStates,
+    RankStatus,
+    Surroundings,
+    is_suspended,
+    process_state,
+)
 from gpipe_cli.process_lifetime import AwakeClock, signal_with_parent, temporary_folder
 from gpipe_cli.report.output import print_status
 from gpipe_cli.safe_files import open_regular

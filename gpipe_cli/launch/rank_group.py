@@ -13,7 +13,7 @@ from typing import final
 from gpipe_cli.errors import GpipeError, Interrupted, PeerError, PeerRaised
 from gpipe_cli.launch.fork_server import ForkServer
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles
-from gpipe_cli.launch.root_cause import RankExit, root_cause
+from gpipe_cli.launch.rank_states import RankExit, root_cause
 from gpipe_cli.launch.supervisor import Supervisor
 from gpipe_cli.process_lifetime import temporary_folder
 

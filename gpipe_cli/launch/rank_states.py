@@ -1,4 +1,8 @@
-"""What the monitors of all ranks report to that of rank 0, and the verdict: whether the run must end, and why.
+"""What is known of all ranks, and the verdict: whether the run must end, and because of which rank.
+
+One failure brings down all ranks: the others only lose their peer, and torch names whichever it polls first. The root
+cause is the first rank that failed on its own. A rank is frozen if it is suspended, or in the same step, for longer
+than `step_timeout`. Under torchrun the monitors of all ranks report to that of rank 0.
 
 Times are those of rank 0's machine when a report arrives: the clocks of two machines cannot be compared. A host is lost
 when its kernel no longer acknowledges what it is sent. A monitor that is silent on a host that answers is only stopped
@@ -7,16 +11,27 @@ or slow, so its rank counts as unknown, and ends nothing while the others go on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
+from pathlib import Path
 from typing import Any, final
 
-from gpipe_cli.errors import GpipeError, PeerError
+from gpipe_cli.errors import (
+    ConfigError,
+    DataError,
+    GpipeError,
+    NumericError,
+    PeerError,
+    PeerRaised,
+    ResourceError,
+    RunError,
+    StepTimeout,
+)
 from gpipe_cli.launch.heartbeat import NOT_IN_STEP
 from gpipe_cli.launch.interfaces import is_connected
 from gpipe_cli.launch.rank_files import ExitReport
-from gpipe_cli.launch.root_cause import RankExit, root_cause
-from gpipe_cli.launch.stalls import StallDetector
 
 SETTLE_SECONDS = 2.0
 """How long to wait for the report of the rank that failed first, after one that only lost its peer."""
@@ -25,6 +40,116 @@ MISSED_SECONDS = 3.0
 STARTING_SECONDS = 60.0
 """How long a rank may at least take to connect: hosts read their programs from disks of unequal speed."""
 DIED = "ended without a report: it was killed, perhaps because memory ran out"
+SUSPENDED = -1.0
+"""Takes the place of the heartbeat of a rank that is suspended outside a step."""
+ERRORS_BY_EXIT_CODE = {
+    kind.exit_code: kind
+    for kind in (ConfigError, DataError, RunError, NumericError, ResourceError, PeerError)
+}
+"""The launcher passes these on with their exit codes; any other exit code means that a layer raised."""
+
+
+@final
+@dataclass(frozen=True)
+class RankExit:
+    """How a rank ended, as the launcher observed it."""
+
+    rank: int
+    description: str
+    """Which part of the model it held, for messages."""
+    signal: int | None = None
+    """The signal that killed it; None if the launcher itself sent it."""
+    died_at: float = inf
+    """By the monotonic clock."""
+    report: ExitReport | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.report is None or not self.report.is_clean
+
+    @property
+    def failed_on_its_own(self) -> bool:
+        return self.signal is not None or (self.report is not None and not self.report.caused_by_peer)
+
+    @property
+    def failed_at(self) -> float:
+        # When the error was raised, if known: ranks take unequally long from there to their death.
+        return self.died_at if self.report is None else self.report.time
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} ({self.description})"
+
+
+def root_cause(exits: Sequence[RankExit]) -> GpipeError | None:
+    """The error of the first rank that failed on its own, else of the first that failed; None if none did."""
+    failed = [exit for exit in exits if exit.failed]
+    if not failed:
+        return None
+    # Time alone would blame a victim: a peer may report a closed connection before the rank that closed it is
+    # recorded.
+    first = min(failed, key=lambda exit: (not exit.failed_on_its_own, exit.failed_at))
+    if first.report is not None:
+        kind = ERRORS_BY_EXIT_CODE.get(first.report.exit_code, PeerRaised)
+        return kind(f"{first.name}: {first.report.message}")
+    if first.signal is None:
+        return PeerError(f"{first.name} exited without a report")
+    hint = ", perhaps because memory ran out" if first.signal == signal.SIGKILL else ""
+    return PeerError(f"{first.name} was killed by {signal.Signals(first.signal).name}{hint}")
+
+
+@final
+@dataclass(frozen=True)
+class Stall:
+    ranks: list[int]
+    """Those that were suspended for too long, or kept a step from ending in time."""
+    suspended: bool
+    """Whether a signal holds them."""
+
+    def error(self, names: str, step_timeout: float) -> StepTimeout:
+        state = "stopped (SIGSTOP, or a debugger)" if self.suspended else "in a step that does not end"
+        return StepTimeout(f"{names}: {state}; no answer within step_timeout={step_timeout:g} seconds")
+
+
+@final
+class StallDetector:
+    def __init__(self, step_timeout: float) -> None:
+        self._step_timeout = step_timeout
+        self._unchanged: dict[int, tuple[float, float]] = {}
+        """Each rank's last heartbeat, and since when it has not changed."""
+
+    def check(self, heartbeats: Mapping[int, float], suspended: Collection[int], now: float) -> Stall | None:
+        """now: by an `AwakeClock`. The heartbeats themselves may come from the clocks of other machines."""
+        # A list, not a generator: every rank's heartbeat has to be recorded, not only those up to the first overdue.
+        overdue = [
+            rank for rank in heartbeats if self._is_overdue(rank, heartbeats[rank], rank in suspended, now)
+        ]
+        if not overdue:
+            return None
+        # Ranks inside a step wait for their peers: a rank that has not entered it keeps the others waiting.
+        outside_step = [rank for rank, heartbeat in heartbeats.items() if heartbeat == NOT_IN_STEP]
+        return Stall(sorted(suspended) or outside_step or list(heartbeats), suspended=bool(suspended))
+
+    def _is_overdue(self, rank: int, heartbeat: float, suspended: bool, now: float) -> bool:
+        state = SUSPENDED if suspended and heartbeat == NOT_IN_STEP else heartbeat
+        before, since = self._unchanged.get(rank, (NOT_IN_STEP, 0.0))
+        if state != before:
+            since = now
+            self._unchanged[rank] = state, since
+        return state != NOT_IN_STEP and now - since > self._step_timeout
+
+
+def is_suspended(process_id: int) -> bool:
+    return process_state(process_id) in ("T", "t")
+
+
+def process_state(process_id: int) -> str:
+    """The letter that the kernel gives the state of a process; "" for a process that is gone."""
+    # The state follows the process name, which stands in brackets and may itself contain brackets and spaces.
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 @final

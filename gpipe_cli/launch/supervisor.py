@@ -18,7 +18,7 @@ from typing import final
 
 from gpipe_cli.launch.heartbeat import Heartbeats
 from gpipe_cli.launch.rank_files import RankFiles
-from gpipe_cli.launch.stalls import Stall, StallDetector, is_suspended
+from gpipe_cli.launch.rank_states import Stall, StallDetector, is_suspended
 from gpipe_cli.process_lifetime import AwakeClock
 
 GRACE_SECONDS = 2.0
