@@ -7,6 +7,7 @@ setup(
     package_dir={"gpipe_cli.conf": "conf", "gpipe_cli.recipes": "recipes"},
     package_data={
         "gpipe_cli": ["py.typed"],
+        "gpipe_cli.launch": ["*.sh"],
         "gpipe_cli.report.page": ["*.css", "*.js"],
         "gpipe_cli.conf": ["**/*.yaml"],
         "gpipe_cli.recipes": ["*.yaml", "small/*.yaml"],

@@ -6,23 +6,30 @@ Command modules are imported when they are called, so that help, completion and 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import time
-from typing import TextIO
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from typing import Any, TextIO
 
 from gpipe_cli import __version__
 from gpipe_cli.arguments import Invocation, parse
 from gpipe_cli.completion import complete
+from gpipe_cli.config.overrides import override_key
 from gpipe_cli.errors import ConfigError, GpipeError, PeerError, Stopped, exit_code, is_long_name, or_list
 from gpipe_cli.help import COMMANDS, command_help, overview
+from gpipe_cli.launch.outcome import leave_exit_code, recorded_attempt
 from gpipe_cli.process_lifetime import remove_abandoned_folders
 from gpipe_cli.redaction import redacted
 from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import discard_stdout, print_status
 from gpipe_cli.torch_internals import torchrun
-from gpipe_cli.training.signals import StopNow, ignore_signals, stop_immediately
+from gpipe_cli.training.run_directory import resumed_directory
+from gpipe_cli.training.signals import as_stopped, ignore_signals, stop_immediately
 
 COMPLETION = ("-sc", "--shell-completion")
+RUNS_NOTHING = ("--help", "-h", "--version", "-V", "--dry-run", "--cfg", "-c", "--info", "-i", "--hydra-help")
 
 
 def main(argv: list[str] | None = None, *, number: int | None = None, began: float | None = None) -> int:
@@ -34,10 +41,37 @@ def main(argv: list[str] | None = None, *, number: int | None = None, began: flo
     if torchrun.follows():
         discard_stdout()
     try:
-        return _dispatch(arguments, number, began)
+        with _recorded(arguments, number):
+            return _dispatch(arguments, number, began)
     except BaseException as error:  # noqa: BLE001 - the outermost handler: a layer may raise anything
         ignore_signals()
-        return _fail(error, debug="--debug" in arguments)
+        return _fail(as_stopped(error), debug="--debug" in arguments)
+
+
+def _recorded(arguments: list[str], number: int | None) -> AbstractContextManager[None]:
+    """Inside, an error of a command line that resumes a run is recorded in the run, whatever else it gets wrong."""
+    flags = {word.partition("=")[0] for word in arguments if word.startswith("-")}
+    keys = {override_key(word) for word in arguments}
+    if arguments[:1] != ["train"] or not keys.intersection(("resume", "config")) or torchrun.follows():
+        return nullcontext()
+    if flags.intersection((*RUNS_NOTHING, "-m", "--multirun")):  # a job of a sweep records its own end
+        return nullcontext()
+    from gpipe_cli.config.compose import compose
+    from gpipe_cli.config.config_file import read_request
+
+    # The keys that name the run, in the file of keys too unless that is a mistake, and no other key.
+    for kept in (("run_dir", "resume", "config"), ("run_dir", "resume")):
+        words = [word for word in arguments if override_key(word) in kept]
+        with (
+            suppress(GpipeError, OSError, ValueError),
+            read_request("train", words, None, None) as (request, _),
+        ):
+            own = tuple(word for word in request.overrides if override_key(word) in kept)
+            composition = compose(replace(request, overrides=own))
+            settings: Any = composition.job(composition.jobs[0]).settings
+            run = resumed_directory(settings.resume, settings.run_dir, number)
+            return recorded_attempt(run) if run and (run / "config.yaml").is_file() else nullcontext()
+    return nullcontext()
 
 
 def _dispatch(arguments: list[str], number: int | None, began: float | None) -> int:
@@ -92,8 +126,14 @@ def _configured(command: str, invocation: Invocation, number: int | None, began:
         composition = compose(request, multirun=invocation.multirun)
         for note in notes if not torchrun.follows() else ():
             print_status(note)
-        jobs = Jobs(command, invocation, composition, time.monotonic() if began is None else began)
+        jobs = Jobs(command, invocation, composition, _job_start() if began is None else began)
         return Sweep(jobs).run() if invocation.multirun else jobs.run_single(number)
+
+
+def _job_start() -> float:
+    """When the job of a launch script began, by the monotonic clock; for any other command, now."""
+    start = os.environ.get("GPIPE_JOB_START")  # in seconds since 1970
+    return time.monotonic() - (max(0.0, time.time() - float(start)) if start else 0.0)
 
 
 def _hydra_completion(command: str, words: list[str]) -> None:
@@ -109,8 +149,6 @@ def _say(text: str) -> int:
 
 
 def _fail(error: BaseException, *, debug: bool) -> int:
-    if isinstance(error, StopNow):
-        error = error.request.error(f"stopped by {error.request.reason}")
     if debug:
         import traceback
 
@@ -128,6 +166,7 @@ def _fail(error: BaseException, *, debug: bool) -> int:
     else:
         hint = "" if debug or isinstance(error, GpipeError) else "; --debug shows the traceback"
         line = f"error: {describe(error)}{hint}"
+    leave_exit_code(error)
     torchrun.leave_reason(redacted(f"gpipe: {line}"), of_another=isinstance(error, PeerError))
     if not torchrun.follows():
         _print(f"gpipe: {line}", sys.stderr)

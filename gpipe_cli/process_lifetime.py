@@ -1,4 +1,7 @@
-"""What must not outlive its process: children of a killed parent, and temporary folders of a killed owner."""
+"""What must not outlive its process, and a clock that stands still while this process is suspended.
+
+Children of a killed parent and temporary folders of a killed owner must not.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,34 @@ import shutil
 import signal
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import final
 
 from gpipe_cli.errors import ResourceError
 
 PREFIX = "gpipe-"
 LOCK = "owner.lock"
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+LONGEST_TICK = 1.0
+"""The most seconds one tick adds to the clock: after a longer gap this process itself was suspended (Ctrl-Z)."""
+
+
+@final
+class AwakeClock:
+    """Counts the seconds in which this process was not suspended, so that a pause of the whole run does not count."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._ticked_at = time.monotonic()
+
+    def tick(self) -> float:
+        now = time.monotonic()
+        self.seconds += min(now - self._ticked_at, LONGEST_TICK)
+        self._ticked_at = now
+        return self.seconds
 
 
 def die_with_parent(parent: int) -> None:
@@ -25,12 +47,17 @@ def die_with_parent(parent: int) -> None:
 
     A killed parent cannot end its children, and a child that is stuck or waits for another never notices.
     """
+    signal_with_parent(parent, signal.SIGKILL)
+
+
+def signal_with_parent(parent: int, number: int) -> None:
+    """Have the kernel send a signal to this process when its parent ends."""
     # The kernel watches the thread that forked us, not the whole parent: start children from a thread that lives on.
     with suppress(OSError, AttributeError):  # only Linux has prctl
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     # The parent may have died before prctl took effect, in which case no signal ever comes.
     if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -141,6 +142,20 @@ def interrupt_twice() -> None:
 
     signals.SignalInbox.handle = handle_and_tell  # type: ignore[method-assign]
     in_layer(action)()
+
+
+def suspend(seconds: float) -> Inject:
+    """Suspend this process once, as Ctrl-Z does; another process continues it, as `fg` does."""
+    pending = [seconds]
+
+    def action() -> None:
+        if pending:
+            me = os.getpid()
+            until_stopped = f"until grep -q '^State:.T' /proc/{me}/status; do sleep 0.05; done"
+            subprocess.Popen(["sh", "-c", f"{until_stopped}; sleep {pending.pop()}; kill -CONT {me}"])
+            os.kill(me, signal.SIGSTOP)
+
+    return action
 
 
 def overflow_gradients() -> None:

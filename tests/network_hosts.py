@@ -63,6 +63,11 @@ class Host:
         """Take the link down, as if somebody pulled the cable."""
         _run("ip", "-n", self.switch, "link", "set", self.name, "down")
 
+    def lose_packets_to(self, other: Host) -> None:
+        """Send what is for another host to an Ethernet address that nobody has."""
+        nobody = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
+        _run("ip", "-n", self.namespace, "neighbor", "replace", other.address, *nobody, "dev", "eth0")
+
     @contextmanager
     def slow(self, seconds: float, loss: float) -> Iterator[None]:
         """Inside, a link replaces this host's own that delays packets in both directions and loses a part of them."""

@@ -67,6 +67,7 @@ from tests.fault_injection import (
     start_other_run,
     start_two_more,
     stop_the_clock,
+    suspend,
     tear_a_line,
     terminate_group,
     truncate,
@@ -341,6 +342,14 @@ TABLE = [
         ("step_timeout=4",),
         has_stuck_thread=True,
         resumes=True,
+    ),
+    Row(
+        "21",
+        "suspended for longer than step_timeout, which counted that time",
+        0,
+        "",
+        in_layer(suspend(2.5)),
+        ("step_timeout=2",),
     ),
     Row(
         "25",

@@ -38,7 +38,7 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="ranks are watched as Linux lets us"),
 ]
 ARGUMENTS = tuple(word.replace("tests.faulty.model", "tests.faulty_ranks.model") for word in TRAIN)
-LOST = r"not heard of for \d+ seconds; its host is down or its network is cut"
+LOST = r"not heard of for \d+ seconds"
 DIED = "ended without a report: it was killed"
 
 
@@ -55,18 +55,24 @@ class Cluster:
         return self.folder / "run"
 
     def start(
-        self, *arguments: str, nodes: str = "", fault: str = "", restarts: int = 0, last_call: int = 1
+        self,
+        *arguments: str,
+        nodes: str = "",
+        fault: str = "",
+        restarts: int = 0,
+        conf: str = "last_call_timeout=1",
+        only: Sequence[Host] = (),
     ) -> None:
         nodes = nodes or str(len(self.hosts))
         command = [
             *(sys.executable, "-m", "torch.distributed.run"),
             *(f"--nnodes={nodes}", "--nproc-per-node=1", "--rdzv-id=job1", "--rdzv-backend=gpipe"),
             *(f"--rdzv-endpoint={self.hosts[0].address}:29500", f"--max-restarts={restarts}"),
-            f"--rdzv-conf=last_call_timeout={last_call}",
+            f"--rdzv-conf={conf}",
             *("-m", "gpipe_cli", *ARGUMENTS, "engine=processes", "run_dir=run", "resume=auto"),
         ]
         options = [f"step_timeout={STEP_TIMEOUT}"]
-        for host in self.hosts:
+        for host in only or self.hosts:
             path = f"{self.folder / 'installed'}:{TOP}"
             environment = {"PYTHONPATH": path, "TMPDIR": str(self.folder), FAULT: fault}
             own = dict(self.variables.get(host.name, {}))
@@ -192,6 +198,10 @@ def cut_first(cluster: Cluster) -> None:
     cluster.hosts[0].cut()
 
 
+def lose_one_way(cluster: Cluster) -> None:
+    cluster.hosts[1].lose_packets_to(cluster.hosts[2])
+
+
 def kill_first(cluster: Cluster) -> None:
     kill_all(cluster.hosts[0])
 
@@ -219,15 +229,32 @@ class Row:
     hosts: int = 2
 
 
-SILENT_0, SILENT_1 = (
-    rf"gpipe: error: rank {rank} \(partition {rank} on node{rank}\): {LOST}" for rank in (0, 1)
+def silent(here: int, rank: int) -> str:
+    """What a host says of another that does not answer."""
+    lost = rf"rank {rank} \(partition {rank} on node{rank}\): {LOST}"
+    return rf"error: {lost}; node{rank} is down, or the network between node{here} and node{rank} is cut"
+
+
+def cut_off(here: int, *ranks: int) -> str:
+    """What a host says whose own link is cut."""
+    names = " and ".join(rf"rank {rank} \(partition {rank} on node{rank}\)" for rank in ranks)
+    return rf"error: the network link eth0 of node{here} is down; {names}: {LOST}"
+
+
+ONE_WAY = (
+    "error: the network between node1 and node2 is cut, in one direction or both: packets are not acknow"
 )
-SILENT_BOTH = rf"error: rank 1 \(partition 1 on node1\) and rank 2 \(partition 2 on node2\): {LOST}"
 STOPPED = r"\): stopped \(SIGSTOP, or a debugger\); no answer within step_timeout=8 seconds"
 TABLE = [
-    Row("a host is cut off", cut_last, {0: SILENT_1, 1: SILENT_0}),
-    Row("one of three is cut off", cut_last, {0: SILENT_1.replace("1", "2"), 2: SILENT_0}, hosts=3),
-    Row("the host of the store is cut off", cut_first, {0: SILENT_BOTH, 1: SILENT_0, 2: SILENT_0}, hosts=3),
+    Row("a host is cut off", cut_last, {0: silent(0, 1), 1: cut_off(1, 0)}),
+    Row("one of three is cut off", cut_last, {0: silent(0, 2), 2: cut_off(2, 0)}, hosts=3),
+    Row(
+        "the host of the store is cut off",
+        cut_first,
+        {0: cut_off(0, 1, 2), 1: silent(1, 0), 2: silent(2, 0)},
+        hosts=3,
+    ),
+    Row("a link loses packets in one direction", lose_one_way, {0: ONE_WAY}, hosts=3),
     Row("the host of the store dies", kill_first, {1: rf"rank 0 \(partition 0 on node0\): {DIED}"}),
     Row("a rank is killed", nothing, {0: rf"error: rank 1 \(partition 1 on node1\): {DIED}"}, fault="killed"),
     Row("rank 0 is killed", kill_rank_0, {0: rf"error: rank 0 \(partition 0 on node0\): {DIED}"}),
@@ -265,6 +292,42 @@ def test_a_failed_host_is_named_and_fewer_hosts_resume_the_run(tmp_path: Path, a
         fewer.start()
         fewer.wait_until_all_ended()
         assert_equal_to_one_process(fewer.run, alone)
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_monitor_that_is_stopped_neither_ends_a_run_nor_outlives_it(tmp_path: Path, host: int) -> None:
+    with cluster(2, tmp_path / "x") as two:
+        two.start("epochs=1000000", "snapshot.every=100000", "log.every=1000")
+        two.wait_until((two.run / "metrics.jsonl").exists, "the first step")
+        (monitor,) = [
+            process
+            for process in two.hosts[host].processes()
+            if b"launch.monitor_process" in Path(f"/proc/{process}/cmdline").read_bytes()
+        ]
+        os.kill(monitor, signal.SIGSTOP)
+        began = time.monotonic()
+        two.wait_until(lambda: time.monotonic() > began + 3 * STEP_TIMEOUT, "time")
+        assert [process.poll() for process in two.started] == [None, None], two.describe()
+        for process in two.started:
+            process.terminate()
+        two.wait_until_all_ended()
+        state = run_state(two.run)
+        assert state is not None and state.name == "stopped", two.describe()
+
+
+def test_a_host_that_does_not_join_is_named_by_all_that_did(tmp_path: Path) -> None:
+    with cluster(3, tmp_path / "x") as three:
+        names = "/".join(host.name for host in three.hosts)
+        three.start(conf=f"join_timeout=20,hosts={names}", only=three.hosts[:2])
+        three.wait_until_all_ended()
+        assert [process.returncode for process in three.started] == [7, 7]
+        for host in three.hosts[:2]:
+            (line,) = three.output_of(host).splitlines()
+            assert re.match(
+                r"gpipe: error: 2 of 3 hosts have joined within join_timeout=20 seconds: node\d, node\d; "
+                "missing: node2; start the run on the others too",
+                line,
+            ), line
 
 
 def test_three_hosts_train_to_the_bits_of_one_process(tmp_path: Path, alone: Path) -> None:
@@ -353,7 +416,9 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
 
 def test_a_run_that_may_restart_continues_on_the_hosts_that_are_left(tmp_path: Path, alone: Path) -> None:
     with cluster(2, tmp_path / "x") as two:
-        two.start("engine.max_restarts=2", nodes="1:2", fault="paused", restarts=2, last_call=20)
+        two.start(
+            "engine.max_restarts=2", nodes="1:2", fault="paused", restarts=2, conf="last_call_timeout=20"
+        )
         two.wait_until_paused()
         two.hosts[1].cut()
         (two.folder / GO).touch()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gpipe_cli.errors import ConfigError, NumericError, RunError, Stopped
-from gpipe_cli.run.summary import recorded_outcome
+from gpipe_cli.launch.outcome import recorded_outcome
 from gpipe_cli.run_state import LOCK_NAME, OUTCOME, RunState, run_state
 from gpipe_cli.training.run_directory import lock_run_directory
 

@@ -1,6 +1,8 @@
 """gpipe launch-script: print a script that starts a training run on several machines, by Slurm or by torchrun.
 
-The keys of the run are composed and checked as `gpipe train` does, without importing torch.
+The keys of the run are composed and checked as `gpipe train` does, without importing torch. What a script does is in
+slurm.sh and torchrun.sh; what differs between scripts stands before that, as variables. Every value that a user gave is
+quoted for the shell, and comments are kept on one line, so that no value runs as code.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import final
 
+from gpipe_cli import launch
 from gpipe_cli.arguments import Invocation
 from gpipe_cli.config.checks import AT_MOST, check
 from gpipe_cli.config.compose import compose
@@ -22,7 +25,7 @@ from gpipe_cli.config.options import known_keys
 from gpipe_cli.config.overrides import override_group, override_key, without_keys
 from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.errors import ConfigError, or_list
-from gpipe_cli.launch.launch_script import SlurmScript, TorchrunScript, TrainingCommand
+from gpipe_cli.report.formatting import one_line
 from gpipe_cli.report.output import print_status
 from gpipe_cli.schedule.own_orders import may_share_devices
 from gpipe_cli.values import parse_duration
@@ -35,6 +38,8 @@ KINDS = {
 """The keys of each kind of script, besides those of `gpipe train`."""
 ENGINE = "gpipe_cli.engines.processes.build"
 SHORTEST_SECONDS = 300
+LARGEST_MARGIN, SMALLEST_MARGIN = 600, 60
+"""Seconds before the end of a Slurm job at which gpipe stops."""
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 
 
@@ -46,18 +51,28 @@ def run(invocation: Invocation) -> None:
     machines = Machines.of(kind, own)
     settings, train_words = _settings(words, invocation)
     _check(settings, machines)
-    command = TrainingCommand(
-        made_by=shlex.join(["gpipe", NAME, *invocation.typed]),
-        words=train_words,
-        run_directory=Path(str(settings.run_dir)).absolute(),
-        folder=Path.cwd(),
-        python=sys.executable,
-    )
+    run = Path(str(settings.run_dir)).absolute()
+    # In characters that mean nothing to Slurm or torchrun.
+    name = re.sub(r"[^\w.-]+", "_", run.name, flags=re.ASCII).strip("-.") or "gpipe"
+    made_by = one_line(shlex.join(["gpipe", NAME, *invocation.typed]))
+    comments, variables = [f"# Made by: {made_by}"], {"python": sys.executable, "run": run}
+    variables |= {"nodes": machines.nodes, "ranks_per_node": machines.ranks_per_node}
     if kind == "slurm":
-        script = _slurm(command, settings, machines, own).text()
+        seconds = _job_seconds(settings)
+        margin = max(SMALLEST_MARGIN, min(LARGEST_MARGIN, seconds // 10))
+        train_words = [*without_keys(train_words, ("time_limit",)), f"time_limit={seconds - margin}s"]
+        options = _slurm_options(name, machines, own, seconds, margin // 2)
+        comments.append(
+            "# Submit it with sbatch; add what your cluster asks for, such as --account and --partition."
+        )
+        comments += [f"#SBATCH {option}" for option in options]
+        variables |= _slurm_variables(own, margin // 2)
     else:
         port = _number(own, "port", default=29500, most=65535)
-        script = TorchrunScript(command, machines.hosts, machines.ranks_per_node, port).text()
+        comments.append(f"# Run it on {', '.join(machines.hosts)}; the first host holds the rendezvous.")
+        endpoint, hosts = f"{machines.hosts[0]}:{port}", "/".join(machines.hosts)
+        variables |= {"name": name, "endpoint": endpoint, "hosts": hosts}
+    script = _script(kind, comments, variables, train_words)
     if invocation.json:
         facts = {"kind": kind, "nodes": machines.nodes, "ranks": machines.ranks, "run_dir": settings.run_dir}
         sys.stdout.write(f"{json.dumps({**facts, 'script': script})}\n")
@@ -161,24 +176,55 @@ def _check(settings: TrainConfig, machines: Machines) -> None:
         raise ConfigError(f"{machines.given} make {ranks} ranks: {error}") from error
 
 
-def _slurm(
-    command: TrainingCommand, settings: TrainConfig, machines: Machines, own: Mapping[str, str]
-) -> SlurmScript:
+def _script(kind: str, comments: list[str], variables: Mapping[str, object], words: list[str]) -> str:
+    lines = [
+        "#!/bin/bash",
+        "# shellcheck disable=SC2016  # single quotes, because the values are to stay as they are",
+        *comments,
+        "",
+        f"cd {shlex.quote(str(Path.cwd()))} || exit",
+        *(f"{name}={shlex.quote(str(value))}" for name, value in variables.items()),
+        "command=(" + "\n    ".join(map(shlex.quote, ["train", *words])) + ")",
+        "",
+        (Path(launch.__file__).with_name(f"{kind}.sh")).read_text(encoding="utf-8"),
+    ]
+    return "\n".join(lines)
+
+
+def _job_seconds(settings: TrainConfig) -> int:
     seconds = parse_duration(settings.time_limit) if settings.time_limit else None
     if seconds is None or seconds < SHORTEST_SECONDS:
         raise ConfigError("time_limit: give the time limit of the Slurm job, at least 5m: time_limit=4h")
-    script = SlurmScript(
-        command,
-        machines.nodes,
-        machines.ranks_per_node,
-        machines.has_gpus,
-        _number(own, "cpus_per_node") if "cpus_per_node" in own else None,
-        int(seconds),
-        _number(own, "requeue", default=0, least=0, most=1000),
-        _number(own, "port", most=65535) if "port" in own else None,
-    )
-    words = [*without_keys(command.words, ("time_limit",)), f"time_limit={script.train_seconds}s"]
-    return replace(script, command=replace(command, words=words))
+    return int(seconds)
+
+
+def _slurm_options(
+    name: str, machines: Machines, own: Mapping[str, str], seconds: int, warning: int
+) -> list[str]:
+    """warning: how many seconds before its end Slurm signals a job that has not stopped by itself."""
+    return [
+        f"--job-name={name}",
+        f"--nodes={machines.nodes} --ntasks-per-node=1",
+        *([f"--gpus-per-node={machines.ranks_per_node}"] if machines.has_gpus else []),
+        f"--cpus-per-task={_number(own, 'cpus_per_node')}" if "cpus_per_node" in own else "--exclusive",
+        f"--time={seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02} --signal=TERM@{warning}",
+        f"{'--requeue' if _requeues(own) else '--no-requeue'} --open-mode=append",
+    ]
+
+
+def _slurm_variables(own: Mapping[str, str], warning: int) -> dict[str, object]:
+    return {
+        # Whole nodes may differ in their CPUs: each torchrun may use all of its own.
+        "cpus": f"--cpus-per-task={own['cpus_per_node']}" if "cpus_per_node" in own else "--cpu-bind=none",
+        # By default one that depends on the number of the job, for nodes that several jobs share.
+        "port": _number(own, "port", most=65535) if "port" in own else "",
+        "requeues": _requeues(own),
+        "shutdown_seconds": warning - 10,
+    }
+
+
+def _requeues(own: Mapping[str, str]) -> int:
+    return _number(own, "requeue", default=0, least=0, most=1000)
 
 
 def _number(

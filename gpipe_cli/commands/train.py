@@ -17,6 +17,7 @@ from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.protocol import Engine
 from gpipe_cli.errors import ConfigError, RunError
+from gpipe_cli.launch.outcome import recorded_outcome
 from gpipe_cli.launch.rank_setup import PRACTICALLY_FOREVER, is_main_process, lost_peer_as_peer_error
 from gpipe_cli.profiling.facts import ModelFacts, model_facts
 from gpipe_cli.profiling.partition_memory import partition_memory
@@ -51,7 +52,6 @@ from gpipe_cli.run.run_page import RunPage
 from gpipe_cli.run.setup import RunSetup, check_disk_space, launch_facts, set_up_run, write_launch
 from gpipe_cli.run.summary import (
     print_summary,
-    recorded_outcome,
     stop_with_resume_command,
     summarize,
     summary_if_finished,

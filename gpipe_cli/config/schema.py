@@ -110,7 +110,8 @@ class RunConfig(EngineConfig):
     """The keys that training and evaluation share."""
 
     data_parallel: int = 1
-    """Replicas of the pipeline, each with its share of every mini-batch; needs engine=processes."""
+    """Replicas of the pipeline, each with its share of every mini-batch; needs engine=processes. Their number changes
+    the last bits of the results."""
     eval_chunks: int | None = None
     """Micro-batches per mini-batch in evaluation; null: as many as `chunks`."""
     precision: str = "fp32"

@@ -5,15 +5,22 @@ from __future__ import annotations
 import errno
 import fcntl
 import ipaddress
+import select
 import socket
 import struct
+import time
+from pathlib import Path
 
 from gpipe_cli.errors import ConfigError
 
-_SIOCGIFADDR = 0x8915  # from <linux/sockios.h>
+_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # from <linux/sockios.h>
+_IFF_RUNNING = 0x40  # from <linux/if.h>
 _ADDRESS = slice(20, 24)
 """Of the IPv4 address in a struct ifreq."""
 BACKLOG = 1024
+RETRY_SECONDS = 0.5
+RETRANSMISSIONS = 3
+"""After so many, which take more than a second, packets do not arrive or their acknowledgements do not."""
 
 
 def address_of_interface(name: str) -> str | None:
@@ -24,6 +31,16 @@ def address_of_interface(name: str) -> str | None:
         except OSError:
             return None
     return socket.inet_ntoa(answer[_ADDRESS])
+
+
+def is_connected(interface: str) -> bool:
+    """Whether a network interface is up and has a carrier: a cable, and a switch that is on."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return False
+    return bool(struct.unpack_from("H", answer, 16)[0] & _IFF_RUNNING)
 
 
 def interface_of_address(address: str) -> str | None:
@@ -57,6 +74,25 @@ def listen_on(host: str, port: int) -> socket.socket | None:
             return None
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return listener
+
+
+def unanswered_addresses() -> tuple[str, ...]:
+    """The IPv4 addresses to which this machine sends the same data again and again."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    hexadecimal = {row[2].partition(":")[0] for row in rows if int(row[6], 16) >= RETRANSMISSIONS}
+    return tuple(sorted(socket.inet_ntoa(struct.pack("=I", int(text, 16))) for text in hexadecimal))
+
+
+def wait_for_listener(host: str, port: int, seconds: float) -> None:
+    """Wait until a process listens there; OSError if none does in time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.create_connection((host, port), max(1.0, deadline - time.monotonic())).close()
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+            select.select([], [], [], RETRY_SECONDS)
 
 
 def resolve(

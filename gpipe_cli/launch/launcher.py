@@ -15,11 +15,10 @@ from typing import Any
 
 from gpipe_cli.errors import ConfigError, GpipeError, Interrupted, PeerError, Stopped
 from gpipe_cli.launch.fork_server import program
+from gpipe_cli.launch.outcome import write_outcome
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles, RankTask
 from gpipe_cli.launch.rank_group import RankGroup, RanksFailed
-from gpipe_cli.report.formatting import describe
 from gpipe_cli.report.output import print_status
-from gpipe_cli.training.run_directory import write_outcome
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 
 
@@ -53,7 +52,7 @@ def launch_ranks(
                 if error is not None:
                     if task.run_directory is not None:
                         # Rank 0 may have been killed, or has recorded only that it lost the rank that failed.
-                        write_outcome(Path(task.run_directory), error, describe(error))
+                        write_outcome(Path(task.run_directory), error)
                     raise error from failed
                 max_restarts -= 1
                 print_status(f"{failed}; restarting all ranks, restarts left: {max_restarts}")

@@ -10,16 +10,33 @@ import hmac
 import json
 import selectors
 import socket
-from collections.abc import Callable, Iterator, Mapping
+import struct
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, final
 
 from gpipe_cli.errors import GpipeError, PeerError
-from gpipe_cli.launch.rank_states import DIED, RankStates, RankStatus, lost_error
-from gpipe_cli.launch.root_cause import ERRORS_BY_EXIT_CODE
+from gpipe_cli.launch.rank_states import (
+    DIED,
+    ERRORS_BY_EXIT_CODE,
+    MISSED_SECONDS,
+    RankStates,
+    RankStatus,
+    Surroundings,
+)
 
 LONGEST_LINE = 2**16
 READ_BYTES = 2**16
+SELDOM_SECONDS = 10.0
+DAY_MILLISECONDS = 86_400_000
+KEEPALIVE = (
+    (socket.TCP_KEEPIDLE, 1),
+    (socket.TCP_KEEPINTVL, 1),
+    (socket.TCP_USER_TIMEOUT, DAY_MILLISECONDS),
+)
+"""Probe every second, and leave it to the monitor to give up. A kernel answers even while its monitor is stopped."""
+LAST_ACK = struct.Struct("=56xI")
+"""In C's struct tcp_info: for how many milliseconds the peer has acknowledged nothing."""
 
 
 @final
@@ -28,15 +45,30 @@ class Connection:
 
     def __init__(self, open_socket: socket.socket) -> None:
         open_socket.setblocking(False)
+        open_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE:
+            open_socket.setsockopt(socket.IPPROTO_TCP, option, value)
         self.socket = open_socket
         self.rank: int | None = None
         """That of the peer, once it has shown the token."""
         self._received = b""
+        self._beat_at = 0.0
+
+    def beat(self, message: Mapping[str, Any], now: float, *, silent: bool) -> None:
+        """Send a heartbeat; seldom while the peer is silent, because a monitor that is stopped reads nothing."""
+        if not silent or now - self._beat_at > SELDOM_SECONDS:
+            self._beat_at = now
+            self.send(message)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        # A peer that is cut off fills the buffer after hours of heartbeats; it counts as lost long before.
+        # A peer that is stopped fills the buffer after hours of heartbeats.
         with suppress(OSError):
             self.socket.send(json.dumps(message).encode() + b"\n")
+
+    def unanswered_seconds(self) -> float:
+        """For how long the host of the peer, whose monitor may be stopped, has not answered."""
+        info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_ACK.size)
+        return float(LAST_ACK.unpack(info)[0]) / 1000
 
     def receive(self) -> Iterator[Any]:
         """The messages that have arrived; ConnectionError at the end of the connection."""
@@ -81,8 +113,9 @@ class Hub:
 
     def beat(self, status: RankStatus, now: float) -> None:
         self._states.hear(0, status, now)
-        for connection in self._connections.values():
-            connection.send({"host": self._hosts[0]})
+        for rank, connection in self._connections.items():
+            self._states.reach(rank, now - connection.unanswered_seconds())
+            connection.beat({"host": self._hosts[0]}, now, silent=self._states.is_silent(rank, now))
 
     def verdict(self, now: float) -> GpipeError | None:
         verdict = self._states.verdict(now)
@@ -124,6 +157,7 @@ class Hub:
             raise ConnectionError("a stranger")
         connection.rank = rank
         self._hosts[rank] = str(message["host"])
+        self._states.addresses[str(connection.socket.getpeername()[0])] = self._hosts[rank]
         self._connections[rank] = connection
 
 
@@ -136,12 +170,10 @@ class Spoke:
         connected: socket.socket,
         greeting: Mapping[str, Any],
         silence: float,
-        hosts: dict[int, str],
-        describe: Callable[[int], str],
+        surroundings: Surroundings,
     ) -> None:
-        """greeting: the rank, its host and the token; describe: a rank, for messages."""
-        self._connection, self._silence = Connection(connected), silence
-        self._hosts, self._describe = hosts, describe
+        """greeting: the rank, its host and the token."""
+        self._connection, self._silence, self._surroundings = Connection(connected), silence, surroundings
         self._heard_at = 0.0
         self._verdict: GpipeError | None = None
         self.reached_alone = False
@@ -157,22 +189,22 @@ class Spoke:
             for message in self._connection.receive():
                 self._heard_at = now
                 if "host" in message:
-                    self._hosts[0] = str(message["host"])
+                    self._surroundings.hosts[0] = str(message["host"])
                 if "verdict" in message:
                     exit_code, text = message["verdict"]
                     self._verdict = ERRORS_BY_EXIT_CODE.get(exit_code, PeerError)(text)
         except ConnectionError:
-            self._lose(PeerError(f"{self._name()}: {DIED}"))
+            self._lose(PeerError(f"{self._surroundings.names([0])}: {DIED}"))
         except OSError:
-            self._lose(lost_error([self._name()], self._silence))
+            self._lose_host()
 
     def beat(self, status: RankStatus, now: float) -> None:
-        self._connection.send(status.to_json())
+        self._connection.beat(status.to_json(), now, silent=now - self._heard_at > MISSED_SECONDS)
         self.finished = status.finished
 
     def verdict(self, now: float) -> GpipeError | None:
-        if now - self._heard_at > self._silence:
-            self._lose(lost_error([self._name()], self._silence))
+        if now - self._heard_at > self._silence and self._connection.unanswered_seconds() > self._silence:
+            self._lose_host()
         return self._verdict
 
     def close(self) -> None:
@@ -189,5 +221,5 @@ class Spoke:
         if self._verdict is None:
             self.reached_alone, self._verdict = True, error
 
-    def _name(self) -> str:
-        return f"rank 0 ({self._describe(0)})"
+    def _lose_host(self) -> None:
+        self._lose(self._surroundings.lost_error([0], self._silence, hears_others=False))

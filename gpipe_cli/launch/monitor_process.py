@@ -22,17 +22,23 @@ from pathlib import Path
 from typing import Any, final
 
 from gpipe_cli.errors import GpipeError, PeerError
-from gpipe_cli.launch.heartbeat import Heartbeats
-from gpipe_cli.launch.interfaces import listen_on
+from gpipe_cli.launch.heartbeat import NOT_IN_STEP, Heartbeats
+from gpipe_cli.launch.interfaces import interface_of_address, listen_on, unanswered_addresses
 from gpipe_cli.launch.monitor_link import Hub, Spoke
+from gpipe_cli.launch.outcome import leave_exit_code, write_outcome
 from gpipe_cli.launch.rank_files import RankFiles
-from gpipe_cli.launch.rank_states import RankStates, RankStatus
-from gpipe_cli.launch.stalls import AwakeClock, is_suspended, process_state
-from gpipe_cli.process_lifetime import temporary_folder
+from gpipe_cli.launch.rank_states import (
+    MISSED_SECONDS,
+    RankStates,
+    RankStatus,
+    Surroundings,
+    is_suspended,
+    process_state,
+)
+from gpipe_cli.process_lifetime import AwakeClock, signal_with_parent, temporary_folder
 from gpipe_cli.report.output import print_status
 from gpipe_cli.safe_files import open_regular
 from gpipe_cli.torch_internals import torchrun
-from gpipe_cli.training.run_directory import write_outcome
 
 POLL_SECONDS = 0.25
 BEAT_SECONDS = 0.5
@@ -67,6 +73,9 @@ class MonitorTask:
 def main() -> None:
     """Read the task from stdin, answer with the folder and the port, and watch until the rank has ended."""
     task = MonitorTask(**json.loads(sys.stdin.readline()))
+    signal_with_parent(
+        task.rank_process, signal.SIGCONT
+    )  # a monitor that is stopped must not outlive its rank
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(
             number, signal.SIG_IGN
@@ -113,14 +122,22 @@ class _Monitor:
             greeting = {"token": task.token, "rank": task.rank, "host": self._hosts[task.rank]}
             connected = socket.create_connection((task.address, task.port), timeout=task.silence)
             self._tell_rank({"folder": str(self._files.folder), "port": task.port})
-            return Spoke(connected, greeting, task.silence, self._hosts, self._describe)
+            return Spoke(connected, greeting, task.silence, self._surroundings(connected))
         listener = listen_on(task.address, 0)
         assert listener is not None, "the address is one of this machine"
         self._tell_rank({"folder": str(self._files.folder), "port": listener.getsockname()[1]})
         states = RankStates(
-            task.size, silence=task.silence, step_timeout=task.step_timeout, describe=self._describe
+            task.size,
+            silence=task.silence,
+            step_timeout=task.step_timeout,
+            surroundings=self._surroundings(listener),
         )
+        states.addresses[task.address] = self._hosts[0]
         return Hub(listener, task.token, states, self._hosts)
+
+    def _surroundings(self, own: socket.socket) -> Surroundings:
+        interface = interface_of_address(str(own.getsockname()[0]))
+        return Surroundings(self._task.rank, self._hosts, self._describe, interface)
 
     def _describe(self, rank: int) -> str:
         part = self._files.read_descriptions()
@@ -129,11 +146,14 @@ class _Monitor:
     def _status(self) -> RankStatus:
         # Whether it has ended comes first: it writes its report before.
         ended = _wait(self._rank_ends, 0)
+        step_began = self._heartbeats.read()[self._task.rank]
+        takes_long = step_began != NOT_IN_STEP and time.monotonic() - step_began > MISSED_SECONDS
         return RankStatus(
-            self._heartbeats.read()[self._task.rank],
+            step_began,
             is_suspended(self._task.rank_process),
             self._files.read_exit_report(self._task.rank),
             ended,
+            unanswered_addresses() if takes_long else (),
         )
 
     def _tell_rank(self, message: Mapping[str, Any]) -> None:
@@ -160,13 +180,14 @@ class _Monitor:
     def _speak_for_rank(self, verdict: GpipeError) -> None:
         """Write what the rank would have written if it could."""
         rank, run = self._task.rank, self._files.read_run_directory()
+        leave_exit_code(verdict)
         torchrun.leave_reason(f"gpipe: error: {verdict}", of_another=isinstance(verdict, PeerError))
         if rank == 0:
             print_status(f"gpipe: error: {verdict}")
         if run is None:
             return
         if rank == 0:
-            write_outcome(run, verdict, str(verdict))
+            write_outcome(run, verdict)
         log = run / (f"logs/rank-{rank}.log" if rank else "train.log")
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR the run ends here: {verdict}\n"
         with suppress(OSError):  # a full disk; the line is on the console

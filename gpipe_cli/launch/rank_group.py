@@ -13,7 +13,7 @@ from typing import final
 from gpipe_cli.errors import GpipeError, Interrupted, PeerError, PeerRaised
 from gpipe_cli.launch.fork_server import ForkServer
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles
-from gpipe_cli.launch.root_cause import RankExit, root_cause
+from gpipe_cli.launch.rank_states import RankExit, root_cause
 from gpipe_cli.launch.supervisor import Supervisor
 from gpipe_cli.process_lifetime import temporary_folder
 
@@ -84,7 +84,7 @@ class RankGroup:
         if supervisor.stall is not None:
             assert self.step_timeout is not None, "without it, no rank counts as stalled"
             names = [f"rank {rank} ({self.descriptions[rank]})" for rank in supervisor.stall.ranks]
-            return supervisor.stall.error(names, self.step_timeout)
+            return supervisor.stall.error(" and ".join(names), self.step_timeout)
         return root_cause(
             [
                 RankExit(

@@ -26,7 +26,7 @@ from gpipe_cli.launch.interfaces import (
 )
 from gpipe_cli.launch.monitor_process import CLOSING_SECONDS, MonitorTask, is_torchrun, task_line
 from gpipe_cli.launch.rank_files import RankFiles
-from gpipe_cli.launch.root_cause import ERRORS_BY_EXIT_CODE
+from gpipe_cli.launch.rank_states import ERRORS_BY_EXIT_CODE
 from gpipe_cli.process_lifetime import die_with_parent
 
 START = "import sys; sys.path[:] = sys.argv[1:]; from gpipe_cli.launch.monitor_process import main; main()"

@@ -1,19 +1,37 @@
-"""What the monitors of all ranks report to that of rank 0, and the verdict: whether the run must end, and why.
+"""What is known of all ranks, and the verdict: whether the run must end, and because of which rank.
 
-Times are those of rank 0's machine when a report arrives: the clocks of two machines cannot be compared.
+One failure brings down all ranks: the others only lose their peer, and torch names whichever it polls first. The root
+cause is the first rank that failed on its own. A rank is frozen if it is suspended, or in the same step, for longer
+than `step_timeout`. Under torchrun the monitors of all ranks report to that of rank 0.
+
+Times are those of rank 0's machine when a report arrives: the clocks of two machines cannot be compared. A host is lost
+when its kernel no longer acknowledges what it is sent. A monitor that is silent on a host that answers is only stopped
+or slow, so its rank counts as unknown, and ends nothing while the others go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
+from pathlib import Path
 from typing import Any, final
 
-from gpipe_cli.errors import GpipeError, PeerError
+from gpipe_cli.errors import (
+    ConfigError,
+    DataError,
+    GpipeError,
+    NumericError,
+    PeerError,
+    PeerRaised,
+    ResourceError,
+    RunError,
+    StepTimeout,
+)
 from gpipe_cli.launch.heartbeat import NOT_IN_STEP
+from gpipe_cli.launch.interfaces import is_connected
 from gpipe_cli.launch.rank_files import ExitReport
-from gpipe_cli.launch.root_cause import RankExit, root_cause
-from gpipe_cli.launch.stalls import StallDetector
 
 SETTLE_SECONDS = 2.0
 """How long to wait for the report of the rank that failed first, after one that only lost its peer."""
@@ -22,6 +40,116 @@ MISSED_SECONDS = 3.0
 STARTING_SECONDS = 60.0
 """How long a rank may at least take to connect: hosts read their programs from disks of unequal speed."""
 DIED = "ended without a report: it was killed, perhaps because memory ran out"
+SUSPENDED = -1.0
+"""Takes the place of the heartbeat of a rank that is suspended outside a step."""
+ERRORS_BY_EXIT_CODE = {
+    kind.exit_code: kind
+    for kind in (ConfigError, DataError, RunError, NumericError, ResourceError, PeerError)
+}
+"""The launcher passes these on with their exit codes; any other exit code means that a layer raised."""
+
+
+@final
+@dataclass(frozen=True)
+class RankExit:
+    """How a rank ended, as the launcher observed it."""
+
+    rank: int
+    description: str
+    """Which part of the model it held, for messages."""
+    signal: int | None = None
+    """The signal that killed it; None if the launcher itself sent it."""
+    died_at: float = inf
+    """By the monotonic clock."""
+    report: ExitReport | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self.report is None or not self.report.is_clean
+
+    @property
+    def failed_on_its_own(self) -> bool:
+        return self.signal is not None or (self.report is not None and not self.report.caused_by_peer)
+
+    @property
+    def failed_at(self) -> float:
+        # When the error was raised, if known: ranks take unequally long from there to their death.
+        return self.died_at if self.report is None else self.report.time
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} ({self.description})"
+
+
+def root_cause(exits: Sequence[RankExit]) -> GpipeError | None:
+    """The error of the first rank that failed on its own, else of the first that failed; None if none did."""
+    failed = [exit for exit in exits if exit.failed]
+    if not failed:
+        return None
+    # Time alone would blame a victim: a peer may report a closed connection before the rank that closed it is
+    # recorded.
+    first = min(failed, key=lambda exit: (not exit.failed_on_its_own, exit.failed_at))
+    if first.report is not None:
+        kind = ERRORS_BY_EXIT_CODE.get(first.report.exit_code, PeerRaised)
+        return kind(f"{first.name}: {first.report.message}")
+    if first.signal is None:
+        return PeerError(f"{first.name} exited without a report")
+    hint = ", perhaps because memory ran out" if first.signal == signal.SIGKILL else ""
+    return PeerError(f"{first.name} was killed by {signal.Signals(first.signal).name}{hint}")
+
+
+@final
+@dataclass(frozen=True)
+class Stall:
+    ranks: list[int]
+    """Those that were suspended for too long, or kept a step from ending in time."""
+    suspended: bool
+    """Whether a signal holds them."""
+
+    def error(self, names: str, step_timeout: float) -> StepTimeout:
+        state = "stopped (SIGSTOP, or a debugger)" if self.suspended else "in a step that does not end"
+        return StepTimeout(f"{names}: {state}; no answer within step_timeout={step_timeout:g} seconds")
+
+
+@final
+class StallDetector:
+    def __init__(self, step_timeout: float) -> None:
+        self._step_timeout = step_timeout
+        self._unchanged: dict[int, tuple[float, float]] = {}
+        """Each rank's last heartbeat, and since when it has not changed."""
+
+    def check(self, heartbeats: Mapping[int, float], suspended: Collection[int], now: float) -> Stall | None:
+        """now: by an `AwakeClock`. The heartbeats themselves may come from the clocks of other machines."""
+        # A list, not a generator: every rank's heartbeat has to be recorded, not only those up to the first overdue.
+        overdue = [
+            rank for rank in heartbeats if self._is_overdue(rank, heartbeats[rank], rank in suspended, now)
+        ]
+        if not overdue:
+            return None
+        # Ranks inside a step wait for their peers: a rank that has not entered it keeps the others waiting.
+        outside_step = [rank for rank, heartbeat in heartbeats.items() if heartbeat == NOT_IN_STEP]
+        return Stall(sorted(suspended) or outside_step or list(heartbeats), suspended=bool(suspended))
+
+    def _is_overdue(self, rank: int, heartbeat: float, suspended: bool, now: float) -> bool:
+        state = SUSPENDED if suspended and heartbeat == NOT_IN_STEP else heartbeat
+        before, since = self._unchanged.get(rank, (NOT_IN_STEP, 0.0))
+        if state != before:
+            since = now
+            self._unchanged[rank] = state, since
+        return state != NOT_IN_STEP and now - since > self._step_timeout
+
+
+def is_suspended(process_id: int) -> bool:
+    return process_state(process_id) in ("T", "t")
+
+
+def process_state(process_id: int) -> str:
+    """The letter that the kernel gives the state of a process; "" for a process that is gone."""
+    # The state follows the process name, which stands in brackets and may itself contain brackets and spaces.
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 @final
@@ -35,6 +163,8 @@ class RankStatus:
     """Written by the rank when it fails or finishes; it may still be running."""
     ended: bool = False
     """Whether its process is gone."""
+    unanswered: tuple[str, ...] = ()
+    """Addresses that do not acknowledge what its host sends, in a step that takes long."""
 
     @property
     def finished(self) -> bool:
@@ -53,24 +183,51 @@ class RankStatus:
             bool(content["suspended"]),
             None if report is None else ExitReport(**report),
             bool(content["ended"]),
+            tuple(map(str, content["unanswered"])),
         )
 
 
-def lost_error(names: list[str], seconds: float) -> PeerError:
-    """The error for ranks whose monitors are silent."""
-    return PeerError(
-        f"{' and '.join(names)}: not heard of for {seconds:.0f} seconds; its host is down or its network is cut"
-    )
+@final
+@dataclass(frozen=True)
+class Surroundings:
+    """What the monitor of a rank knows of the hosts, seen from its own."""
+
+    rank: int
+    hosts: dict[int, str]
+    """The name of each rank's host."""
+    describe: Callable[[int], str]
+    """A rank, for messages."""
+    interface: str | None = None
+    """The network interface that leads to the other hosts."""
+
+    def names(self, ranks: Sequence[int]) -> str:
+        return " and ".join(f"rank {rank} ({self.describe(rank)})" for rank in ranks)
+
+    def lost_error(self, ranks: Sequence[int], seconds: float, *, hears_others: bool) -> PeerError:
+        """The error for ranks whose hosts are silent; hears_others: whether another host than this one is not."""
+        here, silent = self.hosts[self.rank], sorted({self.hosts[rank] for rank in ranks})
+        names = f"{self.names(ranks)}: not heard of for {seconds:.0f} seconds"
+        if self.interface is not None and not is_connected(self.interface):
+            return PeerError(f"the network link {self.interface} of {here} is down; {names}")
+        if len(silent) > 1 and not hears_others:
+            return PeerError(
+                f"{here} has lost all other hosts: its own network is cut, or theirs is; {names}"
+            )
+        them, are = (silent[0], "is") if len(silent) == 1 else ("their hosts", "are")
+        return PeerError(f"{names}; {them} {are} down, or the network between {here} and {them} is cut")
 
 
 @final
 class RankStates:
     def __init__(
-        self, size: int, *, silence: float, step_timeout: float | None, describe: Callable[[int], str]
+        self, size: int, *, silence: float, step_timeout: float | None, surroundings: Surroundings
     ) -> None:
-        """silence: seconds after which a rank that is not heard of is lost; describe: a rank, for messages."""
-        self._silence, self._step_timeout, self._describe = silence, step_timeout, describe
+        """silence: seconds after which a rank whose host is not heard of is lost."""
+        self._silence, self._step_timeout, self._surroundings = silence, step_timeout, surroundings
         self._heard_at = dict.fromkeys(range(size), 0.0)
+        self._reported_at = dict.fromkeys(range(size), 0.0)
+        self.addresses: dict[str, str] = {}
+        """The name of the host that has each address."""
         self._statuses = dict.fromkeys(range(size), RankStatus())
         self._failures: dict[int, ExitReport] = {}
         self._stalls = None if step_timeout is None else StallDetector(step_timeout)
@@ -80,11 +237,20 @@ class RankStates:
         return all(status.finished for status in self._statuses.values())
 
     def hear(self, rank: int, status: RankStatus, now: float) -> None:
-        self._heard_at[rank], self._statuses[rank] = now, status
+        self._heard_at[rank] = self._reported_at[rank] = now
+        self._statuses[rank] = status
         if status.report is not None and not status.report.is_clean:
             self._failures.setdefault(rank, replace(status.report, time=now))
         elif status.ended and status.report is None:
             self._fail(rank, DIED, now)
+
+    def reach(self, rank: int, at: float) -> None:
+        """The kernel of the rank's host has answered at that time."""
+        self._heard_at[rank] = max(self._heard_at[rank], at)
+
+    def is_silent(self, rank: int, now: float) -> bool:
+        """Whether the rank's monitor does not report; its host may still answer."""
+        return now - self._reported_at[rank] > MISSED_SECONDS
 
     def disconnect(self, rank: int, now: float) -> None:
         """The connection to the rank's monitor is closed: the monitor has ended, and its rank before it."""
@@ -96,7 +262,8 @@ class RankStates:
         settled = any(now - report.time > SETTLE_SECONDS for report in failures)
         if settled or any(not report.caused_by_peer for report in failures):
             exits = [
-                RankExit(rank, self._describe(rank), report=report) for rank, report in self._failures.items()
+                RankExit(rank, self._surroundings.describe(rank), report=report)
+                for rank, report in self._failures.items()
             ]
             return root_cause(exits)
         running = [rank for rank, status in self._statuses.items() if not status.finished]
@@ -104,16 +271,34 @@ class RankStates:
             return lost
         if self._stalls is None or self._step_timeout is None:
             return None
+        known = [rank for rank in running if not self.is_silent(rank, now)]
         stall = self._stalls.check(
-            {rank: self._statuses[rank].step_began for rank in running},
-            [rank for rank in running if self._statuses[rank].suspended],
+            {rank: self._statuses[rank].step_began for rank in known},
+            [rank for rank in known if self._statuses[rank].suspended],
             now,
         )
         if stall is None:
             return None
         # A step that began just before a link was cut is overdue before the silence is.
-        return self._silent_for(MISSED_SECONDS, running, now) or stall.error(
-            self._names(stall.ranks), self._step_timeout
+        return (
+            self._silent_for(MISSED_SECONDS, running, now)
+            or self._cut_link(known)
+            or stall.error(self._surroundings.names(stall.ranks), self._step_timeout)
+        )
+
+    def _cut_link(self, ranks: Sequence[int]) -> PeerError | None:
+        """The error for hosts that do not reach each other, although both reach this one."""
+        pairs = {
+            " and ".join(sorted((self._surroundings.hosts[rank], self.addresses[address])))
+            for rank in ranks
+            for address in self._statuses[rank].unanswered
+            if address in self.addresses
+        }
+        if not pairs:
+            return None
+        return PeerError(
+            f"the network between {', and between '.join(sorted(pairs))} is cut, in one direction or both: packets are "
+            f"not acknowledged, and a step does not end within step_timeout={self._step_timeout:g} seconds"
         )
 
     def _silent_for(self, seconds: float, ranks: Sequence[int], now: float) -> PeerError | None:
@@ -121,13 +306,16 @@ class RankStates:
         silent = {rank: now - self._heard_at[rank] for rank in ranks}
         silent = {rank: time for rank, time in silent.items() if time > self._limit(rank)}
         longest = max(silent.values(), default=0.0)
-        return lost_error(self._names(list(silent)), longest) if longest > seconds else None
+        if longest <= seconds:
+            return None
+        hosts = self._surroundings.hosts
+        hears_others = {hosts[rank] for rank in ranks if rank not in silent} - {
+            hosts[self._surroundings.rank]
+        }
+        return self._surroundings.lost_error(list(silent), longest, hears_others=bool(hears_others))
 
     def _limit(self, rank: int) -> float:
         return MISSED_SECONDS if self._heard_at[rank] else STARTING_SECONDS
-
-    def _names(self, ranks: Sequence[int]) -> list[str]:
-        return [f"rank {rank} ({self._describe(rank)})" for rank in ranks]
 
     def _fail(self, rank: int, message: str, now: float) -> None:
         self._failures.setdefault(rank, ExitReport(PeerError.exit_code, message, time=now))

@@ -18,7 +18,8 @@ from typing import final
 
 from gpipe_cli.launch.heartbeat import Heartbeats
 from gpipe_cli.launch.rank_files import RankFiles
-from gpipe_cli.launch.stalls import AwakeClock, Stall, StallDetector, is_suspended
+from gpipe_cli.launch.rank_states import Stall, StallDetector, is_suspended
+from gpipe_cli.process_lifetime import AwakeClock
 
 GRACE_SECONDS = 2.0
 """How long the other ranks have to notice a failure and write their exit reports."""

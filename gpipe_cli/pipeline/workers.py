@@ -9,7 +9,6 @@ import os
 import queue
 import sys
 import threading
-import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from queue import SimpleQueue
 from typing import TypeAlias, final
 
 from gpipe_cli.errors import StepTimeout
+from gpipe_cli.process_lifetime import AwakeClock
 
 _POLL_SECONDS = 0.5
 
@@ -50,7 +50,8 @@ class WorkerPool:
         self._start_threads()
         completion = _Completion(len(jobs))
         items = iter([(job, completion) for job in jobs])
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        limit = math.inf if timeout is None else timeout
+        clock = AwakeClock()  # Ctrl-Z suspends the workers too
         interrupted = False
         while completion.missing:
             try:
@@ -58,10 +59,10 @@ class WorkerPool:
                 # their job. In the second iteration there is nothing left to hand out.
                 collections.deque(map(SimpleQueue.put, self._queues, items), maxlen=0)
                 # A signal that arrives just before `get` does not interrupt it, so Ctrl-C would go unnoticed: poll.
-                seconds = max(0.0, min(deadline - time.monotonic(), _POLL_SECONDS))
+                seconds = max(0.0, min(limit - clock.seconds, _POLL_SECONDS))
                 with contextlib.suppress(queue.Empty):
                     completion.wake_ups.get(timeout=seconds)
-                if time.monotonic() >= deadline and completion.missing:
+                if clock.tick() >= limit and completion.missing:
                     self._give_up(completion, stop, timeout)
                     return
             except BaseException as interruption:

@@ -27,6 +27,7 @@ from gpipe_cli.config.schema import (
 from gpipe_cli.engines.protocol import EngineTraits, engine_traits
 from gpipe_cli.errors import ConfigError
 from gpipe_cli.launch.rank_setup import is_rank
+from gpipe_cli.report.output import print_status
 from gpipe_cli.run.data import data_arguments
 from gpipe_cli.run.model import check_own_keys, model_arguments, own_keys
 
@@ -101,8 +102,11 @@ def _check_engine(settings: EngineConfig, overrides: Sequence[str]) -> None:
     """Refuse settings that do not go with what the engine's module declares."""
     engine, traits = engine_name(settings), traits_of_engine(settings)
     for key in sorted(traits.ignored_keys):
-        if _is_given(settings, key, overrides):
+        if not _is_given(settings, key, overrides):
+            continue
+        if sets_key(overrides, key) or not sets_key(overrides, "engine"):
             raise ConfigError(f"{key}: has no effect with {engine}; leave it out")
+        print_status(f"{key}: set by the recipe, and without effect with {engine}")
     checkpoint = settings.checkpoint if isinstance(settings, CostConfig) else None
     if traits.one_checkpoint_mode and isinstance(checkpoint, list):
         raise ConfigError(

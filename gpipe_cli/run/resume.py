@@ -28,6 +28,7 @@ from gpipe_cli.config.schema import TrainConfig
 from gpipe_cli.distributed.world import World
 from gpipe_cli.engines.state import EngineState, with_trained
 from gpipe_cli.errors import ConfigError, DataError, PeerError, RunError
+from gpipe_cli.launch.outcome import recorded_outcome
 from gpipe_cli.launch.rank_setup import is_main_process, is_rank
 from gpipe_cli.run.base_weights import check_base
 from gpipe_cli.run.chosen_order import saved_order
@@ -36,14 +37,13 @@ from gpipe_cli.run.job import Job
 from gpipe_cli.run.saved_run import saved_config, select_snapshot, warn_of_damaged, with_overrides
 from gpipe_cli.schedule.files import FixedOrder
 from gpipe_cli.training.loop import TrainSpec
-from gpipe_cli.training.run_directory import explicit_run_directory, lock_run_directory
+from gpipe_cli.training.run_directory import lock_run_directory, resumed_directory
 from gpipe_cli.training.snapshot.contents import Snapshot, open_large_snapshot, open_snapshot
 from gpipe_cli.training.snapshot.file_names import FILES, OPTIMIZER
 from gpipe_cli.training.snapshot.manifest import (
     first_valid_snapshot,
     is_snapshot,
     newest_valid_snapshot,
-    run_directory_of,
     snapshot_paths,
 )
 from gpipe_cli.training.snapshot.record import TrainingRecord, versions
@@ -96,12 +96,15 @@ def load_resumed_run(
     lock: hold the run directory's lock until `cleanup` is closed.
     """
     _check_restarts(settings, job)
-    directory = _run_directory(settings, job)
+    directory = resumed_directory(settings.resume, settings.run_dir, job.number)
     if directory is None:
         return None
+    if not Path(str(settings.resume)).is_dir() and settings.resume != "auto":
+        raise RunError(f"resume={settings.resume}: no such directory")
     # Before anything is read: a run that is still training would save, rename and remove snapshots meanwhile.
     if lock and not job.dry_run:
         cleanup.enter_context(lock_run_directory(directory))
+        cleanup.enter_context(recorded_outcome(directory))
     saved = saved_config(directory)
     tree = with_overrides(saved, job.tree, job.overrides, LAUNCH_KEYS)
     new_settings = settings_of(tree, job.command, job.overrides)
@@ -210,19 +213,6 @@ def resume_command(run: Path, settings: TrainConfig) -> str:
 
 def allow_override(settings: TrainConfig) -> list[str]:
     return [f"allow=[{','.join(settings.allow)}]"] if settings.allow else []
-
-
-def _run_directory(settings: TrainConfig, job: Job) -> Path | None:
-    if settings.resume is None:
-        return None
-    if settings.resume != "auto":
-        path = Path(settings.resume)
-        if not path.is_dir():
-            raise RunError(f"resume={settings.resume}: no such directory")
-        return run_directory_of(path) if is_snapshot(path) else path
-    assert settings.run_dir is not None, "the configuration was checked"
-    path = explicit_run_directory(settings.run_dir, job.number)
-    return path if (path / "config.yaml").exists() else None
 
 
 def _load_snapshot(settings: TrainConfig, run: Path, *, on_demand: bool, warn: bool) -> Snapshot | None:

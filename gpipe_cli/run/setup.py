@@ -40,6 +40,7 @@ from gpipe_cli.values import parse_bytes
 
 LAUNCH_FILE = "launch.json"
 MAX_LAUNCH_BYTES = 16 * 2**20
+PROCESSES = "gpipe_cli.engines.processes.build"
 
 
 @final
@@ -147,8 +148,19 @@ def _rewind(resumed: ResumedRun, record: TrainingRecord | None) -> RunSetup:
         ),
         *(version_changes(record) if record is not None else ()),
         *(f"changed: {change}" for change in resumed.changes),
+        *_changed_replicas(resumed.saved, resumed.settings),
     ]
     return RunSetup(directory, record, messages)
+
+
+def _changed_replicas(*configs: Any) -> list[str]:
+    """What another number of replicas, or an engine that has one, means for the results."""
+    # Compare names: the engine that a run names may be anybody's code.
+    before, now = (
+        config.data_parallel if config.engine["_target_"] == PROCESSES else 1 for config in configs
+    )
+    lost = "gradients are summed in another order, so results may differ in the last bits"
+    return [f"replicas: {before} -> {now}: {lost}"] if before != now else []
 
 
 def launch_facts(

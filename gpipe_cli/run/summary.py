@@ -25,7 +25,7 @@ from gpipe_cli.run.lr_after_resume import longer_line
 from gpipe_cli.run.resume import ResumedRun, allow_override, resume_command
 from gpipe_cli.safe_files import parse_json, read_regular
 from gpipe_cli.training.loop import EvalResult, TrainSpec
-from gpipe_cli.training.run_directory import write_json, write_outcome, write_text
+from gpipe_cli.training.run_directory import write_json, write_text
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 from gpipe_cli.training.snapshot.manifest import snapshot_paths
 from gpipe_cli.values import lower_is_better
@@ -85,16 +85,6 @@ def write_summary(run: Path, summary: Summary) -> None:
         write_json(run / SUMMARY, summary)
     except ResourceError as error:
         print_status(f"warning: {error}")
-
-
-@contextmanager
-def recorded_outcome(run: Path) -> Iterator[None]:
-    """Record in the run directory which error ended the run, if one does."""
-    try:
-        yield
-    except BaseException as error:
-        write_outcome(run, error, describe(error))
-        raise
 
 
 def write_report(run: Path) -> None:

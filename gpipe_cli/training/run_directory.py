@@ -4,7 +4,8 @@ config.yaml overrides.yaml env.json launch.json    run/setup
 train.log logger.json                              run/recorder, loggers/protocol
 metrics.jsonl                                      training/metrics
 snapshots/                                         training/snapshot/manager
-summary.json outcome.json report.html              run/summary, commands/report
+summary.json report.html                           run/summary, commands/report
+outcome.json                                       launch/outcome
 schedule.csv                                       run/chosen_order
 trace.json                                         commands/profile
 check.json                                         commands/check
@@ -24,11 +25,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from gpipe_cli.errors import ConfigError, GpipeError, ResourceError, Stopped, exit_code
-from gpipe_cli.redaction import redacted
-from gpipe_cli.run_state import LOCK_NAME, OUTCOME, own_locks
+from gpipe_cli.errors import ConfigError, ResourceError
+from gpipe_cli.run_state import LOCK_NAME, own_locks
 from gpipe_cli.safe_files import open_regular, parse_json, writing
 from gpipe_cli.training.snapshot.durable import UNFINISHED, write_file
+from gpipe_cli.training.snapshot.manifest import is_snapshot, run_directory_of
 
 MAX_NAME_LENGTH = 80
 LEFTOVERS = (LOCK_NAME, f"config.yaml{UNFINISHED}")
@@ -95,6 +96,17 @@ def explicit_run_directory(run_dir: str, number: int | None) -> Path:
     return path
 
 
+def resumed_directory(resume: str | None, run_dir: str | None, number: int | None) -> Path | None:
+    """The run that `resume` names, or that of `run_dir` if there is one; it need not exist. None for a new run."""
+    if resume is None:
+        return None
+    if resume != "auto":
+        return run_directory_of(Path(resume)) if is_snapshot(Path(resume)) else Path(resume)
+    assert run_dir is not None, "the configuration was checked"
+    path = explicit_run_directory(run_dir, number)
+    return path if (path / "config.yaml").exists() else None
+
+
 def _make_timestamped(base: Path) -> Path:
     """A new directory: `mkdir` decides between runs that start in the same second."""
     base.mkdir(parents=True, exist_ok=True)
@@ -121,14 +133,6 @@ def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     with writing(path):
         write_file(path, [text.encode()])
-
-
-def write_outcome(run: Path, error: BaseException, reason: str) -> None:
-    """Record which error ended a run, for `run_state` and for launch scripts; reason: the error in one line."""
-    state = "stopped" if isinstance(error, Stopped | KeyboardInterrupt) else "failed"
-    with suppress(GpipeError):  # a full disk must not hide the error itself
-        content = {"state": state, "exit_code": exit_code(error), "reason": redacted(reason)}
-        write_json(run / OUTCOME, content)
 
 
 @contextmanager

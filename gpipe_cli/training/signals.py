@@ -49,6 +49,11 @@ class StopNow(KeyboardInterrupt):
         self.request = request
 
 
+def as_stopped(error: BaseException) -> BaseException:
+    """The error with which a command ends that was stopped by a signal; any other error as it is."""
+    return error.request.error(f"stopped by {error}") if isinstance(error, StopNow) else error
+
+
 @final
 class SignalInbox:
     """The signals this process has received.

@@ -3,11 +3,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from gpipe_cli.cli import main
-from gpipe_cli.launch.launch_script import SlurmScript, TrainingCommand
 from tests.conftest import TINY_TRAINING
 from tests.snapshot_tensors import snapshot_tensors
 
@@ -43,7 +42,9 @@ if [ "$1" = requeue ]; then echo "$2" >> requeued.txt; else printf '%s\\n' $NODE
 """
 TORCH = """#!/bin/bash
 printf '%s\\n' "$@" > "started-$SLURMD_NODENAME.txt"
-[ -z "$OUTCOME" ] || printf '{\\n  "state": "failed",\\n  "exit_code": %s\\n}\\n' "$OUTCOME" > run/outcome.json
+printf '%s\\n' "$GPIPE_JOB_START" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > environment.txt
+[ -z "$CODE" ] || printf '%s' "$CODE" > "$GPIPE_EXIT_CODE_FILE"
+[ -z "$WAIT" ] || { trap 'echo TERM >> signals.txt; exit 1' TERM; touch ready; while :; do sleep 0.05; done; }
 exit "$STATUS"
 """
 """Takes the place of Python, which would run torchrun."""
@@ -58,7 +59,8 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": TORCH}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_CPUS_ON_NODE": "8", "NODES": "n1 n2"}
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_START_TIME": "1763460000"}
+    job |= {"NODES": "n1 n2", "code": "an unrelated variable", "CODE": "", "WAIT": ""}
     for name, value in {**job, "PATH": f"{folder}:{os.environ['PATH']}", "STATUS": "0"}.items():
         monkeypatch.setenv(name, value)
     return folder
@@ -85,16 +87,17 @@ def test_a_slurm_job_starts_torchrun_on_every_node_with_the_words_as_they_were_g
     monkeypatch.setattr(sys, "executable", str(programs / "python"))
     script = gpipe("launch-script", *SLURM, *WORDS).out
     assert "#SBATCH --nodes=2 --ntasks-per-node=1\n#SBATCH --gpus-per-node=4\n#SBATCH --exclusive\n" in script
-    assert "#SBATCH --time=04:00:00\n#SBATCH --signal=TERM@300\n#SBATCH --no-requeue" in script
+    assert "#SBATCH --time=04:00:00 --signal=TERM@300\n#SBATCH --no-requeue" in script
     answer = execute(script)
     assert (answer.returncode, answer.stderr) == (0, "")
-    assert Path("srun.txt").read_text().split() == ["--kill-on-bad-exit=0", "--cpus-per-task=8"]
+    assert Path("srun.txt").read_text().split() == ["--kill-on-bad-exit=0", "--wait=60", "--cpu-bind=none"]
+    assert Path("environment.txt").read_text().split() == ["1763460000", "290"]
     for node in ("n1", "n2"):
         started = Path(f"started-{node}.txt").read_text()
         options, _, words = started.partition("\n-m\ngpipe_cli\n")
         assert " ".join(options.split()) == (
             "-m torch.distributed.run --nnodes 2 --nproc-per-node 4 --rdzv-id 7 --rdzv-backend gpipe "
-            "--rdzv-endpoint n1:20007"
+            "--rdzv-endpoint n1:20007 --rdzv-conf hosts=n1/n2"
         )
         own = ["train", "engine=processes", "run_dir=run", *WORDS, "resume=auto", "time_limit=13800s"]
         assert words == "\n".join(own) + "\n"
@@ -110,7 +113,8 @@ def test_a_script_for_torchrun_is_the_same_on_every_host(
     assert (answer.returncode, answer.stderr) == (0, "")
     options, _, words = Path("started-here.txt").read_text().partition("\n-m\ngpipe_cli\n")
     assert " ".join(options.split()[2:]) == (
-        "--nnodes 2 --nproc-per-node 4 --rdzv-id run --rdzv-backend gpipe --rdzv-endpoint node0:29500"
+        "--nnodes 2 --nproc-per-node 4 --rdzv-id run --rdzv-backend gpipe --rdzv-endpoint node0:29500 "
+        "--rdzv-conf hosts=node0/node1"
     )
     own_words = ["train", "engine=processes", "run_dir=run", *WORDS, "time_limit=1h", "resume=auto"]
     assert words == "\n".join(own_words) + "\n"
@@ -118,43 +122,69 @@ def test_a_script_for_torchrun_is_the_same_on_every_host(
 
 
 @pytest.mark.parametrize(
-    ("status", "outcome", "restarts", "files", "code", "requeued"),
+    ("status", "own", "restarts", "files", "code", "requeued"),
     [
         pytest.param("0", "", "", ("config.yaml", "summary.json"), 0, False, id="finished"),
         pytest.param("1", "75", "", ("config.yaml",), 75, True, id="stopped"),
+        pytest.param("1", "75", "", (), 75, True, id="stopped before it opened the run"),
         pytest.param("1", "7", "1", ("config.yaml",), 7, True, id="a node was lost"),
+        pytest.param("7", "7", "1", (), 7, True, id="a node did not join"),
         pytest.param("1", "7", "2", ("config.yaml",), 7, False, id="often enough"),
         pytest.param("1", "5", "", ("config.yaml",), 5, False, id="an error that would repeat"),
+        pytest.param("1", "3", "", (), 3, False, id="an error before there was a run directory"),
         pytest.param("137", "", "", ("config.yaml",), 137, True, id="killed"),
         pytest.param("1", "", "", (), 1, False, id="never began"),
         pytest.param("1", "", "", ("config.yaml", "summary.json"), 1, False, id="failed after its end"),
     ],
 )
-def test_a_slurm_job_goes_back_into_the_queue_until_the_run_has_finished(
+def test_a_slurm_job_exits_as_the_run_and_goes_back_into_the_queue_until_it_has_finished(
+    gpipe: Gpipe,
     programs: Path,
     monkeypatch: pytest.MonkeyPatch,
     status: str,
-    outcome: str,
+    own: str,
     restarts: str,
     files: tuple[str, ...],
     code: int,
     requeued: bool,
 ) -> None:
+    """The script read the outcome of the attempt before, so an error that repeats was repeated."""
     monkeypatch.setenv("STATUS", status)
-    monkeypatch.setenv("OUTCOME", outcome)
+    monkeypatch.setenv("CODE", own)
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
     if restarts:
         monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-    Path("run").mkdir()
     for name in files:
-        Path("run", name).touch()
-    here = Path.cwd()
-    command = TrainingCommand("gpipe", ["steps=1"], here / "run", here, str(programs / "python"))
-    script = SlurmScript(command, 2, 1, has_gpus=False, cpus_per_node=2, seconds=600, requeues=2, port=None)
-    assert execute(script.text()).returncode == code
+        Path("new", "run").mkdir(parents=True, exist_ok=True)
+        Path("new", "run", name).touch()
+    Path("new").mkdir(exist_ok=True)
+    Path("new", "run.exit-code-7").write_text("75")  # of an attempt that was killed
+    words = ("slurm", "nodes=2", "ranks_per_node=1", "time_limit=10m", "run_dir=new/run", "cpus_per_node=2")
+    assert execute(gpipe("launch-script", *words, "requeue=2").out).returncode == code
     assert Path("requeued.txt").exists() == requeued
+    assert Path("srun.txt").read_text().split() == ["--kill-on-bad-exit=0", "--wait=60", "--cpus-per-task=2"]
     Path("requeued.txt").unlink(missing_ok=True)
-    assert execute(replace(script, requeues=0).text()).returncode == code
-    assert not Path("requeued.txt").exists()
+    assert execute(gpipe("launch-script", *words).out).returncode == code
+    assert not Path("requeued.txt").exists() and not Path("new", "run.exit-code-7").exists()
+
+
+def test_a_script_for_torchrun_passes_signals_on_and_exits_as_the_run(
+    gpipe: Gpipe, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(programs / "python"))
+    script = gpipe("launch-script", *TORCHRUN).out
+    for status, own, code in (("0", "", 0), ("1", "3", 3), ("7", "", 7)):
+        monkeypatch.setenv("STATUS", status)
+        monkeypatch.setenv("CODE", own)
+        assert execute(script).returncode == code
+    monkeypatch.setenv("WAIT", "yes")
+    monkeypatch.setenv("CODE", "75")
+    with subprocess.Popen(["bash", "job.sh"]) as running:
+        while not Path("ready").exists():
+            signal.sigtimedwait([], 0.05)
+        running.terminate()
+        assert running.wait(60) == 75
+    assert Path("signals.txt").read_text() == "TERM\n"
 
 
 @pytest.mark.slow

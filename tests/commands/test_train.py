@@ -325,3 +325,15 @@ def test_the_memory_estimate_uses_the_precision_of_the_run(tiny: Gpipe) -> None:
         return int(rows[5]["saved_bytes"])
 
     assert saved("precision=bf16") == saved() // 2
+
+
+def test_an_engine_of_the_command_line_ignores_keys_of_a_recipe_aloud(gpipe: Callable[..., Any]) -> None:
+    """It was refused for a key that the user had not given and could not remove."""
+    words = ("train", "recipe=gpt_sonnets", "engine=single", "--dry-run")
+    answer = gpipe(*words)
+    assert (
+        answer.code == 0
+        and "checkpoint: set by the recipe, and without effect with engine=single\n" in answer.err
+    )
+    answer = gpipe(*words, "checkpoint=never")
+    assert answer.code == 2 and "checkpoint: has no effect with engine=single; leave it out" in answer.err

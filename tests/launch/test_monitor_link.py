@@ -9,9 +9,9 @@ from contextlib import suppress
 import pytest
 
 from gpipe_cli.errors import PeerError
-from gpipe_cli.launch.monitor_link import LONGEST_LINE, Hub, Spoke
+from gpipe_cli.launch.monitor_link import LONGEST_LINE, Connection, Hub, Spoke
 from gpipe_cli.launch.rank_files import ExitReport
-from gpipe_cli.launch.rank_states import RankStates, RankStatus
+from gpipe_cli.launch.rank_states import RankStates, RankStatus, Surroundings
 
 TOKEN = "secret"
 FINE = RankStatus()
@@ -25,9 +25,8 @@ class Pair:
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         self.hosts = {0: "node0", 1: "?"}
-        states = RankStates(
-            2, silence=10.0, step_timeout=None, describe=lambda rank: f"on {self.hosts[rank]}"
-        )
+        seen = Surroundings(0, self.hosts, lambda rank: f"on {self.hosts[rank]}")
+        states = RankStates(2, silence=10.0, step_timeout=None, surroundings=seen)
         self.hub = Hub(listener, TOKEN, states, self.hosts)
         self.names = {0: "?", 1: "node1"}
         self.spoke = self.connect()
@@ -35,7 +34,8 @@ class Pair:
     def connect(self, token: str = TOKEN) -> Spoke:
         connected = socket.create_connection(self.address)
         greeting = {"token": token, "rank": 1, "host": "node1"}
-        return Spoke(connected, greeting, 10.0, self.names, lambda rank: f"on {self.names[rank]}")
+        seen = Surroundings(1, self.names, lambda rank: f"on {self.names[rank]}")
+        return Spoke(connected, greeting, 10.0, seen)
 
     def exchange(self, now: float, status: RankStatus = FINE) -> None:
         self.hub.poll(5, now)  # the connection
@@ -63,12 +63,27 @@ def test_both_ends_learn_the_name_of_the_other_host(pair: Pair) -> None:
     assert pair.hub.verdict(10.9) is None is pair.spoke.verdict(10.9)
 
 
-def test_each_end_misses_the_other_after_the_time_of_silence(pair: Pair) -> None:
+def test_each_end_misses_a_host_that_does_not_answer_for_the_time_of_silence(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair.exchange(1.0)
+    assert 0 <= pair.spoke._connection.unanswered_seconds() < 60
+    monkeypatch.setattr(Connection, "unanswered_seconds", lambda _: 10.5)
     pair.hub.beat(RankStatus(), 11.5)
     assert str(pair.hub.verdict(11.5)).startswith("rank 1 (on node1): not heard of for 10 seconds")
     assert str(pair.spoke.verdict(11.5)).startswith("rank 0 (on node0): not heard of for 10 seconds")
     assert pair.spoke.reached_alone and not pair.hub.reached_alone
+
+
+def test_a_monitor_that_neither_reads_nor_sends_is_not_lost_while_its_host_answers(pair: Pair) -> None:
+    """A stopped monitor ended a healthy run as "its host is down"."""
+    pair.exchange(1.0)
+    for now in range(2, 200):
+        pair.hub.beat(RankStatus(), now)
+        assert pair.hub.verdict(now) is None
+    for now in range(2, 200):
+        pair.spoke.beat(FINE, now)
+        assert pair.spoke.verdict(now) is None
 
 
 def test_the_verdict_of_rank_0_reaches_the_others_with_its_kind(pair: Pair) -> None:

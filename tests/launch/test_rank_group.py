@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 import gpipe_cli
+from gpipe_cli import process_lifetime
 from gpipe_cli.errors import GpipeError, NumericError, PeerError, PeerRaised, StepTimeout
-from gpipe_cli.launch import stalls
 from gpipe_cli.launch import supervisor as supervision
 from gpipe_cli.launch.heartbeat import Heartbeats
 from gpipe_cli.launch.rank_files import ExitReport, RankFiles
@@ -94,7 +94,7 @@ def test_time_in_which_the_launcher_itself_was_suspended_does_not_count(
 ) -> None:
     """Ctrl-Z suspends the launcher and all its ranks; `fg` an hour later used to kill them as too slow."""
     files, now = RankFiles(tmp_path), [0.0]
-    monkeypatch.setattr(stalls, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(process_lifetime, "time", SimpleNamespace(monotonic=lambda: now[0]))
     supervisor = supervision.Supervisor(files, {0: os.getpid()}, 2.0, lambda: None)
     monkeypatch.setattr(supervisor, "_kill_all", lambda: None)
     stalled: list[bool] = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from gpipe_cli.errors import GpipeError, NumericError, PeerError, PeerRaised, StepTimeout
 from gpipe_cli.launch.rank_files import ExitReport
-from gpipe_cli.launch.rank_states import SETTLE_SECONDS, RankStates, RankStatus
+from gpipe_cli.launch.rank_states import SETTLE_SECONDS, RankStates, RankStatus, Surroundings
 
 FINE = RankStatus()
 IN_STEP = RankStatus(step_began=17.0)
@@ -14,10 +16,16 @@ LOST_PEER = RankStatus(report=ExitReport(7, "another rank is gone", caused_by_pe
 FINISHED = RankStatus(report=ExitReport(0), ended=True)
 
 
-def states(step_timeout: float | None = 6.0) -> RankStates:
-    made = RankStates(2, silence=10.0, step_timeout=step_timeout, describe=lambda rank: f"on node{rank}")
-    made.hear(0, FINE, 0.1)
-    made.hear(1, FINE, 0.1)
+def new_states(step_timeout: float | None, ranks: int = 2, interface: str | None = None) -> RankStates:
+    hosts = {rank: f"node{rank}" for rank in range(ranks)}
+    seen = Surroundings(0, hosts, lambda rank: f"on node{rank}", interface)
+    return RankStates(ranks, silence=10.0, step_timeout=step_timeout, surroundings=seen)
+
+
+def states(step_timeout: float | None = 6.0, ranks: int = 2, interface: str | None = None) -> RankStates:
+    made = new_states(step_timeout, ranks, interface)
+    for rank in range(ranks):
+        made.hear(rank, FINE, 0.1)
     return made
 
 
@@ -58,15 +66,75 @@ def test_a_monitor_that_disconnects_has_lost_its_rank_unless_that_has_finished()
     assert made.verdict(100.0) is None or "rank 1" not in str(made.verdict(100.0))
 
 
-def test_silent_ranks_are_lost_together() -> None:
-    """Their last heartbeats before a cut were not at the same moment: only the first of them used to be named."""
-    made = states()
-    made.hear(1, FINE, 0.5)
+@pytest.mark.parametrize(
+    ("silent", "interface", "says"),
+    [
+        (
+            (2,),
+            "lo",
+            "rank 2 (on node2): not heard of for 10 seconds; "
+            "node2 is down, or the network between node0 and node2 is cut",
+        ),
+        (
+            (1, 2),
+            "lo",
+            "rank 1 (on node1) and rank 2 (on node2): not heard of for 10 seconds; "
+            "their hosts are down, or the network between node0 and their hosts is cut",
+        ),
+        (
+            (1, 2, 3),
+            None,
+            "node0 has lost all other hosts: its own network is cut, or theirs is; "
+            "rank 1 (on node1) and rank 2 (on node2) and rank 3 (on node3): not heard of for 10 seconds",
+        ),
+        (
+            (1, 2, 3),
+            "gone0",
+            "the network link gone0 of node0 is down; "
+            "rank 1 (on node1) and rank 2 (on node2) and rank 3 (on node3): not heard of for 10 seconds",
+        ),
+    ],
+)
+def test_silent_ranks_are_lost_together_and_a_host_that_is_cut_off_blames_its_own_network(
+    silent: tuple[int, ...], interface: str | None, says: str
+) -> None:
+    """Only the first was named: their last heartbeats were not at the same moment. The cut host blamed the others."""
+    made = states(ranks=4, interface=interface)
+    for rank in range(4):
+        made.hear(rank, FINE, 0.5 if rank in silent[1:] else 0.1)
+        if rank not in silent:
+            made.hear(rank, FINE, 10.0)
     assert made.verdict(10.0) is None
     error = made.verdict(10.2)
+    assert type(error) is PeerError and str(error) == says
+
+
+def test_a_monitor_that_is_stopped_on_a_host_that_answers_ends_nothing_while_the_others_go_on() -> None:
+    """It counted as a host that is down, and its last heartbeat as that of a step that does not end."""
+    made = states()
+    made.hear(1, IN_STEP, 1.0)
+    for now in range(2, 100):
+        made.hear(0, RankStatus(step_began=float(now)), now)
+        made.reach(1, now - 0.5)
+        assert made.verdict(now) is None
+    for now in range(100, 107):
+        made.hear(0, RankStatus(step_began=99.0), now)
+        made.reach(1, now - 0.5)
+    assert isinstance(made.verdict(107.0), StepTimeout), "a step that does not end is one, whoever is silent"
+
+
+def test_hosts_that_do_not_reach_each_other_are_named_as_a_link() -> None:
+    """One-way loss between two hosts named all ranks, as in a step that does not end."""
+    made = states(ranks=3)
+    made.addresses |= {"10.0.0.1": "node0", "10.0.0.2": "node1", "10.0.0.3": "node2"}
+    for now in (1.0, 6.9, 7.1):
+        for rank, unanswered in enumerate([(), ("10.0.0.3", "192.0.2.7"), ("10.0.0.2",)]):
+            made.hear(rank, RankStatus(step_began=17.0, unanswered=unanswered), now)
+        error = made.verdict(now)
     assert type(error) is PeerError
     assert str(error) == (
-        "rank 0 (on node0) and rank 1 (on node1): not heard of for 10 seconds; its host is down or its network is cut"
+        "the network between node1 and node2 is cut, in one direction or both: packets are not acknowledged, "
+        "and a step does not end within step_timeout=6 seconds"
     )
 
 
@@ -111,8 +179,8 @@ def test_without_step_timeout_only_silence_counts() -> None:
 
 
 def test_a_status_survives_the_way_over_the_network() -> None:
-    for status in (FINE, IN_STEP, LOST_PEER, FINISHED):
-        assert RankStatus.from_json(status.to_json()) == status
+    for status in (FINE, IN_STEP, LOST_PEER, FINISHED, RankStatus(unanswered=("10.0.0.1",))):
+        assert RankStatus.from_json(json.loads(json.dumps(status.to_json()))) == status
 
 
 def test_a_step_that_does_not_end_because_a_rank_is_silent_names_that_rank() -> None:
@@ -126,7 +194,7 @@ def test_a_step_that_does_not_end_because_a_rank_is_silent_names_that_rank() -> 
 
 
 def test_a_rank_that_has_not_connected_yet_has_a_minute() -> None:
-    made = RankStates(2, silence=10.0, step_timeout=None, describe=lambda rank: f"on node{rank}")
+    made = new_states(step_timeout=None)
     for now in (1.0, 59.0, 61.0):
         made.hear(0, FINE, now)
         assert (made.verdict(now) is None) == (now < 60)

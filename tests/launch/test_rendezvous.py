@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import errno
 import os
+import re
 import socket
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +20,12 @@ from gpipe_cli.launch.interfaces import (
     address_of_interface,
     address_towards,
     interface_of_address,
+    is_connected,
     listen_on,
 )
+from gpipe_cli.launch.outcome import EXIT_CODE_FILE
 from gpipe_cli.launch.rank_monitor import choose_interface
-from gpipe_cli.launch.rendezvous import create_handler, entry_point
+from gpipe_cli.launch.rendezvous import create_handler, entry_point, make_handler
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +41,7 @@ def free_port() -> int:
 
 
 def parameters(endpoint: str, nodes: int = 1) -> RendezvousParameters:
-    return RendezvousParameters("gpipe", endpoint, run_id="x", min_nodes=1, max_nodes=nodes)
+    return RendezvousParameters("gpipe", endpoint, run_id="x", min_nodes=nodes, max_nodes=nodes)
 
 
 def test_the_entry_point_that_torchrun_reads_is_this_function() -> None:
@@ -86,7 +91,7 @@ def test_ranks_use_the_interface_that_leads_to_rank_0_unless_the_user_named_one(
 @pytest.mark.parametrize("endpoint", ["", ":29500", "10.0.0.1:x"])
 def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=f"--rdzv-endpoint={endpoint}: give the address of one host"):
-        create_handler(parameters(endpoint))
+        make_handler(parameters(endpoint))
 
 
 def test_a_name_that_means_loopback_here_is_refused_for_several_hosts(
@@ -101,7 +106,7 @@ def test_a_name_that_means_loopback_here_is_refused_for_several_hosts(
     with pytest.raises(
         ConfigError, match=r"node0: is 127\.0\.1\.1 here, which no other host reaches; give torchrun"
     ):
-        create_handler(parameters("node0:29500", nodes=2))
+        make_handler(parameters("node0:29500", nodes=2))
     with pytest.raises(ConfigError, match="which no other host reaches"):
         address_for_others("node0")
 
@@ -135,7 +140,60 @@ def test_the_own_name_means_the_only_address_that_others_reach(
             address_for_others(name)
 
 
+def test_a_host_that_waits_in_vain_prints_who_has_joined_and_ends_torchrun(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch waited for 610 seconds and printed a traceback that named nobody."""
+    port, code = free_port(), tmp_path / "code"
+    monkeypatch.setenv(EXIT_CODE_FILE, str(code))
+    monkeypatch.setattr(socket, "gethostname", lambda: "node0.cluster")
+    given = RendezvousParameters(
+        *("gpipe", f"127.0.0.1:{port}"),
+        run_id="x",
+        min_nodes=2,
+        max_nodes=2,
+        join_timeout="1",
+        hosts="node0/127.0.0.1/node1/node2",
+    )
+    with pytest.raises(SystemExit) as ended:
+        create_handler(given).next_rendezvous()
+    line = (
+        "gpipe: error: 1 of 2 hosts have joined within join_timeout=1 seconds: node0.cluster; missing: node1, node2; "
+        f"start the run on the others too, check that they reach 127.0.0.1:{port}, or let hosts wait longer "
+        "(torchrun --rdzv-conf join_timeout=...)\n"
+    )
+    assert (ended.value.code, capsys.readouterr().err, code.read_text()) == (7, line, "7")
+    given.endpoint = "no such name:1"
+    with pytest.raises(SystemExit) as ended:
+        create_handler(given)
+    assert ended.value.code == 2 and "no such name: no such host" in capsys.readouterr().err
+    given.endpoint = f"192.0.2.77:{port}"
+    monkeypatch.setattr(socket, "create_connection", fail_to_connect)
+    with pytest.raises(SystemExit):
+        create_handler(given)
+    assert re.fullmatch(
+        rf"gpipe: error: 192\.0\.2\.77:{port}: .*refused, for join_timeout=1 seconds; start the run on that host .*\n",
+        capsys.readouterr().err,
+    )
+
+
+def fail_to_connect(*_: Any) -> Any:
+    raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+
+def test_hosts_that_meet_are_no_longer_waiting() -> None:
+    port = free_port()
+    handlers = [create_handler(parameters(f"127.0.0.1:{port}", nodes=2)) for _ in range(2)]
+    with ThreadPoolExecutor() as pool:
+        met = list(pool.map(lambda handler: handler.next_rendezvous(), handlers))
+    assert sorted(info.rank for info in met) == [0, 1]
+    assert not any(met[0].store.check([f"gpipe/x/{number}"]) for number in (1, 2))
+    for handler in handlers:
+        handler.shutdown()
+
+
 def test_interfaces_and_addresses_of_this_machine() -> None:
+    assert is_connected("lo") and not is_connected("nonesuch")
     assert address_of_interface("lo") == "127.0.0.1" and interface_of_address("127.0.0.1") == "lo"
     assert address_of_interface("nonesuch") is None and interface_of_address("192.0.2.77") is None
     assert address_towards("127.0.0.1", 1) == "127.0.0.1"

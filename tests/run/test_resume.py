@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from gpipe_cli import cli
 from gpipe_cli.training.metrics import MetricsFile
 from gpipe_cli.training.run_directory import lock_run_directory
 
@@ -184,6 +185,63 @@ def test_resuming_refuses_changes_to_the_model_or_its_samples(
     assert content(tmp_path / "run") == before
 
 
+def outcome(run: Path) -> tuple[int, str]:
+    content = json.loads((run / "outcome.json").read_text())
+    return content["exit_code"], content["reason"]
+
+
+def test_an_attempt_that_fails_before_it_opens_the_run_records_its_own_end(
+    tiny: Gpipe, gpipe: Gpipe, tmp_path: Path, at_row: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the last attempt was left, so a script read 75 and started an attempt that failed in the same way."""
+    at_row(2, lambda: signal.raise_signal(signal.SIGTERM))
+    assert tiny("train", *WORDS, "run_dir=run").code == 75
+    run, name = tmp_path / "run", "run/snapshots/step-00000002"
+    assert outcome(run)[0] == 75
+    (run / "snapshots" / "step-00000001" / "manifest.json").write_bytes(b"")
+    (tmp_path / "keys.yaml").write_text("run_dir: run\nresume: auto\nchunk: 2\n")
+    monkeypatch.setenv("RUN", "run")
+    attempts = [
+        (("resume=run", "chunk=3"), 2, "unknown key 'chunk'"),
+        (("resume=run", "batch_size=4"), 2, "batch_size=4: the run was started with 20"),
+        (("run_dir=run", "resume=auto", "chunks=0"), 2, "chunks=0: must be at least 1"),
+        (("resume='run'", "--dryrun"), 2, "unknown flag --dryrun"),
+        (("resume=${oc.env:RUN}", "chunk=3"), 2, "unknown key 'chunk'"),
+        (("config=keys.yaml",), 2, "unknown key 'chunk'"),
+        (("resume=run", "config=missing.yaml"), 2, "config=missing.yaml: no such file"),
+        ((f"resume={name}", "data.root=gone"), 2, "data.root"),
+        (("resume=run/snapshots/step-00000001",), 4, "manifest.json"),
+    ]
+    for words, code, reason in attempts:
+        answer = gpipe("train", *words, ALLOW)
+        assert (answer.code, outcome(run)[0]) == (code, code), (words, answer.err)
+        assert reason in outcome(run)[1]
+    for words in (("resume=run", "--dry-run"), ("resume=run", "--cfg", "job"), ("run_dir=run",)):
+        gpipe("train", *words, ALLOW)
+        assert outcome(run)[0] == 4, "no attempt to resume it"
+
+
+def test_an_attempt_that_is_killed_before_it_opens_the_run_leaves_no_older_end(
+    tiny: Gpipe, gpipe: Gpipe, tmp_path: Path, at_row: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_row(2, lambda: signal.raise_signal(signal.SIGTERM))
+    assert tiny("train", *WORDS, "run_dir=run").code == 75
+    run = tmp_path / "run"
+    child = os.fork()
+    if child == 0:  # dies in the composition of its configuration
+        monkeypatch.setattr(cli, "_configured", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        os._exit(gpipe("train", "resume=run", ALLOW).code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert not (run / "outcome.json").exists()
+    with lock_run_directory(run):
+        (run / "outcome.json").write_text("that of the process that has the lock")
+        child = os.fork()
+        if child == 0:
+            os._exit(gpipe("train", "resume=run", ALLOW).code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        assert (run / "outcome.json").read_text() == "that of the process that has the lock"
+
+
 def test_a_damaged_snapshot_is_skipped_unless_it_was_named(
     tiny: Gpipe, gpipe: Gpipe, tmp_path: Path, unbroken: dict[str, Any], at_row: Any
 ) -> None:
@@ -236,6 +294,19 @@ def test_another_engine_resumes_a_run_whose_keys_it_does_not_use(
     answer = gpipe("train", "run_dir=run", "resume=auto", ALLOW, "engine=single", "steps=2")
     assert answer.code == 0, answer.err
     assert ("starting again at step 0" in answer.err) == (not has_snapshot)
+
+
+def test_another_number_of_replicas_is_told_to_change_bits(tiny: Gpipe, gpipe: Gpipe, tmp_path: Path) -> None:
+    """The line named the change without a word about results."""
+    assert tiny("train", "run_dir=run", "steps=1").code == 0
+    saved = tmp_path / "run" / "config.yaml"  # as three replicas would have left it
+    text = saved.read_text().replace("data_parallel: 1", "data_parallel: 3")
+    saved.write_text(text.replace("gpipe_cli.engines.threads", "gpipe_cli.engines.processes"))
+    answer = gpipe("train", "resume=run", ALLOW, "engine=threads", "steps=2")
+    assert answer.code == 0, answer.err
+    line = "replicas: 3 -> 1: gradients are summed in another order, so results may differ in the last bits"
+    assert line in answer.err.splitlines()
+    assert "replicas:" not in gpipe("train", "resume=run", ALLOW, "partitions=1", "steps=3").err
 
 
 def test_only_one_process_at_a_time_writes_to_a_run(tiny: Gpipe, gpipe: Gpipe, tmp_path: Path) -> None:

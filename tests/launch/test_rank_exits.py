@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gpipe_cli.errors import DataError, GpipeError, PeerError, PeerRaised
 from gpipe_cli.launch.rank_files import ExitReport
-from gpipe_cli.launch.root_cause import RankExit, root_cause
+from gpipe_cli.launch.rank_states import RankExit, root_cause
 
 
 def ended(rank: int, died: float, code: int | None = None, *, peer: bool = False, **more: Any) -> RankExit:
