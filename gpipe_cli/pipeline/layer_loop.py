@@ -34,7 +34,7 @@ from gpipe_cli.torch_internals.keyed_random import BACKWARD, KeyedRandom
 from gpipe_cli.torch_internals.tensor_memory import version_of
 
 _NO_SKIPS = _KEEP = contextlib.nullcontext()
-INPUT, LOSS = "its input", "the loss function"
+INPUT, LOSS, OUTPUT = "its input", "the loss function", "what its layers left"
 BackwardWatch = Callable[[SavedForBackward, str], AbstractContextManager[object]]
 """Makes the context in which a backward, or the half of one that is named, runs."""
 
@@ -126,7 +126,7 @@ class LayerLoop:
             if not values:
                 raise TypeError(f"expected Tensor, but got {type(value).__name__} as output")
             # Not the last layer any more: an error from here on is none of its own.
-            random.source = INPUT
+            random.source = OUTPUT
         sent = () if skips is None else skips.sent()
         return LayerOutputs(values, template, sent, tuple(numbers), RemovableHandle.next_id != hooks)
 

@@ -95,8 +95,14 @@ class Untied:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         written = self._copied and kind is None and self._versions != self._versions_of_copied()
+        replaced = [use for use in self._uses if getattr(use.module, use.name) is not self._own[use.tensor]]
         for use, before in zip(self._uses, self._before, strict=True):
             setattr(use.module, use.name, before)
+        if replaced and kind is None:
+            raise RuntimeError(
+                f"a layer replaced '{replaced[0].name}' of a {type(replaced[0].module).__name__} in its forward, and "
+                "other layers hold it too. Write it under torch.no_grad(), or do not share it"
+            )
         if written:
             names = ", ".join(f"'{use.name}' of a {type(use.module).__name__}" for use in self._copied)
             raise RuntimeError(
