@@ -212,10 +212,6 @@ class PartitionState:
     def _save(self) -> BufferState:
         return BufferState(self._owners, self._copies)
 
-    @property
-    def is_shared(self) -> bool:
-        return self._shared.any
-
     @contextlib.contextmanager
     def repeatable(self) -> Iterator[BufferState]:
         """Context manager around a forward that recompute will repeat, with the buffers that it yields."""
@@ -224,9 +220,9 @@ class PartitionState:
         self._note_changes(before)
         self._refuse_shared_parameters(versions)
 
-    def separate(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager around a forward that keeps its graph: inside, buffers that layers may change are copies."""
-        return self._separate() if self._owners or self._shared.any else _UNCHANGED
+    def separate(self, *, keeps_graph: bool) -> contextlib.AbstractContextManager[None]:
+        """Context manager around any other forward: inside, buffers that layers may change are copies for its graph."""
+        return self._separate() if (self._owners and keeps_graph) or self._shared.any else _UNCHANGED
 
     @contextlib.contextmanager
     def _separate(self) -> Iterator[None]:
@@ -273,9 +269,7 @@ class PartitionState:
         return self.parameters.versions() if self._shared.parameters else None
 
     def _refuse_shared_parameters(self, versions: ParameterVersions | None) -> None:
-        if versions is None:
-            return
-        for owner, name in self.parameters.written_since(versions):
+        for owner, name in [] if versions is None else self.parameters.written_since(versions):
             if owner in self._shared.modules or owner._parameters.get(name) in self._shared.parameters:
                 self._shared.refuse_change(self._layer_of(owner), "parameter", name)
 
@@ -304,7 +298,7 @@ class PartitionState:
     def _refuse_shared_buffers(self, before: BufferState) -> None:
         for owner, named in before.names:
             now = owner._buffers if owner in self._shared.modules else named
-            for name in now.keys() | named.keys():
+            for name in {**named, **now}:
                 if now.get(name) is not named.get(name) or self._is_written(named.get(name), before):
                     self._shared.refuse_change(self._layer_of(owner), "buffer", name)
 
@@ -355,10 +349,8 @@ class ModuleParameters:
         return set(map(storage_of, self._parameters))
 
     def versions(self) -> ParameterVersions:
-        return ParameterVersions(self.counters(), list(map(Tensor.data_ptr, self._parameters)))
-
-    def counters(self) -> list[int]:
-        return versions_of(self._parameters)
+        counters = versions_of(self._parameters)
+        return ParameterVersions(counters, list(map(Tensor.data_ptr, self._parameters)))
 
     def written_since(self, versions: ParameterVersions) -> list[tuple[nn.Module, str]]:
         """The parameters that were written or replaced."""

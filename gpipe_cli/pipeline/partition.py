@@ -6,7 +6,6 @@ autograd saves is dropped layer by layer, and the graph at the end.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
@@ -37,8 +36,6 @@ from gpipe_cli.skip.layout import SkipRoute
 from gpipe_cli.torch_internals.autograd_engine import run_backward
 from gpipe_cli.torch_internals.autograd_graph import is_stale_view
 from gpipe_cli.torch_internals.tensor_memory import is_view, storage_of
-
-_NO_COPIES = contextlib.nullcontext()
 
 
 @final
@@ -80,8 +77,7 @@ class Partition:
         """The inputs of the partitions it sends to, and what backward needs."""
         saved = _saved_for_backward(inputs, task)
         if not task.checkpointed:
-            keeps_graph = task.batch.state.grad or self.state.is_shared
-            with self.state.separate() if keeps_graph else _NO_COPIES:
+            with self.state.separate(keeps_graph=task.batch.state.grad):
                 return self._run(inputs, task, saved), saved
         # Layers that write their input write the caller's tensors, as they would without a pipe, but never those of the
         # preceding partition: its own recompute may need them.
@@ -95,7 +91,7 @@ class Partition:
             # Dropping the roots frees the graph.
             saved.roots, saved.node_numbers = (), ()
             saved.inputs, saved.buffers, saved.parameters = kept, buffers, self.state.parameters
-            saved.versions = ([input.versions() for input in kept], saved.parameters.counters())
+            saved.versions = ([input.versions() for input in kept], saved.parameters.versions().counters)
             saved.outputs = tuple(output.kinds() for output in outputs)
         return outputs, saved
 
@@ -176,7 +172,7 @@ class Partition:
         input_versions, counters = saved.versions
         if not saved.fetch_inputs and input_versions != [input.versions() for input in saved.inputs]:
             raise modified_in_place("its input", self.index)
-        if saved.parameters.counters() != counters:
+        if saved.parameters.versions().counters != counters:
             raise modified_in_place("a parameter", self.index)
 
     def backward(self, saved: SavedForBackward, gradients: Gradients, *, keep_graph: bool) -> Gradients:
