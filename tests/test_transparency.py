@@ -138,7 +138,7 @@ hides_warnings = pytest.mark.filterwarnings(
 
 @hides_warnings
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(200))
 def test_a_random_pipe_does_what_plain_autograd_does(seed: int) -> None:
     """5,500 random pipes found 26 that did not: wrong gradients, other errors, bits that depended on the split."""
     pipe = random_pipe(seed)
@@ -148,7 +148,7 @@ def test_a_random_pipe_does_what_plain_autograd_does(seed: int) -> None:
 @hides_warnings
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("first", range(100, 2400, 50))
+@pytest.mark.parametrize("first", range(200, 2400, 50))
 def test_every_random_pipe_does_what_plain_autograd_does(first: int) -> None:
     pipes = [random_pipe(seed) for seed in range(first, first + 50)]
     assert {pipe: differences for pipe in pipes if (differences := mismatches(pipe))} == {}
