@@ -44,7 +44,6 @@ class TensorSpec:
     needs_grad: bool
     is_shared: bool = False
     """Whether its memory is also that of another tensor, so that no layer may write it."""
-    is_view: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor, shared: Collection[int] = ()) -> TensorSpec:
@@ -53,8 +52,7 @@ class TensorSpec:
             tuple(tensor.shape),
             tensor.dtype,
             tensor.requires_grad,
-            bool(shared) and storage_of(tensor) in shared,
-            is_view(tensor),
+            storage_of(tensor) in shared or (is_view(tensor) and tensor.requires_grad),
         )
 
     def example(self) -> Tensor:
@@ -72,12 +70,9 @@ NO_TENSOR = TensorSpec((), torch.float32, needs_grad=False)
 """In the place of a skip that was stashed as None."""
 
 
-def places_of(kinds: Sequence[TensorSpec]) -> tuple[frozenset[int], frozenset[int]]:
-    """The places of tensors that share memory, and of views, as a `PartitionInput` has them."""
-    return (
-        frozenset([place for place, kind in enumerate(kinds) if kind.is_shared]),
-        frozenset([place for place, kind in enumerate(kinds) if kind.is_view]),
-    )
+def shared_places(kinds: Sequence[TensorSpec]) -> frozenset[int]:
+    """The places of tensors that share memory, as a `PartitionInput` has them."""
+    return frozenset([place for place, kind in enumerate(kinds) if kind.is_shared])
 
 
 @final

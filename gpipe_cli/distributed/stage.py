@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from gpipe_cli.distributed.boundary_shapes import NO_TENSOR, BoundarySpec, TensorSpec, places_of
+from gpipe_cli.distributed.boundary_shapes import NO_TENSOR, BoundarySpec, TensorSpec, shared_places
 from gpipe_cli.distributed.gradient_buckets import GradientBuckets
 from gpipe_cli.distributed.groups import RankCoords
 from gpipe_cli.pipeline.batch_state import BatchState
@@ -172,7 +172,7 @@ class Stage(PipelineStage):
         if not self._carries_skips:
             needed = self._entering_needs if grad else (False,) * count
             return PartitionInput(
-                tuple(tensors), needed, boundary.template, count, *places_of(boundary.value)
+                tuple(tensors), needed, boundary.template, count, shared_places(boundary.value)
             ), {}
         kinds = dict(boundary.skips)
         skips = dict(zip(boundary.skip_names, tensors[count:], strict=True))
@@ -184,7 +184,7 @@ class Stage(PipelineStage):
             tuple(kind.needs_grad and grad for kind in entering),
             boundary.template,
             count,
-            *places_of(entering),
+            shared_places(entering),
         ), skips
 
     def _pack(
@@ -210,7 +210,7 @@ class Stage(PipelineStage):
         kinds = self._leaving_kinds
         as_announced = len(kinds) == len(tensors) and all(map(TensorSpec.fits, kinds, tensors))
         shared = {place for place in output.shared if place < output.value_count}
-        if not as_announced or not shared <= places_of(kinds)[0]:
+        if not as_announced or not shared <= shared_places(kinds):
             given = ", ".join(str(TensorSpec.of(tensor)) for tensor in tensors)
             expected = ", ".join(map(str, kinds))
             raise RuntimeError(

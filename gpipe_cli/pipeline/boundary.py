@@ -13,7 +13,7 @@ otherwise run nodes of another.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -57,8 +57,6 @@ class PartitionInput(NamedTuple):
     """How many tensors belong to the value."""
     shared: frozenset[int] = NOWHERE
     """Places of tensors whose memory is also that of another tensor, so that no layer may write it."""
-    views: frozenset[int] = NOWHERE
-    """Places of tensors that were views of others when they were sent."""
 
     @classmethod
     def of_pipe(cls, values: Sequence[Tensor], template: Template) -> PartitionInput:
@@ -125,17 +123,18 @@ def pack(
         tuple([tensor is not None and tensor.requires_grad for tensor in sources]),
         template,
         len(values),
-        _places(sources, lambda each: storage_of(each) in shared or storage_of(each) in held)
-        if shared or held
-        else NOWHERE,
-        _places(sources, is_view),
+        frozenset([place for place, each in enumerate(sources) if _is_read_only(each, shared, held)]),
     )
     return packed, sources
 
 
-def _places(tensors: Sequence[Tensor | None], wanted: Callable[[Tensor], bool]) -> frozenset[int]:
-    places = [place for place, tensor in enumerate(tensors) if tensor is not None and wanted(tensor)]
-    return frozenset(places) if places else NOWHERE
+def _is_read_only(tensor: Tensor | None, shared: Collection[int], held: Collection[int]) -> bool:
+    if tensor is None:
+        return False
+    if is_view(tensor) and tensor.requires_grad:
+        # Autograd would pass the gradient of a written view to the view's base, past all other uses of the view.
+        return True
+    return bool(shared or held) and (storage_of(tensor) in shared or storage_of(tensor) in held)
 
 
 def _source(tensor: Tensor) -> Tensor:
@@ -156,9 +155,9 @@ def _handed_over(tensor: Tensor, held: Collection[int]) -> Tensor:
 
 def shared_memory_written(by: str) -> RuntimeError:
     return RuntimeError(
-        f"{by} writes in place a tensor whose memory also belongs to another one: a skip, a view, or a parameter or "
-        "buffer of another partition. The gradient of the other one would be wrong. Send or stash a clone, or do not "
-        "write in place (perhaps a ReLU with inplace=True)"
+        f"{by} writes in place a tensor whose memory also belongs to another one: a skip, a view or its base, or a "
+        "parameter or buffer of another partition. The gradient of the other one would be wrong. Send or stash a "
+        "clone, or do not write in place (perhaps a ReLU with inplace=True)"
     )
 
 
@@ -174,14 +173,12 @@ def common_storages(tensors: Sequence[Tensor]) -> set[int]:
 class GradSink:
     """Receives, while it is open, the gradients of what entered a partition."""
 
-    __slots__ = ("_open", "_places", "gradients", "strides")
+    __slots__ = ("_open", "_places", "gradients")
 
     def __init__(self, needs_grad: tuple[bool, ...]) -> None:
         self._places = tuple(place for place, needed in enumerate(needs_grad) if needed)
         self._open = False
         self.gradients: list[Tensor | None] = [None] * len(needs_grad)
-        self.strides: Mapping[int, tuple[int, ...]] = {}
-        """By place, of views that layers wrote in place: autograd gives their gradients the strides of the view."""
 
     def __enter__(self) -> GradSink:
         self._open = True
@@ -202,13 +199,9 @@ class GradSink:
             self.gradients[place] = gradient
 
     def take(self) -> Gradients:
-        gradients = self.gradients
+        gradients = tuple(self.gradients)
         self.gradients = [None] * len(gradients)
-        for place, stride in self.strides.items():
-            gradient = gradients[place]
-            if gradient is not None and gradient.stride() != stride:
-                gradients[place] = gradient.new_empty_strided(gradient.shape, stride).copy_(gradient)
-        return tuple(gradients)
+        return gradients
 
 
 class _Entry(Function):

@@ -129,13 +129,14 @@ class Partition:
         saved.writes_input = True
         now = chain.from_iterable(input.versions() for input in inputs)
         written = [before != after for before, after in zip(chain.from_iterable(versions), now, strict=True)]
-        tensors = [tensor for input in inputs for tensor in input.tensors]
-        views = [place in input.views for input in inputs for place in range(len(input.tensors))]
-        changed = [(place, each) for place, each in enumerate(tensors) if each is not None and written[place]]
-        saved.sink.strides = {place: tensor.stride() for place, tensor in changed if views[place]}
+        tensors = chain.from_iterable(input.tensors for input in inputs)
+        storages = {
+            storage_of(each)
+            for each, is_written in zip(tensors, written, strict=True)
+            if each is not None and is_written
+        }
         given = saved.task.batch.tensors
         places = {storage_of(tensor): place for place, tensor in enumerate(given)}
-        storages = {storage_of(tensor) for _, tensor in changed}
         # A copy for recompute, or on another device, is not memory of the caller.
         callers = {places[storage] for storage in storages & places.keys()}
         saved.task.written_inputs.update(callers)

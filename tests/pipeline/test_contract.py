@@ -525,15 +525,22 @@ def test_complex_tensors_with_the_same_memory_may_be_read_and_not_written(
 @pytest.mark.parametrize(
     "view", [lambda x: x.t().contiguous().t(), lambda x: x.view(-1, WIDTH), lambda x: x[:]]
 )
-def test_a_lone_view_may_be_written_next_door(view: Callable[[Tensor], Tensor], checkpoint: str) -> None:
-    """Plain autograd gives the gradient of a written view the strides of its base: the bias differed by one bit."""
+def test_a_view_may_be_read_next_door_and_not_written(
+    view: Callable[[Tensor], Tensor], checkpoint: str
+) -> None:
+    """Plain autograd passes the gradient of a written view to its base: the bias differed by one bit."""
     torch.manual_seed(0)
-    compare(
-        [nn.Linear(WIDTH, WIDTH), Do(view), Do(lambda x: x.add_(0.25)), nn.Linear(WIDTH, WIDTH)],
-        [2, 2],
-        chunks=1,
-        checkpoint=checkpoint,
-    )
+    layers = [nn.Linear(WIDTH, WIDTH), Do(view), Do(lambda x: x.add_(0.25)), nn.Linear(WIDTH, WIDTH)]
+    compare(copy.deepcopy(layers), [1, 3], checkpoint=checkpoint)
+    compare([*layers[:2], nn.Tanh(), layers[3]], [2, 2], checkpoint=checkpoint)
+    with (
+        GPipe(nn.Sequential(*layers), [2, 2], checkpoint=checkpoint) as pipe,
+        pytest.raises(
+            RuntimeError,
+            match=r"^layer '2' \(Do\) writes in place a tensor whose memory also belongs to another one",
+        ),
+    ):
+        pipe.step(*batch(), functional.mse_loss)
 
 
 @pytest.mark.parametrize("checkpoint", [("always", "never"), ("never", "always"), "always", "never"])

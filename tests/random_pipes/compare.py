@@ -15,12 +15,7 @@ SHARED_MEMORY = "writes in place a tensor whose memory also belongs to another o
 SHARED_STATE = "in its forward, and another partition holds it too"
 WRITTEN_PARAMETER = "writes its parameter 'count' in its forward, and recompute would write it again"
 WRITTEN = "modified by an inplace operation"
-LAST_BIT = {1061, 1817, 2235}
-"""Seeds of cases that use a tensor and a view of it on both sides of a boundary, in three places or more.
-
-Autograd sums the three gradients in the order of its nodes, the pipe sums those of one partition first: see
-docs/reliability.md.
-"""
+LEAF = "leaf Variable that requires grad"
 
 
 def mismatches(case: RandomPipe) -> list[str]:
@@ -33,18 +28,19 @@ def mismatches(case: RandomPipe) -> list[str]:
         recomputed = case.checkpoint != "never" and any(WRITTEN in str(error) for error in whole.errors)
         return [] if recomputed and not pipe.errors else differences(whole, pipe)
     plain = PlainRun(case).run()
+    if any(LEAF in str(error) for error in plain.errors):
+        return []  # a micro-batch of the reference is a leaf, those of the pipe need not be
     written = any(WRITTEN in str(error) for error in plain.errors)
     if written and not pipe.errors and (case.checkpoint != "never" or "nested_pipe" in case.layers):
         return []
-    exact = case.seed not in LAST_BIT
     if not case.uses_twice:
-        return differences(plain, pipe, exact=exact)
+        return differences(plain, pipe)
     # A tied parameter's gradients are added up layer by layer, so that its bits do not depend on the split.
     close = [f"plain: {line}" for line in differences(plain, pipe, exact=False)]
     if pipe.errors:
         return close
     whole = run_pipe(case, whole=True)
-    return close or [f"one partition: {line}" for line in differences(whole, pipe, exact=exact)]
+    return close or [f"one partition: {line}" for line in differences(whole, pipe)]
 
 
 def is_refused(case: RandomPipe, error: str) -> bool:
