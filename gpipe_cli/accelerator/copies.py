@@ -12,8 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gpipe_cli.accelerator.stream_set import StreamSet
-from gpipe_cli.accelerator.streams import current_stream, has_side_streams, record_timing_event
+from gpipe_cli.accelerator.streams import StreamSet, current_stream, has_side_streams, record_timing_event
 
 Tensors: TypeAlias = tuple[Tensor | None, ...]
 CopyTime: TypeAlias = tuple[torch.Event, torch.Event]

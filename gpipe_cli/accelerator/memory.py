@@ -2,7 +2,7 @@
 
 torch raises its own class for accelerators, but a bare RuntimeError for the CPU, which only its text identifies. The
 system raises an OSError, or an ImportError while loading a library. Imports torch only for errors of torch: its own
-import may be what fails.
+import may be what fails. An accelerator reports an error of a kernel at a later call than the one that queued it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from gpipe_cli.accelerator.kernel_errors import note_kernel_error
 from gpipe_cli.errors import ResourceError
 from gpipe_cli.values import format_bytes
 
 if TYPE_CHECKING:
     import torch
 
+DEVICE_ERROR = re.compile(
+    r"\b(?:CUDA|HIP|XPU|NPU|MPS) error\b(?!: out of memory)|device-side assert", re.IGNORECASE
+)
+SYNCHRONOUS_LAUNCHES = {"cuda": "CUDA_LAUNCH_BLOCKING=1", "npu": "ASCEND_LAUNCH_BLOCKING=1"}
+"""Environment variables that make the host wait for every kernel, by device type."""
+ROCM_SYNCHRONOUS_LAUNCHES = "AMD_SERIALIZE_KERNEL=3"
 STEP_CURE = "try more chunks, checkpoint=always, balance=size or more devices"
 EVAL_CURE = "try more eval_chunks or a smaller batch_size"
 CPU_ERROR = re.compile(r"DefaultCPUAllocator: .*?memory: you tried to allocate (\d+) bytes")
@@ -139,3 +144,24 @@ def _failed_request(error: BaseException) -> str | None:
         match = REQUEST.search(text)
         return f": cannot allocate {match[1]} {match[2]}" if match else ""
     return next((f": {known}" for known in OTHER_ERRORS if known in text), None)
+
+
+def note_kernel_error(error: BaseException) -> None:
+    """Note on an error that a device has raised where to look for its cause; once, and on no other error."""
+    if not isinstance(error, RuntimeError) or DEVICE_ERROR.search(str(error)) is None:
+        return
+    note = "the device reports errors of its kernels at a later call: the cause may be an earlier layer or action"
+    switch = _synchronous_launches()
+    if switch is not None:
+        note += f"; to see which, run it again with {switch} in the environment"
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def _synchronous_launches() -> str | None:
+    import torch
+
+    if torch.version.hip is not None:
+        return ROCM_SYNCHRONOUS_LAUNCHES
+    kind = torch.accelerator.current_accelerator()
+    return SYNCHRONOUS_LAUNCHES.get("cuda" if kind is None else kind.type)

@@ -17,9 +17,8 @@ from typing import Any, Protocol, final
 import torch
 
 from gpipe_cli.accelerator.copies import CopyTime
-from gpipe_cli.accelerator.kernel_errors import note_kernel_error
-from gpipe_cli.accelerator.stream_set import NO_STREAMS
-from gpipe_cli.accelerator.streams import set_current_device
+from gpipe_cli.accelerator.memory import note_kernel_error
+from gpipe_cli.accelerator.streams import NO_STREAMS, set_current_device
 from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.boundary import PartitionInput
 from gpipe_cli.pipeline.channels import ChannelClosed, Channels

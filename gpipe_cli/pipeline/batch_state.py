@@ -16,7 +16,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from gpipe_cli.accelerator.stream_set import NO_STREAMS, StreamSet
+from gpipe_cli.accelerator.streams import NO_STREAMS, StreamSet
 from gpipe_cli.pipeline.boundary import Gradients, PartitionInput
 from gpipe_cli.pipeline.forward_task import ForwardTask, MicroBatchLoss, SavedForBackward
 from gpipe_cli.pipeline.loss import StepLoss

@@ -17,7 +17,7 @@ import torch
 
 from gpipe_cli.accelerator.copies import wait_for_copies
 from gpipe_cli.accelerator.devices import is_accelerator
-from gpipe_cli.accelerator.stream_set import StreamSet
+from gpipe_cli.accelerator.streams import StreamSet
 from gpipe_cli.pipeline.action_loop import ActionLoop, PartitionStore, Recorder
 from gpipe_cli.pipeline.batch_state import BatchState
 from gpipe_cli.pipeline.batchnorm import DeferredBatchNorm, commit_or_discard

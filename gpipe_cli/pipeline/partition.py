@@ -58,6 +58,8 @@ class Partition:
     _loop: LayerLoop = field(init=False)
     _skips_with_value: int = field(init=False)
     """How many skips go to the following partition, with the value."""
+    _split: list[SavedForBackward] = field(default_factory=list)
+    """The micro-batches whose backward has run its first half only."""
 
     def __post_init__(self) -> None:
         self.sources = _distinct(self.index - 1, self.receives)
@@ -189,18 +191,24 @@ class Partition:
     def backward_input(self, saved: SavedForBackward, gradients: Gradients, *, keep_graph: bool) -> Gradients:
         """The half that the preceding partition waits for, or the whole backward if it cannot be split."""
         split = SplitBackward(_roots_with_gradients(saved, gradients), saved.sink)
+        self._split = [each for each in self._split if each.task.batch is saved.task.batch]
         # A hook on a tensor between layers would run in both halves.
         if saved.has_hooks or not split.possible:
+            # Gradients add up in ascending order of micro-batches, so the halves that earlier ones left come first.
+            for earlier in self._split:
+                self.backward_weights(earlier, keep_graph=keep_graph)
             return self.backward(saved, gradients, keep_graph=keep_graph)
         with self._loop.keyed_backward(saved, "backward input"), saved.task.batch.state.without_autocast():
             split.run_input_half()
         saved.split = split
+        self._split.append(saved)
         return saved.sink.take()
 
     def backward_weights(self, saved: SavedForBackward, *, keep_graph: bool) -> None:
-        """The other half, if `backward_input` left one."""
+        """The other half, if `backward_input` left one that has not run."""
         split, saved.split = saved.split, None
         if split is not None:
+            self._split = [each for each in self._split if each is not saved]
             with (
                 self._loop.keyed_backward(saved, "backward weights"),
                 saved.task.batch.state.without_autocast(),

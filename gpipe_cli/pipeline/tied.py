@@ -95,7 +95,11 @@ class Untied:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         written = self._copied and kind is None and self._versions != self._versions_of_copied()
-        replaced = [use for use in self._uses if getattr(use.module, use.name) is not self._own[use.tensor]]
+        replaced = [
+            use
+            for use in self._uses
+            if _is_parameter(use.tensor) and getattr(use.module, use.name) is not self._own[use.tensor]
+        ]
         for use, before in zip(self._uses, self._before, strict=True):
             setattr(use.module, use.name, before)
         if replaced and kind is None:

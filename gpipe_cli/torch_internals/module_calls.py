@@ -1,4 +1,4 @@
-"""What happens when a module or an autograd function is called: hooks and compiled code, and calls to intercept."""
+"""What torch keeps private of modules: hooks, compiled code, calls to intercept, and the versions of their state."""
 
 from __future__ import annotations
 
@@ -76,3 +76,15 @@ def _replaced(
         torch.jit.ScriptFunction.__call__ = script_call  # type: ignore[method-assign]
         nn.Module.__call__ = module_call  # type: ignore[method-assign]
         torch.autograd.Function.apply = function_apply  # type: ignore[method-assign]
+
+
+def adopt_version(module: nn.Module, original: nn.Module) -> None:
+    """Make state that `module` saves carry the version of `original`, by which its loader may convert older state."""
+    module._version = original._version
+
+
+def repeat_versions(state_dict: dict[str, Any], prefix: str, original_path: Callable[[str], str]) -> None:
+    """Add the version of each module below `prefix` under its original path too."""
+    versions: dict[str, Any] = getattr(state_dict, "_metadata", {})
+    for path in [path for path in versions if path.startswith(prefix) and path != prefix]:
+        versions.setdefault(prefix + original_path(path.removeprefix(prefix)), versions[path])

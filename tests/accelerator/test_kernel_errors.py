@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe_cli import GPipe
-from gpipe_cli.accelerator.kernel_errors import note_kernel_error
-from gpipe_cli.accelerator.memory import report_out_of_memory
+from gpipe_cli.accelerator.memory import note_kernel_error, report_out_of_memory
 from tests.conftest import Answer
 
 ASSERT = (

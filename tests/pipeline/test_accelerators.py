@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpipe_cli import GPipe
-from gpipe_cli.accelerator import copies, stream_set, streams
+from gpipe_cli.accelerator import copies, streams
 from gpipe_cli.pipeline.gpipe import PlainPipe, ThreadedPipe
 from gpipe_cli.schedule import order
 from gpipe_cli.schedule.files import FixedOrder
@@ -77,11 +77,11 @@ def new_stream(device: torch.device, others: Sequence[torch.Stream]) -> torch.St
 @contextlib.contextmanager
 def side_streams(devices: Sequence[torch.device]) -> Iterator[None]:
     """Streams of the caller, which have nothing queued and wait for what is queued on the others."""
-    before = stream_set.StreamSet.current(devices)
+    before = streams.StreamSet.current(devices)
     new = [new_stream(device, before.streams) for device in devices]
     for stream, other in zip(new, before.streams, strict=True):
         stream.wait_stream(other)
-    with stream_set.StreamSet(tuple(new), before.device_index).entered():
+    with streams.StreamSet(tuple(new), before.device_index).entered():
         yield
     for stream, other in zip(new, before.streams, strict=True):
         other.wait_stream(stream)
@@ -308,7 +308,7 @@ def test_devices_without_side_streams_copy_on_their_only_one(
     accelerators: list[torch.device], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on MPS."""
-    for module in (streams, stream_set, copies):
+    for module in (streams, copies):
         monkeypatch.setattr(module, "has_side_streams", lambda device: False)
     monkeypatch.setattr(copies, "_copy_streams", {})
     for devices in ([accelerators[0], "cpu"], ["cpu", accelerators[0], accelerators[0]]):

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from gpipe_cli import GPipe
+from gpipe_cli import GPipe, current_microbatch
 from gpipe_cli.pipeline.gpipe import PlainPipe
 from gpipe_cli.skip import pop, skippable, stash
 from gpipe_cli.torch_internals.tensor_memory import copy_memory
@@ -783,6 +783,23 @@ def test_a_graph_that_must_not_run_in_halves_runs_as_one_backward(
         checkpoint=checkpoint,
     )
     assert getattr(hooked, "runs", 12) == 12  # once for each micro-batch of three steps
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_micro_batch_that_is_not_split_among_others_keeps_the_order_of_sums(index: int) -> None:
+    """Its weights' gradients were added before those that earlier micro-batches had left for later."""
+
+    class SometimesHooked(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            output = super().forward(input)
+            micro_batch = current_microbatch()
+            if micro_batch is not None and micro_batch.index == index:
+                output.register_hook(lambda gradient: None)
+            return output
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), SometimesHooked(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    compare(layers, [1, 2], schedule="zero_bubble", checkpoint="never")
 
 
 def test_a_graph_that_can_run_in_halves_still_does() -> None:

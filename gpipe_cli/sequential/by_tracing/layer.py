@@ -29,7 +29,7 @@ from gpipe_cli.sequential.sequence import named_tensors
 from gpipe_cli.sequential.without_storage import copy_module
 from gpipe_cli.skip.namespace import Namespace, SkipName
 from gpipe_cli.skip.tracker import load_skip, save_skip
-from gpipe_cli.torch_internals.state_version import adopt_version
+from gpipe_cli.torch_internals.module_calls import adopt_version
 
 
 @final
