@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -42,7 +42,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
-    is_shared: bool = False
+    is_shared: bool = field(default=False, compare=False)
     """Whether its memory is also that of another tensor, so that no layer may write it."""
 
     @classmethod
@@ -139,7 +139,9 @@ class ShapeInference:
 def _infer(partitions: Sequence[Partition], value: Value) -> tuple[BoundarySpec, ...]:
     boundaries = []
     modules = [layer.module for partition in partitions for layer in partition.layers]
-    held = {storage_of(tensor) for module in modules for _, _, tensor in tensors_in(module)}
+    # Kept alive: a layer may replace a buffer, and an activation could get the storage of the old one.
+    tensors_of_modules = [tensor for module in modules for _, _, tensor in tensors_in(module)]
+    held = set(map(storage_of, tensors_of_modules))
     skips: dict[SkipName, Tensor | None] = {}
     for partition in partitions:
         carried = sorted((name, skip) for name, skip in skips.items() if skip is not None)

@@ -158,8 +158,7 @@ class RankPipe(PipeBase):
             None if loss is None else loss.weighted,
         )
         for partition in self._own:
-            is_last = partition.index == len(self._balance) - 1
-            partition.begin(self._shared, loss.modules if loss is not None and is_last else ())
+            partition.begin(self._shared, loss.modules if loss is not None and partition.is_last else ())
         sizes = [piece.size for piece in batch.micro_batches]
         # All shapes come before the first flush: every rank infers the whole model, so a layer that cannot be inferred
         # raises in all ranks, and none waits for a message.

@@ -143,9 +143,9 @@ class ActionLoop:
 
     def _begin(self, partitions: Iterable[int]) -> None:
         for index in partitions:
-            partition, is_last = self._partitions[index], index == len(self._partitions) - 1
+            partition = self._partitions[index]
             with self._modules_of(partition):
-                partition.begin(self._state.shared, self._state.loss_modules if is_last else ())
+                partition.begin(self._state.shared, self._state.loss_modules if partition.is_last else ())
 
     def fail(self, error: BaseException) -> None:
         """Keep the first failure and wake up every worker that waits."""

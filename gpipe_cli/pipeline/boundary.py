@@ -165,7 +165,7 @@ def common_storages(tensors: Sequence[Tensor]) -> set[int]:
     """The storages that several of the tensors have in common."""
     if len(tensors) == 1:
         return set()
-    counts = Counter(storage_of(tensor) for tensor in tensors if tensor.layout is torch.strided)
+    counts = Counter(storage_of(each) for each in tensors if each.layout is torch.strided and each.numel())
     return {storage for storage, count in counts.items() if count > 1}
 
 

@@ -48,6 +48,7 @@ class Partition:
     """Skips from the preceding partition first: they arrive with the value."""
     sends: tuple[SkipRoute, ...] = ()
     """Skips to the following partition first."""
+    is_last: bool = True
     shares_modules: bool = False
     """Whether another partition uses some of the same modules: both replace their tensors while they run."""
     sources: tuple[int, ...] = field(init=False)
@@ -256,7 +257,11 @@ class Partition:
         """
         leaving = [tensor for tensor in tensors if tensor is not None]
         shared = common_storages(leaving)
-        if shared and any(storage_of(each) in shared and is_stale_view(each) for each in leaving):
+        if (
+            shared
+            and not self.is_last
+            and any(storage_of(each) in shared and is_stale_view(each) for each in leaving)
+        ):
             # Autograd gives such a view its node when it is used next, behind the boundary, and so it adds up the
             # gradients in an order that only an unsplit graph can have.
             raise shared_memory_written(f"partition {self.index}")

@@ -92,6 +92,7 @@ def make_partitions(
             device=devices[index % len(devices)],
             receives=_neighbour_first(layout.receives[index], index - 1),
             sends=_neighbour_first(layout.sends[index], index + 1),
+            is_last=index == len(balance) - 1,
             shares_modules=any(uses[part] > 1 for part in modules[index].modules()),
         )
         for index, length in enumerate(balance)
