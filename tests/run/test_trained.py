@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from gpipe_cli.commands import eval as evaluation
 from gpipe_cli.distributed.world import World
 from gpipe_cli.run import components, trained
 from gpipe_cli.training.snapshot import manifest, shared_verification
@@ -43,7 +42,7 @@ def test_ranks_share_the_verification_and_their_launcher_leaves_it_to_them(
 
     monkeypatch.setattr(manifest, "_read_verified", reading)
     monkeypatch.setattr(shared_verification, "verify_part", verifying)
-    monkeypatch.setattr(evaluation, "run_in_ranks", lambda *given: launched.append(given) or {})
+    monkeypatch.setattr(trained, "run_in_ranks", lambda *given: launched.append(given) or {})
 
     launcher = gpipe("eval", "run=run", ALLOW, "engine=processes")
     assert launcher.code == 0 and not read and "damaged" not in launcher.err, launcher.err
