@@ -42,8 +42,7 @@ from gpipe_cli.run.data import BatchLoader
 from gpipe_cli.run.estimated_devices import EstimatedCosts, estimated_devices
 from gpipe_cli.run.measured_devices import MeasuredDevices
 from gpipe_cli.run.offload_plan import MicroBatches, OffloadPlanner
-from gpipe_cli.run.plan_memory import PlanMemory
-from gpipe_cli.run.plan_sizes import PlanSizes
+from gpipe_cli.run.plan_memory import PlanMemory, PlanSizes
 from gpipe_cli.run.training_step import make_loss, memory_limit
 from gpipe_cli.schedule import traits
 from gpipe_cli.schedule.own_orders import AUTO, FILE
