@@ -35,13 +35,14 @@ from gpipe_cli.run.ranks import (
     with_heartbeat,
 )
 from gpipe_cli.run.saved_run import (
+    ChosenSnapshot,
+    choose_snapshot,
     load_into_model,
     load_on_demand,
     saved_config,
     weights_file,
     with_overrides,
 )
-from gpipe_cli.run.snapshot_choice import ChosenSnapshot, choose_snapshot
 from gpipe_cli.training.signals import StopRequested, StopRequests, stop_requests
 from gpipe_cli.training.snapshot.file_names import BUFFERS, MODEL
 from gpipe_cli.training.snapshot.manifest import (
@@ -49,9 +50,9 @@ from gpipe_cli.training.snapshot.manifest import (
     first_valid_snapshot,
     is_snapshot,
     run_directory_of,
+    search_together,
     snapshot_paths,
 )
-from gpipe_cli.training.snapshot.shared_verification import search_together
 
 Settings = TypeVar("Settings", bound=TrainedConfig)
 
