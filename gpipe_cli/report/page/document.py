@@ -20,13 +20,12 @@ from gpipe_cli.report.colors import color_style
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.page.charts import metric_charts
 from gpipe_cli.report.page.comparison import Comparison
-from gpipe_cli.report.page.cost_tables import layer_table, partition_table
+from gpipe_cli.report.page.costs import layer_table, partition_table, step_timelines
 from gpipe_cli.report.page.curves import MetricCurve
 from gpipe_cli.report.page.html import Child, Html, join, tag
 from gpipe_cli.report.page.predictions import confusion, sample_gallery, text_sample
 from gpipe_cli.report.page.run_facts import RunFacts, check_table, verdict_counts
 from gpipe_cli.report.page.run_files import as_number, watched_metric
-from gpipe_cli.report.page.step_timelines import step_timelines
 from gpipe_cli.safe_files import UnsafeFile, open_regular
 
 PAGE = "report.html"

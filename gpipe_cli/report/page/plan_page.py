@@ -10,11 +10,11 @@ from gpipe_cli.profiling.timeline import StepTimeline
 from gpipe_cli.report.colors import curve_class
 from gpipe_cli.report.formatting import format_value
 from gpipe_cli.report.page.charts import ChartLine, Scale, draw_chart
+from gpipe_cli.report.page.costs import timeline_figures
 from gpipe_cli.report.page.curves import CurvePoint
 from gpipe_cli.report.page.document import whole_page
 from gpipe_cli.report.page.html import Child, Html, join, table, tag
 from gpipe_cli.report.page.run_facts import TimelineBar, TimelineFacts
-from gpipe_cli.report.page.step_timelines import timeline_figures
 
 Facts = Mapping[str, Any]
 CAUSES = {
