@@ -28,8 +28,7 @@ from gpipe_cli.pipeline.microbatch import micro_batches
 from gpipe_cli.profiling.layers import has_values
 from gpipe_cli.pytree import ModelInput, flatten, map_tensors
 from gpipe_cli.run.data import BatchLoader
-from gpipe_cli.run.metrics import metrics_of
-from gpipe_cli.run.training_step import make_loss
+from gpipe_cli.run.training_step import make_loss, metrics_of
 from gpipe_cli.sequential import original_output
 from gpipe_cli.sequential.without_storage import meta_like
 from gpipe_cli.training.snapshot.manager import monitor_error
