@@ -52,7 +52,7 @@ class PlanMemory:
         """Of the device with the most memory."""
         self.limits = limits
         self.facts = cache(self._facts_of)
-        self._objective = cache(self._objective_of)
+        self._objective = cache(lambda rows: self._objective_from(self.facts(rows)))
         self._known: tuple[int, MemoryObjective] | None = None
 
     @cached_property
@@ -128,9 +128,6 @@ class PlanMemory:
         sample = self._sample_of(rows)
         with autocast_of(self._settings), sample_must_fit(sample):
             return model_facts(self._model, sample, count_flops=False)
-
-    def _objective_of(self, rows: int) -> MemoryObjective:
-        return self._objective_from(self.facts(rows))
 
     def _objective_from(self, facts: ModelFacts) -> MemoryObjective:
         differ = self.limits if len(set(self.limits)) > 1 else ()

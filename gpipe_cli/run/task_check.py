@@ -121,7 +121,7 @@ def _output(settings: ModelConfig, model: nn.Sequential, input: ModelInput) -> A
             check_first_layer(model, input)
         return original_output(model, output_without_storage(model, input))
     except LayerMisfit as misfit:
-        if _accepts(model, map_tensors(_numbers if has_tokens else _tokens, input)):
+        if _accepts(model, map_tensors(Tensor.float if has_tokens else _tokens, input)):
             takes, has = ("numbers", "tokens") if has_tokens else ("tokens", "numbers")
             model_of_kind = "gpt" if has_tokens else "mlp"
             raise ConfigError(
@@ -147,10 +147,6 @@ def _accepts(model: nn.Sequential, input: ModelInput) -> bool:
     except LayerMisfit:
         return False
     return True
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    return tensor.float()
 
 
 def _tokens(tensor: Tensor) -> Tensor:
